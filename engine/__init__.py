@@ -1,0 +1,1 @@
+"""The microserving engine: three sub-request calls over a unified paged KV cache."""

@@ -1,0 +1,39 @@
+"""The flags of an engine, once: `python -m engine`, `microserve engine` and `microserve up` read them here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["EngineConfig"]
+
+
+def flag(default: Any, help: str) -> Any:
+    """A field that is also a command-line flag, `--its-name`, with `help`."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine, as started. `model` is an alias, a folder, a .gguf file or a hub id."""
+
+    model: str = "smollm2"
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8100, "port to listen on; 0 takes a free one")
+    role: Literal["any", "prefill", "decode"] = flag("any", "a hint to strategies")
+    device: Literal["cpu", "cuda"] = flag("cpu", "where the model runs")
+    dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", "of weights and KV")
+    threads: int = flag(0, "compute threads; 0: one per usable core")
+    cpus: str = flag("", "cores to run on, as in 0,1 or 0-3; empty: any")
+    pool_pages: int = flag(0, "pages of the KV pool; 0: chosen from the model and free memory")
+    page_size: int = flag(16, "tokens per page")
+    max_batch: int = flag(256, "sequences decoded in one step, at most")
+    max_waiting: int = flag(1024, "requests waiting for their turn, at most; then no_capacity")
+    token_budget: int = flag(512, "tokens run through the model in one step, at most")
+    lease_ms: int = flag(30_000, "how long a receive lease lives while nobody writes (ms)")
+    max_body_mb: int = flag(16, "largest request body (MiB)")
+    router: str = flag("", "URL of a router to register with")
+    engine_id: str = flag("", "name in the fleet; empty: host:port")
+    api_key: str = flag("", "key that callers must send; needed on any address but loopback")
+    log_level: str = flag("warning", "debug, info, warning or error")
+    parent_pid: int = flag(0, "die when this process dies; 0: do not")

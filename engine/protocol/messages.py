@@ -1,0 +1,233 @@
+"""Every message between router and engine, once.
+
+Token ids travel as lists of ints; ranges are half open, `prompt[begin:end]`; a negative `begin` or
+`end` counts from the end (the paper's Table 1). Requests are strict: an unknown field or a value of
+another JSON type is an error, never coerced.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "Commit",
+    "EngineState",
+    "Event",
+    "Lease",
+    "ModelInfo",
+    "PageCounts",
+    "PrepRecv",
+    "PrepRecvReply",
+    "Release",
+    "RemoteSend",
+    "RemoteSendReply",
+    "Sampling",
+    "StartGenerate",
+    "TokenLogprob",
+    "Usage",
+]
+
+RequestId = Annotated[str, Field(min_length=1, max_length=128)]
+Tokens = list[Annotated[int, Field(ge=0)]]
+Role = Literal["any", "prefill", "decode"]
+FinishReason = Literal["stop", "length"]
+
+
+class Message(BaseModel):
+    """Base of all messages."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class PrepRecv(Message):
+    """`POST /microserving/prep_recv`: match `prompt[:end]` here and make room for the rest of it.
+
+    `reserve` asks for room for that many further tokens; `lease_ms` is how long the lease lives
+    while nobody writes into it (milliseconds, default: the engine's `--lease-ms`).
+    """
+
+    request_id: RequestId
+    prompt: Tokens
+    end: int
+    reserve: int = Field(default=0, ge=0)
+    lease_ms: int | None = Field(default=None, ge=1, le=3_600_000)
+
+
+class PrepRecvReply(Message):
+    """Where to put: `prompt[match_len:end]` is to be written at `kv_addr` within `expires_ms`."""
+
+    lease_id: str
+    kv_addr: str
+    match_len: int
+    end: int
+    expires_ms: int
+
+
+class RemoteSend(Message):
+    """`POST /microserving/remote_send`: put the KV of `prompt[begin:end]` at `kv_addr`."""
+
+    request_id: RequestId
+    prompt: Tokens
+    begin: int
+    end: int
+    kv_addr: str
+
+
+class RemoteSendReply(Message):
+    """After the last byte has landed. `sent_tokens = cached_tokens` (found here) `+` those computed
+    and sent; `computed_tokens` counts all that ran through the model, sent or not (Figure 8)."""
+
+    sent_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    bytes: int
+    ms: float
+
+
+class Sampling(Message):
+    """How tokens are drawn. Randomness is keyed by (seed, choice, position): it survives a move."""
+
+    max_tokens: int = Field(default=16, ge=1)
+    min_tokens: int = Field(default=0, ge=0)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)  # 0: all
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    seed: int = Field(default=0, ge=-(2**63), lt=2**64)
+    choice: int = Field(default=0, ge=0, lt=2**31)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
+    stop_token_ids: Tokens = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=100.0, allow_inf_nan=False)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
+        default_factory=dict
+    )
+    logprobs: int | None = Field(default=None, ge=0, le=20)  # how many alternatives; None: none
+
+
+class StartGenerate(Sampling):
+    """`POST /microserving/start_generate`: prefill what is missing and decode, as an event stream.
+
+    With `lease_id`, `begin` is how much of the KV has been put here (omitted: what has landed).
+    Without, it is a hint only. `output` are tokens already emitted for this request: the stream
+    goes on after them, and `max_tokens`, penalties and randomness count from the first of them.
+    """
+
+    request_id: RequestId
+    prompt: Tokens
+    begin: int | None = None
+    lease_id: str | None = None
+    output: Tokens = Field(default_factory=list)
+
+
+class Commit(Message):
+    """`POST /microserving/commit`: publish what has landed to the prefix cache; ends the lease."""
+
+    lease_id: str
+
+
+class Release(Message):
+    """`POST /microserving/release`: end a lease, or abort a send or a generation. Idempotent."""
+
+    lease_id: str | None = None
+    request_id: RequestId | None = None
+
+
+class TokenLogprob(Message):
+    """The log probability (natural, of the raw logits) of one token, and of the likeliest."""
+
+    token_id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+    top: list[TokenLogprob] = Field(default_factory=list)
+
+
+class Usage(Message):
+    """Tokens of one generation; `cached_tokens` of the prompt were not computed by this engine."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Event(Message):
+    """One step of one generation: tokens, together with the text that they release.
+
+    Tokens held back (an unfinished UTF-8 sequence, a possible stop string) are in no event yet. The
+    first event carries `begin`, the position from which this engine computed. The last one carries
+    `finish_reason` and `usage`. A failure is an event with `error` (an error body), and is last.
+    """
+
+    token_ids: list[int] = Field(default_factory=list)
+    text: str = ""
+    begin: int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or string that ended it
+    usage: Usage | None = None
+    error: dict[str, object] | None = None
+
+
+class ModelInfo(Message):
+    """`GET /microserving/model`: all that a router needs to know of the model."""
+
+    name: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    bos_token: str | None
+    eos_token: str | None
+    tokenizer_json: str
+    chat_template: str | None
+    fingerprint: str  # equal iff KV can travel: weights, dtype, RoPE, layout, page size
+    page_size: int
+    kv_bytes_per_token: int
+    add_bos: bool = False
+
+
+class PageCounts(Message):
+    """Pages by owner; they add up to `total` (pinned ones are among the cached)."""
+
+    total: int
+    free: int
+    cached: int
+    leased: int
+    active: int
+    quarantined: int
+    pinned: int
+
+
+class Lease(Message):
+    """One live lease, as `state` shows it."""
+
+    lease_id: str
+    request_id: str
+    state: str
+    begin: int
+    end: int
+    landed: int
+    expires_ms: int
+
+
+class EngineState(Message):
+    """`GET /microserving/state`."""
+
+    engine_id: str
+    epoch: int
+    role: Role
+    model: str
+    page_size: int
+    pages: PageCounts
+    running: int
+    waiting: int
+    leases: list[Lease]
+    puts_in_flight: int
+    prefix_tokens: int
+    draining: bool = False

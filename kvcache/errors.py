@@ -1,0 +1,139 @@
+"""The tree of errors that a client can be told of; each carries the wire name of its type.
+
+    MicroserveError
+    ├── BadRange          400  a range that does not lie in the prompt
+    ├── BadRequest        400  a body or parameter that makes no sense
+    ├── Unauthorized      401  no or a wrong API key
+    ├── BadAddress        401  a kv_addr that is forged, malformed, or for other weights or prompt
+    ├── UnknownLease      404  no such lease here
+    ├── LeaseExpired      410  the lease has ended
+    ├── KVIncomplete      409  fewer tokens have landed than the call relies on
+    ├── StaleEpoch        409  the engine was restarted since the address was made
+    ├── TooLarge          413  a body over the limit
+    ├── NoCapacity        429  no pages or no queue slot just now; carries retry_after_s
+    ├── PeerUnreachable   502  the other engine cannot be reached
+    ├── Draining          503  this engine takes no new work
+    ├── Timeout           504  a deadline passed
+    └── Internal          500  a defect here; logged with its traceback
+
+The KV cache raises some of these itself, so the tree lives in the lowest layer; `engine.protocol`
+gives it to the router, and maps it to and from HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "BadAddress",
+    "BadRange",
+    "BadRequest",
+    "Draining",
+    "Internal",
+    "KVIncomplete",
+    "LeaseExpired",
+    "MicroserveError",
+    "NoCapacity",
+    "PeerUnreachable",
+    "StaleEpoch",
+    "Timeout",
+    "TooLarge",
+    "Unauthorized",
+    "UnknownLease",
+]
+
+
+class MicroserveError(Exception):
+    """Base of all errors with a wire form; `type` is its name there and `status` its HTTP status."""
+
+    type: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class BadRange(MicroserveError):
+    type = "bad_range"
+    status = 400
+
+
+class BadRequest(MicroserveError):
+    type = "bad_request"
+    status = 400
+
+
+class Unauthorized(MicroserveError):
+    type = "unauthorized"
+    status = 401
+
+
+class BadAddress(MicroserveError):
+    type = "bad_address"
+    status = 401
+
+
+class UnknownLease(MicroserveError):
+    type = "unknown_lease"
+    status = 404
+
+
+class LeaseExpired(MicroserveError):
+    type = "lease_expired"
+    status = 410
+
+
+class KVIncomplete(MicroserveError):
+    type = "kv_incomplete"
+    status = 409
+
+
+class StaleEpoch(MicroserveError):
+    type = "stale_epoch"
+    status = 409
+
+
+class TooLarge(MicroserveError):
+    type = "too_large"
+    status = 413
+
+
+class NoCapacity(MicroserveError):
+    """No room now; `retry_after_s` (seconds) says when to ask again and travels as `Retry-After`."""
+
+    type = "no_capacity"
+    status = 429
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float = 1.0,
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.retry_after_s = retry_after_s
+
+
+class PeerUnreachable(MicroserveError):
+    type = "peer_unreachable"
+    status = 502
+
+
+class Draining(MicroserveError):
+    type = "draining"
+    status = 503
+
+
+class Timeout(MicroserveError):
+    type = "timeout"
+    status = 504
+
+
+class Internal(MicroserveError):
+    type = "internal"
+    status = 500
