@@ -1,1 +1,1 @@
-"""The unified paged KV cache: one pool per engine, written into by its peers with one-sided puts."""
+"""The unified paged KV cache: one pool per engine, written by its peers with one-sided puts."""

@@ -7,6 +7,7 @@
     ├── BadAddress        401  a kv_addr that is forged, malformed, or for other weights or prompt
     ├── UnknownLease      404  no such lease here
     ├── LeaseExpired      410  the lease has ended
+    ├── DuplicateRequest  409  a request with this id is live here
     ├── KVIncomplete      409  fewer tokens have landed than the call relies on
     ├── StaleEpoch        409  the engine was restarted since the address was made
     ├── TooLarge          413  a body over the limit
@@ -29,6 +30,7 @@ __all__ = [
     "BadRange",
     "BadRequest",
     "Draining",
+    "DuplicateRequest",
     "Internal",
     "KVIncomplete",
     "LeaseExpired",
@@ -44,7 +46,7 @@ __all__ = [
 
 
 class MicroserveError(Exception):
-    """Base of all errors with a wire form; `type` is its name there and `status` its HTTP status."""
+    """Base of all errors with a wire form: `type` is its name there, `status` its HTTP status."""
 
     type: ClassVar[str] = "internal"
     status: ClassVar[int] = 500
@@ -86,6 +88,11 @@ class LeaseExpired(MicroserveError):
     status = 410
 
 
+class DuplicateRequest(MicroserveError):
+    type = "duplicate_request"
+    status = 409
+
+
 class KVIncomplete(MicroserveError):
     type = "kv_incomplete"
     status = 409
@@ -102,7 +109,7 @@ class TooLarge(MicroserveError):
 
 
 class NoCapacity(MicroserveError):
-    """No room now; `retry_after_s` (seconds) says when to ask again and travels as `Retry-After`."""
+    """No room now; ask again in `retry_after_s` seconds, which travels as `Retry-After`."""
 
     type = "no_capacity"
     status = 429

@@ -1,4 +1,4 @@
-"""The flags of an engine, once: `python -m engine`, `microserve engine` and `microserve up` read them here."""
+"""The flags of an engine, once, for `python -m engine`, `microserve engine` and `microserve up`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,152 @@
+"""Paged attention on any torch device, bit-stable in float32.
+
+A query row's result must not depend on what else is in the batch, nor on how the prompt was cut
+into chunks, or the same request would give other tokens under another strategy. Hence:
+
+- keys are reduced in blocks of `BLOCK` absolute positions, `[0, 128)`, `[128, 256)`, …, always whole
+  (missing keys are masked), merged in order by the running-maximum rule of FlashAttention;
+- matrix products have a multiple of `ROW_MULTIPLE` query rows: with other counts the CPU kernels of
+  torch take another path with other bits.
+
+Rows are grouped in tiles: all sequences that decode one token make one tile, a prefill chunk is
+cut into tiles of `TILE` tokens of one sequence, so that blocks above the diagonal are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcache.pool import SCRATCH_PAGE
+from kvcache.types import PageId
+
+__all__ = ["BLOCK", "ROW_MULTIPLE", "Span", "Tile", "attend", "plan_tiles"]
+
+BLOCK = 128  # keys
+ROW_MULTIPLE = 4
+TILE = 64  # query tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens of one sequence in a step: rows `[row, row + count)`, positions from `start`."""
+
+    row: int
+    start: int
+    count: int
+    pages: Sequence[PageId]  # from position 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    sequences: int  # the first so many of the tile reach into this block
+    pages: torch.Tensor  # [sequences * pages per block] int64
+    hidden: torch.Tensor | None  # [sequences, 1, rows, BLOCK] bool: keys that a row may not see
+    beyond: torch.Tensor | None  # [sequences, 1, BLOCK, 1] bool: slots that hold no key
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """`sequences` sequences with `count` query tokens each, the longest first."""
+
+    rows: torch.Tensor  # [sequences * count] int64, into the step's rows
+    sequences: int
+    count: int
+    blocks: list[_Block]
+
+
+def plan_tiles(
+    spans: Sequence[Span], page_size: int, group: int, device: torch.device
+) -> list[Tile]:
+    """The tiles of one step, planned once for all layers. `group` = query heads per KV head."""
+    decodes = sorted((s for s in spans if s.count == 1), key=lambda s: -s.start)
+    tiles = [_tile(decodes, page_size, group, device)] if decodes else []
+    for span in spans:
+        if span.count == 1:
+            continue
+        for at in range(0, span.count, TILE):
+            count = min(TILE, span.count - at)
+            part = Span(span.row + at, span.start + at, count, span.pages)
+            tiles.append(_tile([part], page_size, group, device))
+    return tiles
+
+
+def _tile(spans: Sequence[Span], page_size: int, group: int, device: torch.device) -> Tile:
+    count = spans[0].count
+    rows = _padded(count * group)
+    per_block = BLOCK // page_size
+    blocks = []
+    last = [span.start + count - 1 for span in spans]  # position of each one's last query
+    for at in range(0, last[0] + 1, BLOCK):
+        reach = sum(position >= at for position in last)
+        pages: list[PageId] = []
+        first = at // page_size
+        for span, end in zip(spans[:reach], last, strict=False):
+            owned = span.pages[first : min(first + per_block, end // page_size + 1)]
+            pages += owned
+            pages += [SCRATCH_PAGE] * (per_block - len(owned))
+        hidden = beyond = None
+        if at + BLOCK > min(span.start for span in spans[:reach]) + 1:
+            keys = torch.arange(at, at + BLOCK)
+            starts = torch.tensor([span.start for span in spans[:reach]])
+            # row r of a sequence is query token r // group; padding rows see what the last one sees
+            token = (torch.arange(rows) // group).clamp(max=count - 1)
+            queries = starts[:, None] + token
+            hidden = (keys > queries[:, None, :, None]).to(device)
+            beyond = (keys > starts[:, None] + count - 1)[:, None, :, None].to(device)
+        blocks.append(
+            _Block(reach, torch.tensor(pages, dtype=torch.int64, device=device), hidden, beyond)
+        )
+    where = [span.row + i for span in spans for i in range(count)]
+    return Tile(torch.tensor(where, device=device), len(spans), count, blocks)
+
+
+def attend(tile: Tile, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+    """Attention of one tile over one layer.
+
+    `q` and `out` are `[rows, heads, head_dim]` of the whole step; `pool` is one layer's
+    `[pages, 2, page_size, kv_heads, head_dim]`. Scores and sums are in float32.
+    """
+    _, _, page_size, kv_heads, dim = pool.shape
+    n, count = tile.sequences, tile.count
+    group = q.shape[1] // kv_heads
+    rows = _padded(count * group)
+    grouped = q[tile.rows].view(n, count, kv_heads, group, dim).permute(0, 2, 1, 3, 4)
+    queries = q.new_zeros((n, kv_heads, rows, dim), dtype=torch.float32)
+    queries[:, :, : count * group] = grouped.reshape(n, kv_heads, count * group, dim) * dim**-0.5
+    queries = queries.view(n * kv_heads, rows, dim)
+
+    top = total = acc = torch.empty(0)
+    for index, block in enumerate(tile.blocks):
+        live = block.sequences
+        heads = live * kv_heads
+        kv = pool.index_select(0, block.pages).view(live, -1, 2, page_size, kv_heads, dim)
+        kv = kv.permute(2, 0, 4, 1, 3, 5).reshape(2, heads, BLOCK, dim).float()
+        scores = torch.bmm(queries[:heads], kv[0].transpose(1, 2))
+        if block.hidden is not None and block.beyond is not None:
+            scores.view(live, kv_heads, rows, BLOCK).masked_fill_(block.hidden, -torch.inf)
+            # A reused page may hold anything, also NaN, and 0 * NaN is not 0.
+            kv[1].view(live, kv_heads, BLOCK, dim).masked_fill_(block.beyond, 0.0)
+        peak = scores.amax(-1, keepdim=True)
+        if index == 0:
+            top = peak
+            weights = scores.sub_(top).exp_()
+            total = weights.sum(-1, keepdim=True)
+            acc = torch.bmm(weights, kv[1])
+            continue
+        # m = max(m_j), α = e^{m_j − m}: the rows' earlier sums are scaled to the new maximum.
+        new = torch.maximum(top[:heads], peak)
+        scale = top[:heads].sub(new).exp_()
+        weights = scores.sub_(new).exp_()
+        total[:heads] = total[:heads] * scale + weights.sum(-1, keepdim=True)
+        acc[:heads] = acc[:heads] * scale + torch.bmm(weights, kv[1])
+        top[:heads] = new
+    result = (acc / total).view(n, kv_heads, rows, dim)[:, :, : count * group]
+    result = result.reshape(n, kv_heads, count, group, dim).permute(0, 2, 1, 3, 4)
+    out[tile.rows] = result.reshape(n * count, kv_heads * group, dim).to(out.dtype)
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE

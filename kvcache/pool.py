@@ -1,0 +1,80 @@
+"""Which pages are free, and how often each of the others is held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvcache.errors import Internal, NoCapacity
+from kvcache.types import PageId
+
+__all__ = ["SCRATCH_PAGE", "PagePool"]
+
+SCRATCH_PAGE = PageId(0)
+
+
+class PagePool:
+    """Reference counts and the free list of `pages` pages, of which page 0 is set aside.
+
+    Holders (sequences, leases, the prefix cache, quarantine) count one reference a page each; one
+    whose last reference goes is free again. Not thread-safe: the cache's lock guards it.
+    """
+
+    def __init__(self, pages: int) -> None:
+        # The free list is a stack whose top is the lowest page: runs of fresh pages are contiguous.
+        self._free = [PageId(page) for page in range(pages - 1, 0, -1)]
+        self.refs = np.zeros(pages, dtype=np.int32)
+        self.total = pages - 1
+
+    @property
+    def free(self) -> int:
+        """Number of free pages."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[PageId]:
+        """`count` free pages, each now held once. Raises `NoCapacity`, taking none."""
+        if count > len(self._free):
+            raise NoCapacity(f"{count} pages wanted, {len(self._free)} free")
+        if count == 0:
+            return []
+        pages = self._free[-count:][::-1]
+        del self._free[-count:]
+        self.refs[pages] = 1
+        return pages
+
+    def share(self, pages: Sequence[PageId]) -> None:
+        """Hold each of `pages`, which somebody holds already, once more."""
+        for page in pages:
+            if self.refs[page] <= 0:
+                raise Internal(f"page {page} is shared while nobody holds it")
+            self.refs[page] += 1
+
+    def drop(self, pages: Sequence[PageId]) -> None:
+        """Hold each of `pages` once less; the last to let go frees it."""
+        # Backwards, so that the free list gives them out again in ascending order.
+        for page in reversed(pages):
+            if self.refs[page] <= 0:
+                raise Internal(f"page {page} is dropped while nobody holds it")
+            self.refs[page] -= 1
+            if self.refs[page] == 0:
+                self._free.append(page)
+
+    def check(self, holders: Iterable[Sequence[PageId]]) -> None:
+        """Prove that `holders`' pages and the free list partition the pool. Raises `Internal`."""
+        counted = np.zeros_like(self.refs)
+        for pages in holders:
+            np.add.at(counted, list(pages), 1)
+        if counted[SCRATCH_PAGE] or self.refs[SCRATCH_PAGE]:
+            raise Internal("somebody holds the scratch page")
+        wrong = np.flatnonzero(counted != self.refs)
+        if wrong.size:
+            page = int(wrong[0])
+            raise Internal(
+                f"{wrong.size} pages miscounted: page {page} has {self.refs[page]} references, "
+                f"{counted[page]} holders"
+            )
+        free = np.zeros_like(self.refs)
+        np.add.at(free, self._free, 1)
+        if not np.array_equal(free[1:], (self.refs[1:] == 0).astype(free.dtype)):
+            raise Internal("the free list is not the set of pages that nobody holds")

@@ -1,0 +1,161 @@
+"""The prefix cache: a radix tree over token ids, page granular, beside the pool.
+
+A node holds a run of full pages and the tokens in them. A node's key is those tokens as raw bytes,
+so that following a path is one `memcmp` a node, whatever its length:
+
+    root ─ "pages 0..3 of prompt A" ─┬─ "pages 4..9 of prompt A"
+                                     └─ "pages 4..5 of prompt B"      children by their first page
+
+The tree holds one reference on each page in it. A page that only the tree holds can be evicted,
+least recently used first and from the ends of the branches inwards.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+import numpy as np
+
+from kvcache.errors import Internal
+from kvcache.pool import PagePool
+from kvcache.types import PageId
+
+__all__ = ["PrefixCache"]
+
+TOKEN_BYTES = 4
+
+
+class _Node:
+    __slots__ = ("children", "key", "pages", "parent", "used")
+
+    def __init__(self, parent: _Node | None, key: bytes, pages: list[PageId], used: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.pages = pages
+        self.used = used
+        self.children: dict[bytes, _Node] = {}
+
+
+class PrefixCache:
+    """Finds and keeps the pages of prompts seen before. The cache's lock guards it."""
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self._pool = pool
+        self._page_size = page_size
+        self._page_key = page_size * TOKEN_BYTES
+        self._root = _Node(None, b"", [], 0)
+        self._clock = count(1)
+        self._held = np.zeros(len(pool.refs), dtype=bool)
+
+    def match(self, tokens: Sequence[int]) -> list[PageId]:
+        """The full pages of the longest cached prefix of `tokens`; none is held for you."""
+        pages: list[PageId] = []
+        used = next(self._clock)
+        for node, shared in self._walk(self._key(tokens)):
+            node.used = used
+            pages += node.pages[:shared]
+        return pages
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[PageId]) -> None:
+        """Keep `pages`, the KV of `tokens`, from now on; only full pages.
+
+        Where the tree has a prefix already, its own pages stay and the given ones are not kept.
+        """
+        key = self._key(tokens)
+        used = next(self._clock)
+        node, done = self._root, 0
+        for child, shared in self._walk(key):
+            done += shared
+            if shared < len(child.pages):
+                self._split(child, shared)
+            child.used = used
+            node = child
+        rest = list(pages[done : len(key) // self._page_key])
+        if rest:
+            self._pool.share(rest)
+            self._held[rest] = True
+            tail = key[done * self._page_key :]
+            node.children[tail[: self._page_key]] = _Node(node, tail, rest, used)
+
+    def evict(self, wanted: int) -> int:
+        """Let go of up to `wanted` pages that nobody else holds; returns how many became free."""
+        order = count()
+        leaves = [(n.used, next(order), n) for n in self._nodes() if not n.children]
+        heapq.heapify(leaves)
+        freed = 0
+        while leaves and freed < wanted:
+            _, _, node = heapq.heappop(leaves)
+            keep = len(node.pages)
+            while keep and freed < wanted and self._pool.refs[node.pages[keep - 1]] == 1:
+                keep -= 1
+                freed += 1
+            gone = node.pages[keep:]
+            self._held[gone] = False
+            self._pool.drop(gone)
+            parent = node.parent
+            if keep == 0 and parent is not None:
+                del parent.children[node.key[: self._page_key]]
+                if not parent.children and parent is not self._root:
+                    heapq.heappush(leaves, (parent.used, next(order), parent))
+            else:
+                del node.pages[keep:]
+                node.key = node.key[: keep * self._page_key]
+        return freed
+
+    @property
+    def evictable(self) -> int:
+        """Pages that only the tree holds."""
+        return int(np.count_nonzero(self._held & (self._pool.refs == 1)))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the tree."""
+        return int(np.count_nonzero(self._held)) * self._page_size
+
+    def holders(self) -> Iterator[list[PageId]]:
+        """The pages of each node, for the proof of ownership. Raises `Internal` if broken."""
+        for node in self._nodes():
+            if len(node.key) != len(node.pages) * self._page_key or not node.pages:
+                raise Internal("a node's key and pages differ in length")
+            yield node.pages
+
+    def _key(self, tokens: Sequence[int]) -> bytes:
+        full = len(tokens) - len(tokens) % self._page_size
+        return np.asarray(tokens[:full], dtype=np.int32).tobytes()
+
+    def _walk(self, key: bytes) -> Iterator[tuple[_Node, int]]:
+        """Nodes along `key` and how many pages of each agree; only the last may agree in part."""
+        step = self._page_key
+        node, at = self._root, 0
+        while (child := node.children.get(key[at : at + step])) is not None:
+            shared = len(child.pages)
+            if key[at : at + len(child.key)] != child.key:
+                shared = 1
+                while _page(key, at, shared, step) == _page(child.key, 0, shared, step):
+                    shared += 1
+            yield child, shared
+            if shared < len(child.pages):
+                return
+            node, at = child, at + len(child.key)
+
+    def _split(self, node: _Node, pages: int) -> None:
+        """Cut `node` after `pages` pages; it keeps the head, so that a walk may go on from it."""
+        at = pages * self._page_key
+        tail = _Node(node, node.key[at:], node.pages[pages:], node.used)
+        tail.children, node.children = node.children, {node.key[at:][: self._page_key]: tail}
+        for child in tail.children.values():
+            child.parent = tail
+        node.key, node.pages = node.key[:at], node.pages[:pages]
+
+    def _nodes(self) -> Iterator[_Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            yield node
+
+
+def _page(key: bytes, at: int, page: int, step: int) -> bytes:
+    return key[at + page * step : at + (page + 1) * step]

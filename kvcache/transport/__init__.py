@@ -1,0 +1,7 @@
+"""Transports: one small protocol, one implementation for each kind of memory."""
+
+from kvcache.transport.base import Put, Transport
+from kvcache.transport.memory import MemoryNetwork, MemoryTransport
+from kvcache.transport.shm import ShmTransport
+
+__all__ = ["MemoryNetwork", "MemoryTransport", "Put", "ShmTransport", "Transport"]

@@ -1,0 +1,56 @@
+"""`memory`: peers in one process. For tests, and for engines that share a process."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+from kvcache.address import KVAddress
+from kvcache.errors import PeerUnreachable, StaleEpoch
+from kvcache.layout import KVLayout
+from kvcache.region import LocalRegion
+from kvcache.transport.base import Put
+from kvcache.transport.mapped import MappedPut
+
+__all__ = ["MemoryNetwork", "MemoryTransport"]
+
+
+class MemoryNetwork:
+    """The regions that reach each other."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, MemoryTransport] = {}
+        self._ids = count()
+
+    def join(self, member: MemoryTransport) -> str:
+        """Register a transport; returns its endpoint."""
+        endpoint = f"memory:{next(self._ids)}"
+        self.members[endpoint] = member
+        return endpoint
+
+
+class MemoryTransport:
+    """A `Transport` over plain memory."""
+
+    def __init__(self, network: MemoryNetwork, layout: KVLayout, epoch: int) -> None:
+        self.region = LocalRegion(layout)
+        self.epoch = epoch
+        self._network = network
+        self._endpoint = network.join(self)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="put")
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    def open(self, address: KVAddress, begin: int) -> Put:
+        peer = self._network.members.get(address.endpoint)
+        if peer is None:
+            raise PeerUnreachable(f"nobody is at {address.endpoint}")
+        if peer.epoch != address.epoch:
+            raise StaleEpoch("the engine was restarted since the address was made")
+        return MappedPut(self.region.pool, peer.region, address, begin, self._worker)
+
+    def close(self) -> None:
+        self._network.members.pop(self._endpoint, None)
+        self._worker.shutdown(wait=True)

@@ -1,0 +1,14 @@
+"""Names for the integers that this field keeps mixing up."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+__all__ = ["EngineId", "LeaseId", "PageId", "SeqId", "SlotIndex", "TokenPos"]
+
+PageId = NewType("PageId", int)  # which page of the pool; 0 is the scratch page
+SlotIndex = NewType("SlotIndex", int)  # which token's place within a page, TokenPos % page_size
+TokenPos = NewType("TokenPos", int)  # absolute position in a sequence
+SeqId = NewType("SeqId", int)  # a sequence of this engine's cache
+LeaseId = NewType("LeaseId", str)  # a receive lease of this engine
+EngineId = NewType("EngineId", str)  # an engine of the fleet
