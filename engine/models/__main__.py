@@ -1,0 +1,26 @@
+"""`python -m engine.models NAME`: fetch a model before engines start, so that they find it here.
+
+Exits with 0, or with 1 and the reason on stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from engine.models.errors import ModelError
+from engine.models.prepare import prepare_model
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 1:
+        raise SystemExit("usage: python -m engine.models NAME")
+    try:
+        prepare_model(arguments[0])
+    except ModelError as error:
+        raise SystemExit(str(error)) from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

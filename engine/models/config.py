@@ -1,0 +1,125 @@
+"""The shape of a model: all that tells one Llama-like decoder from another, and no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.models.errors import CorruptModel
+
+__all__ = [
+    "Architecture",
+    "FrequencyFactors",
+    "LinearScaling",
+    "Llama3Scaling",
+    "ModelConfig",
+    "Rope",
+    "Scaling",
+    "YarnScaling",
+]
+
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every frequency divided by `factor` (position interpolation)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """NTK-by-parts (YaRN); cos and sin are also multiplied by `attention_factor`."""
+
+    factor: float
+    original_context: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FrequencyFactors:
+    """Frequency i divided by `factors[i]`: how a GGUF file states Llama 3's scaling."""
+
+    factors: tuple[float, ...]
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding over the whole head: base `theta`, frequencies perhaps scaled."""
+
+    theta: float
+    scaling: Scaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The dimensions and switches of one model.
+
+    `context_length` (tokens) is already capped to `sliding_window`, where the model really uses
+    one: up to there a window hides nothing, and the cache has no windows.
+    Raises CorruptModel where the numbers cannot belong together.
+    """
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    rms_norm_eps: float
+    rope: Rope
+    tie_embeddings: bool
+    attention_bias: bool
+    qk_norm: bool
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "context_length",
+        ):
+            size = getattr(self, name)
+            if not 1 <= size <= MAX_SIZE:
+                raise CorruptModel(f"{name} is {size}, which no model has")
+        if self.num_heads % self.num_kv_heads:
+            raise CorruptModel(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads"
+            )
+        if self.head_dim % 2:
+            raise CorruptModel(f"head_dim is {self.head_dim}; RoPE rotates pairs")
+        if not self.rope.theta > 1:
+            raise CorruptModel(f"RoPE's theta is {self.rope.theta}; it must be above 1")
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the attention's output projection has a bias too; Qwen2 has q, k, v only."""
+        return self.attention_bias and self.architecture != "qwen2"
+
+
+MAX_SIZE = 1 << 24  # far above any real dimension, far below what a damaged header can claim

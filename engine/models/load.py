@@ -1,0 +1,75 @@
+"""`load_model`: from a name to a transformer that can run, with all that goes with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.checkpoint import Checkpoint, assemble
+from engine.models.config import ModelConfig
+from engine.models.errors import UnsupportedDtype
+from engine.models.gguf_checkpoint import open_gguf
+from engine.models.hf_folder import open_folder
+from engine.models.prepare import Source, locate
+from engine.models.tiny import open_tiny
+from engine.models.transformer import Transformer
+
+__all__ = ["LoadedModel", "load_model"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready to run. `name` is as typed; the token fields are those of `Tokenization`.
+
+    `weights_digest` (hex) differs for different weights as stored, before any change of dtype.
+    """
+
+    name: str
+    config: ModelConfig
+    transformer: Transformer
+    tokenizer_json: str
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    eos_token_ids: tuple[int, ...]
+    add_bos: bool
+    weights_digest: str
+
+
+def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Load an alias, a Hugging Face folder, a `.gguf` file or a hub id, fetching it if need be.
+
+    `dtype` is float32, bfloat16 or float16. Raises the errors of `engine.models.errors`.
+    """
+    if dtype not in _DTYPES:
+        raise UnsupportedDtype(
+            f"{dtype} is not supported; supported are {', '.join(map(str, _DTYPES))}"
+        )
+    checkpoint = _open(locate(name))
+    text = checkpoint.tokenization
+    text.check(checkpoint.config.vocab_size)
+    return LoadedModel(
+        name=name,
+        config=checkpoint.config,
+        transformer=assemble(checkpoint, dtype, device),
+        tokenizer_json=text.tokenizer_json,
+        chat_template=text.chat_template,
+        bos_token=text.bos_token,
+        eos_token=text.eos_token,
+        eos_token_ids=text.eos_token_ids,
+        add_bos=text.add_bos,
+        weights_digest=checkpoint.digest,
+    )
+
+
+def _open(source: Source) -> Checkpoint:
+    match source.kind:
+        case "tiny":
+            return open_tiny()
+        case "gguf":
+            return open_gguf(source.path, source.sha256)
+        case "folder":
+            return open_folder(source.path)
