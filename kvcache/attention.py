@@ -3,7 +3,7 @@
 A query row's result must not depend on what else is in the batch, nor on how the prompt was cut
 into chunks, or the same request would give other tokens under another strategy. Hence:
 
-- keys are reduced in blocks of `BLOCK` absolute positions, `[0, 128)`, `[128, 256)`, …, always whole
+- keys are reduced in blocks of `BLOCK` absolute positions, `[0, 128)`, `[128, 256)`, …, each whole
   (missing keys are masked), merged in order by the running-maximum rule of FlashAttention;
 - matrix products have a multiple of `ROW_MULTIPLE` query rows: with other counts the CPU kernels of
   torch take another path with other bits.

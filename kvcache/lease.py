@@ -6,7 +6,7 @@
                                           until the write right proves that no put is in flight
 
 A lease that ends is closed in memory first (`nonce` cleared): every later write is refused, while
-a write already under way holds the slot's write right. Quarantine ends by that proof, never by time.
+a write under way holds the slot's write right. Quarantine ends by that proof, never by time.
 """
 
 from __future__ import annotations

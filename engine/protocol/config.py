@@ -13,7 +13,7 @@ def flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineConfig:
     """One engine, as started. `model` is an alias, a folder, a .gguf file or a hub id."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -39,10 +40,8 @@ def error_from_body(body: object, *, retry_after: str | None = None) -> Microser
     message, param, code = (detail.get(key) for key in ("message", "param", "code"))
     error = kind(str(message), param=param, code=code)
     if isinstance(error, NoCapacity) and retry_after is not None:
-        try:
+        with contextlib.suppress(ValueError):
             error.retry_after_s = float(retry_after)
-        except ValueError:
-            pass
     return error
 
 

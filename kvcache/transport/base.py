@@ -45,7 +45,10 @@ class Put(Protocol):
 class Transport(Protocol):
     """Makes this engine's region reachable and opens puts into those of others."""
 
-    region: Region  # our own, that peers write into
+    @property
+    def region(self) -> Region:
+        """Our own memory, that peers write into."""
+        ...
 
     @property
     def endpoint(self) -> str:

@@ -1,0 +1,14 @@
+"""`python -m engine MODEL [flags]`: one engine process.
+
+Prints one line to standard output when it is ready, `engine ID ready URL`; logs go to standard
+error. SIGTERM and SIGINT end it, with exit code 0.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from engine.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

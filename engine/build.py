@@ -1,0 +1,96 @@
+"""Puts an engine together from its configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+
+from engine.loop import StepLoop
+from engine.metrics import EngineMetrics
+from engine.models import LoadedModel, load_model
+from engine.protocol.config import EngineConfig
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.service import MicroserveEngine
+from kvcache.cache import KVCache
+from kvcache.layout import KVLayout
+from kvcache.transport import ShmTransport
+from kvcache.types import EngineId
+
+__all__ = ["build_engine"]
+
+POOL_SHARE = 0.05  # of the machine's memory, where --pool-pages does not say
+POOL_MOST = 4 << 30  # bytes
+CONTEXTS = 2  # the pool holds at least so many sequences of full length
+
+
+def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveEngine:
+    """Load the model and allocate the pool. Call it on the event loop that will serve.
+
+    The step loop is not started. Raises `ModelError`, and `BadRequest` for a bad page size.
+    """
+    device = torch.device(config.device)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    threads = config.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    model = load_model(config.model, dtype=dtype, device=device)
+    layout = _layout(model, config, dtype)
+    cache = KVCache(
+        layout,
+        ShmTransport(layout, epoch),
+        query_heads=model.config.num_heads,
+        engine_id=EngineId(config.engine_id),
+        epoch=epoch,
+        secret=secret,
+        fingerprint=layout.fingerprint(_kv_digest(model)),
+    )
+    scheduler = Scheduler(cache, token_budget=config.token_budget, max_batch=config.max_batch)
+    metrics = EngineMetrics(config.model)
+    engine = MicroserveEngine(
+        model,
+        cache,
+        scheduler,
+        metrics,
+        max_live=config.max_batch + config.max_waiting,
+        lease_ms=config.lease_ms,
+    )
+    engine.loop = StepLoop(
+        cache,
+        ModelRunner(model, cache),
+        scheduler,
+        engine.deliver,
+        engine.died,
+        threads=threads,
+    )
+    metrics.watch(engine)
+    return engine
+
+
+def _layout(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVLayout:
+    """The pool's shape; its pages as asked for, or chosen from the machine's memory."""
+    shape = model.config
+
+    def layout(pages: int) -> KVLayout:
+        return KVLayout(
+            shape.num_layers,
+            pages,
+            config.page_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            dtype,
+        )
+
+    if config.pool_pages:
+        return layout(config.pool_pages + 1)  # and the scratch page
+    one = layout(1)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = int(min(memory * POOL_SHARE, POOL_MOST)) // one.page_bytes
+    return layout(max(room, CONTEXTS * one.pages_for(shape.context_length)) + 1)
+
+
+def _kv_digest(model: LoadedModel) -> str:
+    """What keys and values depend on beside the layout: the weights, and RoPE with the config."""
+    what = f"{model.weights_digest}|{model.config}"
+    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()

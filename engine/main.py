@@ -1,0 +1,177 @@
+"""From flags to a running engine, and back to nothing."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import ipaddress
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, get_args, get_type_hints
+
+import uvicorn
+
+from engine.protocol.config import EngineConfig
+
+__all__ = ["main", "parse_flags"]
+
+log = logging.getLogger("engine")
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one engine until it is told to stop; returns the exit code."""
+    config = parse_flags(argv)
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    if config.parent_pid and not _die_with(config.parent_pid):
+        return 1
+    if config.cpus:
+        os.sched_setaffinity(0, parse_cpus(config.cpus))
+    if not config.api_key and not _is_loopback(config.host):
+        print(f"error: listening on {config.host} needs --api-key", file=sys.stderr)
+        return 2
+    secret = os.environ.get("MICROSERVE_SECRET", "").encode() or secrets.token_bytes(32)
+    # Torch takes a second to import: after the flags are known to be good, and on its cores.
+    from engine.models import ModelError
+
+    try:
+        asyncio.run(_serve(config, secret))
+    except ModelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse_flags(argv: Sequence[str]) -> EngineConfig:
+    """An `EngineConfig` from a command line; bad flags exit with 2, as argparse does."""
+    parser = argparse.ArgumentParser(prog="python -m engine", description=EngineConfig.__doc__)
+    parser.add_argument("model", nargs="?", default=EngineConfig.model)
+    hints = get_type_hints(EngineConfig)
+    for flag in dataclasses.fields(EngineConfig):
+        if flag.name == "model":
+            continue
+        kind = hints[flag.name]
+        options: dict[str, Any] = {"type": kind}
+        if choices := get_args(kind):
+            options = {"choices": choices}
+        parser.add_argument(
+            "--" + flag.name.replace("_", "-"),
+            default=flag.default,
+            help=f"{flag.metadata['help']} (default: {flag.default!r})".replace("%", "%%"),
+            **options,
+        )
+    try:
+        config = EngineConfig(**vars(parser.parse_args(argv)))
+        parse_cpus(config.cpus)
+    except ValueError as error:
+        parser.error(str(error))
+    for name in (
+        "page_size",
+        "max_batch",
+        "max_waiting",
+        "token_budget",
+        "lease_ms",
+        "max_body_mb",
+    ):
+        if getattr(config, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return config
+
+
+def parse_cpus(text: str) -> set[int]:
+    """`0,2-3` as {0, 2, 3}. Raises `ValueError`."""
+    cpus: set[int] = set()
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise ValueError(f"--cpus {text}: want cores as in 0,2-3")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    if missing := cpus - os.sched_getaffinity(0):
+        raise ValueError(f"--cpus {text}: core {min(missing)} is not available here")
+    return cpus
+
+
+async def _serve(config: EngineConfig, secret: bytes) -> None:
+    from engine.server import build_app
+
+    with socket.create_server((config.host, config.port), backlog=512) as listener:
+        host, port = listener.getsockname()[:2]
+        config = dataclasses.replace(
+            config, port=port, engine_id=config.engine_id or f"{host}:{port}"
+        )
+        epoch = secrets.randbits(62) | 1
+        async with _running(config, secret, epoch) as engine:
+            server = _server(
+                uvicorn.Config(
+                    build_app(engine, config, epoch),
+                    log_config=None,
+                    access_log=False,
+                    lifespan="off",
+                    timeout_graceful_shutdown=1,
+                    timeout_keep_alive=75,
+                ),
+                f"engine {config.engine_id} ready http://{host}:{port}",
+            )
+            await server.serve(sockets=[listener])
+
+
+@contextlib.asynccontextmanager
+async def _running(config: EngineConfig, secret: bytes, epoch: int) -> AsyncIterator[Any]:
+    """The engine with its model loaded and its step loop turning; all of it is gone afterwards."""
+    from engine.build import build_engine
+
+    engine = build_engine(config, secret, epoch)
+    engine.loop.start()
+    try:
+        yield engine
+    finally:
+        engine.loop.stop()
+        engine.cache.transport.close()
+
+
+def _server(config: uvicorn.Config, ready: str) -> uvicorn.Server:
+    """A server that prints `ready` when it listens, and ends quietly on SIGTERM and SIGINT."""
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            print(ready, flush=True)
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            # uvicorn's own raises the signal again when it is done: the exit code would not be 0.
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.handle_exit, number, None)
+            yield
+
+    return Server(config)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _die_with(parent: int) -> bool:
+    """Ask the kernel for SIGKILL when the parent ends; False if it has ended already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent

@@ -1,0 +1,97 @@
+"""Prometheus metrics, under vLLM's names where vLLM has the metric, so that dashboards work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from engine.protocol import RemoteSendReply
+
+if TYPE_CHECKING:
+    from engine.service import MicroserveEngine
+
+__all__ = ["EngineMetrics"]
+
+LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class EngineMetrics:
+    """One registry per engine: two in a process do not meet."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._label = {"model_name": model_name}
+        self._prefix_queries = self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"
+        )
+        self._prefix_hits = self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"
+        )
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From the call to the first token"
+        )
+        self._inter_token = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a request"
+        )
+        self._sent_bytes = self._counter("microserve:kv_sent_bytes", "KV put to peers")
+        self._sends = self._counter("microserve:remote_sends", "remote_send calls that completed")
+
+    def prefix(self, tokens: int, hits: int) -> None:
+        """`tokens` were looked up in the prefix cache, `hits` of them found."""
+        self._prefix_queries.inc(tokens)
+        self._prefix_hits.inc(hits)
+
+    def token(self, seconds: float, *, first: bool) -> None:
+        """A token came `seconds` after the one before it, or after the call."""
+        (self._first_token if first else self._inter_token).observe(seconds)
+
+    def sent(self, reply: RemoteSendReply) -> None:
+        """A send has completed."""
+        self._sent_bytes.inc(reply.bytes)
+        self._sends.inc()
+
+    def watch(self, engine: MicroserveEngine) -> None:
+        """Read these from the engine whenever somebody asks."""
+        cache, stats = engine.cache, engine.loop.stats
+        for name, help, read in (
+            ("vllm:num_requests_running", "Generations being computed", lambda: engine.running),
+            ("vllm:num_requests_waiting", "Generations that wait", lambda: engine.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of pages in use, 0 to 1", lambda: usage(engine)),
+            ("microserve:leases", "Receive leases that live", lambda: len(cache.leases())),
+            (
+                "microserve:pages_quarantined",
+                "Pages that a put may still be writing",
+                lambda: cache.page_use().quarantined,
+            ),
+            ("microserve:steps", "Steps since the start", lambda: stats.steps),
+            ("microserve:step_seconds", "Time in steps", lambda: stats.step_s),
+            ("microserve:model_seconds", "Time in the model", lambda: stats.model_s),
+            ("microserve:failed_steps", "Steps that raised", lambda: stats.failed_steps),
+            ("microserve:expired_leases", "Leases that ran out", lambda: stats.expired_leases),
+            ("vllm:prompt_tokens", "Prompt tokens computed", lambda: stats.prompt_tokens),
+            ("vllm:generation_tokens", "Tokens drawn", lambda: stats.generation_tokens),
+            ("vllm:num_preemptions", "Generations put back", lambda: engine.preemptions),
+        ):
+            gauge = Gauge(name, help, list(self._label), registry=self.registry)
+            gauge.labels(**self._label).set_function(read)
+
+    def render(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        counter = Counter(name, help, list(self._label), registry=self.registry)
+        return counter.labels(**self._label)
+
+    def _histogram(self, name: str, help: str) -> Histogram:
+        histogram = Histogram(
+            name, help, list(self._label), buckets=LATENCY_S, registry=self.registry
+        )
+        return histogram.labels(**self._label)
+
+
+def usage(engine: MicroserveEngine) -> float:
+    """Share of the pages that are neither free nor merely cached."""
+    use = engine.cache.page_use()
+    return 1.0 - (use.free + use.cached) / use.total

@@ -1,0 +1,94 @@
+"""One forward pass: rows in, logits out; and the row counts at which the CPU's bits are stable."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from engine.models import LoadedModel
+from kvcache.cache import KVCache
+from kvcache.types import SeqId
+
+__all__ = ["Chunk", "ModelRunner", "stable_row_multiple"]
+
+log = logging.getLogger(__name__)
+
+CANDIDATES = (4, 8, 16, 32, 64)
+
+
+class Chunk:
+    """The next `tokens` of a sequence; `sample`: logits are wanted after the last of them."""
+
+    __slots__ = ("sample", "seq_id", "tokens")
+
+    def __init__(self, seq_id: SeqId, tokens: Sequence[int], sample: bool) -> None:
+        self.seq_id = seq_id
+        self.tokens = tokens
+        self.sample = sample
+
+
+class ModelRunner:
+    """Runs chunks of many sequences as one batch over the paged cache."""
+
+    def __init__(self, model: LoadedModel, cache: KVCache) -> None:
+        self._model = model.transformer
+        self._cache = cache
+        self._device = cache.pool.device
+        self._multiple = 1
+        if cache.pool.dtype == torch.float32 and self._device.type == "cpu":
+            self._multiple = stable_row_multiple(model.config.hidden_size)
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Compute the chunks' KV; returns `[chunks with sample, vocab]` float32 logits.
+
+        If it raises, no token of the step counts as present.
+        """
+        self._cache.begin_forward(
+            [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+        )
+        try:
+            tokens: list[int] = []
+            positions: list[int] = []
+            last: list[int] = []
+            for chunk in chunks:
+                start = self._cache.length(chunk.seq_id)
+                tokens += chunk.tokens
+                positions += range(start, start + len(chunk.tokens))
+                if chunk.sample:
+                    last.append(len(tokens) - 1)
+            padding = [0] * (-len(tokens) % self._multiple)
+            hidden = self._model(
+                torch.tensor(tokens + padding, device=self._device),
+                torch.tensor(positions + padding, device=self._device),
+                self._cache,
+            )
+            wanted = last + [0] * (-len(last) % self._multiple)
+            logits: torch.Tensor = self._model.logits(hidden[wanted])[: len(last)]
+        except BaseException:
+            self._cache.abort_forward()
+            raise
+        self._cache.end_forward()
+        return logits
+
+
+def stable_row_multiple(hidden: int) -> int:
+    """The smallest count whose multiples of rows give the same bits per row, tried out here.
+
+    Matrix products of few or odd rows take other CPU kernels, which add in another order. Logs a
+    warning, and returns the largest candidate, where no candidate is stable.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((3 * hidden, hidden), generator=generator)
+    rows = torch.randn((256, hidden), generator=generator)
+    whole = torch.nn.functional.linear(rows, weight)
+    for multiple in CANDIDATES:
+        counts = [multiple * n for n in (1, 2, 3, 4, 5, 7, 8, 16) if multiple * n <= len(rows)]
+        if all(
+            torch.equal(torch.nn.functional.linear(rows[:n], weight), whole[:n]) for n in counts
+        ):
+            return multiple
+    log.warning("float32 products are not bit-stable on this CPU: tokens may differ on near ties")
+    return CANDIDATES[-1]

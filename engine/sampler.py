@@ -1,0 +1,111 @@
+"""Drawing tokens from logits.
+
+Randomness is a function of (seed, choice, position) alone, never of the engine or the batch: the
+request goes on with the same tokens wherever it moves. A token is drawn by the Gumbel-max rule,
+argmax(logit/T + g) with g = −ln(−ln u): other than a search in a cumulated distribution, it does
+not change with the last bits of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.job import Generation, Sampled
+from engine.protocol import Sampling
+
+__all__ = ["sample"]
+
+GREEDY_BELOW = 1e-5  # a temperature under which noise cannot matter
+
+
+def sample(logits: torch.Tensor, generations: Sequence[Generation]) -> list[Sampled]:
+    """One token for each generation. `logits` is `[len(generations), vocab]` float32."""
+    drawn = logits.argmax(-1).tolist()
+    sampled = []
+    for row, generation, token in zip(logits, generations, drawn, strict=True):
+        sampling = generation.sampling
+        if _is_plain(generation):
+            result = Sampled(token)
+        else:
+            adjusted = _penalised(row, generation)
+            if sampling.temperature >= GREEDY_BELOW:
+                adjusted = _filtered(adjusted / sampling.temperature, sampling)
+                adjusted = adjusted + _gumbel(sampling, len(generation.tokens), len(row))
+            result = Sampled(int(adjusted.argmax()))
+        if sampling.logprobs is not None:
+            _add_logprobs(result, row, sampling.logprobs)
+        sampled.append(result)
+    return sampled
+
+
+def _is_plain(generation: Generation) -> bool:
+    """Greedy, and nothing moves the logits."""
+    sampling = generation.sampling
+    return (
+        sampling.temperature < GREEDY_BELOW
+        and not sampling.logit_bias
+        and sampling.presence_penalty == 0.0
+        and sampling.frequency_penalty == 0.0
+        and sampling.repetition_penalty == 1.0
+        and not _too_short(generation)
+    )
+
+
+def _too_short(generation: Generation) -> bool:
+    return len(generation.output) < generation.sampling.min_tokens and bool(generation.stop_ids)
+
+
+def _penalised(row: torch.Tensor, generation: Generation) -> torch.Tensor:
+    """Repetition penalty over prompt and output, the OpenAI penalties over the output, the bias."""
+    sampling = generation.sampling
+    row = row.clone()
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(generation.tokens)), device=row.device)
+        values = row[seen]
+        by = sampling.repetition_penalty
+        row[seen] = torch.where(values > 0, values / by, values * by)
+    if generation.output and (sampling.presence_penalty or sampling.frequency_penalty):
+        ids, counts = np.unique(np.asarray(generation.output), return_counts=True)
+        penalty = sampling.presence_penalty + sampling.frequency_penalty * counts
+        row[torch.from_numpy(ids)] -= torch.from_numpy(penalty.astype(np.float32)).to(row.device)
+    for token, bias in sampling.logit_bias.items():
+        row[token] += bias
+    if _too_short(generation):
+        row[list(generation.stop_ids)] = -torch.inf
+    return row
+
+
+def _filtered(row: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Keep what min_p, top_k and top_p leave, in this order; the likeliest token always stays."""
+    if sampling.min_p > 0.0:
+        # p ≥ min_p · max p, in logits
+        row = row.masked_fill(row < row.max() + float(np.log(sampling.min_p)), -torch.inf)
+    if 0 < sampling.top_k < len(row):
+        row = row.masked_fill(row < row.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1.0:
+        ordered, where = row.sort(descending=True, stable=True)
+        before = ordered.softmax(-1).cumsum(-1).roll(1)
+        before[0] = 0.0
+        row = row.index_fill(0, where[before >= sampling.top_p], -torch.inf)
+    return row
+
+
+def _gumbel(sampling: Sampling, position: int, vocab: int) -> torch.Tensor:
+    """`[vocab]` float32 noise of one draw, from Philox keyed with seed, choice and position."""
+    key = [sampling.seed % 2**64, sampling.choice << 32 | position]
+    uniform = np.random.Generator(np.random.Philox(key=key)).random(vocab, dtype=np.float32)
+    # u = 0 would be −∞ and u = 1 does not occur; float32 steps of u end at 1 − 2⁻²⁴
+    noise = -np.log(-np.log(np.maximum(uniform, np.float32(1e-20)), dtype=np.float32))
+    return torch.from_numpy(noise)
+
+
+def _add_logprobs(sampled: Sampled, row: torch.Tensor, top: int) -> None:
+    """Of the raw logits, before penalties and temperature, as vLLM's default."""
+    logprobs = row.log_softmax(-1)
+    sampled.logprob = float(logprobs[sampled.token])
+    if top:
+        values, ids = logprobs.topk(top)
+        sampled.top = list(zip(ids.tolist(), values.tolist(), strict=True))

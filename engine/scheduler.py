@@ -1,0 +1,136 @@
+"""Which tokens of which jobs the next step computes.
+
+Continuous batching under a token budget. Every step takes, in this order:
+
+1. one token of each running decode, so that neither prefills nor sends ever delay a decode by more
+   than one budget's worth of compute;
+2. chunks of prefills and of sends, first come first served within each kind. While both kinds wait,
+   each gets half of what is left: sends do not starve prefills, nor the other way round.
+
+A job takes the pages of its whole prompt when it starts: a started prefill never waits for pages.
+Decodes grow page by page; when there are none left, the youngest generation makes room: its full
+pages go to the prefix cache, and it waits at the head of the queue to compute the rest again. What
+it has drawn it keeps, so nothing is repeated. The oldest generation thus always progresses.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from engine.job import Generation, Job, Send
+from engine.runner import Chunk
+from kvcache.cache import KVCache
+from kvcache.errors import NoCapacity
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """The queues. Used by the step loop's thread only; `len`s are safe to read from others."""
+
+    def __init__(self, cache: KVCache, *, token_budget: int, max_batch: int) -> None:
+        self.waiting: deque[Generation] = deque()
+        self.running: list[Generation] = []  # started, in the order of arrival
+        self.sends: list[Send] = []
+        self.preemptions = 0
+        self._cache = cache
+        self._budget = token_budget
+        self._max_batch = max_batch
+
+    def add(self, job: Job) -> None:
+        """A new job. A generation that is started already (from a lease) runs at once."""
+        if isinstance(job, Send):
+            self.sends.append(job)
+        elif job.started:
+            self.running.append(job)
+        else:
+            self.waiting.append(job)
+
+    def remove(self, job: Job) -> None:
+        """Forget a job, wherever it is; its sequence is the caller's business."""
+        if isinstance(job, Send):
+            if job in self.sends:
+                self.sends.remove(job)
+        elif job in self.running:
+            self.running.remove(job)
+        elif job in self.waiting:
+            self.waiting.remove(job)
+
+    def plan(self) -> list[tuple[Job, Chunk]]:
+        """The next step's chunks, with room made for each; empty if there is nothing to do."""
+        self._admit()
+        chosen: list[tuple[Job, Chunk]] = []
+        budget = self._budget
+        for decode in list(self.running):
+            if self._missing(decode) == 1 and self._make_room(decode):
+                chosen.append((decode, self._chunk(decode, 1)))
+        budget = max(budget - len(chosen), 1)
+        prefills = [job for job in self.running if self._missing(job) > 1]
+        sends = [job for job in self.sends if self._missing(job) > 0]
+        for job in _alternating(prefills, sends):
+            if budget <= 0:
+                break
+            if not self._make_room(job):
+                continue
+            contended = bool(prefills) and bool(sends)
+            share = max(self._budget // 2, 1) if contended else budget
+            count = min(self._missing(job), budget, share)
+            chosen.append((job, self._chunk(job, count)))
+            budget -= count
+        # Making room for one may have preempted another that was chosen before.
+        return [(job, chunk) for job, chunk in chosen if job.started]
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._max_batch:
+            job = self.waiting[0]
+            with self._cache.lock:
+                job.cached = self._cache.add_sequence(job.seq_id, job.tokens[:-1])
+                try:
+                    self._cache.grow(job.seq_id, job.target)
+                except NoCapacity:
+                    self._cache.remove_sequence(job.seq_id)
+                    return
+            if job.begin is None:
+                job.begin = job.cached
+            job.started = True
+            self.waiting.popleft()
+            self.running.append(job)
+
+    def _missing(self, job: Job) -> int:
+        """Tokens to compute before the job can draw, or has sent everything."""
+        return job.target - self._cache.length(job.seq_id) if job.started else 0
+
+    def _chunk(self, job: Job, count: int) -> Chunk:
+        start = self._cache.length(job.seq_id)
+        stop = start + count
+        draws = isinstance(job, Generation) and stop == job.target
+        return Chunk(job.seq_id, job.tokens[start:stop], draws)
+
+    def _make_room(self, job: Job) -> bool:
+        """Pages for all the job has to compute; the youngest generations make way if need be."""
+        while job.started:
+            try:
+                self._cache.grow(job.seq_id, job.target)
+            except NoCapacity:
+                if not self.running:
+                    return False
+                self._preempt(self.running[-1])
+            else:
+                return True
+        return False
+
+    def _preempt(self, job: Generation) -> None:
+        self._cache.publish(job.seq_id, job.tokens)
+        self._cache.remove_sequence(job.seq_id)
+        self.running.remove(job)
+        job.started = False
+        self.waiting.appendleft(job)
+        self.preemptions += 1
+
+
+def _alternating(prefills: list[Generation], sends: list[Send]) -> Iterator[Job]:
+    """One of each in turn, then the rest of the longer list."""
+    for index in range(max(len(prefills), len(sends))):
+        yield from prefills[index : index + 1]
+        yield from sends[index : index + 1]
