@@ -1,0 +1,171 @@
+"""One run of a strategy for one choice of a request: names its legs, guards them, cleans up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+from engine.protocol import Draining, Internal, MicroserveError, PeerUnreachable, Timeout
+from router.config import RouterConfig
+from router.engine_client import EventStream
+from router.errors import EngineUnreachable
+from router.ids import EngineRequestId
+from router.member import Member, guard
+from router.metrics import Metrics
+from router.receipts import Call, Leg, Receipt
+from router.registry import Registry
+from router.release import Releaser
+from router.token_stream import TokenStream
+
+__all__ = ["Attempt", "Runtime"]
+
+T = TypeVar("T")
+Method = Callable[[dict[str, Any], Mapping[str, str]], Coroutine[Any, Any, T]]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What attempts share with the whole router."""
+
+    config: RouterConfig
+    registry: Registry
+    releaser: Releaser
+    metrics: Metrics
+
+
+class Attempt:
+    """Entered around a strategy's run. On exit it aborts the generations that still run.
+
+    `request_id` is what all its legs are known by on the engines. `blamed` collects the engines at
+    fault for a failed leg, which the next attempt avoids.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        receipt: Receipt,
+        *,
+        request_id: EngineRequestId,
+        headers: Mapping[str, str],
+        choice: int,
+        number: int,
+        members: list[Member],
+    ) -> None:
+        self.runtime = runtime
+        self.receipt = receipt
+        self.request_id = request_id
+        self.members = members
+        self.alone = len(members) == 1
+        self.blamed: set[Member] = set()
+        self.streams: list[TokenStream] = []
+        self.put_computed = 0  # tokens computed by this attempt's sends and put
+        self._headers = headers
+        self._choice = choice
+        self._number = number
+
+    async def __aenter__(self) -> Attempt:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # First begin all releases, then wait: waiting may be cancelled, beginning cannot.
+        releases = [(stream.member, stream.stop()) for stream in self.streams]
+        for member, release in releases:
+            if release is not None:
+                await self.runtime.releaser.wait(member, release)
+
+    def begin_leg(self, call: Call, member: Member, begin: int, end: int) -> Leg:
+        """Note a leg in the receipt; the caller says when it has ended."""
+        leg = Leg(
+            call,
+            member.id,
+            self.request_id,
+            self._choice,
+            self._number,
+            begin,
+            end,
+            start_ms=self.receipt.elapsed_ms(),
+        )
+        self.receipt.legs.append(leg)
+        return leg
+
+    def leg(self, call: Call, member: Member, begin: int, end: int) -> AbstractContextManager[Leg]:
+        """A leg that lasts as long as the body."""
+        return self.receipt.timed(self.begin_leg(call, member, begin, end))
+
+    async def call(
+        self,
+        member: Member,
+        method: Method[T],
+        body: dict[str, Any],
+        *,
+        receiver: Member | None = None,
+        named: bool = True,
+    ) -> T:
+        """Make a call to `member`, for as long as it (and a send's `receiver`) is there.
+
+        Whatever ends the call early, cancellation included, the engine is told to abort it.
+        """
+        if named:
+            body["request_id"] = self.request_id
+        members = (member,) if receiver is None else (member, receiver)
+        answered = False
+        try:
+            reply = await guard(method(body, self._headers), *members)
+            answered = True
+        except MicroserveError as error:
+            answered = not isinstance(error, EngineUnreachable)
+            # The engine answers and says that the other one does not: that one is to blame.
+            relayed = answered and isinstance(error, PeerUnreachable)
+            self.blame(error, receiver if relayed and receiver is not None else member)
+            raise
+        finally:
+            if not answered:
+                await self.release(member, {"request_id": self.request_id})
+        self.praise(member)
+        return reply
+
+    async def start(self, member: Member, body: dict[str, Any]) -> EventStream:
+        """Start a generation; `TokenStream.stop` aborts it."""
+        body["request_id"] = self.request_id
+        return await guard(member.client.start_generate(body, self._headers), member)
+
+    async def release(self, member: Member, body: dict[str, Any]) -> None:
+        """Have `member` end what `body` names; goes on if this is cancelled."""
+        release = self.runtime.releaser.spawn(member, body, self._headers)
+        await self.runtime.releaser.wait(member, release)
+
+    def spawn_release(self, member: Member) -> asyncio.Task[None]:
+        body = {"request_id": self.request_id}
+        return self.runtime.releaser.spawn(member, body, self._headers)
+
+    def blame(self, error: MicroserveError, member: Member) -> None:
+        """A leg failed. Errors that are an engine's fault count for its breaker."""
+        if isinstance(error, Draining):
+            self.blamed.add(member)
+            member.probe.set()
+        if not isinstance(error, PeerUnreachable | Internal | Timeout):
+            return
+        self.blamed.add(member)
+        if isinstance(error, EngineUnreachable):
+            member.suspect(error)
+        member.failures += 1
+        if member.failures >= self.runtime.config.breaker_failures:
+            loop = asyncio.get_running_loop()
+            member.open_until = loop.time() + self.runtime.config.breaker_open_s
+            log.warning("engine %s is left alone for a while: %s", member.id, error)
+
+    def praise(self, member: Member) -> None:
+        """A leg succeeded."""
+        member.failures = 0
+        member.open_until = 0.0

@@ -1,0 +1,45 @@
+"""The flags of the router, once: the command line reads its defaults and help texts here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["RouterConfig"]
+
+
+def flag(default: Any, help: str) -> Any:
+    """A field that is also a command-line flag, `--its-name`, with `help`."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """One router, as started. Times are seconds."""
+
+    engines: tuple[str, ...] = ()  # URLs
+    strategy: str = "data_parallel"  # a name, or the path of a .py file
+    params: Mapping[str, Any] = field(default_factory=dict)
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8000, "port to listen on; 0 takes a free one")
+    api_key: str = flag("", "key that clients must send; empty: none")
+    admin_key: str = flag("", "key of the admin API; empty: it answers on loopback only")
+    engine_api_key: str = flag("", "key that the engines ask for")
+    allow_upload: bool = flag(False, "let the admin API load strategies from source")
+    max_body_mb: int = flag(16, "largest request body (MiB)")
+    attempts: int = flag(3, "how often a request is tried, the first time included")
+    max_queue: int = flag(1024, "requests waiting for room on an engine, at most; then 429")
+    queue_timeout_s: float = flag(60.0, "how long a request waits for room on an engine (s)")
+    request_timeout_s: float = flag(3600.0, "how long a request may take in all (s)")
+    connect_timeout_s: float = flag(2.0, "how long connecting to an engine may take (s)")
+    health_interval_s: float = flag(1.0, "how often an engine is asked for its state (s)")
+    health_timeout_s: float = flag(2.0, "how long it may take to answer (s)")
+    health_failures: int = flag(3, "silent polls until an engine counts as down")
+    breaker_failures: int = flag(5, "failed calls in a row until an engine is left alone a while")
+    breaker_open_s: float = flag(5.0, "how long it is left alone (s)")
+    release_timeout_s: float = flag(2.0, "how long ending a lease or a stream may take (s)")
+    shutdown_s: float = flag(2.0, "how long requests may go on after SIGTERM (s)")
+    max_receipts: int = flag(2048, "receipts kept, the newest")
+    log_level: str = flag("warning", "debug, info, warning or error")
+    parent_pid: int = flag(0, "stop when this process dies; 0: do not")

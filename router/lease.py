@@ -1,0 +1,35 @@
+"""The lease on KV room that `prep_recv` gives, as strategies see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from router.ids import LeaseId
+
+if TYPE_CHECKING:
+    from router.engine import Engine
+
+__all__ = ["Lease"]
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """Room on `engine` for the KV of `prompt[match_len:end]`; `prompt[:match_len]` is there.
+
+    `kv_addr` is opaque. A collapsed lease stands for no room at all: sender and receiver are one
+    engine, so there is nothing to send, and `match_len` is `end`.
+    """
+
+    engine: Engine
+    lease_id: LeaseId
+    kv_addr: str
+    match_len: int
+    end: int
+    consumed: bool = False  # a generation was started with it, or it was committed
+    collapsed: bool = False
+
+    @classmethod
+    def none(cls, engine: Engine, end: int) -> Lease:
+        """A collapsed lease."""
+        return cls(engine, LeaseId(""), "", end, end, collapsed=True)

@@ -1,0 +1,159 @@
+"""One engine as the router knows it: its address, its health, and this router's work on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, TypeVar
+
+from engine.protocol import EngineState, ModelInfo
+from router.engine_client import EngineClient, EventStream
+from router.errors import EngineUnreachable
+from router.ids import EngineId
+
+__all__ = ["Load", "Member", "guard"]
+
+T = TypeVar("T")
+Role = Literal["any", "prefill", "decode"]
+Status = Literal["unknown", "up", "suspect", "down"]
+
+# A running stream weighs like so many tokens of prefill still to be done: of the order of what a
+# step costs with one more sequence in it, and enough to spread streams where no prefill waits.
+STREAM_TOKENS = 32
+
+
+class Load:
+    """This router's work in flight on an engine. Only the scopes change it, and in pairs."""
+
+    __slots__ = ("streams", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0  # to be prefilled or sent, not done yet
+        self.streams = 0  # generations, and leases that wait to become one
+
+    @property
+    def weight(self) -> int:
+        return self.tokens + STREAM_TOKENS * self.streams
+
+    @contextmanager
+    def work(self, *, tokens: int = 0, streams: int = 0) -> Iterator[None]:
+        self.tokens += tokens
+        self.streams += streams
+        try:
+            yield
+        finally:
+            self.tokens -= tokens
+            self.streams -= streams
+
+
+class Member:
+    """One engine of the fleet. `status` is the health monitor's, except that a leg that fails to
+    reach the engine makes it suspect at once; a suspect is not chosen until it has answered again.
+    """
+
+    def __init__(self, client: EngineClient, *, id: str = "", role: Role = "any") -> None:
+        self.client = client
+        self.id = EngineId(id or client.url.split("//")[-1])
+        self.role: Role = role
+        self.role_pinned = False  # set by an admin: the engine's own word no longer counts
+        self.status: Status = "unknown"
+        self.draining = False
+        self.model: ModelInfo | None = None
+        self.state: EngineState | None = None
+        self.last_error = ""
+        self.load = Load()
+        self.asked = asyncio.Event()  # set: it has been polled once, whatever came of it
+        self.probe = asyncio.Event()  # set: ask for its state now, not at the next tick
+        self.failures = 0  # failed legs in a row
+        self.open_until = 0.0  # the breaker: left alone until then (loop time)
+        self._calls: set[asyncio.Timeout] = set()
+        self._streams: set[EventStream] = set()
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    @property
+    def usable(self) -> bool:
+        """Whether new work may go there."""
+        draining = self.draining or (self.state is not None and self.state.draining)
+        return self.status == "up" and not draining
+
+    @property
+    def resting(self) -> bool:
+        """Whether the breaker is open: it answers, but its last calls have failed."""
+        return asyncio.get_running_loop().time() < self.open_until
+
+    def suspect(self, error: BaseException) -> None:
+        """A leg could not reach it. Its other legs go on: they will notice themselves."""
+        self.last_error = str(error)
+        if self.status == "up":
+            self.status = "suspect"
+        self.probe.set()
+
+    def go_down(self, error: BaseException) -> None:
+        """Nothing can be expected of it: every call and stream in flight fails now.
+
+        A stopped process keeps its sockets open, so this is how a leg on it ends.
+        """
+        self.status = "down"
+        self.last_error = str(error)
+        now = asyncio.get_running_loop().time()
+        for call in self._calls:
+            if not call.expired():
+                call.reschedule(now)
+        for stream in self._streams:
+            stream.abort()
+
+    @contextmanager
+    def watching(self, stream: EventStream) -> Iterator[None]:
+        """Abort `stream` if the engine goes down."""
+        if self.status == "down":
+            stream.abort()
+        self._streams.add(stream)
+        try:
+            yield
+        finally:
+            self._streams.discard(stream)
+
+    @contextmanager
+    def cutting(self, call: asyncio.Timeout) -> Iterator[None]:
+        """Let `call` expire if the engine goes down."""
+        if self.status == "down":
+            raise EngineUnreachable(f"engine {self.id} is down: {self.last_error}")
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.discard(call)
+
+    def describe(self) -> dict[str, Any]:
+        state = self.state
+        return {
+            "id": self.id,
+            "url": self.url,
+            "role": self.role,
+            "status": self.status,
+            "draining": self.draining,
+            "model": self.model.name if self.model else None,
+            "epoch": state.epoch if state else None,
+            "load": {"tokens": self.load.tokens, "streams": self.load.streams},
+            "last_error": self.last_error or None,
+            "state": state.model_dump(exclude={"leases"}) if state else None,
+        }
+
+
+async def guard(call: Coroutine[Any, Any, T], *members: Member) -> T:
+    """Await `call`, but no longer than all `members` are there. Raises `EngineUnreachable` then."""
+    try:
+        async with asyncio.timeout(None) as cut:
+            with ExitStack() as cuts:
+                for member in members:
+                    cuts.enter_context(member.cutting(cut))
+                return await call
+    except TimeoutError:
+        gone = next((member for member in members if member.status == "down"), members[0])
+        raise EngineUnreachable(f"engine {gone.id} went down: {gone.last_error}") from None
+    finally:
+        call.close()  # one was down already: the call was never begun

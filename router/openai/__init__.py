@@ -1,0 +1,1 @@
+"""The OpenAI API: reading requests, writing answers."""

@@ -1,0 +1,233 @@
+"""From an HTTP request to its answer: reads it, drives its choices, writes what they emit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from engine.protocol import MicroserveError, Timeout, Usage
+from router.errors import root_cause
+from router.http import off_loop, request_id_of, trace_headers
+from router.model import ServedModel
+from router.openai.errors import error_json
+from router.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, Format
+from router.openai.messages import Ask, read_chat, read_completion
+from router.receipts import Receipt
+from router.request import Chunk, Request
+from router.router import Router
+from router.scope import Scope
+
+__all__ = ["chat_completions", "completions"]
+
+Emit = Callable[[int, Chunk], Awaitable[None]]
+
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+async def completions(router: Router, http: web.Request) -> web.StreamResponse:
+    """`POST /v1/completions`."""
+    return await _answer(router, http, read_completion, CompletionFormat)
+
+
+async def chat_completions(router: Router, http: web.Request) -> web.StreamResponse:
+    """`POST /v1/chat/completions`."""
+    return await _answer(router, http, read_chat, ChatFormat)
+
+
+async def _answer(
+    router: Router,
+    http: web.Request,
+    read: Callable[[bytes, ServedModel], Ask],
+    shape: type[Format],
+) -> web.StreamResponse:
+    arrived = asyncio.get_running_loop().time()
+    body = await http.read()
+    model = router.registry.model
+    ask = await off_loop(len(body), read, body, model)
+    with router.generations.enter() as generation:
+        receipt = Receipt(
+            id=request_id_of(http),
+            generation=generation.number,
+            strategy=generation.bound.strategy.name,
+            params=generation.bound.params,
+            seed=ask.samplings[0].seed,
+            prompt_tokens=sum(len(tokens) for tokens in ask.prompts),
+        )
+        router.receipts.add(receipt)
+        scope = Scope(
+            runtime=router.runtime,
+            backlog=router.backlog,
+            generation=generation,
+            receipt=receipt,
+            headers=trace_headers(http),
+            arrived=arrived,
+        )
+        written = shape(
+            receipt.id,
+            model.info.name,
+            with_logprobs=ask.samplings[0].logprobs is not None,
+            with_ids=ask.return_token_ids,
+            with_usage=ask.include_usage,
+        )
+        answer = _Answer(router, http, ask, receipt, scope, written)
+        return await (answer.stream() if ask.stream else answer.whole())
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What was emitted of one choice."""
+
+    tokens: int = 0
+    usage: Usage | None = None
+
+
+class _Answer:
+    """One answer in the making."""
+
+    def __init__(
+        self,
+        router: Router,
+        http: web.Request,
+        ask: Ask,
+        receipt: Receipt,
+        scope: Scope,
+        written: Format,
+    ) -> None:
+        self._router = router
+        self._http = http
+        self._ask = ask
+        self._receipt = receipt
+        self._scope = scope
+        self._format = written
+        self._tallies = [_Tally() for _ in range(len(ask.prompts) * ask.n)]
+
+    async def whole(self) -> web.Response:
+        """The answer in one piece. Raises what went wrong; nothing has been sent then."""
+        choices = [Choice() for _ in self._tallies]
+
+        async def emit(index: int, chunk: Chunk) -> None:
+            choices[index].add(chunk)
+
+        await self._drive(emit)
+        prompts = [self._ask.prompts[index // self._ask.n] for index in range(len(choices))]
+        body = self._format.whole(choices, self._usage(), prompts)
+        return web.Response(body=body, content_type="application/json")
+
+    async def stream(self) -> web.StreamResponse:
+        """The answer as it comes.
+
+        Raises what goes wrong before the first chunk, so that it has an HTTP status; later it is
+        an error event, and the stream has no proper end.
+        """
+        response = web.StreamResponse(headers=STREAM_HEADERS)
+        response.headers["X-Request-Id"] = self._receipt.id
+        opened: set[int] = set()
+
+        async def emit(index: int, chunk: Chunk) -> None:
+            data = self._format.chunk(index, chunk)
+            if not data:
+                return
+            if index not in opened:
+                if not opened:
+                    await response.prepare(self._http)
+                opened.add(index)
+                data = self._format.opening(index) + data
+            await response.write(data)
+
+        try:
+            await self._drive(emit)
+        except MicroserveError as error:
+            if not response.prepared:
+                raise
+            await response.write(b"data: %b\n\n" % error_json(error))
+            await response.write_eof()
+            return response
+        last = self._format.usage(self._usage()) if self._ask.include_usage else b""
+        await response.write(last + DONE)
+        await response.write_eof()
+        return response
+
+    async def _drive(self, emit: Emit) -> None:
+        """Run every choice of every prompt; the first failure cancels the others and is raised."""
+        receipt, metrics = self._receipt, self._router.metrics
+        metrics.in_flight.inc()
+        try:
+            async with asyncio.timeout(self._router.config.request_timeout_s):
+                await self._choices(emit)
+            receipt.status = "done"
+        except TimeoutError:
+            receipt.status = "failed"
+            limit = self._router.config.request_timeout_s
+            raise Timeout(f"the request took longer than {limit:g} s") from None
+        except MicroserveError as error:
+            receipt.status = "failed"
+            receipt.error = {"type": error.type, "message": error.message}
+            raise
+        finally:
+            if receipt.status == "running":
+                receipt.status = "cancelled"
+            receipt.ms = receipt.elapsed_ms()
+            self._usage()
+            metrics.in_flight.dec()
+            metrics.seconds.observe(receipt.ms / 1e3)
+            metrics.prompt_tokens.inc(receipt.prompt_tokens)
+            metrics.tokens.inc(receipt.completion_tokens)
+            self._router.backlog.freed()
+
+    async def _choices(self, emit: Emit) -> None:
+        if len(self._tallies) == 1:
+            await self._choice(0, emit)
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index in range(len(self._tallies)):
+                    tasks.create_task(self._choice(index, emit))
+        except ExceptionGroup as errors:
+            raise root_cause(errors) from errors
+
+    async def _choice(self, index: int, emit: Emit) -> None:
+        prompt, choice = divmod(index, self._ask.n)
+        tally, receipt = self._tallies[index], self._receipt
+
+        async def count(chunk: Chunk) -> None:
+            if chunk.token_ids:
+                tally.tokens += len(chunk.token_ids)
+                if receipt.first_token_ms is None:
+                    receipt.first_token_ms = receipt.elapsed_ms()
+                    self._router.metrics.first_token.observe(receipt.first_token_ms / 1e3)
+            if chunk.usage is not None:
+                tally.usage = chunk.usage
+            await emit(index, chunk)
+
+        sampling = self._ask.samplings[prompt]
+        request = Request(
+            id=receipt.id,
+            prompt=self._ask.prompts[prompt],
+            sampling=sampling.model_copy(update={"choice": choice}) if choice else sampling,
+            session=self._http.headers.get("X-Session-ID"),
+        )
+        await self._scope.drive(request, count)
+
+    def _usage(self) -> dict[str, object]:
+        """OpenAI's `usage`: each prompt counts once, its cached part as its first choice met it."""
+        receipt = self._receipt
+        receipt.completion_tokens = sum(tally.tokens for tally in self._tallies)
+        firsts = self._tallies[:: self._ask.n]
+        receipt.cached_tokens = sum(
+            min(tally.usage.cached_tokens, len(tokens))
+            for tally, tokens in zip(firsts, self._ask.prompts, strict=True)
+            if tally.usage is not None
+        )
+        return {
+            "prompt_tokens": receipt.prompt_tokens,
+            "completion_tokens": receipt.completion_tokens,
+            "total_tokens": receipt.prompt_tokens + receipt.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": receipt.cached_tokens},
+        }

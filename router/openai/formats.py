@@ -1,0 +1,198 @@
+"""Writing answers: the two shapes of a streamed chunk and of a whole answer.
+
+A chunk is written once per step and sequence: all of it that does not change is bytes already.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from router.request import Chunk
+
+__all__ = ["DONE", "ChatFormat", "Choice", "CompletionFormat", "Format"]
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of a whole answer, as it grows."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self.texts.append(chunk.text)
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs or []
+        self.finish_reason = chunk.finish_reason
+        self.stop_reason = chunk.stop_reason
+
+
+class Format:
+    """What both shapes share. `with_logprobs`, `with_ids`: asked for by the client."""
+
+    object_whole: str
+    object_chunk: str
+    prefix: str
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        *,
+        with_logprobs: bool,
+        with_ids: bool,
+        with_usage: bool,
+    ) -> None:
+        self._base = {
+            "id": f"{self.prefix}-{request_id}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._logprobs = with_logprobs
+        self._ids = with_ids
+        self._head = orjson.dumps({**self._base, "object": self.object_chunk})[:-1]
+        self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, index: int) -> bytes:
+        """What comes before the first chunk of choice `index`."""
+        return b""
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """The event for one chunk; nothing where there is nothing to tell yet."""
+        if chunk.finish_reason is None and not self._logprobs and not self._ids:
+            return self._text(index, chunk.text) if chunk.text else b""
+        choice: dict[str, Any] = {"index": index, **self.delta(chunk.text)}
+        choice["logprobs"] = self.logprobs(index, chunk.logprobs) if self._logprobs else None
+        choice["finish_reason"] = chunk.finish_reason
+        if chunk.finish_reason is not None:
+            choice["stop_reason"] = chunk.stop_reason
+        if self._ids:
+            choice["token_ids"] = chunk.token_ids
+        return b'data: %b,"choices":[%b]%b' % (self._head, orjson.dumps(choice), self._tail)
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event after all choices, for `stream_options.include_usage`."""
+        body = {**self._base, "object": self.object_chunk, "choices": [], "usage": usage}
+        return b"data: %b\n\n" % orjson.dumps(body)
+
+    def whole(
+        self, choices: list[Choice], usage: dict[str, Any], prompts: list[list[int]]
+    ) -> bytes:
+        """The whole answer; `prompts`: one of token ids per choice."""
+        written = []
+        for index, choice in enumerate(choices):
+            one: dict[str, Any] = {"index": index, **self.content("".join(choice.texts))}
+            one["logprobs"] = self.logprobs(index, choice.logprobs) if self._logprobs else None
+            one["finish_reason"] = choice.finish_reason
+            one["stop_reason"] = choice.stop_reason
+            if self._ids:
+                one["token_ids"] = choice.token_ids
+                one["prompt_token_ids"] = prompts[index]
+            written.append(one)
+        body = {**self._base, "object": self.object_whole, "choices": written, "usage": usage}
+        return orjson.dumps(body)
+
+    def delta(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def content(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def logprobs(self, index: int, logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def _text(self, index: int, text: str) -> bytes:
+        raise NotImplementedError
+
+
+class ChatFormat(Format):
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def opening(self, index: int) -> bytes:
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return b'data: %b,"choices":[%b]%b' % (self._head, orjson.dumps(choice), self._tail)
+
+    def delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, index: int, logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        return {
+            "content": [
+                {**_chat_logprob(token), "top_logprobs": [_chat_logprob(t) for t in token["top"]]}
+                for token in logprobs
+            ],
+            "refusal": None,
+        }
+
+    def _text(self, index: int, text: str) -> bytes:
+        return (
+            b'data: %b,"choices":[{"index":%d,"delta":{"content":%b},'
+            b'"logprobs":null,"finish_reason":null}]%b'
+            % (self._head, index, orjson.dumps(text), self._tail)
+        )
+
+
+class CompletionFormat(Format):
+    object_whole = "text_completion"
+    object_chunk = "text_completion"
+    prefix = "cmpl"
+
+    def delta(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def logprobs(self, index: int, logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+        """Parallel lists; `text_offset` counts characters of the answer, over all its chunks."""
+        if logprobs is None:
+            return None
+        offset, offsets = self._offsets.get(index, 0), []
+        for token in logprobs:
+            offsets.append(offset)
+            offset += len(token["token"])
+        self._offsets[index] = offset
+        return {
+            "tokens": [token["token"] for token in logprobs],
+            "token_logprobs": [token["logprob"] for token in logprobs],
+            "top_logprobs": [
+                {
+                    token["token"]: token["logprob"],
+                    **{other["token"]: other["logprob"] for other in token["top"]},
+                }
+                for token in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _text(self, index: int, text: str) -> bytes:
+        return (
+            b'data: %b,"choices":[{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]%b'
+            % (self._head, index, orjson.dumps(text), self._tail)
+        )
+
+
+def _chat_logprob(token: dict[str, Any]) -> dict[str, Any]:
+    return {"token": token["token"], "logprob": token["logprob"], "bytes": token["bytes"]}

@@ -1,0 +1,47 @@
+"""What a strategy is given (`Request`) and what it yields (`Chunk`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from engine.protocol import Sampling, Usage
+
+__all__ = ["Chunk", "Request"]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one step of an engine emitted for one request; the fields are those of `Event`.
+
+    Not validated field by field: this is the hot path, and the engines are ours.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    begin: int | None = None
+    logprobs: list[dict[str, Any]] | None = None  # `TokenLogprob`s in JSON form
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One choice of one prompt. Strategies read it and compute their ranges from `tokens`.
+
+    `id` is the client's X-Request-Id; engines know the request by other names. `output` is what
+    has already been emitted: not empty when the scope reruns a strategy after a failure.
+    """
+
+    id: str
+    prompt: list[int]
+    sampling: Sampling
+    output: list[int] = field(default_factory=list)
+    session: str | None = None  # the client's X-Session-ID, for affinity
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The prompt, plus what has been emitted."""
+        return self.prompt + self.output if self.output else self.prompt

@@ -1,0 +1,125 @@
+"""One running generation: an async iterator of chunks whose end is owned by the attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from engine.protocol import MicroserveError
+from router.engine_client import EventStream
+from router.errors import EngineUnreachable
+from router.lease import Lease
+from router.member import Member
+from router.receipts import Leg
+from router.request import Chunk, Request
+
+if TYPE_CHECKING:
+    from router.attempt import Attempt
+
+__all__ = ["TokenStream"]
+
+
+class TokenStream:
+    """What `start_generate` returns; the call is made when the first chunk is asked for.
+
+    A plain `async for` over an async generator would leave it open on an early exit until the
+    garbage collector comes by. So this is a class, and the attempt stops it when it ends.
+    """
+
+    __slots__ = ("_attempt", "_begin", "_kv", "_leg", "_member", "_over", "_request", "_scopes",
+                 "_stream")  # fmt: skip
+
+    def __init__(
+        self, attempt: Attempt, member: Member, request: Request, begin: int, kv: Lease | None
+    ) -> None:
+        self._attempt = attempt
+        self._member = member
+        self._request = request
+        self._begin = begin
+        self._kv = kv
+        self._stream: EventStream | None = None
+        self._leg: Leg | None = None
+        self._over = False
+        self._scopes = ExitStack()
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            if self._stream is None or self._leg is None:
+                self._stream, self._leg = await self._open()
+            chunk = await self._stream.next()
+        except MicroserveError as error:
+            self._attempt.blame(error, self._member)
+            if self._leg is not None:
+                self._leg.fail(error)
+                if not isinstance(error, EngineUnreachable):
+                    self._over = True  # the engine itself says so: nothing is left to abort
+                    self._close(self._leg)
+            raise
+        leg = self._leg
+        if chunk.begin is not None:
+            leg.begin = chunk.begin
+        if leg.first_token_ms is None and chunk.token_ids:
+            leg.first_token_ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
+        leg.tokens += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            await self._finish(chunk, self._stream, leg)
+        return chunk
+
+    def stop(self) -> asyncio.Task[None] | None:
+        """End it now if it is still running; the engine learns of it in the task returned."""
+        if self._over:
+            return None
+        self._over = True
+        if self._leg is None:
+            return None  # never asked for a chunk
+        if self._leg.error is None:
+            self._leg.fail(asyncio.CancelledError())
+        self._close(self._leg)
+        return self._attempt.spawn_release(self._member)
+
+    @property
+    def member(self) -> Member:
+        return self._member
+
+    async def _open(self) -> tuple[EventStream, Leg]:
+        attempt, member, request = self._attempt, self._member, self._request
+        total = len(request.tokens)
+        self._leg = leg = attempt.begin_leg("start_generate", member, self._begin, total)
+        attempt.streams.append(self)
+        self._scopes.enter_context(member.load.work(tokens=max(0, total - self._begin), streams=1))
+        body = request.sampling.model_dump(exclude_defaults=True)
+        body["prompt"] = request.prompt
+        body["begin"] = self._begin
+        if request.output:
+            body["output"] = request.output
+        if self._kv is not None:
+            body["lease_id"] = self._kv.lease_id
+        stream = await attempt.start(member, body)
+        if self._kv is not None:
+            self._kv.consumed = True
+        self._scopes.enter_context(member.watching(stream))
+        return stream, leg
+
+    async def _finish(self, chunk: Chunk, stream: EventStream, leg: Leg) -> None:
+        self._over = True
+        if chunk.usage is not None:
+            # What was put here by this attempt is not cached but computed, only elsewhere.
+            cached = max(0, chunk.usage.cached_tokens - self._attempt.put_computed)
+            chunk.usage = chunk.usage.model_copy(update={"cached_tokens": cached})
+            leg.cached_tokens = cached
+        leg.computed_tokens = max(0, leg.end - leg.begin)
+        self._close(leg)
+        self._attempt.praise(self._member)
+        await stream.finish()
+
+    def _close(self, leg: Leg) -> None:
+        leg.ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
+        self._scopes.close()
+        if self._stream is not None and leg.error is not None:
+            self._stream.abort()

@@ -1,0 +1,34 @@
+"""Balanced prefill-decode disaggregation (§3.3, Figure 6)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated
+
+from pydantic import Field
+
+from router import Chunk, Cluster, Request, strategy
+
+__all__ = ["balanced"]
+
+Ratio = Annotated[float, Field(ge=0.0, le=1.0, description="the decode engine's share of prefill")]
+
+
+@strategy
+async def balanced(
+    request: Request, cluster: Cluster, *, ratio: Ratio = 0.1
+) -> AsyncGenerator[Chunk, None]:
+    """Prefill on one engine, but for the last `ratio` of the prompt: that the decode engine does.
+
+    It computes its share fused with the decode steps of its other requests. 0 is `prefill_decode`;
+    1 leaves all to the decode engine.
+    """
+    decode = cluster.decode.least_loaded()
+    prefill = cluster.prefill.least_loaded(exclude=decode)
+    last = len(request.tokens) - 1  # the last token is always the decode engine's: it samples
+    end = min(last, round(len(request.tokens) * (1.0 - ratio)))
+    async with decode.prep_recv(request, end=end) as kv:
+        if kv.match_len < end:
+            await prefill.remote_send(request, kv, begin=kv.match_len, end=end)
+        async for chunk in decode.start_generate(request, begin=end, kv=kv):
+            yield chunk
