@@ -54,7 +54,7 @@ def locate(name: str) -> Source:
     if name == "smollm2":
         return Source("gguf", fetch_smollm2(), SHA256)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():  # an empty name would be the current folder
         return Source("folder", path)
     if path.is_file():
         return Source("gguf", path)

@@ -15,7 +15,7 @@ from engine.models.tokenization import Tokenization
 
 __all__ = ["open_tiny"]
 
-_SEED = 20_250_101
+_SEED = 6  # of the first eight the one with the most varied text, see the test
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
