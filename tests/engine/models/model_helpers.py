@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,9 +12,14 @@ import torch
 from gguf import GGUFWriter, TokenType
 from torch import Tensor
 
+from engine.models import ModelConfig
 from engine.models.load import LoadedModel, load_model
 from engine.models.tiny import open_tiny
 from engine.models.transformer import AttentionCache, Transformer
+from kvcache.cache import KVCache
+from kvcache.layout import KVLayout
+from kvcache.transport.memory import MemoryNetwork, MemoryTransport
+from kvcache.types import EngineId, SeqId
 
 CPU = torch.device("cpu")
 
@@ -29,7 +35,7 @@ class StepCache(AttentionCache, Protocol):
 class DenseCache:
     """The reference: keys and values in a list of tensors per layer, plain causal attention."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         empty = torch.empty(0, config.num_kv_heads, config.head_dim)
         self.keys = [empty] * config.num_layers
         self.values = [empty] * config.num_layers
@@ -53,6 +59,42 @@ class DenseCache:
         out = torch.zeros_like(q)
         out[:rows] = torch.einsum("hqk,khd->qhd", weights, values)
         return out
+
+
+class PagedCache:
+    """The engine's own cache, with its free pages in random order."""
+
+    PAGES = 32
+
+    def __init__(self, config: ModelConfig) -> None:
+        dimensions = (config.num_kv_heads, config.head_dim)
+        layout = KVLayout(config.num_layers, self.PAGES, 16, *dimensions, torch.float32)
+        self.cache = KVCache(
+            layout,
+            MemoryTransport(MemoryNetwork(), layout, 1),
+            query_heads=config.num_heads,
+            engine_id=EngineId("e"),
+            epoch=1,
+            secret=b"s",
+            fingerprint="f",
+        )
+        taken = [SeqId(index) for index in range(1, self.PAGES)]
+        for seq_id in taken:
+            self.cache.add_sequence(seq_id)
+            self.cache.grow(seq_id, 1)
+        random.Random(0).shuffle(taken)
+        for seq_id in taken:
+            self.cache.remove_sequence(seq_id)
+        self.seq_id = SeqId(0)
+        self.cache.add_sequence(self.seq_id)
+        self.attention = self.cache.attention
+
+    def begin(self, rows: int) -> None:
+        self.cache.grow(self.seq_id, self.cache.length(self.seq_id) + rows)
+        self.cache.begin_forward([self.seq_id], [rows])
+
+    def end(self) -> None:
+        self.cache.end_forward()
 
 
 def load(name: str | Path, dtype: torch.dtype = torch.float32) -> LoadedModel:

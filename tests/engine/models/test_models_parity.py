@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from model_helpers import gguf_tensors, hf_model, load, run_in_steps, save_folder, write_gguf
+from model_helpers import (
+    DenseCache,
+    gguf_tensors,
+    hf_model,
+    load,
+    run_in_steps,
+    save_folder,
+    write_gguf,
+)
 
 from engine.models.config import Llama3Scaling
 
@@ -58,7 +66,7 @@ def test_folder(case, tmp_path, make_cache):
     torch.testing.assert_close(logits, reference(model), atol=1e-4, rtol=0)
 
 
-def test_sharded_folder_is_the_same_model(tmp_path, make_cache):
+def test_sharded_folder_is_the_same_model(tmp_path):
     model = hf_model("Llama")
     whole = load(save_folder(model, tmp_path / "whole"))
     sharded = load(save_folder(model, tmp_path / "sharded", max_shard_size="100KB"))
@@ -109,11 +117,11 @@ def test_gguf_states_llama3_scaling_as_factors(tmp_path, make_cache):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_close(dtype, tmp_path, make_cache):
+def test_half_precision_is_close(dtype, tmp_path):
     model = hf_model("Qwen3", head_dim=32)
     ours = load(save_folder(model, tmp_path), dtype)
     assert {weight.dtype for weight in ours.transformer.parameters()} == {dtype}
-    logits = run_in_steps(ours.transformer, make_cache(ours.config), TOKENS)
+    logits = run_in_steps(ours.transformer, DenseCache(ours.config), TOKENS)
     assert logits.dtype == torch.float32
     expected = reference(model)
     assert (logits - expected).abs().mean() < 0.05 * expected.abs().mean()

@@ -171,8 +171,9 @@ def test_answer(smollm2, make_cache):
     assert tokens[-1] in smollm2.eos_token_ids
 
 
-@pytest.mark.slow
-def test_logits_agree_with_transformers(smollm2, make_cache):
+@pytest.fixture(scope="module")
+def reference(smollm2) -> tuple[list[int], torch.Tensor]:
+    """Tokens, and transformers' logits of them."""
     from transformers import AutoModelForCausalLM
 
     path = locate("smollm2").path
@@ -183,5 +184,11 @@ def test_logits_agree_with_transformers(smollm2, make_cache):
     tokens = Tokenizer.from_str(smollm2.tokenizer_json).encode(text).ids
     with torch.inference_mode():
         expected = theirs(torch.tensor([tokens])).logits[0]
+    return tokens, expected
+
+
+@pytest.mark.slow
+def test_logits_agree_with_transformers(smollm2, reference, make_cache):
+    tokens, expected = reference
     logits = run_in_steps(smollm2.transformer, make_cache(smollm2.config), tokens)
     assert (logits - expected).abs().max() <= 1e-3
