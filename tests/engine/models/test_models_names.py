@@ -157,7 +157,7 @@ def test_every_error_is_in_the_tree_and_its_drawing():
         assert name in str(errors.__doc__)
 
 
-def test_no_asserts_and_no_machine_paths_in_the_source():
+def test_no_asserts_in_the_source_and_no_long_modules():
     for path in Path(inspect.getfile(engine.models)).parent.glob("*.py"):
         source = path.read_text()
         assert "\n    assert " not in source
