@@ -1,0 +1,45 @@
+# `make demo` and `make test` work on a fresh clone: Python ≥ 3.11, make and network access to PyPI.
+# All paths are relative, so that the clone may lie anywhere, also under a path with spaces.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo serve test check bench-strategies clean
+
+demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
+	@$(RUN) examples/demo.py
+
+serve: $(VENV)/demo.stamp  ## the same, to play with: http://127.0.0.1:8000
+	@$(RUN) -m router.cli up smollm2
+
+test: $(VENV)/test.stamp  ## all tests
+	@$(RUN) -m pytest
+
+check: $(VENV)/test.stamp  ## style, types and layers
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
+	@$(VENV)/bin/python -c "from importlinter.cli import lint_imports_command as lint; lint()"
+
+bench-strategies: $(VENV)/demo.stamp  ## time to first token and per token, strategy by strategy
+	@$(RUN) -m bench.strategies
+
+clean:  ## back to a fresh clone
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "microserve needs Python 3.11 to 3.13, not " + sys.version.split()[0] + ": make PYTHON=python3.11")'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed; on Debian: apt install python3-venv" >&2; exit 1; }
+
+$(VENV)/demo.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV) (a minute or so)" >&2
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp
+	@echo "installing what the tests need" >&2
+	@$(PIP) --editable '.[test,dev]'
+	@touch $@
