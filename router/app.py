@@ -39,21 +39,21 @@ def _outermost(router: Router) -> Middleware:
     """Request id, error objects, counting. The one place where exceptions become replies."""
 
     @web.middleware
-    async def outermost(http: web.Request, handler: Handler) -> web.StreamResponse:
-        request_id = request_id_of(http)
+    async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request_id = request_id_of(request)
         response: web.StreamResponse
         try:
-            response = await handler(http)
+            response = await handler(request)
         except MicroserveError as error:
             response = _error(error)
         except web.HTTPException as error:
-            response = _error(_of_aiohttp(http, error))
+            response = _error(_of_aiohttp(request, error))
         except ConnectionResetError:
             raise  # the client has gone while we wrote: nobody is there to be told
         except Exception:
             log.exception("request %s failed", request_id)
             response = _error(Internal("the router failed; its log says how"))
-        resource = http.match_info.route.resource
+        resource = request.match_info.route.resource
         path = resource.canonical if resource is not None else "other"
         router.metrics.requests.labels(path, response.status).inc()
         if not response.prepared:
@@ -65,16 +65,16 @@ def _outermost(router: Router) -> Middleware:
 
 def _keys(router: Router) -> Middleware:
     @web.middleware
-    async def keys(http: web.Request, handler: Handler) -> web.StreamResponse:
-        scheme, _, token = http.headers.get("Authorization", "").partition(" ")
+    async def keys(request: web.Request, handler: Handler) -> web.StreamResponse:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else ""
-        if http.path.startswith("/admin/"):
-            admin.check_admin(router, http, given)
+        if request.path.startswith("/admin/"):
+            admin.check_admin(router, request, given)
         else:
             key = router.config.api_key
-            if key and http.path not in OPEN and not admin.same_key(given, key):
+            if key and request.path not in OPEN and not admin.same_key(given, key):
                 raise Unauthorized("a valid API key is needed", code="invalid_api_key")
-        return await handler(http)
+        return await handler(request)
 
     return keys
 

@@ -20,6 +20,7 @@ __all__ = [
     "Conflict",
     "EngineUnreachable",
     "Forbidden",
+    "MethodNotAllowed",
     "ModelNotFound",
     "NoEngines",
     "NobodyListens",
@@ -60,6 +61,11 @@ class NotFound(MicroserveError):
 class Forbidden(MicroserveError):
     type = "forbidden"
     status = 403
+
+
+class MethodNotAllowed(MicroserveError):
+    type = "method_not_allowed"
+    status = 405
 
 
 class Conflict(MicroserveError):

@@ -36,6 +36,7 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
 
     Raises `OSError` if the address is taken, and what `Router.opened` raises.
     """
+    listener = _listen(config.host, config.port)
     async with Router.opened(config) as router:
         runner = web.AppRunner(
             make_app(router),
@@ -45,12 +46,12 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
         )
         await runner.setup()
         try:
-            with _listen(config.host, config.port) as listener:
-                await web.SockSite(runner, listener, backlog=1024).start()
-                await router.registry.settled(FIRST_LOOK_S)
-                yield Server(_url(config.host, listener.getsockname()[1]), router)
+            await web.SockSite(runner, listener, backlog=1024).start()
+            await router.registry.settled(FIRST_LOOK_S)
+            yield Server(_url(config.host, listener.getsockname()[1]), router)
         finally:
             await runner.cleanup()
+            listener.close()
 
 
 async def run(config: RouterConfig) -> None:

@@ -1,0 +1,5 @@
+"""`python -m router` is `microserve`."""
+
+from router.cli import main
+
+main()

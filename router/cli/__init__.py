@@ -1,0 +1,29 @@
+"""The command line: `microserve up | engine | router | chat | strategy`."""
+
+from __future__ import annotations
+
+import click
+
+from router.cli.chat import chat
+from router.cli.serve import engine, router
+from router.cli.strategy import strategy
+from router.cli.up import up
+from router.environment import PREFIX, drop_service_links
+
+__all__ = ["main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="microserve")
+def cli() -> None:
+    """A programmable router over LLM microserving engines."""
+
+
+for command in (up, engine, router, chat, strategy):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """The console script. Every flag has a twin `MICROSERVE_<COMMAND>_<FLAG>`."""
+    drop_service_links()
+    cli(prog_name="microserve", auto_envvar_prefix=PREFIX)

@@ -1,0 +1,88 @@
+"""`microserve chat`: an answer from a running router, as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+import httpx
+
+__all__ = ["chat"]
+
+Messages = list[dict[str, str]]
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="of the router")
+@click.option("--api-key", default="", help="of the router")
+@click.option("--system", default="", help="the system message")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="of an answer")
+@click.option("--temperature", type=click.FloatRange(0.0, 2.0), default=0.0, show_default=True)
+def chat(
+    prompt: str | None,
+    url: str,
+    api_key: str,
+    system: str,
+    max_tokens: int | None,
+    temperature: float,
+) -> None:
+    """Ask PROMPT; without it what comes on standard input, or turn by turn at a terminal."""
+    options: dict[str, Any] = {"temperature": temperature, "stream": True}
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    messages: Messages = [{"role": "system", "content": system}] if system else []
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=None) as client:  # noqa: S113
+        if prompt is None and sys.stdin.isatty():
+            _talk(client, messages, options)
+        else:
+            text = prompt if prompt is not None else sys.stdin.read()
+            _ask(client, [*messages, {"role": "user", "content": text}], options)
+
+
+def _talk(client: httpx.Client, messages: Messages, options: dict[str, Any]) -> None:
+    while True:
+        try:
+            text = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return
+        if text.strip():
+            messages.append({"role": "user", "content": text})
+            answer = _ask(client, messages, options)
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _ask(client: httpx.Client, messages: Messages, options: dict[str, Any]) -> str:
+    """Print the answer as it comes and return it. Raises `ClickException`."""
+    answer = ""
+    try:
+        body = {"messages": messages, **options}
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.is_error:
+                response.read()
+                raise click.ClickException(_message(response.text))
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise click.ClickException(_message(line[6:]))
+                for choice in event["choices"]:
+                    text = choice["delta"].get("content") or ""
+                    click.echo(text, nl=False)
+                    answer += text
+    except httpx.HTTPError as error:
+        raise click.ClickException(f"{client.base_url}: {error}") from None
+    click.echo()
+    return answer
+
+
+def _message(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:200]

@@ -1,0 +1,67 @@
+"""Command-line options made of the fields of a config: one place for names, defaults, help."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Callable, Collection
+from typing import Any, Literal, TypeVar
+
+import click
+
+__all__ = ["config_options", "given", "read_params"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def config_options(config: type[Any], *, without: Collection[str] = ()) -> Callable[[F], F]:
+    """A decorator that adds an option for every field of the dataclass that has a help text."""
+    hints = typing.get_type_hints(config)
+
+    def add(command: F) -> F:
+        for field in reversed(dataclasses.fields(config)):
+            if "help" in field.metadata and field.name not in without:
+                command = _option(field, hints[field.name])(command)
+        return command
+
+    return add
+
+
+def given(config: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Those of `values` that are fields of `config` and not its defaults."""
+    return {
+        field.name: values[field.name]
+        for field in dataclasses.fields(config)
+        if field.name in values and values[field.name] != field.default
+    }
+
+
+def read_params(pairs: Collection[str]) -> dict[str, Any]:
+    """`K=V` pairs as params; a V that is JSON is what it says, any other is a string."""
+    params = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{pair!r} is not of the form K=V", param_hint="--param")
+        try:
+            params[name] = json.loads(value)
+        except ValueError:
+            params[name] = value
+    return params
+
+
+def _option(field: dataclasses.Field[Any], hint: Any) -> Callable[[F], F]:
+    name = "--" + field.name.replace("_", "-")
+    kind: Any = hint
+    if hint is bool:
+        return click.option(name, is_flag=True, default=field.default, help=field.metadata["help"])
+    if typing.get_origin(hint) is Literal:
+        kind = click.Choice(typing.get_args(hint))
+    return click.option(
+        name,
+        type=kind,
+        default=field.default,
+        show_default=field.default != "",
+        help=field.metadata["help"],
+    )

@@ -1,0 +1,49 @@
+"""`microserve engine` and `microserve router`: one process each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from typing import Any
+
+import click
+import uvloop
+
+from engine.protocol import EngineConfig, MicroserveError
+from router.cli.options import config_options, given, read_params
+from router.config import RouterConfig
+from router.environment import child_environment
+from router.fleet import as_arguments
+from router.server import run
+
+__all__ = ["engine", "router"]
+
+
+@click.command()
+@click.argument("model")
+@config_options(EngineConfig)
+def engine(model: str, **flags: Any) -> None:
+    """Run one engine. MODEL: smollm2, tiny, a folder, a .gguf file or a hub id."""
+    arguments = as_arguments(given(EngineConfig, flags))
+    argv = [sys.executable, "-m", "engine", model, *arguments]
+    os.execve(sys.executable, argv, child_environment())  # noqa: S606  no shell is wanted
+
+
+@click.command()
+@click.option("--engine", "engines", multiple=True, metavar="URL", help="an engine; repeatable")
+@click.option("--strategy", default="data_parallel", show_default=True, metavar="NAME|FILE.py")
+@click.option("--param", "params", multiple=True, metavar="K=V", help="of the strategy")
+@config_options(RouterConfig)
+def router(engines: tuple[str, ...], strategy: str, params: tuple[str, ...], **flags: Any) -> None:
+    """Run the router in front of engines that already run."""
+    config = RouterConfig(engines=engines, strategy=strategy, params=read_params(params), **flags)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run(config))
+    except (MicroserveError, OSError) as error:
+        raise click.ClickException(str(error)) from None

@@ -1,0 +1,113 @@
+"""`microserve up`: a whole cluster on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engine.protocol import EngineConfig
+from router.cli.options import config_options, given, read_params
+from router.config import RouterConfig
+from router.errors import root_cause
+from router.fleet import Fleet, FleetConfig, StartFailed
+
+__all__ = ["up"]
+
+ENGINE, ROUTER = EngineConfig(), RouterConfig()  # for their defaults
+# Of the engine's flags, those that `up` decides itself or that mean the router here.
+OWN = ("host", "port", "role", "router", "engine_id", "api_key", "parent_pid")
+
+
+@click.command()
+@click.argument("model", default=ENGINE.model)
+@click.option("--engines", type=click.IntRange(min=1), help="engines for any role  [default: 2]")
+@click.option("--prefill", type=click.IntRange(min=0), default=0, help="engines that prefill")
+@click.option("--decode", type=click.IntRange(min=0), default=0, help="engines that decode")
+@click.option("--strategy", default=ROUTER.strategy, show_default=True, metavar="NAME|FILE.py")
+@click.option("--param", "params", multiple=True, metavar="K=V", help="of the strategy")
+@click.option("--host", default=ROUTER.host, show_default=True, help="of the router")
+@click.option("--port", default=ROUTER.port, show_default=True, help="of the router")
+@click.option("--api-key", default="", help="key that clients must send; empty: none")
+@click.option("--admin-key", default="", help="key of the admin API; empty: loopback only")
+@click.option("--allow-upload", is_flag=True, help="let the admin API load strategies from source")
+@click.option("--no-respawn", is_flag=True, help="do not restart what dies")
+@click.option(
+    "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="written once ready"
+)
+@config_options(EngineConfig, without=OWN)
+def up(
+    model: str,
+    engines: int | None,
+    prefill: int,
+    decode: int,
+    strategy: str,
+    params: tuple[str, ...],
+    allow_upload: bool,
+    no_respawn: bool,
+    host: str,
+    port: int,
+    api_key: str,
+    admin_key: str,
+    state_file: Path | None,
+    **flags: Any,
+) -> None:
+    """Start engines and a router on this machine; Ctrl-C ends all of them.
+
+    MODEL: smollm2 (the default), tiny, a folder, a .gguf file or a hub id.
+    """
+    if engines is not None and (prefill or decode):
+        raise click.UsageError("--engines or --prefill and --decode, not both")
+    roles = ("prefill",) * prefill + ("decode",) * decode or ("any",) * (engines or 2)
+    read_params(params)  # complain before anything is started
+    router_args = ["--strategy", strategy]
+    for pair in params:
+        router_args += ["--param", pair]
+    if allow_upload:
+        router_args.append("--allow-upload")
+    config = FleetConfig(
+        model=model,
+        roles=roles,
+        router_args=tuple(router_args),
+        host=host,
+        port=port,
+        engine_flags=given(EngineConfig, flags),
+        admin_key=admin_key,
+        api_key=api_key,
+        respawn=not no_respawn,
+        state_file=state_file,
+    )
+    fleet = Fleet(config, say=click.echo, note=lambda line: click.echo(line, err=True))
+    try:
+        asyncio.run(_until_told(fleet))
+    except (ExceptionGroup, StartFailed, OSError) as error:
+        cause = root_cause(error)
+        if not isinstance(cause, StartFailed | OSError):
+            raise
+        raise click.ClickException(str(cause)) from None
+
+
+async def _until_told(fleet: Fleet) -> None:
+    """Run the fleet until a signal; a second one does not wait for children to end nicely."""
+    running = asyncio.ensure_future(fleet.run())
+    told = 0
+
+    def tell() -> None:
+        nonlocal told
+        told += 1
+        if told == 1:
+            running.cancel()
+        else:
+            fleet.kill()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, tell)
+    try:
+        await running
+    except asyncio.CancelledError:
+        if not told:
+            raise
