@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from engine.protocol import BadRequest, Internal, MicroserveError, TooLarge, Unauthorized
 from router import admin
 from router.errors import MethodNotAllowed, NotFound
-from router.http import json_response, off_loop, request_id_of
+from router.http import begin_request, json_response, off_loop
 from router.model import ServedModel
 from router.openai.answer import chat_completions, completions
 from router.openai.errors import error_headers, error_object, invalid
@@ -40,7 +40,7 @@ def _outermost(router: Router) -> Middleware:
 
     @web.middleware
     async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request_id = request_id_of(request)
+        request_id = begin_request(request)
         response: web.StreamResponse
         try:
             response = await handler(request)

@@ -6,18 +6,20 @@ import asyncio
 import re
 import uuid
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import orjson
 from aiohttp import web
 
-__all__ = ["json_response", "off_loop", "request_id_of", "trace_headers"]
+__all__ = ["begin_request", "json_response", "off_loop", "request_id", "trace_headers"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 # Up to here, reading and tokenizing takes well under a millisecond or two: a thread costs more.
 SMALL_BODY = 8 * 1024
+_request_id: ContextVar[str] = ContextVar("request_id")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -28,19 +30,22 @@ async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.k
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
-def request_id_of(http: web.Request) -> str:
-    """The client's `X-Request-Id`, made up where there is none or an unprintable one."""
-    known: str | None = http.get("request_id")
-    if known is None:
-        given = http.headers.get("X-Request-Id", "")
-        known = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        http["request_id"] = known
+def begin_request(http: web.Request) -> str:
+    """Take the client's `X-Request-Id`; make one where there is none or an unprintable one."""
+    given = http.headers.get("X-Request-Id", "")
+    known = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    _request_id.set(known)
     return known
+
+
+def request_id() -> str:
+    """The id of the request that this task serves."""
+    return _request_id.get()
 
 
 def trace_headers(http: web.Request) -> dict[str, str]:
     """What is passed on to the engines on every leg."""
-    headers = {"X-Request-Id": request_id_of(http)}
+    headers = {"X-Request-Id": request_id()}
     for name in ("traceparent", "tracestate"):
         if value := http.headers.get(name):
             headers[name] = value

@@ -63,7 +63,7 @@ class Member:
         self.state: EngineState | None = None
         self.last_error = ""
         self.load = Load()
-        self.asked = asyncio.Event()  # set: it has been polled once, whatever came of it
+        self.asked = asyncio.Event()  # set: `status` is a poll's, neither unknown nor suspect
         self.probe = asyncio.Event()  # set: ask for its state now, not at the next tick
         self.failures = 0  # failed legs in a row
         self.open_until = 0.0  # the breaker: left alone until then (loop time)
@@ -90,6 +90,7 @@ class Member:
         self.last_error = str(error)
         if self.status == "up":
             self.status = "suspect"
+            self.asked.clear()
         self.probe.set()
 
     def go_down(self, error: BaseException) -> None:

@@ -89,7 +89,7 @@ class Registry:
         return self._model
 
     async def settled(self, timeout: float) -> None:
-        """Wait until every engine has been asked once, `timeout` seconds at most."""
+        """Wait until no engine's status is unknown or suspect, `timeout` seconds at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 for member in list(self):

@@ -72,7 +72,7 @@ class Scope:
             if end := self._already_finished(request):
                 await emit(end)
                 return
-            attempt = self._attempt(request, number, failed)
+            attempt = await self._attempt(request, number, failed)
             try:
                 async with attempt:
                     await self._run(attempt, request, emit)
@@ -89,8 +89,13 @@ class Scope:
                 self._note_retry(error, attempt, request)
             request = replace(request)  # `tokens` is cached: the output has grown since
 
-    def _attempt(self, request: Request, number: int, failed: set[Member]) -> Attempt:
-        members = self.runtime.registry.usable(without=failed)
+    async def _attempt(self, request: Request, number: int, failed: set[Member]) -> Attempt:
+        config, registry = self.runtime.config, self.runtime.registry
+        members = registry.usable(without=failed)
+        if not members:
+            # Those that just lost a connection may be well: a moment, not a failure.
+            await registry.settled(config.health_timeout_s * config.health_failures)
+            members = registry.usable(without=failed)
         if not members:
             raise NoEngines("no engine is up")
         if len(members) == 1:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from engine.protocol import MicroserveError, Timeout, Usage
 from router.errors import root_cause
-from router.http import off_loop, request_id_of, trace_headers
+from router.http import off_loop, request_id, trace_headers
 from router.model import ServedModel
 from router.openai.errors import error_json
 from router.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, Format
@@ -53,7 +53,7 @@ async def _answer(
     ask = await off_loop(len(body), read, body, model)
     with router.generations.enter() as generation:
         receipt = Receipt(
-            id=request_id_of(http),
+            id=request_id(),
             generation=generation.number,
             strategy=generation.bound.strategy.name,
             params=generation.bound.params,

@@ -1,0 +1,342 @@
+"""A scripted engine that speaks the wire protocol, and real ones; a router in front of either."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from engine.protocol import ModelInfo, NoCapacity, error_body
+from router.catalog import Catalog
+from router.config import RouterConfig
+from router.server import Server, serving
+from router.strategy import Strategy
+
+VOCAB = 1000
+PAGE = 16
+
+
+def tokenizer_json() -> str:
+    """Words `w0 w1 …`: token id i is the word wi."""
+    vocab = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer.to_str()
+
+
+def model_info(**changes: Any) -> ModelInfo:
+    fields = {
+        "name": "fake", "context_length": 256, "vocab_size": VOCAB, "eos_token_ids": [0],
+        "bos_token": None, "eos_token": "w0", "tokenizer_json": tokenizer_json(),
+        "chat_template": "{% for m in messages %}{{ m.content }} {% endfor %}",
+        "fingerprint": "f", "page_size": PAGE, "kv_bytes_per_token": 4, **changes,
+    }  # fmt: skip
+    return ModelInfo(**fields)
+
+
+def token_at(position: int) -> int:
+    """What the scripted engine samples at a position, whatever came before."""
+    return 100 + position
+
+
+@dataclass
+class FakeEngine:
+    """One scripted engine. `refuse[call]`: errors to answer with, in turn, before it behaves.
+    `break_after`: cut the connection after so many events, that often. `gate`: a generation waits
+    for it after its first event."""
+
+    name: str
+    role: str = "any"
+    epoch: int = 1
+    match_len: int = 0
+    refuse: dict[str, list[Exception]] = field(default_factory=dict)
+    break_after: list[int] = field(default_factory=list)
+    error_after: list[tuple[int, Exception]] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    send_gate: asyncio.Event | None = None
+    info: ModelInfo = field(default_factory=model_info)
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    leases: set[str] = field(default_factory=set)
+    running: int = 0
+    silent: bool = False
+    url: str = ""
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def named(self, call: str) -> list[dict[str, Any]]:
+        return [body for name, body in self.calls if name == call]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds; every call made to this engine is a reason to look."""
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(condition)
+
+    async def _note(self, call: str, http: web.Request) -> dict[str, Any]:
+        body = await http.json()
+        self.calls.append((call, body))
+        self.headers.append({key.lower(): value for key, value in http.headers.items()})
+        await self._notify()
+        if self.refuse.get(call):
+            error = self.refuse[call].pop(0)
+            headers = {"Retry-After": str(getattr(error, "retry_after_s", 0))}
+            raise _Refusal(error, headers)
+        return body
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def prep_recv(self, http: web.Request) -> web.Response:
+        body = await self._note("prep_recv", http)
+        lease = f"{self.name}-{len(self.calls)}"
+        self.leases.add(lease)
+        end = body["end"]
+        reply = {"lease_id": lease, "kv_addr": f"addr-{lease}", "end": end, "expires_ms": 1000}
+        return web.json_response({**reply, "match_len": min(self.match_len, end)})
+
+    async def remote_send(self, http: web.Request) -> web.Response:
+        body = await self._note("remote_send", http)
+        if self.send_gate is not None:
+            await self.send_gate.wait()
+        sent = body["end"] - body["begin"]
+        return web.json_response(
+            {"sent_tokens": sent, "cached_tokens": 0, "computed_tokens": sent,
+             "bytes": 4 * sent, "ms": 1.0}
+        )  # fmt: skip
+
+    async def release(self, http: web.Request) -> web.Response:
+        body = await self._note("release", http)
+        self.leases.discard(body.get("lease_id", ""))
+        return web.json_response({})
+
+    async def start_generate(self, http: web.Request) -> web.StreamResponse:
+        body = await self._note("start_generate", http)
+        self.leases.discard(body.get("lease_id", ""))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        self.running += 1
+        try:
+            await self._generate(http, response, body)
+        finally:
+            self.running -= 1
+            await asyncio.shield(self._notify())
+        return response
+
+    async def _generate(
+        self, http: web.Request, response: web.StreamResponse, body: dict[str, Any]
+    ) -> None:
+        cut = self.break_after.pop(0) if self.break_after else None
+        fail = self.error_after.pop(0) if self.error_after else None
+        prompt, done = len(body["prompt"]), len(body.get("output", []))
+        limit = body.get("max_tokens", 16)
+        for count in range(limit - done):
+            if cut is not None and count == cut:
+                http.transport.abort()
+                return
+            if fail is not None and count == fail[0]:
+                await response.write(_event(error_body(fail[1])))
+                return
+            token = token_at(prompt + done + count)
+            event: dict[str, Any] = {"token_ids": [token], "text": f"w{token} "}
+            if count == 0:
+                event["begin"] = body["begin"]
+            if done + count == limit - 1:
+                event["finish_reason"] = "length"
+                event["usage"] = {
+                    "prompt_tokens": prompt, "completion_tokens": limit,
+                    "cached_tokens": body["begin"],
+                }  # fmt: skip
+            await response.write(_event(event))
+            if self.gate is not None:
+                await self.gate.wait()
+
+    async def health(self, http: web.Request) -> web.Response:
+        if self.silent:
+            await asyncio.Event().wait()
+        return web.json_response({})
+
+    async def model(self, http: web.Request) -> web.Response:
+        return web.json_response(self.info.model_dump())
+
+    async def state(self, http: web.Request) -> web.Response:
+        pages = dict.fromkeys(
+            ("total", "free", "cached", "leased", "active", "quarantined", "pinned"), 0
+        )
+        return web.json_response(
+            {"engine_id": self.name, "epoch": self.epoch, "role": self.role, "model": "fake",
+             "page_size": PAGE, "pages": pages, "running": 0, "waiting": 0, "leases": [],
+             "puts_in_flight": 0, "prefix_tokens": 0}
+        )  # fmt: skip
+
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator[FakeEngine]:
+        app = web.Application(middlewares=[_refusals])
+        for call in ("prep_recv", "remote_send", "release", "start_generate"):
+            app.router.add_post(f"/microserving/{call}", getattr(self, call))
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/microserving/model", self.model)
+        app.router.add_get("/microserving/state", self.state)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", port)
+            await site.start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+class _Refusal(Exception):
+    def __init__(self, error: Any, headers: dict[str, str]) -> None:
+        self.error = error
+        self.headers = headers
+
+
+@web.middleware
+async def _refusals(request: web.Request, handler: Any) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except _Refusal as refusal:
+        headers = refusal.headers if isinstance(refusal.error, NoCapacity) else {}
+        status = refusal.error.status
+        return web.json_response(error_body(refusal.error), status=status, headers=headers)
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+@dataclass
+class Routed:
+    """A router in front of engines, and a client to it."""
+
+    server: Server
+    http: aiohttp.ClientSession
+
+    async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, dict[str, Any]]:
+        async with self.http.post(self.server.url + path, json=body, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        async with self.http.get(self.server.url + path, **kwargs) as response:
+            return await response.json()
+
+    async def events(self, path: str, body: Any, **kwargs: Any) -> list[Any]:
+        """The events of a streamed answer; `[DONE]` as itself."""
+        body = {"stream": True, **body}
+        async with self.http.post(self.server.url + path, json=body, **kwargs) as response:
+            assert response.status == 200, await response.text()
+            lines = (await response.text()).split("\n\n")
+        events = [line.removeprefix("data: ") for line in lines if line]
+        return [event if event == "[DONE]" else json.loads(event) for event in events]
+
+    async def receipt(self, request_id: str) -> dict[str, Any]:
+        return await self.get(f"/admin/requests/{request_id}")
+
+    def use(self, strategy: Strategy, **params: Any) -> None:
+        self.server.router.generations.activate(strategy.bind(params))
+
+    async def settled(self) -> None:
+        """Wait until all that requests have left behind is cleaned up."""
+        async with asyncio.timeout(10):
+            while not self.idle():
+                await asyncio.sleep(0)
+
+    def idle(self) -> bool:
+        """No load is left on any engine, no request in any generation."""
+        router = self.server.router
+        loads = [(member.load.tokens, member.load.streams) for member in router.registry]
+        counts = [generation.in_flight for generation in router.generations.live()]
+        return not any(map(any, loads)) and not any(counts) and not len(router.backlog)
+
+
+@asynccontextmanager
+async def routed(urls: list[str], **config: Any) -> AsyncIterator[Routed]:
+    settings = {"port": 0, "health_interval_s": 0.05, "shutdown_s": 0.2, **config}
+    async with (
+        serving(RouterConfig(engines=tuple(urls), **settings)) as server,
+        aiohttp.ClientSession() as http,
+    ):
+        yield Routed(server, http)
+
+
+Route = Callable[..., AbstractAsyncContextManager[Routed]]
+
+
+@pytest.fixture
+def route() -> Route:
+    """`async with route(engine, …, strategy=…) as r`: scripted engines with a router in front."""
+
+    @asynccontextmanager
+    async def start(*engines: FakeEngine, **config: Any) -> AsyncIterator[Routed]:
+        async with asyncio.TaskGroup() as servers:
+            stop = asyncio.Event()
+            up = [asyncio.Event() for _ in engines]
+
+            async def serve(engine: FakeEngine, ready: asyncio.Event) -> None:
+                async with engine.serving():
+                    ready.set()
+                    await stop.wait()
+
+            for engine, ready in zip(engines, up, strict=True):
+                servers.create_task(serve(engine, ready))
+            for ready in up:
+                await ready.wait()
+            try:
+                async with routed([engine.url for engine in engines], **config) as router:
+                    yield router
+            finally:
+                stop.set()
+
+    return start
+
+
+@pytest.fixture
+def fake() -> type[FakeEngine]:
+    return FakeEngine
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    return Catalog()
+
+
+@pytest.fixture(scope="session")
+def real_engines() -> Iterator[list[str]]:
+    """URLs of two engine processes with the model `tiny`."""
+    env = {**os.environ, "MICROSERVE_SECRET": "5e" * 32}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "engine", "tiny", "--port", "0", "--threads", "1",
+             "--pool-pages", "2048", "--engine-id", f"engine-{i}",
+             "--parent-pid", str(os.getpid())],
+            stdout=subprocess.PIPE, text=True, env=env,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        yield [process.stdout.readline().split()[-1] for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(20)
+            process.stdout.close()
+
+
+@pytest.fixture
+def route_real(real_engines: list[str]) -> Route:
+    """As `route`, over the real engines."""
+    return lambda **config: routed(real_engines, **config)
