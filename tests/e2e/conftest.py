@@ -1,0 +1,38 @@
+"""Deployments that several test modules share."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from e2e_deployment import Deployment, launch
+
+Deploy = Callable[..., Deployment]
+
+
+@pytest.fixture(scope="session")
+def deploy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deploy]:
+    """Starts `microserve up MODEL FLAGS…`; at the end all must be at rest, and is stopped."""
+    running: list[Deployment] = []
+
+    def start(model: str, *flags: str) -> Deployment:
+        folder = tmp_path_factory.mktemp(model)
+        deployment = launch(folder, model, *flags)
+        running.append(deployment)
+        return deployment
+
+    yield start
+    for deployment in running:
+        try:
+            for engine in deployment.engines:
+                engine.check_at_rest()
+        finally:
+            deployment.up.send_signal(signal.SIGTERM)
+            deployment.up.wait(30)
+
+
+@pytest.fixture(scope="session")
+def tiny(deploy: Deploy) -> Deployment:
+    """Three `tiny` engines behind a router; the third serves as the single-engine oracle."""
+    return deploy("tiny", "--engines", "3", "--threads", "1")

@@ -1,0 +1,138 @@
+"""Real deployments: `microserve up` as a user starts it, found by its state file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S = 120.0  # with the model's download
+
+
+@dataclass
+class Engine:
+    """One engine process, and its microserving calls."""
+
+    id: str
+    url: str
+    pid: int
+
+    def call(self, name: str, **body: Any) -> dict[str, Any]:
+        """A call that must succeed."""
+        reply = httpx.post(f"{self.url}/microserving/{name}", json=body, timeout=120)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def generate(self, prompt: list[int], *, greedy: int, **fields: Any) -> list[int]:
+        """The token ids of one greedy `start_generate`; EOS does not end it."""
+        body = {"prompt": prompt, "max_tokens": greedy, "temperature": 0, "ignore_eos": True}
+        tokens: list[int] = []
+        with httpx.stream(
+            "POST", f"{self.url}/microserving/start_generate", json=body | fields, timeout=120
+        ) as reply:
+            assert reply.status_code == 200, reply.read()
+            for line in reply.iter_lines():
+                if line:
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    tokens += event.get("token_ids", [])
+        return tokens
+
+    def state(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/microserving/state", timeout=30).json()
+
+    def check_at_rest(self) -> None:
+        """Nothing runs, every page is free or cached, and the books prove it."""
+        deadline = time.monotonic() + 20
+        while True:
+            state = self.state()
+            pages = state["pages"]
+            at_rest = (
+                pages["free"] + pages["cached"] == pages["total"]
+                and not state["running"] + state["waiting"] + state["puts_in_flight"]
+                and not state["leases"]
+            )
+            if at_rest or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        assert at_rest, state
+        assert httpx.get(f"{self.url}/microserving/integrity", timeout=30).json() == {"ok": True}
+
+
+@dataclass
+class Deployment:
+    """A router and its engines."""
+
+    url: str
+    pid: int  # of the router
+    up: subprocess.Popen[bytes]
+    engines: list[Engine]
+    admin: dict[str, str]  # headers
+
+    def use(self, strategy: str, **params: Any) -> int:
+        """Switch the strategy; returns the generation."""
+        reply = httpx.put(
+            f"{self.url}/admin/strategy",
+            json={"name": strategy, "params": params},
+            headers=self.admin,
+            timeout=30,
+        )
+        assert reply.status_code == 200, reply.text
+        return reply.json()["generation"]
+
+    def complete(self, prompt: list[int], *, greedy: int, model: str) -> dict[str, Any]:
+        """One greedy completion of token ids through the router."""
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": greedy,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)
+        assert reply.status_code == 200, reply.text
+        return reply.json() | {"request_id": reply.headers["x-request-id"]}
+
+    def members(self) -> list[dict[str, Any]]:
+        """The engines as the router sees them."""
+        reply = httpx.get(f"{self.url}/admin/engines", headers=self.admin, timeout=30)
+        return reply.json()["engines"]
+
+    def receipt(self, request_id: str) -> dict[str, Any]:
+        return httpx.get(
+            f"{self.url}/admin/requests/{request_id}", headers=self.admin, timeout=30
+        ).json()
+
+
+def launch(folder: Path, model: str, *flags: str) -> Deployment:
+    """`microserve up` as a child process, once it is ready; its output goes to `folder/up.log`."""
+    state_file = folder / "state.json"
+    command = [sys.executable, "-m", "router", "up", model, "--port", "0"]
+    with (folder / "up.log").open("wb") as log:
+        up = subprocess.Popen(
+            [*command, "--state-file", str(state_file), *flags],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    deadline = time.monotonic() + START_S
+    while not state_file.exists():
+        assert up.poll() is None, (folder / "up.log").read_text()
+        assert time.monotonic() < deadline, (folder / "up.log").read_text()
+        time.sleep(0.05)
+    state = json.loads(state_file.read_text())
+    return Deployment(
+        url=state["router"]["url"],
+        pid=state["router"]["pid"],
+        up=up,
+        engines=[Engine(e["id"], e["url"], e["pid"]) for e in state["engines"]],
+        admin={"Authorization": f"Bearer {state['admin_key']}"} if state["admin_key"] else {},
+    )
