@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from kv_helpers import Clock, memory_cache
+
+from kvcache.cache import KVCache
+from kvcache.transport import MemoryNetwork
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def new_cache(clock: Clock) -> Iterator[Callable[..., KVCache]]:
+    """Makes caches that reach each other; afterwards each must account for every page."""
+    network, made = MemoryNetwork(), []
+
+    def make(pages: int = 32, **options: object) -> KVCache:
+        made.append(memory_cache(network, pages, **{"clock": clock, **options}))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.check_integrity()
+        cache.transport.close()
+
+
+@pytest.fixture
+def cache(new_cache: Callable[..., KVCache]) -> KVCache:
+    return new_cache()

@@ -1,0 +1,128 @@
+"""What the tests of the KV cache share: small caches, a clock that jumps, KV that can be told apart.
+
+The KV that these tests write is a function of (layer, position, token), so that what was put into a
+peer is compared with what must be there, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvcache.cache import KVCache
+from kvcache.layout import KVLayout
+from kvcache.transport import MemoryNetwork, MemoryTransport, Transport
+from kvcache.types import EngineId, SeqId
+
+LAYERS, SIZE, KV_HEADS, HEADS, DIM = 2, 4, 2, 4, 8
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def small_layout(pages: int, page_size: int = SIZE) -> KVLayout:
+    """Room for `pages` pages beside the scratch page."""
+    return KVLayout(LAYERS, pages + 1, page_size, KV_HEADS, DIM, torch.float32)
+
+
+def make_cache(
+    transport: Transport,
+    layout: KVLayout,
+    *,
+    name: str = "a",
+    epoch: int = 1,
+    secret: bytes = b"secret",
+    fingerprint: str = "same",
+    clock: Callable[[], float] | None = None,
+) -> KVCache:
+    return KVCache(
+        layout,
+        transport,
+        query_heads=HEADS,
+        engine_id=EngineId(name),
+        epoch=epoch,
+        secret=secret,
+        fingerprint=fingerprint,
+        clock=clock or Clock(),
+    )
+
+
+def memory_cache(network: MemoryNetwork, pages: int = 32, **options: object) -> KVCache:
+    layout = small_layout(pages)
+    epoch = int(str(options.get("epoch", 1)))
+    return make_cache(MemoryTransport(network, layout, epoch), layout, **options)  # type: ignore[arg-type]
+
+
+def kv_of(tokens: Sequence[int], layer: int, start: int = 0) -> torch.Tensor:
+    """`[len(tokens), 2, KV_HEADS, DIM]`: the keys and values of tokens from position `start`."""
+    positions = torch.arange(start, start + len(tokens))
+    base = torch.tensor(list(tokens)) + positions * 0.001 + layer * 0.25
+    heads = torch.arange(2 * KV_HEADS * DIM).view(2, KV_HEADS, DIM) * 1e-4
+    return (base.view(-1, 1, 1, 1) + heads).float()
+
+
+def compute(cache: KVCache, seq_id: SeqId, tokens: Sequence[int]) -> None:
+    """Run `tokens`, the next ones of the sequence, through a model that makes `kv_of`."""
+    start = cache.length(seq_id)
+    cache.grow(seq_id, start + len(tokens))
+    cache.begin_forward([seq_id], [len(tokens)])
+    for layer in range(LAYERS):
+        kv = kv_of(tokens, layer, start)
+        cache.attention(layer, torch.zeros(len(tokens), HEADS, DIM), kv[:, 0], kv[:, 1])
+    cache.end_forward()
+
+
+def pages_of(cache: KVCache, seq_id: SeqId) -> list[int]:
+    return list(cache._sequence(seq_id).pages)
+
+
+def assert_content(cache: KVCache, seq_id: SeqId, tokens: Sequence[int]) -> None:
+    """The sequence's KV is that of `tokens`, in all layers."""
+    assert cache.length(seq_id) == len(tokens)
+    pages = pages_of(cache, seq_id)
+    for layer in range(LAYERS):
+        held = cache.pool[layer, pages].transpose(1, 2).flatten(0, 1)[: len(tokens)]
+        assert torch.equal(held, kv_of(tokens, layer))
+
+
+def sequence(cache: KVCache, number: int, tokens: Sequence[int]) -> SeqId:
+    """A new sequence that has the KV of `tokens`, from the prefix cache as far as that goes."""
+    seq_id = SeqId(number)
+    cached = cache.add_sequence(seq_id, tokens)
+    if cached < len(tokens):
+        compute(cache, seq_id, tokens[cached:])
+    return seq_id
+
+
+def cached(cache: KVCache, number: int, tokens: Sequence[int]) -> None:
+    """Put the full pages of `tokens` into the prefix cache."""
+    seq_id = sequence(cache, number, tokens)
+    cache.publish(seq_id, tokens)
+    cache.remove_sequence(seq_id)
+
+
+def send(
+    sender: KVCache, address: str, prompt: Sequence[int], begin: int, end: int, chunk: int = 1000
+) -> None:
+    """A whole remote send: claim, compute and put in chunks, and wait until it has landed."""
+    put = sender.open_put(address, prompt, begin, end)
+    seq_id = SeqId(9_000)
+    here = sender.add_sequence(seq_id, prompt[:end])
+    sender.mark_send(seq_id, put, begin, end)
+    while here < end:
+        step = prompt[here : min(here + chunk, end)]
+        compute(sender, seq_id, step)
+        here += len(step)
+    try:
+        put.close().result(timeout=10)
+    finally:
+        sender.clear_mark(seq_id)
+        sender.remove_sequence(seq_id)

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvcache.layout import KVLayout
+
+LAYOUT = KVLayout(layers=3, pages=5, page_size=4, kv_heads=2, head_dim=8, dtype=torch.float32)
+
+
+def test_bytes_are_those_of_the_pool():
+    pool = torch.zeros(LAYOUT.shape, dtype=LAYOUT.dtype)
+    assert LAYOUT.nbytes == pool.nbytes
+    assert LAYOUT.page_bytes == pool[:, 0].nbytes
+    assert LAYOUT.token_bytes == pool[0, 0, :, 0].nbytes
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_pages_for_rounds_up(tokens: int, pages: int):
+    assert LAYOUT.pages_for(tokens) == pages
+
+
+def test_pools_of_different_size_have_one_fingerprint():
+    assert LAYOUT.fingerprint("w") == replace(LAYOUT, pages=99).fingerprint("w")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": 4},
+        {"page_size": 8},
+        {"kv_heads": 1},
+        {"head_dim": 16},
+        {"dtype": torch.bfloat16},
+    ],
+)
+def test_whatever_changes_a_page_changes_the_fingerprint(change: dict[str, object]):
+    assert LAYOUT.fingerprint("w") != replace(LAYOUT, **change).fingerprint("w")  # type: ignore[arg-type]
+
+
+def test_other_weights_have_another_fingerprint():
+    assert LAYOUT.fingerprint("w") != LAYOUT.fingerprint("v")

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.pool import PagePool
+from kvcache.prefix import PrefixCache
+from kvcache.types import PageId
+
+SIZE = 2
+
+
+class Tree:
+    """A prefix cache and the pool under it; `keep` inserts pages that only the tree then holds."""
+
+    def __init__(self, pages: int = 32) -> None:
+        self.pool = PagePool(pages)
+        self.cache = PrefixCache(self.pool, SIZE)
+
+    def keep(self, tokens: Sequence[int]) -> list[PageId]:
+        pages = self.pool.take(len(tokens) // SIZE)
+        self.cache.insert(tokens, pages)
+        self.pool.drop(pages)
+        return pages
+
+    def check(self) -> None:
+        self.pool.check(self.cache.holders())
+
+
+@pytest.fixture
+def tree() -> Iterator[Tree]:
+    tree = Tree()
+    yield tree
+    tree.check()
+
+
+def test_an_empty_tree_matches_nothing(tree: Tree):
+    assert tree.cache.match([1, 2, 3]) == []
+    assert tree.cache.match([]) == []
+
+
+def test_only_full_pages_match(tree: Tree):
+    pages = tree.keep([1, 2, 3, 4])
+    assert tree.cache.match([1, 2, 3, 4, 5]) == pages
+    assert tree.cache.match([1, 2, 3]) == pages[:1]
+    assert tree.cache.match([1]) == []
+
+
+def test_a_partial_last_page_is_not_kept(tree: Tree):
+    pages = tree.pool.take(2)
+    tree.cache.insert([1, 2, 3], pages)
+    tree.pool.drop(pages)
+    assert tree.cache.tokens == 2
+    assert tree.cache.match([1, 2, 3, 4]) == pages[:1]
+
+
+def test_a_match_may_end_within_a_node(tree: Tree):
+    pages = tree.keep([1, 2, 3, 4, 5, 6])
+    assert tree.cache.match([1, 2, 3, 4, 9, 9]) == pages[:2]
+
+
+def test_a_page_that_begins_alike_does_not_match(tree: Tree):
+    tree.keep([1, 2, 3, 4])
+    assert tree.cache.match([1, 9, 3, 4]) == []
+
+
+def test_a_branch_splits_a_node(tree: Tree):
+    first = tree.keep([1, 2, 3, 4, 5, 6])
+    second = tree.keep([1, 2, 3, 4, 7, 8])
+    assert tree.cache.match([1, 2, 3, 4, 5, 6]) == first
+    assert tree.cache.match([1, 2, 3, 4, 7, 8]) == [*first[:2], second[2]]
+    assert tree.cache.tokens == 8
+
+
+def test_a_split_keeps_what_hangs_below(tree: Tree):
+    first = tree.keep([1, 2, 3, 4])
+    below = tree.keep([1, 2, 3, 4, 5, 6])
+    tree.keep([1, 2, 9, 9])
+    assert tree.cache.match([1, 2, 3, 4, 5, 6]) == [*first, below[2]]
+
+
+def test_a_duplicate_is_not_kept(tree: Tree):
+    first = tree.keep([1, 2, 3, 4])
+    free = tree.pool.free
+    tree.keep([1, 2, 3, 4])
+    tree.keep([1, 2])
+    assert tree.pool.free == free
+    assert tree.cache.match([1, 2, 3, 4]) == first
+
+
+def test_large_token_ids_do_not_collide(tree: Tree):
+    tree.keep([1 << 20, 1 << 30])
+    assert tree.cache.match([0, 1 << 30]) == []
+    assert len(tree.cache.match([1 << 20, 1 << 30])) == 1
+
+
+def test_the_least_recently_used_goes_first(tree: Tree):
+    old, new = tree.keep([1, 2]), tree.keep([3, 4])
+    assert tree.cache.evict(1) == 1
+    assert tree.cache.match([1, 2]) == []
+    assert tree.cache.match([3, 4]) == new
+    assert old != new
+
+
+def test_a_match_counts_as_use(tree: Tree):
+    used = tree.keep([1, 2])
+    tree.keep([3, 4])
+    tree.cache.match([1, 2])
+    tree.cache.evict(1)
+    assert tree.cache.match([1, 2]) == used
+    assert tree.cache.match([3, 4]) == []
+
+
+def test_branches_shrink_from_their_ends(tree: Tree):
+    pages = tree.keep([1, 2, 3, 4, 5, 6])
+    assert tree.cache.evict(1) == 1
+    assert tree.cache.match([1, 2, 3, 4, 5, 6]) == pages[:2]
+    assert tree.cache.evict(1) == 1
+    assert tree.cache.match([1, 2, 3, 4, 5, 6]) == pages[:1]
+
+
+def test_an_inner_node_outlives_its_branches(tree: Tree):
+    stem = tree.keep([1, 2])
+    tree.keep([1, 2, 3, 4])
+    tree.keep([1, 2, 5, 6])
+    assert tree.cache.evict(2) == 2
+    assert tree.cache.match([1, 2, 3, 4]) == stem
+    assert tree.cache.evict(9) == 1
+    assert tree.cache.tokens == 0
+    assert tree.pool.free == tree.pool.total
+
+
+def test_pages_in_use_survive(tree: Tree):
+    pages = tree.keep([1, 2, 3, 4])
+    tree.pool.share(pages[:1])
+    assert tree.cache.evictable == 1
+    assert tree.cache.evict(9) == 1
+    assert tree.cache.match([1, 2, 3, 4]) == pages[:1]
+    tree.pool.drop(pages[:1])
+
+
+def test_eviction_stops_at_what_was_wanted(tree: Tree):
+    tree.keep([1, 2, 3, 4, 5, 6])
+    tree.keep([7, 8])
+    assert tree.cache.evict(2) == 2
+    assert tree.cache.tokens == 4
+
+
+def test_an_evicted_branch_can_be_inserted_again(tree: Tree):
+    tree.keep([1, 2, 3, 4])
+    tree.cache.evict(1)
+    again = tree.keep([1, 2, 3, 4])
+    assert tree.cache.match([1, 2, 3, 4])[1] == again[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["keep", "match", "evict"]),
+            st.lists(st.integers(0, 1), max_size=9),
+            st.integers(0, 4),
+        ),
+        max_size=25,
+    )
+)
+def test_any_history_agrees_with_a_set_of_prefixes(
+    history: list[tuple[str, list[int], int]],
+):
+    """The model: the set of token prefixes, whole pages long, that are cached."""
+    tree, known = Tree(pages=200), set()
+    for what, tokens, number in history:
+        full = len(tokens) // SIZE
+        prefixes = [tuple(tokens[: n * SIZE]) for n in range(1, full + 1)]
+        if what == "keep":
+            tree.keep(tokens)
+            known.update(prefixes)
+        elif what == "match":
+            assert len(tree.cache.match(tokens)) == sum(prefix in known for prefix in prefixes)
+        else:
+            freed = tree.cache.evict(number)
+            assert freed == min(number, len(known))
+            known = {p for p in known if len(tree.cache.match(p)) * SIZE == len(p)}
+        assert tree.cache.tokens == len(known) * SIZE
+        assert tree.cache.evictable == len(known)
+        tree.check()
