@@ -124,9 +124,10 @@ class KVCache:
     def add_sequence(self, seq_id: SeqId, tokens: Sequence[int] = ()) -> int:
         """A new sequence with the longest cached prefix of `tokens`; returns its length."""
         with self.lock:
+            self._check_new(seq_id)
             pages = self._prefix.match(tokens)
             length = len(pages) * self.layout.page_size
-            self._insert(seq_id, _Sequence(self._shared(pages), length))
+            self._sequences[seq_id] = _Sequence(self._shared(pages), length)
             return length
 
     def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
@@ -135,6 +136,7 @@ class KVCache:
         Full pages are shared, a partial last one is copied. Raises `BadRange`, `NoCapacity`.
         """
         with self.lock:
+            self._check_new(child)
             source = self._sequence(parent)
             if not 0 <= length <= source.length:
                 raise BadRange(f"cannot fork at {length} of {source.length} tokens")
@@ -144,7 +146,7 @@ class KVCache:
                 old = source.pages[full]
                 self.pool[:, tail[0], :, :rest] = self.pool[:, old, :, :rest]
             pages = self._shared(source.pages[:full]) + tail
-            self._insert(child, _Sequence(pages, length))
+            self._sequences[child] = _Sequence(pages, length)
 
     def remove_sequence(self, seq_id: SeqId) -> None:
         """Let go of a sequence's pages, to be reused at once: its put, if any, must be closed."""
@@ -257,12 +259,14 @@ class KVCache:
     ) -> int:
         """Turn a lease into a sequence of its first `begin` tokens (default: what has landed).
 
-        Returns the length: at least what was matched, since those pages are shared. The pages, with
-        the reserve, are the sequence's from now on. Raises `LeaseExpired`, `UnknownLease`,
+        Returns the length: at least what was matched, since those pages are shared, and less than
+        all of `tokens`, since the last one has to be computed for its logits. The pages, with the
+        reserve, are the sequence's from now on. Raises `LeaseExpired`, `UnknownLease`,
         `BadRange`, `BadRequest` (another prompt), and `KVIncomplete` (less has landed than `begin`,
         or a sender is still writing); the lease lives on after these.
         """
         with self.lock:
+            self._check_new(seq_id)
             lease = self._leases.get(lease_id)
             if list(tokens[: lease.end]) != lease.tokens:
                 raise BadRequest("the lease is for another prompt", param="lease_id")
@@ -272,8 +276,14 @@ class KVCache:
             if length > lease.landed:
                 raise KVIncomplete(f"begin is {length}, but {lease.landed} tokens have landed")
             self._leases.take_over(lease)
-            length = max(length, lease.begin)
-            self._insert(seq_id, _Sequence(lease.matched + lease.own, length))
+            matched = lease.matched
+            if lease.begin == len(tokens):
+                # All is matched, and its last page, which others share, must not be written.
+                matched, shared = matched[:-1], matched[-1:]
+                self._pages.drop(shared)
+            least = len(matched) * self.layout.page_size
+            length = max(min(length, len(tokens) - 1), least)
+            self._sequences[seq_id] = _Sequence(matched + lease.own, length)
             return length
 
     def commit(self, lease_id: LeaseId) -> int:
@@ -476,10 +486,9 @@ class KVCache:
         except KeyError:
             raise Internal(f"there is no sequence {seq_id}") from None
 
-    def _insert(self, seq_id: SeqId, sequence: _Sequence) -> None:
+    def _check_new(self, seq_id: SeqId) -> None:
         if seq_id in self._sequences:
             raise Internal(f"sequence {seq_id} exists")
-        self._sequences[seq_id] = sequence
 
     def _shared(self, pages: Sequence[PageId]) -> list[PageId]:
         self._pages.share(pages)

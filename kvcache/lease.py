@@ -119,13 +119,13 @@ class LeaseTable:
 
     def take_over(self, lease: ReceiveLease) -> None:
         """End a lease whose own pages the caller goes on using. Raises `KVIncomplete` if a put is
-        under way; the lease lives on then."""
-        words = self._region.slots[lease.slot]
-        words[NONCE] = 0
-        if not self._writer_is_gone(lease.slot):
-            words[NONCE] = lease.nonce
+        under way; the lease lives on then, and that put never notices."""
+        if not self._region.try_right(lease.slot):
             raise KVIncomplete("a sender is still writing into this lease")
-        self._end(lease)
+        try:
+            self._end(lease)
+        finally:
+            self._region.drop_right(lease.slot)
         self._slots.append(lease.slot)
 
     def expired(self, now: float) -> list[ReceiveLease]:
@@ -133,9 +133,9 @@ class LeaseTable:
         late = []
         for lease in self._live.values():
             words = self._region.slots[lease.slot]
-            renewals, landed = int(words[RENEWALS]), int(words[LANDED])
-            if (renewals, landed) != (lease.renewals, lease.landed):
-                lease.renewals, lease.landed = renewals, landed
+            renewals = int(words[RENEWALS])
+            if renewals != lease.renewals:
+                lease.renewals = renewals
                 lease.deadline = now + lease.lease_s
             elif now > lease.deadline:
                 late.append(lease)
