@@ -9,7 +9,7 @@ A slot's words, each written whole by one aligned store:
 - `nonce`: the lease that the slot serves; 0 when closed. Written by the owner only.
 - `claim`: the sender that may write; 0: none yet. The latest claim counts, earlier ones are fenced.
 - `landed`: the contiguous watermark, in tokens; it rises when all layers of a chunk are complete.
-- `renewals`: counted up by the sender while it works; the lease measures liveness with it.
+- `renewals`: counted up by the sender while it lives; the lease measures liveness with it.
 
 **The write right.** Whoever changes a slot or the pages behind it holds the slot's lock while doing
 so, and rereads `nonce` and `claim` under it. The owner closes a lease by clearing `nonce`, and then
@@ -149,9 +149,12 @@ class SharedRegion:
             return False
         try:
             self._lock(slot, fcntl.F_WRLCK)
-        except OSError:  # EAGAIN: somebody has it
+        except BlockingIOError:  # somebody has it
             self._mutex.release()
             return False
+        except BaseException:
+            self._mutex.release()
+            raise
         return True
 
     def drop_right(self, slot: int) -> None:

@@ -30,6 +30,15 @@ class Put(Protocol):
         """Raise the receiver's watermark to `landed` once all writes so far are complete."""
         ...
 
+    def renew(self) -> None:
+        """Show the receiver that the sender lives, while there is nothing to write yet."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether a call has failed; what follows is in vain."""
+        ...
+
     def cancel(self) -> None:
         """Skip what has not been written yet."""
         ...

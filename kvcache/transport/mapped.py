@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -10,11 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from kvcache.address import KVAddress
-from kvcache.errors import BadRange, LeaseExpired, MicroserveError, Timeout
+from kvcache.errors import BadRange, Internal, LeaseExpired, MicroserveError, Timeout
 from kvcache.region import CLAIM, LANDED, NONCE, RENEWALS, Region
 from kvcache.types import PageId
 
 __all__ = ["MappedPut", "copy_span"]
+
+log = logging.getLogger(__name__)
 
 RIGHT_TIMEOUT_S = 2.0  # the other holder copies for microseconds, unless it is stopped
 RIGHT_POLL_S = 0.0005
@@ -60,8 +63,20 @@ class MappedPut:
         def raise_watermark() -> None:
             self._check()
             self._target.slots[self._address.slot, LANDED] = landed
+            self._target.slots[self._address.slot, RENEWALS] += 1
 
         self._submit(raise_watermark)
+
+    def renew(self) -> None:
+        def sign_of_life() -> None:
+            self._check()
+            self._target.slots[self._address.slot, RENEWALS] += 1
+
+        self._submit(sign_of_life)
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -81,6 +96,10 @@ class MappedPut:
                 self._with_right(step)
             except MicroserveError as error:
                 self._failure = error
+            except Exception as error:
+                # Nothing may follow it: a watermark would rise over what was not written.
+                log.exception("a put failed")
+                self._failure = Internal(f"the put failed: {error}")
 
         self._worker.submit(run)
 

@@ -38,13 +38,6 @@ class ShmTransport:
             peer = self._attach(address)
         return MappedPut(self.region.pool, peer, address, begin, self._worker)
 
-    def forget_dead(self) -> None:
-        """Let go of the memory of peers that are gone; a mapping would keep it alive."""
-        with self._peers_lock:
-            for engine, (_, pid, _) in list(self._peers.items()):
-                if not Path(f"/proc/{pid}").exists():
-                    self._forget(engine)
-
     def close(self) -> None:
         with self._peers_lock:
             for engine in list(self._peers):
@@ -61,9 +54,16 @@ class ShmTransport:
         if known is not None and known[0] == address.epoch and Path(f"/proc/{pid}").exists():
             return known[2]
         self._forget(address.engine_id)
+        self._forget_dead()
         region = SharedRegion.attach(int(pid), int(fd), address.epoch, self._layout)
         self._peers[address.engine_id] = (address.epoch, int(pid), region)
         return region
+
+    def _forget_dead(self) -> None:
+        """Let go of the memory of peers that are gone; a mapping would keep it alive."""
+        for engine, (_, pid, _) in list(self._peers.items()):
+            if not Path(f"/proc/{pid}").exists():
+                self._forget(engine)
 
     def _forget(self, engine: EngineId) -> None:
         known = self._peers.pop(engine, None)
