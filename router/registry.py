@@ -41,6 +41,7 @@ class Registry:
         self._monitors: dict[str, asyncio.Task[None]] = {}
         self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._model: ServedModel | None = None
+        self._adopting = asyncio.Lock()  # of two engines with two models, the first one counts
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -126,19 +127,25 @@ class Registry:
         if member.model is None or member.state is None or member.state.epoch != state.epoch:
             async with asyncio.timeout(self._config.health_timeout_s * 5):  # megabytes, perhaps
                 info = await member.client.model()
-            await self._adopt(member, info)
-            member.model = info
+            async with self._adopting:
+                await self._adopt(member, info)
+                member.model = info
         self._seen(member, state)
 
     async def _adopt(self, member: Member, info: ModelInfo) -> None:
-        """Serve the model of `info`, unless engines with another one are up.
+        """Serve the model of `info`, unless other engines serve another one.
 
         Raises `Conflict` then: KV could not travel, and tokens would depend on the engine.
         """
         served = self._model.info if self._model else None
         if served is not None and served.fingerprint == info.fingerprint:
             return
-        if served is not None and any(other.usable for other in self if other is not member):
+        in_use = any(
+            other.model is not None and other.status != "down"
+            for other in self
+            if other is not member
+        )
+        if served is not None and in_use:
             raise Conflict(f"it serves {info.name}, not the {served.name} served here")
         self._model = await asyncio.to_thread(ServedModel, info)
 

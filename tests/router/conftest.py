@@ -251,7 +251,7 @@ class Routed:
     async def settled(self) -> None:
         """Wait until all that requests have left behind is cleaned up."""
         async with asyncio.timeout(10):
-            while not self.idle():
+            while not self.idle():  # noqa: ASYNC110  no event tells of nothing
                 await asyncio.sleep(0)
 
     def idle(self) -> bool:

@@ -1,0 +1,238 @@
+"""The router's parts on their own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import pytest
+from conftest import model_info
+from pydantic import Field
+
+import router
+from engine.protocol import BadRequest, NoCapacity, TokenLogprob
+from router.backlog import Backlog
+from router.catalog import Catalog
+from router.chat_template import ChatTemplate
+from router.cli.options import read_params
+from router.environment import child_environment, drop_service_links
+from router.errors import Conflict, NotFound
+from router.fleet import _shares, as_arguments
+from router.generations import Generations
+from router.model import ServedModel
+from router.openai.formats import ChatFormat, CompletionFormat
+from router.receipts import Receipt, Receipts
+from router.request import Chunk
+from router.strategy import strategy
+
+
+def test_the_public_names_are_pinned():
+    assert router.__all__ == [
+        "Chunk", "Cluster", "Engine", "Lease", "Pool", "Request", "Strategy", "strategy",
+    ]  # fmt: skip
+
+
+async def one(request, cluster, *, ratio: Annotated[float, Field(ge=0, le=1)] = 0.5):
+    """Help."""
+    yield Chunk()
+
+
+def test_params_are_validated_from_annotations():
+    bound = strategy(one).bind({"ratio": 1})
+    assert bound.params == {"ratio": 1.0}
+    assert strategy(one).bind({}).params == {"ratio": 0.5}
+    for bad in ({"ratio": 2}, {"ratio": "x"}, {"other": 1}):
+        with pytest.raises(BadRequest) as error:
+            strategy(one).bind(bad)
+        assert error.value.param == f"params.{next(iter(bad))}"
+    described = strategy(one).describe()
+    assert (described["name"], described["doc"]) == ("one", "Help.")
+    assert described["params"]["ratio"]["maximum"] == 1
+
+
+def test_what_is_no_strategy_is_refused():
+    async def returns(request, cluster): ...
+
+    async def too_few(request):
+        yield
+
+    async def no_default(request, cluster, *, x: int):
+        yield
+
+    async def positional(request, cluster, x=1):
+        yield
+
+    async def stars(request, cluster, **params):
+        yield
+
+    async def bad_default(request, cluster, *, x: int = "no"):
+        yield
+
+    for function in (returns, too_few, no_default, positional, stars, bad_default):
+        with pytest.raises(TypeError, match=function.__name__):
+            strategy(function)
+
+
+def test_generations_swap_roll_back_and_live_until_their_last_request():
+    bound = strategy(one).bind({})
+    generations = Generations(bound)
+    with generations.enter() as first:
+        second = generations.activate(bound, if_generation=1)
+        assert (second.number, generations.active) == (2, second)
+        with pytest.raises(Conflict):
+            generations.activate(bound, if_generation=1)
+        assert generations.live() == [second, first]
+    assert generations.live() == [second]
+    assert generations.rollback().number == 3
+    with pytest.raises(Conflict):
+        generations.rollback()
+
+
+def test_the_history_of_generations_is_bounded():
+    generations = Generations(strategy(one).bind({}), history=3)
+    for _ in range(10):
+        generations.activate(strategy(one).bind({}))
+    for _ in range(3):
+        generations.rollback()
+    with pytest.raises(Conflict):
+        generations.rollback()
+
+
+async def test_the_backlog_is_served_in_order_of_arrival():
+    backlog, order = Backlog(10), []
+    now = asyncio.get_running_loop().time()
+    full = NoCapacity("full", retry_after_s=1000)
+
+    async def wait(arrived):
+        await backlog.wait(full, arrived=arrived, deadline=now + 2000)
+        order.append(arrived)
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        for arrived in (3, 1, 2):
+            tasks.create_task(wait(arrived))
+        await asyncio.sleep(0)
+        assert len(backlog) == 3
+        while len(backlog):
+            backlog.freed()
+            await asyncio.sleep(0)
+    assert order == [1, 2, 3]
+
+
+async def test_a_cancelled_wait_leaves_the_queue():
+    backlog = Backlog(1)
+    now = asyncio.get_running_loop().time()
+    full = NoCapacity("full", retry_after_s=1000)
+    waiting = asyncio.ensure_future(backlog.wait(full, arrived=now, deadline=now + 2000))
+    await asyncio.sleep(0)
+    with pytest.raises(NoCapacity):
+        await backlog.wait(full, arrived=now, deadline=now + 2000)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not len(backlog)
+
+
+def test_receipts_are_bounded():
+    receipts = Receipts(2)
+    for id in "abcb":
+        receipts.add(Receipt(id, 1, "s", {}, 0, 0))
+    assert receipts["b"].id == "b"
+    with pytest.raises(NotFound):
+        receipts["a"]
+
+
+def test_chat_templates_render_as_transformers_does():
+    source = (
+        "{{ bos_token }}{% for m in messages %}\n"
+        "    {% if m.role == 'x' %}{% continue %}{% endif %}\n"
+        "{{ m.content }}{{ eos_token }}{% endfor %}{{ {'a': '<'} | tojson }}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    template = ChatTemplate(source, bos_token="<s>", eos_token="</s>")
+    messages = [{"role": "x", "content": "no"}, {"role": "user", "content": "hi"}]
+    assert template.render(messages) == '<s>hi</s>{"a": "<"}>'
+    assert template.render(messages, add_generation_prompt=False) == '<s>hi</s>{"a": "<"}'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no system role') }}",
+        "{{ messages.nothing.at_all }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_templates_are_sandboxed_and_their_refusals_are_the_clients(source):
+    with pytest.raises(BadRequest):
+        ChatTemplate(source, bos_token=None, eos_token=None).render([])
+
+
+def test_bos_is_added_once():
+    model = ServedModel(model_info(bos_token="w9", add_bos=True))
+    assert model.encode("w1") == [9, 1]
+    assert model.encode("w9 w1") == [9, 1]
+    assert model.encode_chat([{"role": "user", "content": "w1"}]) == [1]
+    assert model.encode("w1", special=False) == [1]
+
+
+def logprob(token: str) -> dict:
+    top = [TokenLogprob(token_id=1, token="b", bytes=[98], logprob=-2.0)]
+    return TokenLogprob(
+        token_id=0, token=token, bytes=[97], logprob=-1.0, top=top
+    ).model_dump()  # fmt: skip
+
+
+def test_logprobs_in_both_shapes():
+    options = {"with_logprobs": True, "with_ids": False, "with_usage": False}
+    completion = CompletionFormat("x", "m", **options)
+    first = completion.logprobs(0, [logprob("aa")])
+    assert first["top_logprobs"] == [{"aa": -1.0, "b": -2.0}]
+    assert completion.logprobs(0, [logprob("a"), logprob("a")])["text_offset"] == [2, 3]
+    chat = ChatFormat("x", "m", **options).logprobs(0, [logprob("a")])
+    assert chat["content"][0]["top_logprobs"] == [{"token": "b", "logprob": -2.0, "bytes": [98]}]
+
+
+def test_the_catalog_has_the_built_in_strategies(tmp_path):
+    catalog = Catalog()
+    names = {found["name"] for found in catalog.describe()}
+    assert {"balanced", "data_parallel", "prefill_decode"} <= names
+    with pytest.raises(NotFound, match="balanced"):
+        catalog["nothing"]
+    file = tmp_path / "any_name.py"
+    source = (
+        "from router import strategy\n\n@strategy\nasync def {}(request, cluster):\n    yield\n"
+    )
+    file.write_text(source.format("mine"))
+    assert catalog.load_file(file).name == "mine"
+    assert catalog["mine"].name == "mine"
+    file.write_text(source.format("balanced"))
+    with pytest.raises(Conflict):
+        catalog.load_file(file)
+    with pytest.raises(BadRequest):
+        catalog.load_file(tmp_path / "absent.py")
+
+
+def test_service_links_are_dropped_and_children_get_no_twins(monkeypatch):
+    monkeypatch.setenv("MICROSERVE_ENGINE_PORT", "tcp://10.0.0.1:8100")
+    monkeypatch.setenv("MICROSERVE_UP_PORT", "9")
+    monkeypatch.setenv("MICROSERVE_SECRET", "s")
+    drop_service_links()
+    env = child_environment()
+    assert "MICROSERVE_ENGINE_PORT" not in env
+    assert "MICROSERVE_UP_PORT" not in env
+    assert env["MICROSERVE_SECRET"] == "s"
+
+
+def test_params_and_arguments():
+    assert read_params(["a=1", "b=x", "c=true"]) == {"a": 1, "b": "x", "c": True}
+    assert as_arguments({"page_size": 16, "yes": True, "no": False}) == [
+        "--page-size", "16", "--yes",
+    ]  # fmt: skip
+
+
+def test_cores_are_shared_out(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    assert _shares(2, {}) == [{"cpus": "0", "threads": 1}, {"cpus": "1,2", "threads": 2}]
+    assert _shares(4, {}) == [{"threads": 1}] * 4
+    assert _shares(2, {"threads": 2}) == [{}, {}]
