@@ -1,0 +1,71 @@
+"""What all measurements share: the machine, medians with spread, the table, the JSON document."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["machine", "publish", "spread", "table"]
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, str]:
+    """Processor, cores, memory and versions, for whoever reads the figures later."""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    model = next((line for line in cpuinfo.splitlines() if line.startswith("model name")), ":")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return {
+        "cpu": model.split(":", 1)[1].strip(),
+        "cores": str(os.cpu_count()),
+        "memory_gib": f"{memory:.0f}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "microserve": version("microserve"),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Minimum, median and maximum."""
+    return {
+        "min": round(min(values), 3),
+        "median": round(statistics.median(values), 3),
+        "max": round(max(values), 3),
+    }
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table; the first column names the row, the others are figures."""
+    view = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        view.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        view.add_row(*row)
+    Console(width=100).print(view)
+
+
+def publish(name: str, figures: dict[str, Any]) -> None:
+    """Print the document as the last line; with `--save`, also keep it under `bench/results/`."""
+    now = datetime.now(UTC)
+    document = {
+        **figures,
+        "bench": name,
+        "command": f"python -m bench.{name}",
+        "date": now.isoformat(timespec="seconds"),
+        "machine": machine(),
+    }
+    if "--save" in sys.argv:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{name}-{now:%Y-%m-%d}.json"
+        path.write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document))
