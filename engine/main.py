@@ -20,6 +20,7 @@ from typing import Any, get_args, get_type_hints
 import uvicorn
 
 from engine.protocol.config import EngineConfig
+from engine.registration import announce
 
 __all__ = ["main", "parse_flags"]
 
@@ -128,7 +129,11 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
                 ),
                 f"engine {config.engine_id} ready http://{host}:{port}",
             )
-            await server.serve(sockets=[listener])
+            async with asyncio.TaskGroup() as tasks:
+                heartbeats = tasks.create_task(announce(config)) if config.router else None
+                await server.serve(sockets=[listener])
+                if heartbeats is not None:
+                    heartbeats.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -33,6 +33,7 @@ class EngineConfig:
     lease_ms: int = flag(30_000, "how long a receive lease lives while nobody writes (ms)")
     max_body_mb: int = flag(16, "largest request body (MiB)")
     router: str = flag("", "URL of a router to register with")
+    admin_key: str = flag("", "key of that router's admin API")
     engine_id: str = flag("", "name in the fleet; empty: host:port")
     api_key: str = flag("", "key that callers must send; needed on any address but loopback")
     log_level: str = flag("warning", "debug, info, warning or error")
