@@ -12,10 +12,10 @@ demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
 	@$(RUN) examples/demo.py
 
 serve: $(VENV)/demo.stamp  ## the same, to play with: http://127.0.0.1:8000
-	@$(RUN) -m router.cli up smollm2
+	@$(RUN) -m router up smollm2
 
 test: $(VENV)/test.stamp  ## all tests
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest $(PYTEST)
 
 check: $(VENV)/test.stamp  ## style, types and layers
 	@$(RUN) -m ruff format --check .
