@@ -127,8 +127,19 @@ def time_line(client: httpx.Client, answer: Answer) -> dict[str, Any]:
         title_justify="left",
         box=None,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
-    for column in ("at ms", "leg", "engine", "range", "cached", "computed", "put", "tokens", "ms"):
+    for column in (
+        "at ms",
+        "leg",
+        "engine",
+        "range",
+        "cached",
+        "computed",
+        "bytes put",
+        "tokens",
+        "ms",
+    ):
         left = column in ("leg", "engine")
         table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for leg in receipt["legs"]:
@@ -139,7 +150,7 @@ def time_line(client: httpx.Client, answer: Answer) -> dict[str, Any]:
             f"{leg['begin']}:{leg['end']}",
             str(leg["match_len"] if leg["match_len"] is not None else leg["cached_tokens"]),
             str(leg["computed_tokens"] or ""),
-            f"{leg['bytes']:,} B" if leg["bytes"] else "",
+            f"{leg['bytes']:,}" if leg["bytes"] else "",
             str(leg["tokens"] or ""),
             f"{leg['ms']:.1f}",
         )

@@ -158,7 +158,7 @@ class Attempt:
             return
         self.blamed.add(member)
         if isinstance(error, EngineUnreachable):
-            member.suspect(error)
+            member.suspect(error.message)
         member.failures += 1
         if member.failures >= self.runtime.config.breaker_failures:
             loop = asyncio.get_running_loop()

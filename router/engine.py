@@ -7,7 +7,7 @@ on every exit path what was begun.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from engine.protocol import BadRange, RemoteSendReply
@@ -78,11 +78,20 @@ class Engine:
         body: dict[str, Any] = {"prompt": request.tokens, "end": end}
         if reserve:
             body["reserve"] = reserve
-        with member.load.work(streams=1):  # what it will be: others choose while this one waits
+        with ExitStack() as expected:
+            # A stream to be: other requests choose their engines while this one waits.
+            expected.enter_context(member.load.work(streams=1))
             with attempt.leg("prep_recv", member, 0, end) as leg:
                 reply = await attempt.call(member, member.client.prep_recv, body)
                 leg.begin = leg.match_len = reply.match_len
-            lease = Lease(self, LeaseId(reply.lease_id), reply.kv_addr, reply.match_len, reply.end)
+            lease = Lease(
+                self,
+                LeaseId(reply.lease_id),
+                reply.kv_addr,
+                reply.match_len,
+                reply.end,
+                expected=expected,
+            )
             try:
                 yield lease
             finally:

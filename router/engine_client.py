@@ -6,6 +6,7 @@ engine can replace one server-sent event stream per request without anybody noti
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from router.request import Chunk
 
 __all__ = ["EngineClient", "EventStream"]
 
+END_OF_STREAM_S = 1.0
 R = TypeVar("R", bound=BaseModel)
 Headers = Mapping[str, str]
 
@@ -139,12 +141,15 @@ class EventStream:
         self._response.close()
 
     async def finish(self) -> None:
-        """Read what is left after the last chunk, so that the connection can be used again."""
+        """Read what is left after the last chunk, so that the connection can be used again.
+
+        All tokens are here: if the end does not come soon, only the connection is lost.
+        """
         try:
-            async with self._response:
+            async with asyncio.timeout(END_OF_STREAM_S), self._response:
                 await self._response.read()
-        except (aiohttp.ClientError, OSError):
-            self._response.close()  # all tokens are here; nothing is lost with the connection
+        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            self._response.close()
 
 
 def _chunk(data: bytes) -> Chunk | MicroserveError:

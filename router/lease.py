@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from router.ids import LeaseId
@@ -28,6 +29,7 @@ class Lease:
     end: int
     consumed: bool = False  # a generation was started with it, or it was committed
     collapsed: bool = False
+    expected: ExitStack = field(default_factory=ExitStack)  # the load of the stream to come
 
     @classmethod
     def none(cls, engine: Engine, end: int) -> Lease:

@@ -85,21 +85,21 @@ class Member:
         """Whether the breaker is open: it answers, but its last calls have failed."""
         return asyncio.get_running_loop().time() < self.open_until
 
-    def suspect(self, error: BaseException) -> None:
+    def suspect(self, reason: str) -> None:
         """A leg could not reach it. Its other legs go on: they will notice themselves."""
-        self.last_error = str(error)
+        self.last_error = reason
         if self.status == "up":
             self.status = "suspect"
             self.asked.clear()
         self.probe.set()
 
-    def go_down(self, error: BaseException) -> None:
+    def go_down(self, reason: str) -> None:
         """Nothing can be expected of it: every call and stream in flight fails now.
 
         A stopped process keeps its sockets open, so this is how a leg on it ends.
         """
         self.status = "down"
-        self.last_error = str(error)
+        self.last_error = reason
         now = asyncio.get_running_loop().time()
         for call in self._calls:
             if not call.expired():

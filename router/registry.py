@@ -111,8 +111,9 @@ class Registry:
                 silent += 1
                 gone = isinstance(error, NobodyListens) or silent >= self._config.health_failures
                 if gone and member.status != "down":
-                    log.warning("engine %s is down: %s", member.id, error or "it is silent")
-                    member.go_down(error)
+                    reason = str(error) or "it is silent"
+                    log.warning("engine %s is down: %s", member.id, reason)
+                    member.go_down(reason)
                 if not gone:
                     continue  # a second opinion at once: a poll that timed out took long enough
             member.asked.set()

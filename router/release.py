@@ -46,4 +46,4 @@ class Releaser:
             async with asyncio.timeout(self._timeout):
                 await member.client.release(body, headers)
         except (MicroserveError, TimeoutError) as error:
-            log.info("release %s on engine %s: %s", body, member.id, error or "timeout")
+            log.info("release %s on engine %s: %s", body, member.id, str(error) or "timeout")

@@ -27,8 +27,10 @@ class TokenStream:
     garbage collector comes by. So this is a class, and the attempt stops it when it ends.
     """
 
-    __slots__ = ("_attempt", "_begin", "_kv", "_leg", "_member", "_over", "_request", "_scopes",
-                 "_stream")  # fmt: skip
+    __slots__ = (
+        "_attempt", "_begin", "_kv", "_leg", "_member", "_over", "_prefill", "_request", "_scopes",
+        "_stream",
+    )  # fmt: skip
 
     def __init__(
         self, attempt: Attempt, member: Member, request: Request, begin: int, kv: Lease | None
@@ -41,13 +43,18 @@ class TokenStream:
         self._stream: EventStream | None = None
         self._leg: Leg | None = None
         self._over = False
-        self._scopes = ExitStack()
+        self._prefill = ExitStack()  # what lasts until the first token
+        self._scopes = ExitStack()  # what lasts until the end
 
     def __aiter__(self) -> TokenStream:
         return self
 
     async def __anext__(self) -> Chunk:
         if self._over:
+            # Only now: the last chunk has not waited for the end of its connection.
+            if self._stream is not None:
+                stream, self._stream = self._stream, None
+                await stream.finish()
             raise StopAsyncIteration
         try:
             if self._stream is None or self._leg is None:
@@ -66,14 +73,17 @@ class TokenStream:
             leg.begin = chunk.begin
         if leg.first_token_ms is None and chunk.token_ids:
             leg.first_token_ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
+            self._prefill.close()
         leg.tokens += len(chunk.token_ids)
         if chunk.finish_reason is not None:
-            await self._finish(chunk, self._stream, leg)
+            self._finish(chunk, leg)
         return chunk
 
     def stop(self) -> asyncio.Task[None] | None:
         """End it now if it is still running; the engine learns of it in the task returned."""
         if self._over:
+            if self._stream is not None:
+                self._stream.abort()  # nobody asked for more after the last chunk
             return None
         self._over = True
         if self._leg is None:
@@ -92,7 +102,10 @@ class TokenStream:
         total = len(request.tokens)
         self._leg = leg = attempt.begin_leg("start_generate", member, self._begin, total)
         attempt.streams.append(self)
-        self._scopes.enter_context(member.load.work(tokens=max(0, total - self._begin), streams=1))
+        self._scopes.enter_context(member.load.work(streams=1))
+        if self._kv is not None:
+            self._kv.expected.close()  # it is here now, and counted
+        self._prefill.enter_context(member.load.work(tokens=max(0, total - self._begin)))
         body = request.sampling.model_dump(exclude_defaults=True)
         body["prompt"] = request.prompt
         body["begin"] = self._begin
@@ -106,7 +119,7 @@ class TokenStream:
         self._scopes.enter_context(member.watching(stream))
         return stream, leg
 
-    async def _finish(self, chunk: Chunk, stream: EventStream, leg: Leg) -> None:
+    def _finish(self, chunk: Chunk, leg: Leg) -> None:
         self._over = True
         if chunk.usage is not None:
             # What was put here by this attempt is not cached but computed, only elsewhere.
@@ -116,10 +129,10 @@ class TokenStream:
         leg.computed_tokens = max(0, leg.end - leg.begin)
         self._close(leg)
         self._attempt.praise(self._member)
-        await stream.finish()
 
     def _close(self, leg: Leg) -> None:
         leg.ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
+        self._prefill.close()
         self._scopes.close()
         if self._stream is not None and leg.error is not None:
             self._stream.abort()

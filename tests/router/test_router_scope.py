@@ -403,3 +403,20 @@ async def test_a_router_that_stops_releases_what_runs(route, fake):
     assert a.named("release")
     with pytest.raises((aiohttp.ClientError, asyncio.CancelledError, ValueError)):
         await ask
+
+
+async def test_load_is_counted_while_it_lasts(route, fake):
+    p = fake("p", role="prefill", send_gate=asyncio.Event())
+    d = fake("d", role="decode", gate=asyncio.Event())
+    async with route(p, d, strategy="prefill_decode") as r:
+        loads = {member.id: member.load for member in r.server.router.registry}
+        ask = asyncio.create_task(r.events("/v1/completions", ASK))
+        await p.until(lambda: bool(p.named("remote_send")))
+        assert (loads["p"].tokens, loads["p"].streams) == (39, 0)
+        assert (loads["d"].tokens, loads["d"].streams) == (0, 1)
+        p.send_gate.set()
+        await d.until(lambda: d.running == 1)
+        assert (loads["p"].tokens, loads["d"].streams) == (0, 1)
+        d.gate.set()
+        await ask
+        await r.settled()
