@@ -130,11 +130,19 @@ class EventStream:
             *events, self._buffer = (self._buffer + data).split(b"\n\n")
             for event in events:
                 if event.startswith(b"data: "):
-                    self._chunks.append(_chunk(event[6:]))
+                    self._add(_chunk(event[6:]))
         chunk = self._chunks.popleft()
         if isinstance(chunk, MicroserveError):
             raise chunk
         return chunk
+
+    def _add(self, chunk: Chunk | MicroserveError) -> None:
+        """Steps that arrive together go on together: whoever reads late has less to do."""
+        last = self._chunks[-1] if self._chunks else None
+        if isinstance(last, Chunk) and isinstance(chunk, Chunk):
+            last.extend(chunk)
+        else:
+            self._chunks.append(chunk)
 
     def abort(self) -> None:
         """Close the connection; a pending or later `next` raises `EngineUnreachable`."""

@@ -13,9 +13,10 @@ __all__ = ["Chunk", "Request"]
 
 @dataclass(slots=True)
 class Chunk:
-    """What one step of an engine emitted for one request; the fields are those of `Event`.
+    """What an engine emitted for one request in a step, or in a few that arrived together.
 
-    Not validated field by field: this is the hot path, and the engines are ours.
+    The fields are those of `Event`. Not validated field by field: this is the hot path, and the
+    engines are ours.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -25,6 +26,16 @@ class Chunk:
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
     usage: Usage | None = None
+
+    def extend(self, later: Chunk) -> None:
+        """Append the steps after this one."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *later.logprobs]
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.usage = later.usage
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,15 @@ def test_logprobs_in_both_shapes():
     assert chat["content"][0]["top_logprobs"] == [{"token": "b", "logprob": -2.0, "bytes": [98]}]
 
 
+def test_chunks_that_arrive_together_become_one():
+    chunk = Chunk(token_ids=[1], text="a", begin=0, logprobs=[{"token": "a"}])
+    chunk.extend(Chunk(token_ids=[2], text="b", logprobs=[{"token": "b"}]))
+    chunk.extend(Chunk(token_ids=[3], finish_reason="stop", stop_reason="c"))
+    assert chunk == Chunk(
+        [1, 2, 3], "ab", 0, [{"token": "a"}, {"token": "b"}], "stop", "c"
+    )  # fmt: skip
+
+
 def test_the_catalog_has_the_built_in_strategies(tmp_path):
     catalog = Catalog()
     names = {found["name"] for found in catalog.describe()}
