@@ -61,7 +61,7 @@ def check_admin(router: Router, http: web.Request, given: str | None) -> None:
             raise Unauthorized("the admin API needs its key", code="invalid_api_key")
         return
     origin = http.headers.get("Origin")
-    here = _is_loopback(http.remote) and _is_loopback(http.url.host)
+    here = _is_loopback(http.remote) and _is_loopback(_host(f"http://{http.host}"))
     if not here or (origin is not None and not _is_loopback(_host(origin))):
         raise Forbidden("without --admin-key the admin API answers on loopback only")
 
@@ -108,8 +108,7 @@ def routes(router: Router) -> list[web.RouteDef]:
 
     async def add_engine(http: web.Request) -> web.Response:
         wanted = await _read(_AddEngine, http)
-        url = URL(wanted.url)
-        if url.scheme not in ("http", "https") or not url.host:
+        if not wanted.url.startswith(("http://", "https://")) or not _host(wanted.url):
             raise BadRequest(f"no URL of an engine: {wanted.url!r}", param="url")
         member = router.registry.add(wanted.url, id=wanted.id, role=wanted.role)
         return json_response(member.describe())
@@ -151,9 +150,9 @@ async def _read(body: type[B], http: web.Request) -> B:
         raise invalid(error) from None
 
 
-def _host(origin: str) -> str | None:
+def _host(url: str) -> str | None:
     try:
-        return URL(origin).host
+        return URL(url).host
     except ValueError:
         return None
 

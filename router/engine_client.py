@@ -91,7 +91,7 @@ class EngineClient:
             )
         except aiohttp.ClientConnectorError as error:
             raise NobodyListens(f"{self.url}: {_say(error)}") from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: no such host name
             raise EngineUnreachable(f"{self.url}: {_say(error)}") from error
         if response.status >= 400:
             raise _refusal(response, await self._body(response))

@@ -264,7 +264,10 @@ async def test_admin_engines(route, fake):
         }  # fmt: skip
         async with r.http.delete(f"{admin}/nobody") as response:
             assert response.status == 404
-        assert (await r.post("/admin/engines", {"url": "ftp://x"}))[0] == 400
+        for url in ("ftp://x", "http://", "http://[", "engine"):
+            assert (await r.post("/admin/engines", {"url": url}))[0] == 400
+        assert (await r.post("/admin/engines", {"url": f"http://{'x' * 70}.example"}))[0] == 200
+        assert (await r.post("/v1/completions", ASK))[0] == 200
 
 
 async def test_an_engine_with_another_model_is_not_used(route, fake):

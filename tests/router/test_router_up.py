@@ -130,3 +130,13 @@ def test_the_port_of_another_is_an_error_in_one_line(tmp_path):
         assert done.returncode == 1
         assert "Address already in use" in done.stderr.splitlines()[-1]
         assert "Traceback" not in done.stderr
+
+
+def test_the_demo_ends_with_demo_ok():
+    demo = Path(__file__).parents[2] / "examples" / "demo.py"
+    command = [sys.executable, str(demo), "tiny"]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == "demo ok"
