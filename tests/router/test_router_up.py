@@ -135,8 +135,7 @@ def test_the_port_of_another_is_an_error_in_one_line(tmp_path):
 def test_the_demo_ends_with_demo_ok():
     demo = Path(__file__).parents[2] / "examples" / "demo.py"
     command = [sys.executable, str(demo), "tiny"]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False
-    )  # fmt: skip
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, **both, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-1] == "demo ok"
