@@ -6,7 +6,6 @@ import asyncio
 from typing import Annotated
 
 import pytest
-from conftest import model_info
 from pydantic import Field
 
 import router
@@ -168,8 +167,8 @@ def test_templates_are_sandboxed_and_their_refusals_are_the_clients(source):
         ChatTemplate(source, bos_token=None, eos_token=None).render([])
 
 
-def test_bos_is_added_once():
-    model = ServedModel(model_info(bos_token="w9", add_bos=True))
+def test_bos_is_added_once(fake):
+    model = ServedModel(fake("a").info.model_copy(update={"bos_token": "w9", "add_bos": True}))
     assert model.encode("w1") == [9, 1]
     assert model.encode("w9 w1") == [9, 1]
     assert model.encode_chat([{"role": "user", "content": "w1"}]) == [1]
