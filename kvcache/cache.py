@@ -277,12 +277,14 @@ class KVCache:
                 raise KVIncomplete(f"begin is {length}, but {lease.landed} tokens have landed")
             self._leases.take_over(lease)
             matched = lease.matched
-            if lease.begin == len(tokens):
+            length = max(length, lease.begin)
+            if lease.begin < len(tokens):
+                length = min(length, len(tokens) - 1)
+            else:
                 # All is matched, and its last page, which others share, must not be written.
                 matched, shared = matched[:-1], matched[-1:]
                 self._pages.drop(shared)
-            least = len(matched) * self.layout.page_size
-            length = max(min(length, len(tokens) - 1), least)
+                length = len(matched) * self.layout.page_size
             self._sequences[seq_id] = _Sequence(matched + lease.own, length)
             return length
 

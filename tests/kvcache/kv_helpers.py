@@ -1,4 +1,4 @@
-"""What the tests of the KV cache share: small caches, a clock that jumps, KV that can be told apart.
+"""What the tests of the KV cache share: small caches, a clock that jumps, KV to tell apart.
 
 The KV that these tests write is a function of (layer, position, token), so that what was put into a
 peer is compared with what must be there, bit for bit.
@@ -71,6 +71,8 @@ def kv_of(tokens: Sequence[int], layer: int, start: int = 0) -> torch.Tensor:
 
 def compute(cache: KVCache, seq_id: SeqId, tokens: Sequence[int]) -> None:
     """Run `tokens`, the next ones of the sequence, through a model that makes `kv_of`."""
+    if not tokens:
+        return
     start = cache.length(seq_id)
     cache.grow(seq_id, start + len(tokens))
     cache.begin_forward([seq_id], [len(tokens)])
@@ -114,15 +116,17 @@ def send(
 ) -> None:
     """A whole remote send: claim, compute and put in chunks, and wait until it has landed."""
     put = sender.open_put(address, prompt, begin, end)
-    seq_id = SeqId(9_000)
+    seq_id = SeqId(1_000_000)
     here = sender.add_sequence(seq_id, prompt[:end])
     sender.mark_send(seq_id, put, begin, end)
-    while here < end:
-        step = prompt[here : min(here + chunk, end)]
-        compute(sender, seq_id, step)
-        here += len(step)
     try:
-        put.close().result(timeout=10)
+        while here < end:
+            step = prompt[here : min(here + chunk, end)]
+            compute(sender, seq_id, step)
+            here += len(step)
     finally:
+        error = put.close().exception(timeout=10)
         sender.clear_mark(seq_id)
         sender.remove_sequence(seq_id)
+    if error is not None:
+        raise error

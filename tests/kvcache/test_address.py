@@ -34,9 +34,7 @@ def test_an_address_reads_back():
 
 
 def test_it_is_url_safe():
-    assert set(SIGNED) <= set(
-        "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
-    )
+    assert set(SIGNED) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_")
 
 
 def test_pages_are_the_runs():
