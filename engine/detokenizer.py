@@ -17,8 +17,8 @@ from engine.job import Sampled
 
 __all__ = ["Detokenizer", "Released", "token_bytes"]
 
-CONTEXT = 5  # tokens before the first one, for tokenizers whose pieces depend on their neighbours
-LONGEST_CHARACTER = 4  # bytes of UTF-8, thus tokens that may wait for its end
+CONTEXT = 5  # decided tokens before the others: pieces may depend on their neighbours
+LATE = 3  # bytes of a UTF-8 character after its first, thus tokens that may still complete it
 REPLACEMENT = "\ufffd"
 
 
@@ -46,8 +46,10 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = stop
         self._include_stop = include_stop
-        self._skip_special = skip_special_tokens
-        self._ids = list(before[-CONTEXT:])  # what is decoded: context and the undecided tail
+        added = tokenizer.get_added_tokens_decoder().items() if skip_special_tokens else ()
+        self._skipped = {number for number, token in added if token.special}
+        recent = [token for token in before[-4 * CONTEXT :] if token not in self._skipped]
+        self._ids = recent[-CONTEXT:]  # what is decoded: context and the undecided tail
         self._read = len(self._ids)  # so many of them have given their text
         self._pending: list[
             tuple[Sampled, str | None]
@@ -55,7 +57,8 @@ class Detokenizer:
 
     def push(self, sampled: Sampled, *, last: bool) -> Released:
         """Take a token; `last` says that no more follow, so nothing is held back."""
-        self._pending.append((sampled, self._decode(sampled.token, last)))
+        self._pending.append((sampled, None))
+        self._decode(sampled.token, last)
         text = "".join(part or "" for _, part in self._pending)
         found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
@@ -64,10 +67,6 @@ class Detokenizer:
             self._pending = []
             return Released(out, text[: at + len(stop) * self._include_stop], stop)
         return self._release(len(text) if last else len(text) - self._held(text))
-
-    def flush(self) -> Released:
-        """What is held back, when the output ends without a further token."""
-        return self._release(sum(len(part or "") for _, part in self._pending))
 
     def _release(self, certain: int) -> Released:
         """Let the tokens go whose text lies within the first `certain` characters."""
@@ -91,24 +90,33 @@ class Detokenizer:
                 return length
         return 0
 
-    def _decode(self, token: int, last: bool) -> str | None:
-        """The text that a token completes; None if it ends within a character."""
-        self._ids.append(token)
-        known = self._text(self._ids[: self._read])
-        text = self._text(self._ids)
-        if (
-            text.endswith(REPLACEMENT)
-            and not last
-            and len(self._ids) - self._read < LONGEST_CHARACTER
-        ):
-            return None
-        # What was just read is the context of what comes next.
-        self._ids = self._ids[self._read :]
-        self._read = len(self._ids)
-        return text[len(known) :]
+    def _decode(self, token: int, last: bool) -> None:
+        """Give their text to the tokens for which it is now certain."""
+        if token not in self._skipped:
+            self._ids.append(token)
+        text = self._text(len(self._ids))
+        if last or len(self._ids) == self._read or not text.endswith(REPLACEMENT):
+            self._decide(len(self._ids), len(self._pending) - 1)
+            return
+        # It ends within a character, or with bytes that are none. A token after which so many
+        # have come, and whose text by itself is still how it all begins, is of the latter kind.
+        for stop in range(self._read + 1, len(self._ids) - LATE + 1):
+            if text.startswith(self._text(stop)):
+                tokens = (i for i, (item, part) in enumerate(self._pending) if part is None)
+                waiting = [i for i in tokens if self._pending[i][0].token not in self._skipped]
+                self._decide(stop, waiting[-(len(self._ids) - stop) - 1])
+                return
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+    def _decide(self, stop: int, index: int) -> None:
+        """The text of `_ids[_read:stop]` is certain; it goes out with `_pending[index]`."""
+        part = self._text(stop)[len(self._text(self._read)) :]
+        self._pending[index] = (self._pending[index][0], part)
+        drop = max(stop - CONTEXT, 0)
+        del self._ids[:drop]
+        self._read = stop - drop
+
+    def _text(self, stop: int) -> str:
+        return self._tokenizer.decode(self._ids[:stop], skip_special_tokens=False)
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:

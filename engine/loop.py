@@ -82,6 +82,7 @@ class StepLoop:
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
+        self._dead = False
         self._closing: set[Send] = set()  # puts that have to drain before their pages are let go
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
@@ -96,10 +97,15 @@ class StepLoop:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._dead
 
     def submit(self, job: Job) -> None:
-        """Take a job on. A send must have its sequence, with pages for all of it (`started`)."""
+        """Take a job on. A send must have its sequence, with pages for all of it (`started`).
+
+        Raises `Internal` if the loop has stopped.
+        """
+        if not self.alive:
+            raise Internal("the engine's step loop has stopped")
         self._post(lambda: self._add(job))
 
     def abort(self, job: Job) -> None:
@@ -118,6 +124,7 @@ class StepLoop:
             raise
         finally:
             if not self._stopping:
+                self._dead = True  # before the callback: what is submitted after it must fail
                 self._died()
 
     def _loop(self) -> None:
@@ -131,9 +138,18 @@ class StepLoop:
             if self.progress - swept > SWEEP_S:
                 swept = self.progress
                 self.stats.expired_leases += len(self._cache.sweep())
+                self._look_after_sends()
             if not self._step():
                 busy = self._cache.leases() or self._scheduler.waiting or self._closing
                 self._wake.wait(SWEEP_S if busy else IDLE_S)
+
+    def _look_after_sends(self) -> None:
+        """Keep the leases of sends that wait for their turn; give up those that were refused."""
+        for send in list(self._scheduler.sends):
+            if send.put.failed:
+                self._close(send)
+            else:
+                send.put.renew()
 
     def _step(self) -> bool:
         """Plan and compute one step; returns whether there was anything to do."""

@@ -47,10 +47,11 @@ def main(argv: Sequence[str]) -> int:
     secret = os.environ.get("MICROSERVE_SECRET", "").encode() or secrets.token_bytes(32)
     # Torch takes a second to import: after the flags are known to be good, and on its cores.
     from engine.models import ModelError
+    from engine.protocol import MicroserveError
 
     try:
         asyncio.run(_serve(config, secret))
-    except ModelError as error:
+    except (ModelError, MicroserveError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -92,6 +93,11 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
     ):
         if getattr(config, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("pool_pages", "threads", "parent_pid"):
+        if getattr(config, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} must not be negative")
+    if not 0 <= config.port < 2**16:
+        parser.error("--port must be between 0 and 65535")
     return config
 
 

@@ -61,20 +61,18 @@ class Scheduler:
         """The next step's chunks, with room made for each; empty if there is nothing to do."""
         self._admit()
         chosen: list[tuple[Job, Chunk]] = []
-        budget = self._budget
         for decode in list(self.running):
             if self._missing(decode) == 1 and self._make_room(decode):
                 chosen.append((decode, self._chunk(decode, 1)))
-        budget = max(budget - len(chosen), 1)
+        budget = max(self._budget - len(chosen), 2)
         prefills = [job for job in self.running if self._missing(job) > 1]
         sends = [job for job in self.sends if self._missing(job) > 0]
+        share = budget // 2 if prefills and sends else budget
         for job in _alternating(prefills, sends):
             if budget <= 0:
                 break
             if not self._make_room(job):
                 continue
-            contended = bool(prefills) and bool(sends)
-            share = max(self._budget // 2, 1) if contended else budget
             count = min(self._missing(job), budget, share)
             chosen.append((job, self._chunk(job, count)))
             budget -= count
@@ -85,14 +83,14 @@ class Scheduler:
         while self.waiting and len(self.running) < self._max_batch:
             job = self.waiting[0]
             with self._cache.lock:
-                job.cached = self._cache.add_sequence(job.seq_id, job.tokens[:-1])
+                cached = self._cache.add_sequence(job.seq_id, job.tokens[:-1])
                 try:
                     self._cache.grow(job.seq_id, job.target)
                 except NoCapacity:
                     self._cache.remove_sequence(job.seq_id)
                     return
-            if job.begin is None:
-                job.begin = job.cached
+            if job.begin is None:  # afterwards, what it finds again is its own
+                job.begin = job.cached = cached
             job.started = True
             self.waiting.popleft()
             self.running.append(job)

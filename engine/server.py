@@ -14,6 +14,8 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from engine.protocol import (
     BadRequest,
@@ -88,9 +90,7 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         """Generate, as server-sent events."""
         call = parse(StartGenerate, await _body(request, limit))
         stream = await _unless_disconnected(request, engine.start_generate(call))
-        return StreamingResponse(
-            _sse(stream), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        return _EventStream(stream)
 
     @post("commit", Commit)
     async def commit(request: Request) -> dict[str, int]:
@@ -206,10 +206,13 @@ async def _body(request: Request, limit: int) -> bytes:
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {declared} bytes, more than {limit}")
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit:
-            raise TooLarge(f"the body has more than {limit} bytes")
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit:
+                raise TooLarge(f"the body has more than {limit} bytes")
+    except ClientDisconnect:
+        raise BadRequest("the caller went away") from None
     return bytes(body)
 
 
@@ -218,12 +221,11 @@ async def _unless_disconnected(request: Request, call: Coroutine[Any, Any, T]) -
     async with asyncio.TaskGroup() as group:
         task = group.create_task(_outcome(call))
         watch = group.create_task(_cancel_on_disconnect(request, task))
-        try:
-            outcome = await task
-        except asyncio.CancelledError:
-            raise BadRequest("the caller went away") from None
-        finally:
-            watch.cancel()
+        await asyncio.wait((task,))  # raises nothing: an error in here would come as a group
+        watch.cancel()
+    if task.cancelled():
+        raise BadRequest("the caller went away")
+    outcome = task.result()
     if isinstance(outcome, MicroserveError):
         raise outcome
     return outcome
@@ -241,6 +243,23 @@ async def _cancel_on_disconnect(request: Request, task: asyncio.Task[Any]) -> No
     while (await request.receive())["type"] != "http.disconnect":
         pass
     task.cancel()
+
+
+class _EventStream(StreamingResponse):
+    """Events on the wire. With the response the generation ends, even if no event was asked for:
+    a caller may be gone before the first one."""
+
+    def __init__(self, stream: GenerationStream) -> None:
+        super().__init__(
+            _sse(stream), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stream.close()
 
 
 async def _sse(stream: GenerationStream) -> AsyncIterator[bytes]:

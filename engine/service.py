@@ -51,7 +51,7 @@ LANDING_POLL_S = 0.001  # how often a waiting start_generate looks at its waterm
 
 
 class GenerationStream:
-    """The events of one generation. Iterate to its end, or `aclose` it, which aborts."""
+    """The events of one generation. Iterate to its end, or `close` it, which aborts."""
 
     def __init__(
         self, engine: MicroserveEngine, generation: Generation, detokenizer: Detokenizer
@@ -72,8 +72,7 @@ class GenerationStream:
 
         Raises the failure that ended the generation. Leaving early aborts it.
         """
-        first: int | None = None
-        previous = self._arrived
+        previous, first_token, first_event = self._arrived, True, True
         try:
             while True:
                 drawn = await self._drawn.get()
@@ -82,21 +81,25 @@ class GenerationStream:
                 if drawn.sampled is None:
                     raise Internal("a step delivered nothing")
                 now = time.monotonic()
-                self._engine.metrics.token(now - previous, first=first is None)
-                previous = now
+                self._engine.metrics.token(now - previous, first=first_token)
+                previous, first_token = now, False
                 self._completion += 1
                 released = self._detokenizer.push(drawn.sampled, last=drawn.finish is not None)
                 done = drawn.finish is not None or released.stopped is not None
                 if not done and not released.sampled:
                     continue
                 event = self._event(drawn, released)
-                if first is None:
-                    first = event.begin = self._generation.begin
+                if first_event:
+                    event.begin, first_event = self._generation.begin, False
                 yield event
                 if done:
                     return
         finally:
-            self._engine.forget(self._generation)
+            self.close()
+
+    def close(self) -> None:
+        """Abort the generation, if it still runs. Idempotent."""
+        self._engine.forget(self._generation)
 
     def _event(self, drawn: Drawn, released: Released) -> Event:
         generation = self._generation
@@ -217,6 +220,8 @@ class MicroserveEngine:
             put = await asyncio.to_thread(
                 self.cache.open_put, call.kv_addr, call.prompt, begin, end
             )
+            if call.request_id not in self._sends:
+                raise Internal("the send was aborted")
             send = self._sends[call.request_id] = self._reserve(call, begin, end, put)
             self.loop.submit(send)
             try:
@@ -225,7 +230,7 @@ class MicroserveEngine:
                 self.loop.abort(send)
                 raise
         finally:
-            del self._sends[call.request_id]
+            self._sends.pop(call.request_id, None)
         self.metrics.sent(reply)
         return reply
 
@@ -296,6 +301,8 @@ class MicroserveEngine:
             for job in running:
                 if job is not None:
                     self._abort(job)
+            if self._sends.get(call.request_id, 0) is None:  # it finds out when it has its claim
+                del self._sends[call.request_id]
         for lease_id in ids:
             try:
                 self.cache.release(lease_id)
@@ -304,9 +311,9 @@ class MicroserveEngine:
 
     def forget(self, generation: Generation) -> None:
         """A stream has ended, by itself or not."""
-        self._generations.pop(generation.request_id, None)
-        self._streams.pop(generation, None)
-        self.loop.abort(generation)
+        if self._streams.pop(generation, None) is not None:
+            del self._generations[generation.request_id]
+            self.loop.abort(generation)
 
     def logprob(self, sampled: Sampled) -> TokenLogprob:
         """A drawn token's log probability in its wire form."""

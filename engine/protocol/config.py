@@ -36,5 +36,5 @@ class EngineConfig:
     admin_key: str = flag("", "key of that router's admin API")
     engine_id: str = flag("", "name in the fleet; empty: host:port")
     api_key: str = flag("", "key that callers must send; needed on any address but loopback")
-    log_level: str = flag("warning", "debug, info, warning or error")
+    log_level: Literal["debug", "info", "warning", "error"] = flag("warning", "what to log")
     parent_pid: int = flag(0, "die when this process dies; 0: do not")

@@ -89,9 +89,11 @@ class RemoteSendReply(Message):
 class Sampling(Message):
     """How tokens are drawn. Randomness is keyed by (seed, choice, position): it survives a move."""
 
+    model_config = ConfigDict(allow_inf_nan=False)  # NaN passes every bound
+
     max_tokens: int = Field(default=16, ge=1)
     min_tokens: int = Field(default=0, ge=0)
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0)  # 0: all
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -104,7 +106,7 @@ class Sampling(Message):
     skip_special_tokens: bool = True
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=100.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=100.0)
     logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
         default_factory=dict
     )
