@@ -95,7 +95,8 @@ def _filtered(row: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 def _gumbel(sampling: Sampling, position: int, vocab: int) -> torch.Tensor:
     """`[vocab]` float32 noise of one draw, from Philox keyed with seed, choice and position."""
-    key = [sampling.seed % 2**64, sampling.choice << 32 | position]
+    # As uint64 from the start: numpy would round integers from 2⁶³ on to floats.
+    key = np.array([sampling.seed % 2**64, sampling.choice << 32 | position], dtype=np.uint64)
     uniform = np.random.Generator(np.random.Philox(key=key)).random(vocab, dtype=np.float32)
     # u = 0 would be −∞ and u = 1 does not occur; float32 steps of u end at 1 − 2⁻²⁴
     noise = -np.log(-np.log(np.maximum(uniform, np.float32(1e-20)), dtype=np.float32))

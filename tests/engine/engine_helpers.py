@@ -1,0 +1,133 @@
+"""What the tests of the engine share: engines in this process, over the memory transport."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from engine.job import Generation
+from engine.loop import StepLoop
+from engine.metrics import EngineMetrics
+from engine.models import LoadedModel, load_model
+from engine.protocol import Event, PrepRecv, RemoteSend, Sampling, StartGenerate
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.service import GenerationStream, MicroserveEngine
+from kvcache.cache import KVCache
+from kvcache.layout import KVLayout
+from kvcache.transport import MemoryNetwork, MemoryTransport
+from kvcache.types import EngineId, SeqId
+
+VOCAB = 512
+
+
+@cache
+def tiny() -> LoadedModel:
+    return load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
+
+
+def make_cache(network: MemoryNetwork | None = None, pages: int = 64, name: str = "a") -> KVCache:
+    """A cache of tiny's shape; `pages` beside the scratch page."""
+    shape = tiny().config
+    layout = KVLayout(
+        shape.num_layers, pages + 1, 16, shape.num_kv_heads, shape.head_dim, torch.float32
+    )
+    return KVCache(
+        layout,
+        MemoryTransport(network or MemoryNetwork(), layout, 1),
+        query_heads=shape.num_heads,
+        engine_id=EngineId(name),
+        epoch=1,
+        secret=b"secret",
+        fingerprint="tiny",
+    )
+
+
+def generation(
+    number: int, tokens: Sequence[int], *, output: Sequence[int] = (), **sampling: Any
+) -> Generation:
+    """A generation after `tokens` and `output`; greedy unless said otherwise."""
+    return Generation(
+        request_id=f"r{number}",
+        seq_id=SeqId(number),
+        tokens=[*tokens, *output],
+        prompt_len=len(tokens),
+        sampling=Sampling(**{"temperature": 0.0, **sampling}),
+        stop_ids=frozenset(sampling.get("stop_token_ids", ())),
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(
+    network: MemoryNetwork | None = None,
+    *,
+    pages: int = 64,
+    token_budget: int = 128,
+    max_batch: int = 16,
+    max_live: int = 32,
+    name: str = "a",
+) -> AsyncIterator[MicroserveEngine]:
+    """One engine, whose books must balance when it has come to rest."""
+    cache = make_cache(network, pages, name)
+    scheduler = Scheduler(cache, token_budget=token_budget, max_batch=max_batch)
+    engine = MicroserveEngine(
+        tiny(), cache, scheduler, EngineMetrics("tiny"), max_live=max_live, lease_ms=30_000
+    )
+    runner = ModelRunner(tiny(), cache)
+    engine.loop = StepLoop(cache, runner, scheduler, engine.deliver, engine.died, threads=1)
+    engine.metrics.watch(engine)
+    engine.loop.start()
+    try:
+        yield engine
+        if engine.loop.alive:
+            await at_rest(engine)
+        cache.check_integrity()
+    finally:
+        engine.loop.stop()
+        cache.transport.close()
+
+
+async def at_rest(engine: MicroserveEngine) -> None:
+    """Wait until nothing runs and every page is free or cached."""
+    async with asyncio.timeout(10):
+        while True:
+            use = engine.cache.page_use()
+            busy = engine.running + engine.waiting + engine.puts_in_flight
+            if not busy and use.free + use.cached == use.total:
+                return
+            await asyncio.sleep(0.002)
+
+
+def prep(prompt: Sequence[int], end: int, request_id: str = "r", **fields: Any) -> PrepRecv:
+    return PrepRecv(request_id=request_id, prompt=list(prompt), end=end, **fields)
+
+
+def sending(
+    prompt: Sequence[int], begin: int, end: int, kv_addr: str, request_id: str = "r"
+) -> RemoteSend:
+    return RemoteSend(
+        request_id=request_id, prompt=list(prompt), begin=begin, end=end, kv_addr=kv_addr
+    )
+
+
+def start(prompt: Sequence[int], request_id: str = "r", **fields: Any) -> StartGenerate:
+    options = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **fields}
+    return StartGenerate(request_id=request_id, prompt=list(prompt), **options)
+
+
+async def collect(stream: GenerationStream) -> list[Event]:
+    async with asyncio.timeout(30):
+        return [event async for event in stream.events()]
+
+
+async def generate(
+    engine: MicroserveEngine, prompt: Sequence[int], request_id: str = "r", **fields: Any
+) -> list[int]:
+    """The tokens of one generation."""
+    stream = await engine.start_generate(start(prompt, request_id, **fields))
+    return [token for event in await collect(stream) for token in event.token_ids]

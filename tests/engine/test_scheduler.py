@@ -1,0 +1,256 @@
+"""The scheduler over a real cache; a step computes no model, it only makes its tokens present."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+from engine_helpers import generation, make_cache
+
+from engine.job import Generation, Send
+from engine.scheduler import Scheduler
+from kvcache.cache import KVCache
+from kvcache.types import SeqId
+
+PAGE = 16
+Make = Callable[..., tuple[Scheduler, KVCache]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Schedulers over pools whose pages must all be accounted for afterwards."""
+    caches: list[KVCache] = []
+
+    def build(
+        pages: int = 64, *, budget: int = 64, max_batch: int = 16
+    ) -> tuple[Scheduler, KVCache]:
+        caches.append(make_cache(pages=pages))
+        return Scheduler(caches[-1], token_budget=budget, max_batch=max_batch), caches[-1]
+
+    yield build
+    for cache in caches:
+        cache.check_integrity()
+        cache.transport.close()
+
+
+def send(cache: KVCache, number: int, tokens: list[int]) -> Send:
+    """A send as the service makes it: with its sequence, and pages for all of it."""
+    seq_id = SeqId(number)
+    cached = cache.add_sequence(seq_id, tokens)
+    cache.grow(seq_id, len(tokens))
+    put = cast(Any, None)  # the scheduler does not look at it
+    return Send(f"s{number}", seq_id, tokens, 0, cached, put, Future(), 0.0, True)
+
+
+def step(scheduler: Scheduler, cache: KVCache) -> dict[str, int]:
+    """One step: its tokens are present then, and each generation that may draw has drawn.
+
+    Returns the tokens computed, by request.
+    """
+    plan = scheduler.plan()
+    if not plan:
+        return {}
+    cache.begin_forward(
+        [chunk.seq_id for _, chunk in plan], [len(chunk.tokens) for _, chunk in plan]
+    )
+    cache.end_forward()
+    for job, chunk in plan:
+        start = cache.length(job.seq_id) - len(chunk.tokens)
+        assert list(chunk.tokens) == job.tokens[start : start + len(chunk.tokens)]
+        assert chunk.sample == (
+            isinstance(job, Generation) and start + len(chunk.tokens) == len(job.tokens)
+        )
+        if chunk.sample:
+            job.tokens.append(100 + len(job.tokens))
+        elif isinstance(job, Send) and cache.length(job.seq_id) == job.target:
+            scheduler.remove(job)
+            cache.remove_sequence(job.seq_id)
+    return {job.request_id: len(chunk.tokens) for job, chunk in plan}
+
+
+def finish(scheduler: Scheduler, cache: KVCache, job: Generation) -> None:
+    scheduler.remove(job)
+    if job.started:
+        cache.remove_sequence(job.seq_id)
+
+
+def test_nothing_to_do_is_an_empty_plan(make: Make):
+    scheduler, _ = make()
+    assert scheduler.plan() == []
+
+
+def test_a_prompt_is_cut_by_the_budget(make: Make):
+    scheduler, cache = make(budget=40)
+    scheduler.add(generation(1, range(100)))
+    assert [step(scheduler, cache) for _ in range(4)] == [
+        {"r1": 40},
+        {"r1": 40},
+        {"r1": 20},
+        {"r1": 1},
+    ]
+
+
+def test_every_decode_is_in_every_step(make: Make):
+    scheduler, cache = make(budget=4)  # fewer than there are decodes
+    for number in range(8):
+        scheduler.add(generation(number, [number]))
+    step(scheduler, cache)
+    scheduler.add(generation(50, range(200, 240)))
+    scheduler.add(send(cache, 60, list(range(300, 340))))
+    for _ in range(10):
+        done = step(scheduler, cache)
+        assert {f"r{number}" for number in range(8)} <= set(done)
+        assert all(done[f"r{number}"] == 1 for number in range(8))
+
+
+def test_the_batch_is_bounded(make: Make):
+    scheduler, cache = make(max_batch=2)
+    jobs = [generation(number, [number]) for number in range(3)]
+    for job in jobs:
+        scheduler.add(job)
+    assert set(step(scheduler, cache)) == {"r0", "r1"}
+    finish(scheduler, cache, jobs[0])
+    assert set(step(scheduler, cache)) == {"r1", "r2"}
+
+
+@pytest.mark.parametrize("decodes", [0, 3, 5, 7, 9])
+def test_neither_sends_nor_prefills_starve(make: Make, decodes: int):
+    """However little the decodes leave, each kind gets some of it in every step."""
+    scheduler, cache = make(pages=200, budget=8, max_batch=64)
+    for number in range(decodes):
+        scheduler.add(generation(number, [number]))
+    step(scheduler, cache)
+    for number in range(3):
+        scheduler.add(generation(20 + number, range(1000 * number, 1000 * number + 60)))
+        base = 10_000 + 1000 * number
+        scheduler.add(send(cache, 40 + number, list(range(base, base + 60))))
+    for _ in range(8):
+        done = step(scheduler, cache)
+        assert any(name in done for name in ("r20", "r21", "r22"))
+        assert any(name in done for name in ("s40", "s41", "s42"))
+        assert sum(done.values()) <= max(8, decodes + 2)
+
+
+def test_one_kind_alone_gets_all(make: Make):
+    scheduler, cache = make(budget=30)
+    scheduler.add(send(cache, 1, list(range(100))))
+    assert step(scheduler, cache) == {"s1": 30}
+
+
+def test_first_come_first_served(make: Make):
+    scheduler, cache = make(budget=32)
+    for number in range(3):
+        scheduler.add(generation(number, range(1000 * number, 1000 * number + 40)))
+    assert step(scheduler, cache) == {"r0": 32}
+    assert step(scheduler, cache) == {"r0": 8, "r1": 24}
+
+
+def test_what_is_cached_is_not_computed(make: Make):
+    scheduler, cache = make()
+    first = generation(1, range(40))
+    scheduler.add(first)
+    step(scheduler, cache)
+    cache.publish(first.seq_id, first.tokens)
+    second = generation(2, range(40))
+    scheduler.add(second)
+    assert step(scheduler, cache)["r2"] == 8
+    assert (second.cached, second.begin) == (32, 32)
+
+
+def test_the_last_token_is_always_computed(make: Make):
+    scheduler, cache = make()
+    first = generation(1, range(32))
+    scheduler.add(first)
+    step(scheduler, cache)
+    cache.publish(first.seq_id, first.tokens)
+    second = generation(2, range(32))
+    scheduler.add(second)
+    assert step(scheduler, cache)["r2"] == 16
+
+
+def test_a_prompt_waits_for_pages(make: Make):
+    scheduler, cache = make(pages=6)
+    first, second = generation(1, range(64)), generation(2, range(100, 164))
+    scheduler.add(first)
+    scheduler.add(second)
+    step(scheduler, cache)
+    assert (len(scheduler.running), len(scheduler.waiting)) == (1, 1)
+    finish(scheduler, cache, first)
+    assert step(scheduler, cache) == {"r2": 64}
+
+
+def test_preemption_keeps_the_output_and_repeats_nothing(
+    make: Make,
+):
+    scheduler, cache = make(pages=8)
+    old, young = generation(1, range(40)), generation(2, range(100, 140))
+    scheduler.add(old)
+    scheduler.add(young)
+    seen: list[int] = []
+    while not scheduler.preemptions:
+        step(scheduler, cache)
+        assert young.tokens[: len(seen)] == seen
+        seen = list(young.tokens)
+    assert not young.started and old.started
+    begin, cached = young.begin, young.cached
+    while len(old.tokens) < 100:
+        step(scheduler, cache)
+    finish(scheduler, cache, old)
+    step(scheduler, cache)
+    assert young.started
+    assert young.tokens[: len(seen)] == seen
+    assert (young.begin, young.cached) == (begin, cached)  # its own pages are no cache hit
+    assert young.tokens[len(seen) :] == [100 + n for n in range(len(seen), len(young.tokens))]
+
+
+def test_the_oldest_always_progresses(make: Make):
+    scheduler, cache = make(pages=10)
+    jobs = [generation(number, range(1000 * number, 1000 * number + 30)) for number in range(5)]
+    for job in jobs:
+        scheduler.add(job)
+    for _ in range(400):
+        step(scheduler, cache)
+        if all(len(job.tokens) >= 60 for job in jobs):
+            break
+        for job in jobs:
+            if job in scheduler.running and len(job.tokens) >= 60:
+                finish(scheduler, cache, job)
+    assert all(len(job.tokens) >= 60 for job in jobs)
+    assert scheduler.preemptions > 0
+
+
+def test_a_job_that_fits_alone_progresses(make: Make):
+    scheduler, cache = make(pages=8)
+    job = generation(1, range(100))
+    scheduler.add(job)
+    while len(job.tokens) < 8 * PAGE:
+        assert step(scheduler, cache)
+    assert scheduler.preemptions == 0
+
+
+def test_an_aborted_job_is_nowhere(make: Make):
+    scheduler, cache = make(max_batch=1)
+    running, waiting = generation(1, [1]), generation(2, [2])
+    sending = send(cache, 3, [3])
+    for job in (running, waiting, sending):
+        scheduler.add(job)
+    step(scheduler, cache)
+    for job in (running, waiting):
+        finish(scheduler, cache, job)
+        scheduler.remove(job)  # twice does no harm
+    assert step(scheduler, cache) == {}
+
+
+def test_a_started_generation_runs_at_once(make: Make):
+    """From a lease: whatever the size of the batch and of the queue."""
+    scheduler, cache = make(max_batch=1)
+    for number in range(3):
+        scheduler.add(generation(number, [number]))
+    job = generation(9, range(20))
+    lease, _ = cache.prep_recv("r", job.tokens, 0, 0, 10.0)
+    job.cached = cache.start_lease(lease.lease_id, job.seq_id, job.tokens, None)
+    job.started = True
+    scheduler.add(job)
+    assert step(scheduler, cache)["r9"] == 20
