@@ -15,12 +15,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from kvcache.address import KVAddress, page_runs, prompt_digest
-from kvcache.attention import BLOCK, Span, Tile, attend, plan_tiles
+from kvcache.attention import BLOCK
 from kvcache.errors import (
     BadAddress,
     BadRange,
@@ -30,10 +30,12 @@ from kvcache.errors import (
     NoCapacity,
     StaleEpoch,
 )
+from kvcache.eviction import EvictionPolicy
 from kvcache.layout import KVLayout
 from kvcache.lease import LeaseTable, ReceiveLease
 from kvcache.pool import SCRATCH_PAGE, PagePool
 from kvcache.prefix import PrefixCache
+from kvcache.step import Mark, PagedSequence, Step
 from kvcache.transport import Put, Transport
 from kvcache.types import EngineId, LeaseId, PageId, SeqId
 
@@ -44,7 +46,7 @@ STALL_S = 1.0  # a gap between sweeps beyond which the time did not count for an
 
 @dataclass(frozen=True, slots=True)
 class PageUse:
-    """Pages by owner; the fields add up to `total`."""
+    """Pages by owner, adding up to `total`; `pinned` ones are cached or active as well."""
 
     total: int
     free: int
@@ -52,33 +54,7 @@ class PageUse:
     leased: int
     active: int
     quarantined: int
-
-
-@dataclass(slots=True)
-class _Mark:
-    """Positions `[begin, end)` of a sequence go to `put` as soon as they are there."""
-
-    put: Put
-    begin: int
-    end: int
-
-
-@dataclass(slots=True)
-class _Sequence:
-    pages: list[PageId] = field(default_factory=list)  # from position 0; may reach past `length`
-    length: int = 0  # tokens whose KV is here
-    mark: _Mark | None = None
-
-
-@dataclass(slots=True)
-class _Step:
-    """What `begin_forward` planned: metadata for all layers."""
-
-    spans: list[tuple[_Sequence, Span]]
-    rows: int
-    page_of: torch.Tensor  # [rows] int64: where each row's KV is written
-    slot_of: torch.Tensor  # [rows] int64
-    tiles: list[Tile]
+    pinned: int
 
 
 class KVCache:
@@ -113,10 +89,11 @@ class KVCache:
         self._secret = secret
         self._clock = clock
         self._pages = PagePool(layout.pages)
-        self._prefix = PrefixCache(self._pages, layout.page_size)
+        self._policy = EvictionPolicy(layout.pages)
+        self._prefix = PrefixCache(self._pages, layout.page_size, self._policy)
         self._leases = LeaseTable(transport.region)
-        self._sequences: dict[SeqId, _Sequence] = {}
-        self._step: _Step | None = None
+        self._sequences: dict[SeqId, PagedSequence] = {}
+        self._step: Step | None = None
         self._swept = clock()
 
     # Declare: sequences
@@ -127,7 +104,7 @@ class KVCache:
             self._check_new(seq_id)
             pages = self._prefix.match(tokens)
             length = len(pages) * self.layout.page_size
-            self._sequences[seq_id] = _Sequence(self._shared(pages), length)
+            self._sequences[seq_id] = PagedSequence(self._shared(pages), length)
             return length
 
     def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
@@ -146,7 +123,7 @@ class KVCache:
                 old = source.pages[full]
                 self.pool[:, tail[0], :, :rest] = self.pool[:, old, :, :rest]
             pages = self._shared(source.pages[:full]) + tail
-            self._sequences[child] = _Sequence(pages, length)
+            self._sequences[child] = PagedSequence(pages, length)
 
     def remove_sequence(self, seq_id: SeqId) -> None:
         """Let go of a sequence's pages, to be reused at once: its put, if any, must be closed."""
@@ -191,6 +168,16 @@ class KVCache:
             sequence = self._sequence(seq_id)
             full = min(len(tokens), sequence.length) // self.layout.page_size
             self._prefix.insert(tokens[: full * self.layout.page_size], sequence.pages[:full])
+
+    def pin(self, tokens: Sequence[int]) -> int:
+        """Keep what is cached of a prefix; returns its tokens. Raises `NoCapacity`."""
+        with self.lock:
+            return self._prefix.pin(tokens)
+
+    def unpin(self, tokens: Sequence[int]) -> int:
+        """Keep a prefix no longer; returns the tokens that were kept for it. Idempotent."""
+        with self.lock:
+            return self._prefix.unpin(tokens)
 
     # Declare: receiving
 
@@ -255,7 +242,13 @@ class KVCache:
             return self._leases.get(lease_id)
 
     def start_lease(
-        self, lease_id: LeaseId, seq_id: SeqId, tokens: Sequence[int], begin: int | None
+        self,
+        lease_id: LeaseId,
+        seq_id: SeqId,
+        tokens: Sequence[int],
+        begin: int | None,
+        *,
+        fence: bool = False,
     ) -> int:
         """Turn a lease into a sequence of its first `begin` tokens (default: what has landed).
 
@@ -264,6 +257,10 @@ class KVCache:
         reserve, are the sequence's from now on. Raises `LeaseExpired`, `UnknownLease`,
         `BadRange`, `BadRequest` (another prompt), and `KVIncomplete` (less has landed than `begin`,
         or a sender is still writing); the lease lives on after these.
+
+        With `fence`, a sender that is still writing, as one that was stopped, is left behind: the
+        page with the watermark is copied, fresh pages follow it (`NoCapacity` if there are none),
+        and the old ones are quarantined. Full pages below the watermark are never written again.
         """
         with self.lock:
             self._check_new(seq_id)
@@ -275,7 +272,7 @@ class KVCache:
                 raise BadRange(f"begin {length} is outside [0, {lease.end}]", param="begin")
             if length > lease.landed:
                 raise KVIncomplete(f"begin is {length}, but {lease.landed} tokens have landed")
-            self._leases.take_over(lease)
+            own = self._fenced(lease) if fence else self._leases.take_over(lease)
             matched = lease.matched
             length = max(length, lease.begin)
             if lease.begin < len(tokens):
@@ -285,7 +282,7 @@ class KVCache:
                 matched, shared = matched[:-1], matched[-1:]
                 self._pages.drop(shared)
                 length = len(matched) * self.layout.page_size
-            self._sequences[seq_id] = _Sequence(matched + lease.own, length)
+            self._sequences[seq_id] = PagedSequence(matched + own, length)
             return length
 
     def commit(self, lease_id: LeaseId) -> int:
@@ -356,7 +353,7 @@ class KVCache:
         `attention` computes it, layer by layer."""
         with self.lock:
             sequence = self._sequence(seq_id)
-            sequence.mark = _Mark(put, begin, end)
+            sequence.mark = Mark(put, begin, end)
             here = min(sequence.length, end)
             if begin < here:
                 for layer in range(self.layout.layers):
@@ -376,27 +373,13 @@ class KVCache:
         Room must have been made with `grow`. Plans the metadata once for all layers.
         """
         with self.lock:
-            spans: list[tuple[_Sequence, Span]] = []
-            page_of: list[int] = []
-            slot_of: list[int] = []
-            size = self.layout.page_size
-            for seq_id, count in zip(seq_ids, lengths, strict=True):
-                sequence = self._sequence(seq_id)
-                start = sequence.length
-                if count < 1 or self.layout.pages_for(start + count) > len(sequence.pages):
-                    raise Internal(f"no room for {count} tokens at {start} of sequence {seq_id}")
-                spans.append((sequence, Span(len(page_of), start, count, list(sequence.pages))))
-                for position in range(start, start + count):
-                    page_of.append(sequence.pages[position // size])
-                    slot_of.append(position % size)
-        device = self.pool.device
-        self._step = _Step(
-            spans,
-            len(page_of),
-            torch.tensor(page_of, device=device),
-            torch.tensor(slot_of, device=device),
-            plan_tiles([span for _, span in spans], size, self._group, device),
-        )
+            self._step = Step(
+                [self._sequence(seq_id) for seq_id in seq_ids],
+                lengths,
+                page_size=self.layout.page_size,
+                group=self._group,
+                device=self.pool.device,
+            )
 
     def attention(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -410,18 +393,9 @@ class KVCache:
         if step is None:
             raise Internal("attention without begin_forward")
         pages = self.pool[layer]
-        pages[step.page_of, 0, step.slot_of] = k[: step.rows]
-        pages[step.page_of, 1, step.slot_of] = v[: step.rows]
-        for sequence, span in step.spans:
-            mark = sequence.mark
-            if mark is not None:
-                begin, end = max(span.start, mark.begin), min(span.start + span.count, mark.end)
-                if begin < end:
-                    mark.put.write(layer, span.pages, begin, end)
-        out = torch.zeros_like(q)
-        for tile in step.tiles:
-            attend(tile, q, pages, out)
-        return out
+        step.append(pages, k, v)
+        step.put(layer)
+        return step.attend(pages, q)
 
     def end_forward(self) -> None:
         """The step's tokens count as present, and are signalled where they were put."""
@@ -429,11 +403,7 @@ class KVCache:
             if self._step is None:
                 raise Internal("end_forward without begin_forward")
             step, self._step = self._step, None
-            for sequence, span in step.spans:
-                sequence.length = span.start + span.count
-                mark = sequence.mark
-                if mark is not None and mark.begin < sequence.length:
-                    mark.put.signal(min(sequence.length, mark.end))
+            step.finish()
 
     def abort_forward(self) -> None:
         """Forget a step that failed; its tokens are not present."""
@@ -462,10 +432,12 @@ class KVCache:
     def page_use(self) -> PageUse:
         """Pages by owner."""
         with self.lock:
-            free, cached = self._pages.free, self._prefix.evictable
+            free, cached = self._pages.free, self._prefix.cached
             leased, quarantined = self._leases.leased, self._leases.quarantined
             rest = self._pages.total - free - cached - leased - quarantined
-            return PageUse(self._pages.total, free, cached, leased, rest, quarantined)
+            return PageUse(
+                self._pages.total, free, cached, leased, rest, quarantined, self._policy.pinned
+            )
 
     def check_integrity(self) -> None:
         """Prove that every page is free or held by whom the books say. Raises `Internal`."""
@@ -482,7 +454,7 @@ class KVCache:
         yield from self._prefix.holders()
         yield from self._leases.holders()
 
-    def _sequence(self, seq_id: SeqId) -> _Sequence:
+    def _sequence(self, seq_id: SeqId) -> PagedSequence:
         try:
             return self._sequences[seq_id]
         except KeyError:
@@ -501,6 +473,16 @@ class KVCache:
         if missing > 0:
             self._prefix.evict(missing)
         return self._pages.take(count)
+
+    def _fenced(self, lease: ReceiveLease) -> list[PageId]:
+        """Pages with what has landed of a lease, which no writer can reach; ends the lease."""
+        safe, rest = divmod(lease.landed - lease.begin, self.layout.page_size)
+        fresh = self._take(len(lease.own) - safe)
+        if rest:
+            self.pool[:, fresh[0], :, :rest] = self.pool[:, lease.own[safe], :, :rest]
+        kept, lease.own = lease.own[:safe], lease.own[safe:]
+        self._pages.drop(self._leases.close(lease))
+        return kept + fresh
 
     def _end(self, lease: ReceiveLease) -> None:
         self._pages.drop(self._leases.close(lease))

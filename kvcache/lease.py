@@ -117,9 +117,9 @@ class LeaseTable:
         self._quarantine.append((lease.slot, lease.own))
         return []
 
-    def take_over(self, lease: ReceiveLease) -> None:
-        """End a lease whose own pages the caller goes on using. Raises `KVIncomplete` if a put is
-        under way; the lease lives on then, and that put never notices."""
+    def take_over(self, lease: ReceiveLease) -> list[PageId]:
+        """End a lease and go on using its own pages, which are returned. Raises `KVIncomplete` if a
+        put is under way; the lease lives on then, and that put never notices."""
         if not self._region.try_right(lease.slot):
             raise KVIncomplete("a sender is still writing into this lease")
         try:
@@ -127,6 +127,7 @@ class LeaseTable:
         finally:
             self._region.drop_right(lease.slot)
         self._slots.append(lease.slot)
+        return lease.own
 
     def expired(self, now: float) -> list[ReceiveLease]:
         """Leases whose time is up; a sign of life since the last look renews a lease instead."""

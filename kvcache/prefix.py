@@ -6,8 +6,8 @@ so that following a path is one `memcmp` a node, whatever its length:
     root ─ "pages 0..3 of prompt A" ─┬─ "pages 4..9 of prompt A"
                                      └─ "pages 4..5 of prompt B"      children by their first page
 
-The tree holds one reference on each page in it. A page that only the tree holds can be evicted,
-least recently used first and from the ends of the branches inwards.
+The tree holds one reference on each page in it. A page that only the tree holds can be evicted, in
+the order that the policy says, and from the ends of the branches inwards.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.errors import Internal
+from kvcache.eviction import EvictionPolicy
 from kvcache.pool import PagePool
 from kvcache.types import PageId
 
@@ -41,18 +43,18 @@ class _Node:
 class PrefixCache:
     """Finds and keeps the pages of prompts seen before. The cache's lock guards it."""
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, policy: EvictionPolicy) -> None:
         self._pool = pool
+        self._policy = policy
         self._page_size = page_size
         self._page_key = page_size * TOKEN_BYTES
         self._root = _Node(None, b"", [], 0)
-        self._clock = count(1)
         self._held = np.zeros(len(pool.refs), dtype=bool)
 
     def match(self, tokens: Sequence[int]) -> list[PageId]:
         """The full pages of the longest cached prefix of `tokens`; none is held for you."""
         pages: list[PageId] = []
-        used = next(self._clock)
+        used = self._policy.stamp()
         for node, shared in self._walk(self._key(tokens)):
             node.used = used
             pages += node.pages[:shared]
@@ -64,7 +66,7 @@ class PrefixCache:
         Where the tree has a prefix already, its own pages stay and the given ones are not kept.
         """
         key = self._key(tokens)
-        used = next(self._clock)
+        used = self._policy.stamp()
         node, done = self._root, 0
         for child, shared in self._walk(key):
             done += shared
@@ -85,10 +87,11 @@ class PrefixCache:
         leaves = [(n.used, next(order), n) for n in self._nodes() if not n.children]
         heapq.heapify(leaves)
         freed = 0
+        may_go = self._policy.evictable & (self._pool.refs == 1)
         while leaves and freed < wanted:
             _, _, node = heapq.heappop(leaves)
             keep = len(node.pages)
-            while keep and freed < wanted and self._pool.refs[node.pages[keep - 1]] == 1:
+            while keep and freed < wanted and may_go[node.pages[keep - 1]]:
                 keep -= 1
                 freed += 1
             gone = node.pages[keep:]
@@ -106,13 +109,31 @@ class PrefixCache:
 
     @property
     def evictable(self) -> int:
+        """Pages that only the tree holds, and that may go."""
+        return int(np.count_nonzero(self._cached & self._policy.evictable))
+
+    @property
+    def cached(self) -> int:
         """Pages that only the tree holds."""
-        return int(np.count_nonzero(self._held & (self._pool.refs == 1)))
+        return int(np.count_nonzero(self._cached))
 
     @property
     def tokens(self) -> int:
         """Tokens in the tree."""
         return int(np.count_nonzero(self._held)) * self._page_size
+
+    def pin(self, tokens: Sequence[int]) -> int:
+        """Keep what is cached of a prefix from eviction; returns its tokens. Raises `NoCapacity`.
+
+        Again for the same prefix: keep what is cached of it now.
+        """
+        pages = self.match(tokens)
+        self._policy.pin(self._key(tokens), pages)
+        return len(pages) * self._page_size
+
+    def unpin(self, tokens: Sequence[int]) -> int:
+        """Keep a prefix no longer; returns the tokens that this pin kept. Idempotent."""
+        return self._policy.unpin(self._key(tokens)) * self._page_size
 
     def holders(self) -> Iterator[list[PageId]]:
         """The pages of each node, for the proof of ownership. Raises `Internal` if broken."""
@@ -120,6 +141,11 @@ class PrefixCache:
             if len(node.key) != len(node.pages) * self._page_key or not node.pages:
                 raise Internal("a node's key and pages differ in length")
             yield node.pages
+
+    @property
+    def _cached(self) -> npt.NDArray[np.bool_]:
+        only_here: npt.NDArray[np.bool_] = self._held & (self._pool.refs == 1)
+        return only_here
 
     def _key(self, tokens: Sequence[int]) -> bytes:
         full = len(tokens) - len(tokens) % self._page_size

@@ -599,3 +599,44 @@ def test_bad_addresses_are_refused(new_cache: NewCache):
         new_cache(name="receiver", epoch=2).open_put(address, PROMPT, 0, 21)
     assert receiver.lease(lease.lease_id).landed == 0
     assert not receiver.pool.count_nonzero()
+
+
+def test_a_start_leaves_a_stopped_writer_behind(pair: tuple[KVCache, KVCache]):
+    """The page with the watermark is copied, fresh ones follow, the old ones are quarantined."""
+    sender, receiver = pair
+    lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+    send(sender, address, PROMPT, 0, 10)
+    region = receiver.transport.region
+    assert region.try_right(lease.slot)  # a writer that was stopped in the middle of a copy
+    with pytest.raises(KVIncomplete):
+        receiver.start_lease(lease.lease_id, ONE, PROMPT, None)
+    old = list(lease.own)
+    assert receiver.start_lease(lease.lease_id, ONE, PROMPT, None, fence=True) == 10
+    assert receiver.page_use().quarantined == 4
+    assert pages_of(receiver, ONE)[:2] == old[:2]
+    assert not set(pages_of(receiver, ONE)[2:]) & set(old)
+    compute(receiver, ONE, PROMPT[10:])
+    receiver.pool[:, old[2:]] = 7.0  # what the writer may still do
+    assert_content(receiver, ONE, PROMPT)
+    receiver.check_integrity()
+    receiver.sweep()
+    assert receiver.page_use().quarantined == 4  # ended by proof, never by time
+    region.drop_right(lease.slot)
+    receiver.sweep()
+    assert receiver.page_use().quarantined == 0
+
+
+def test_leaving_a_writer_behind_needs_room_and_changes_nothing_without(
+    pair: tuple[KVCache, KVCache],
+):
+    _, receiver = pair
+    lease, _ = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+    receiver.add_sequence(TWO)
+    receiver.grow(TWO, receiver.available * SIZE)
+    region = receiver.transport.region
+    assert region.try_right(lease.slot)
+    with pytest.raises(NoCapacity):
+        receiver.start_lease(lease.lease_id, ONE, PROMPT, None, fence=True)
+    region.drop_right(lease.slot)
+    receiver.remove_sequence(TWO)
+    assert receiver.start_lease(lease.lease_id, ONE, PROMPT, None) == 0

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.eviction import EvictionPolicy
 from kvcache.pool import PagePool
 from kvcache.prefix import PrefixCache
 from kvcache.types import PageId
@@ -18,7 +19,7 @@ class Tree:
 
     def __init__(self, pages: int = 32) -> None:
         self.pool = PagePool(pages)
-        self.cache = PrefixCache(self.pool, SIZE)
+        self.cache = PrefixCache(self.pool, SIZE, EvictionPolicy(pages))
 
     def keep(self, tokens: Sequence[int]) -> list[PageId]:
         pages = self.pool.take(len(tokens) // SIZE)
