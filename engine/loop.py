@@ -121,7 +121,6 @@ class StepLoop:
             self._loop()
         except Exception:
             log.critical("the step loop cannot go on", exc_info=True)
-            raise
         finally:
             if not self._stopping:
                 self._dead = True  # before the callback: what is submitted after it must fail

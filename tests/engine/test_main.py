@@ -1,0 +1,183 @@
+"""Flags, exit codes and signals of `python -m engine`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_process import ROOT, EngineProcess, events
+
+from engine.main import main, parse_cpus, parse_flags
+from engine.protocol import EngineConfig
+
+PROMPT = [(7 * n) % 250 for n in range(40)]
+CORE = min(os.sched_getaffinity(0))
+
+
+def test_defaults_are_those_of_the_config():
+    assert parse_flags([]) == EngineConfig()
+    assert parse_flags(["tiny", "--pool-pages", "7", "--role", "prefill"]) == EngineConfig(
+        model="tiny", pool_pages=7, role="prefill"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--nothing"],
+        ["tiny", "tiny"],
+        ["--port", "x"],
+        ["--port", "-1"],
+        ["--port", "65536"],
+        ["--role", "both"],
+        ["--dtype", "int8"],
+        ["--device", "tpu"],
+        ["--log-level", "loud"],
+        ["--cpus", "a"],
+        ["--cpus", "0-"],
+        ["--cpus", "9999"],
+        ["--page-size", "0"],
+        ["--max-batch", "0"],
+        ["--token-budget", "-5"],
+        ["--lease-ms", "0"],
+        ["--pool-pages", "-1"],
+        ["--threads", "-1"],
+    ],
+)
+def test_bad_flags_exit_with_2_and_say_why(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        parse_flags(flags)
+    assert caught.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_cpus():
+    assert parse_cpus("") == set()
+    assert parse_cpus(f"{CORE}") == parse_cpus(f"{CORE}-{CORE}") == {CORE}
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "why"),
+    [
+        (["--host", "0.0.0.0"], 2, "--api-key"),
+        (["no/such/model.gguf"], 2, "no/such/model.gguf"),
+        (["tiny", "--page-size", "48", "--port", "0"], 2, "page size"),
+        (["tiny", "--host", "999.9.9.9"], 2, "--api-key"),
+    ],
+)
+def test_what_cannot_start_says_why(
+    flags: list[str], code: int, why: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(flags) == code
+    error = capsys.readouterr().err
+    assert why in error and "Traceback" not in error
+
+
+def test_a_port_in_use_is_told(capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["tiny", "--port", str(taken.getsockname()[1])]) == 1
+    assert "in use" in capsys.readouterr().err
+
+
+def test_a_parent_that_is_gone_already_ends_it():
+    """Not in this process, which would have to die."""
+    flags = ["-m", "engine", "tiny", "--parent-pid", str(2**22 + 1)]
+    assert subprocess.run([sys.executable, *flags], cwd=ROOT, check=False).returncode == 1
+
+
+@pytest.fixture
+def guarded() -> Iterator[EngineProcess]:
+    """An engine with a key and another secret than the shared one."""
+    process = EngineProcess("--api-key", "key", "--pool-pages", "200", secret="other")
+    yield process
+    process.kill()
+
+
+@pytest.mark.slow
+def test_keys_secrets_and_a_quiet_end(guarded: EngineProcess, engine_process: EngineProcess):
+    """One process for all of it, since each takes a second to start."""
+    for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Bearer other"}):
+        reply = guarded.http.get("/microserving/state", headers=headers)
+        assert reply.status_code == 401
+        assert reply.json()["error"]["type"] == "unauthorized"
+    assert guarded.http.get("/health").status_code == 200
+    guarded.http.headers["authorization"] = "Bearer key"
+
+    got = engine_process.post("prep_recv", request_id="m", prompt=PROMPT, end=39).json()
+    body = {"request_id": "m", "prompt": PROMPT, "begin": got["match_len"], "end": 39}
+    refused = guarded.post("remote_send", **body, kv_addr=got["kv_addr"])
+    assert refused.json()["error"]["type"] == "bad_address"
+    engine_process.post("release", lease_id=got["lease_id"])
+
+    memory = set(Path("/dev/shm").iterdir())
+    body = {"request_id": "s", "prompt": PROMPT, "ignore_eos": True, "max_tokens": 3000}
+    with guarded.http.stream("POST", "/microserving/start_generate", json=body) as stream:
+        got_events = events(stream)
+        next(got_events)
+        code, log = guarded.stop(signal.SIGTERM)
+        with contextlib.suppress(Exception):
+            list(got_events)
+    assert code == 0
+    assert "Traceback" not in log
+    assert set(Path("/dev/shm").iterdir()) == memory
+
+
+@pytest.mark.slow
+def test_kv_travels_between_two_engine_processes(engine_process: EngineProcess):
+    """Then the sender is killed, and the receiver goes on; then a new one has a new epoch."""
+    prompt = [(n * n + 3 * n) % 250 for n in range(90)]
+    sender = EngineProcess("--pool-pages", "200")
+    try:
+        expected = sender.generate(prompt, max_tokens=12)
+        got = engine_process.post("prep_recv", request_id="t", prompt=prompt, end=89).json()
+        body = {"request_id": "t", "prompt": prompt, "begin": 0, "end": 89}
+        reply = sender.post("remote_send", **body, kv_addr=got["kv_addr"]).json()
+        assert (reply["sent_tokens"], reply["cached_tokens"]) == (89, 80)
+        sender.kill()
+        events = engine_process.generate(
+            prompt, max_tokens=12, begin=89, lease_id=got["lease_id"], request_id="t"
+        )
+        assert [e["token_ids"] for e in events] == [e["token_ids"] for e in expected]
+        assert events[0]["begin"] == 89
+        engine_process.at_rest()
+    finally:
+        sender.kill()
+
+
+@pytest.mark.slow
+def test_an_engine_dies_with_its_parent():
+    code = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'engine', 'tiny', '--port', '0',"
+        " '--parent-pid', str(os.getpid())], stdout=subprocess.PIPE, text=True)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    give_up = time.monotonic() + 10
+    while _runs(pid):
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
