@@ -18,6 +18,7 @@ __all__ = [
     "Lease",
     "ModelInfo",
     "PageCounts",
+    "Pin",
     "PrepRecv",
     "PrepRecvReply",
     "Release",
@@ -132,6 +133,12 @@ class Commit(Message):
     """`POST /microserving/commit`: publish what has landed to the prefix cache; ends the lease."""
 
     lease_id: str
+
+
+class Pin(Message):
+    """`POST /microserving/pin` and `/unpin`: keep what is cached of `prompt`, or no longer."""
+
+    prompt: Tokens
 
 
 class Release(Message):
