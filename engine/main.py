@@ -15,12 +15,15 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import uvicorn
 
 from engine.protocol.config import EngineConfig
 from engine.registration import announce
+
+if TYPE_CHECKING:
+    from engine.service import MicroserveEngine
 
 __all__ = ["main", "parse_flags"]
 
@@ -105,8 +108,8 @@ def parse_cpus(text: str) -> set[int]:
     """`0,2-3` as {0, 2, 3}. Raises `ValueError`."""
     cpus: set[int] = set()
     for part in text.split(",") if text else ():
-        first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
             raise ValueError(f"--cpus {text}: want cores as in 0,2-3")
         cpus |= set(range(int(first), int(last or first) + 1))
     if missing := cpus - os.sched_getaffinity(0):
@@ -125,6 +128,7 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
         epoch = secrets.randbits(62) | 1
         async with _running(config, secret, epoch) as engine:
             server = _server(
+                engine,
                 uvicorn.Config(
                     build_app(engine, config, epoch),
                     log_config=None,
@@ -143,7 +147,7 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _running(config: EngineConfig, secret: bytes, epoch: int) -> AsyncIterator[Any]:
+async def _running(config: EngineConfig, secret: bytes, epoch: int) -> AsyncIterator[MicroserveEngine]:
     """The engine with its model loaded and its step loop turning; all of it is gone afterwards."""
     from engine.build import build_engine
 
@@ -156,13 +160,17 @@ async def _running(config: EngineConfig, secret: bytes, epoch: int) -> AsyncIter
         engine.cache.transport.close()
 
 
-def _server(config: uvicorn.Config, ready: str) -> uvicorn.Server:
+def _server(engine: MicroserveEngine, config: uvicorn.Config, ready: str) -> uvicorn.Server:
     """A server that prints `ready` when it listens, and ends quietly on SIGTERM and SIGINT."""
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             print(ready, flush=True)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            engine.shut_down()  # else it would wait for streams, and log those that it cuts off
+            await super().shutdown(sockets)
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:

@@ -180,6 +180,14 @@ class MicroserveEngine:
             if send is not None and not send.done.done():
                 send.done.set_exception(gone)
 
+    def shut_down(self) -> None:
+        """Take nothing new and end what runs, each with an error: the process is about to exit."""
+        self.draining = True
+        for generation, stream in self._streams.items():
+            stream.put(Drawn(generation, failure=Draining("this engine shuts down")))
+        for request_id in {*self._starting, *self._sends}:
+            self.release(Release(request_id=request_id))
+
     # The calls
 
     def prep_recv(self, call: PrepRecv) -> PrepRecvReply:
