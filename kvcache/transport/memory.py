@@ -10,7 +10,7 @@ from kvcache.errors import PeerUnreachable, StaleEpoch
 from kvcache.layout import KVLayout
 from kvcache.region import LocalRegion
 from kvcache.transport.base import Put
-from kvcache.transport.mapped import MappedPut
+from kvcache.transport.mapped import open_mapped
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
 
@@ -49,7 +49,7 @@ class MemoryTransport:
             raise PeerUnreachable(f"nobody is at {address.endpoint}")
         if peer.epoch != address.epoch:
             raise StaleEpoch("the engine was restarted since the address was made")
-        return MappedPut(self.region.pool, peer.region, address, begin, self._worker)
+        return open_mapped(self.region.pool, peer.region, address, begin, self._worker)
 
     def close(self) -> None:
         self._network.members.pop(self._endpoint, None)

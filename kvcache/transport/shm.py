@@ -12,7 +12,7 @@ from kvcache.errors import PeerUnreachable
 from kvcache.layout import KVLayout
 from kvcache.region import SharedRegion
 from kvcache.transport.base import Put
-from kvcache.transport.mapped import MappedPut
+from kvcache.transport.mapped import open_mapped
 from kvcache.types import EngineId
 
 __all__ = ["ShmTransport"]
@@ -36,7 +36,7 @@ class ShmTransport:
     def open(self, address: KVAddress, begin: int) -> Put:
         with self._peers_lock:
             peer = self._attach(address)
-        return MappedPut(self.region.pool, peer, address, begin, self._worker)
+        return open_mapped(self.region.pool, peer, address, begin, self._worker)
 
     def close(self) -> None:
         with self._peers_lock:

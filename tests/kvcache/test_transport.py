@@ -41,8 +41,8 @@ from kvcache.errors import (
 )
 from kvcache.lease import ReceiveLease
 from kvcache.region import CLAIM, LANDED
-from kvcache.transport import MemoryNetwork, MemoryTransport, ShmTransport, mapped
-from kvcache.transport.mapped import copy_span
+from kvcache.transport import MemoryNetwork, MemoryTransport, ShmTransport
+from kvcache.transport.copy import copy_span
 from kvcache.types import PageId, SeqId
 
 NewCache = Callable[..., KVCache]
@@ -181,7 +181,7 @@ def test_a_restarted_engine_is_stale(new: NewCache):
 
 
 def test_a_held_right_times_out(new: NewCache, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mapped, "RIGHT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 0.01)
     sender, receiver = new("s"), new("r")
     lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     assert receiver.transport.region.try_right(lease.slot)
@@ -380,7 +380,7 @@ def test_a_stopped_sender_times_another_one_out(
     _, lease, address = stopped
     layout = small_layout(PAGES)
     other = make_cache(ShmTransport(layout, 3), layout, name="other", epoch=3)
-    monkeypatch.setattr(mapped, "RIGHT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 0.05)
     began = time.monotonic()
     with pytest.raises(Timeout):
         other.open_put(address, PROMPT, 0, 21)
