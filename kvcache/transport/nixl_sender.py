@@ -1,0 +1,159 @@
+"""The sending side of `nixl`: one connection to one receiver."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvcache.errors import MicroserveError, PeerUnreachable
+from kvcache.layout import KVLayout
+from kvcache.region import WORDS
+from kvcache.transport.nixl_agent import Agent
+from kvcache.transport.nixl_hello import HELLO_TIMEOUT_S, Welcome, is_over, meet, watch
+from kvcache.transport.nixl_receiver import ROW
+from kvcache.transport.spans import page_spans
+from kvcache.types import PageId
+
+__all__ = ["Link"]
+
+WORD = 8  # bytes
+ROW_BYTES = ROW * WORD
+
+
+class Link:
+    """A `Target` behind a network. All its work is done by its worker, which has one thread.
+
+    The first failure ends it, and with it whatever is under way; all later calls raise the same.
+    """
+
+    def __init__(self, pool: torch.Tensor, layout: KVLayout) -> None:
+        """`pool` is ours, what puts read from. Nothing is connected before `open`."""
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="put")
+        self._pool = pool
+        self._layout = layout
+        self._row = np.zeros(ROW, dtype=np.uint64)  # the slot's, as last read
+        self._out = np.zeros(ROW, dtype=np.uint64)  # words on their way out
+        self._failure: MicroserveError | None = None
+        self._connection: socket.socket | None = None
+        self._agent: Agent
+        self._peer: Welcome
+
+    def open(self, host: str, port: int, secret: bytes, epoch: int) -> None:
+        """Connect. Raises `PeerUnreachable`, and `StaleEpoch` if it is another life of the peer."""
+        try:
+            connection = socket.create_connection((host, port), HELLO_TIMEOUT_S)
+        except OSError as error:
+            self._failure = PeerUnreachable(f"nobody listens at {host}:{port}: {error}")
+            raise self._failure from error
+        try:
+            self._peer = meet(connection, secret, epoch)
+            watch(connection)
+            self._agent = Agent(
+                [
+                    (self._pool.data_ptr(), self._layout.nbytes),
+                    (self._row.ctypes.data, self._row.nbytes),
+                    (self._out.ctypes.data, self._out.nbytes),
+                ]
+            )
+            self._agent.connect(bytes.fromhex(self._peer.metadata))
+        except MicroserveError as error:
+            self._failure = error
+            connection.close()
+            raise
+        self._connection = connection
+
+    @property
+    def ended(self) -> bool:
+        """Whether something has failed or the peer is gone; any thread may ask."""
+        connection = self._connection
+        return self._failure is not None or (connection is not None and is_over(connection))
+
+    def close(self) -> None:
+        """Let go of the peer, our writes first: when it sees the connection end, none follows."""
+        if self._connection is not None and self._failure is None:
+            self._end(PeerUnreachable("the link was closed"))
+
+    def try_right(self, slot: int) -> bool:
+        self._write_words(slot, {WORDS + self._peer.party: 1})
+        self._transfer("READ", [(self._row.ctypes.data, self._at(slot, 0), ROW_BYTES)])
+        flags = self._row[WORDS:].copy()
+        flags[self._peer.party] = 0
+        if flags.any():
+            self.drop_right(slot)
+            return False
+        return True
+
+    def drop_right(self, slot: int) -> None:
+        # After a failure the receiver does it, once nothing of ours can arrive any more.
+        if self._failure is None:
+            self._write_words(slot, {WORDS + self._peer.party: 0})
+
+    def words(self, slot: int) -> npt.NDArray[np.uint64]:
+        """As `try_right` has read them."""
+        return self._row[:WORDS]
+
+    def store(self, slot: int, words: Mapping[int, int]) -> None:
+        self._write_words(slot, words)
+
+    def copy(
+        self,
+        layer: int,
+        source_pages: Sequence[PageId],
+        target_pages: Sequence[PageId],
+        target_first: int,
+        begin: int,
+        end: int,
+    ) -> int:
+        layout = self._layout
+        size, token = layout.page_size, layout.token_bytes // 2  # of keys, or of values
+        page = layout.page_size * layout.token_bytes
+        ours = self._pool.data_ptr() + layer * layout.pages * page
+        theirs = self._peer.pool + layer * self._peer.pages * page
+        pieces: list[tuple[int, int, int]] = []
+        for span in page_spans(source_pages, target_pages, target_first, size, begin, end):
+            source, target = ours + span.source * page, theirs + span.target * page
+            if span.hi - span.lo == size:
+                pieces.append((source, target, span.pages * page))
+            else:
+                for half in (0, size * token):  # keys, values
+                    at = half + span.lo * token
+                    pieces.append((source + at, target + at, (span.hi - span.lo) * token))
+        self._transfer("WRITE", pieces)
+        return (end - begin) * layout.token_bytes
+
+    def _write_words(self, slot: int, words: Mapping[int, int]) -> None:
+        pieces = []
+        for word, value in words.items():
+            self._out[word] = value
+            pieces.append((self._out.ctypes.data + word * WORD, self._at(slot, word), WORD))
+        self._transfer("WRITE", pieces)
+
+    def _at(self, slot: int, word: int) -> int:
+        return self._peer.table + (slot * ROW + word) * WORD
+
+    def _transfer(
+        self, direction: Literal["WRITE", "READ"], pieces: Iterable[tuple[int, int, int]]
+    ) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._agent.transfer(direction, np.array(pieces, dtype=np.uint64), self._check)
+        except MicroserveError as error:
+            self._end(error)
+            raise
+
+    def _check(self) -> None:
+        if self._connection is None or is_over(self._connection):
+            raise PeerUnreachable("the peer is gone")
+
+    def _end(self, failure: MicroserveError) -> None:
+        self._failure = failure
+        self._agent.close()
+        if self._connection is not None:
+            self._connection.close()
