@@ -28,6 +28,7 @@ from engine.protocol import (
     ModelInfo,
     NoCapacity,
     PageCounts,
+    Pin,
     PrepRecv,
     PrepRecvReply,
     Release,
@@ -98,6 +99,16 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         lease_id = parse(Commit, await _body(request, limit)).lease_id
         return {"committed_tokens": engine.commit(lease_id)}
 
+    @post("pin", Pin)
+    async def pin(request: Request) -> dict[str, int]:
+        """Keep what is cached of a prompt from eviction."""
+        return {"pinned_tokens": engine.pin(parse(Pin, await _body(request, limit)))}
+
+    @post("unpin", Pin)
+    async def unpin(request: Request) -> dict[str, int]:
+        """Keep it no longer; idempotent."""
+        return {"unpinned_tokens": engine.unpin(parse(Pin, await _body(request, limit)))}
+
     @post("release", Release)
     async def release(request: Request) -> dict[str, bool]:
         """End a lease, or abort what runs under a request id; idempotent."""
@@ -141,7 +152,7 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
                 leased=use.leased,
                 active=use.active,
                 quarantined=use.quarantined,
-                pinned=0,
+                pinned=use.pinned,
             ),
             running=engine.running,
             waiting=engine.waiting,

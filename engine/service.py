@@ -30,6 +30,7 @@ from engine.protocol import (
     LeaseExpired,
     MicroserveError,
     NoCapacity,
+    Pin,
     PrepRecv,
     PrepRecvReply,
     Release,
@@ -48,6 +49,7 @@ from kvcache.types import LeaseId, SeqId
 __all__ = ["GenerationStream", "MicroserveEngine"]
 
 LANDING_POLL_S = 0.001  # how often a waiting start_generate looks at its watermark
+FENCE_AFTER_S = 0.05  # a live sender lets go within microseconds of its last byte
 
 
 class GenerationStream:
@@ -291,6 +293,16 @@ class MicroserveEngine:
         """Publish a landed lease to the prefix cache; returns the tokens that it has now."""
         return self.cache.commit(LeaseId(lease_id))
 
+    def pin(self, call: Pin) -> int:
+        """Keep what is cached of `prompt` from eviction; returns the tokens that are."""
+        self._check_prompt(call.prompt)
+        return self.cache.pin(call.prompt)
+
+    def unpin(self, call: Pin) -> int:
+        """Keep it no longer; returns the tokens that were kept. Idempotent."""
+        self._check_prompt(call.prompt)
+        return self.cache.unpin(call.prompt)
+
     def release(self, call: Release) -> None:
         """End a lease, or all that runs under a request id. Idempotent."""
         if (call.lease_id is None) == (call.request_id is None):
@@ -431,13 +443,22 @@ class MicroserveEngine:
     async def _start_lease(
         self, generation: Generation, lease_id: LeaseId, begin: int | None
     ) -> None:
-        """Wait for `begin` tokens to land, and for the sender to let go; the lease bounds both."""
+        """Wait for `begin` tokens to land, as long as the lease lives, and then for the sender to
+        let go; one that does not, because it was stopped, is left behind."""
+        landed_at: float | None = None
         while True:
+            now = time.monotonic()
             try:
                 generation.cached = self.cache.start_lease(
-                    lease_id, generation.seq_id, generation.tokens, begin
+                    lease_id,
+                    generation.seq_id,
+                    generation.tokens,
+                    begin,
+                    fence=landed_at is not None and now - landed_at > FENCE_AFTER_S,
                 )
             except KVIncomplete:
+                if landed_at is None and self.cache.lease(lease_id).landed >= (begin or 0):
+                    landed_at = now
                 await asyncio.sleep(LANDING_POLL_S)
             else:
                 generation.begin = generation.cached

@@ -1,0 +1,89 @@
+"""Who holds which layers and heads, and what goes where when two splits differ (DistServe, DS4).
+
+An engine may be split over workers, by layers (pipeline parallel) and KV heads (tensor parallel).
+A put between two engines is then copies only: each worker of the sender writes, into each worker of
+the receiver, the intersection of their layer ranges and of their head ranges. Nothing is computed;
+workers that share nothing do not speak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvcache.errors import BadRequest
+
+__all__ = ["Overlap", "Shard", "overlap", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One worker's part of the model: layers `[layer, layer_end)`, KV heads `[head, head_end)`."""
+
+    layer: int
+    layer_end: int
+    head: int
+    head_end: int
+
+    @property
+    def layers(self) -> int:
+        return self.layer_end - self.layer
+
+    @property
+    def heads(self) -> int:
+        return self.head_end - self.head
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What two shards have in common, in global layers and heads."""
+
+    layer: int
+    layer_end: int
+    head: int
+    head_end: int
+
+    def layers_in(self, shard: Shard) -> range:
+        """The common layers as `shard` counts its own."""
+        return range(self.layer - shard.layer, self.layer_end - shard.layer)
+
+    def heads_in(self, shard: Shard) -> slice:
+        """The common heads as `shard` counts its own."""
+        return slice(self.head - shard.head, self.head_end - shard.head)
+
+
+def split(layers: int, heads: int, *, pp: int, tp: int) -> list[Shard]:
+    """The shards of `pp * tp` workers, pipeline stage by stage, as even as they come.
+
+    Where a count does not divide, the first ones get one more. Raises `BadRequest` for more parts
+    than there are layers or heads.
+    """
+    if not 1 <= pp <= layers:
+        raise BadRequest(f"{layers} layers cannot be split over {pp} stages", param="pp")
+    if not 1 <= tp <= heads:
+        raise BadRequest(f"{heads} KV heads cannot be split over {tp} workers", param="tp")
+    return [
+        Shard(*layer_range, *head_range)
+        for layer_range in _ranges(layers, pp)
+        for head_range in _ranges(heads, tp)
+    ]
+
+
+def overlap(sender: Shard, receiver: Shard) -> Overlap | None:
+    """What `sender` has to write into `receiver`; None if nothing."""
+    common = Overlap(
+        max(sender.layer, receiver.layer),
+        min(sender.layer_end, receiver.layer_end),
+        max(sender.head, receiver.head),
+        min(sender.head_end, receiver.head_end),
+    )
+    if common.layer >= common.layer_end or common.head >= common.head_end:
+        return None
+    return common
+
+
+def _ranges(count: int, parts: int) -> Sequence[tuple[int, int]]:
+    each, more = divmod(count, parts)
+    ends = [each * part + min(part, more) for part in range(parts + 1)]
+    return list(pairwise(ends))
