@@ -30,7 +30,7 @@ from engine.protocol import (
     Release,
 )
 from engine.service import MicroserveEngine
-from kvcache.transport import MemoryNetwork, mapped
+from kvcache.transport import MemoryNetwork
 
 PROMPT = [(11 * n) % 250 for n in range(70)]
 END = len(PROMPT) - 1
@@ -368,7 +368,7 @@ async def test_a_release_reaches_a_send_that_waits_for_its_claim(
     (lease,) = decode.cache.leases()
     region = decode.cache.transport.region
     assert region.try_right(lease.slot)  # so that the claim has to wait
-    monkeypatch.setattr(mapped, "RIGHT_TIMEOUT_S", 20.0)
+    monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 20.0)
     call = asyncio.create_task(prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr)))
     await asyncio.sleep(0)
     assert prefill.puts_in_flight == 1
