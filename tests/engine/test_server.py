@@ -28,6 +28,7 @@ SEND = {"request_id": "r", "prompt": PROMPT, "begin": 0, "end": 39, "kv_addr": "
 def server(engine_process: EngineProcess) -> Iterator[EngineProcess]:
     """The shared process, which works and has lost nothing after each test."""
     yield engine_process
+    engine_process.at_rest()
     assert len(engine_process.generate(PROMPT)) == 4
     engine_process.at_rest()
 

@@ -169,6 +169,7 @@ class TwoCaches(RuleBasedStateMachine):
             return multiple()
         here = cache.add_sequence(seq_id, lease.prompt[:end])
         cache.mark_send(seq_id, put, begin, end)
+        put.close().exception(timeout=10)  # done by now: the same history, the same result
         sending = Sending(side, put, seq_id, lease, lease.prompt[:end])
         self.open.append(sending)
         self.seqs.append(Seq(side, seq_id, lease.prompt[:here]))
@@ -187,6 +188,7 @@ class TwoCaches(RuleBasedStateMachine):
             compute(cache, sending.seq_id, chunk)
         except NoCapacity:
             return
+        sending.put.close().exception(timeout=10)
         seq.tokens = seq.tokens + chunk
 
     @rule(sending=consumes(sendings), publish=st.booleans())
