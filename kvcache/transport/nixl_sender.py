@@ -42,7 +42,7 @@ class Link:
         self._failure: MicroserveError | None = None
         self._connection: socket.socket | None = None
         self._agent: Agent
-        self._peer: Welcome
+        self._welcome: Welcome
 
     def open(self, host: str, port: int, secret: bytes, epoch: int) -> None:
         """Connect. Raises `PeerUnreachable`, and `StaleEpoch` if it is another life of the peer."""
@@ -52,7 +52,7 @@ class Link:
             self._failure = PeerUnreachable(f"nobody listens at {host}:{port}: {error}")
             raise self._failure from error
         try:
-            self._peer = meet(connection, secret, epoch)
+            self._welcome = meet(connection, secret, epoch)
             watch(connection)
             self._agent = Agent(
                 [
@@ -61,7 +61,7 @@ class Link:
                     (self._out.ctypes.data, self._out.nbytes),
                 ]
             )
-            self._agent.connect(bytes.fromhex(self._peer.metadata))
+            self._agent.connect(bytes.fromhex(self._welcome.metadata))
         except MicroserveError as error:
             self._failure = error
             connection.close()
@@ -134,14 +134,18 @@ class Link:
             pieces.append((self._out.ctypes.data + word * WORD, self._at(slot, word), WORD))
         self._transfer("WRITE", pieces)
 
+    @property
+    def _peer(self) -> Welcome:
+        if self._failure is not None:
+            raise self._failure
+        return self._welcome
+
     def _at(self, slot: int, word: int) -> int:
         return self._peer.table + (slot * ROW + word) * WORD
 
     def _transfer(
         self, direction: Literal["WRITE", "READ"], pieces: Iterable[tuple[int, int, int]]
     ) -> None:
-        if self._failure is not None:
-            raise self._failure
         try:
             self._agent.transfer(direction, np.array(pieces, dtype=np.uint64), self._check)
         except MicroserveError as error:

@@ -11,14 +11,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import torch
 from kv_helpers import assert_content, compute, make_cache, send, sequence, small_layout
 
 from kvcache.errors import MicroserveError
-from kvcache.transport import ShmTransport, mapped
+from kvcache.layout import KVLayout
+from kvcache.transport import ShmTransport, Transport, mapped
 from kvcache.types import LeaseId, SeqId
 
 PAGES = 32
@@ -27,11 +30,16 @@ PAGES = 32
 class Commands:
     """What a peer does when told to."""
 
+    within: ClassVar[tuple[ModuleType, str]] = (mapped, "copy_span")  # called under the right
+
     def __init__(self, name: str, epoch: int) -> None:
         torch.set_num_threads(1)
         layout = small_layout(PAGES)
-        transport = ShmTransport(layout, epoch)
+        transport = self.transport(layout, epoch)
         self.cache = make_cache(transport, layout, name=name, epoch=epoch, clock=time.monotonic)
+
+    def transport(self, layout: KVLayout, epoch: int) -> Transport:
+        return ShmTransport(layout, epoch)
 
     def prep_recv(self, prompt: list[int], end: int) -> tuple[str, str]:
         lease, address = self.cache.prep_recv("r", prompt, end, 0, 60.0)
@@ -51,17 +59,18 @@ class Commands:
 
     def send_and_stop_within(self, address: str, prompt: list[int], end: int) -> str:
         """Stop this process while it holds the write right, before a byte; say how it went on."""
-        copy_span = mapped.copy_span
+        module, function = self.within
+        usual = getattr(module, function)
 
-        def stop_first(*args: Any) -> int:
-            mapped.copy_span = copy_span
+        def stop_first(*args: Any) -> Any:
+            setattr(module, function, usual)
             # To this thread: sent to the process, it might run on for a moment.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-            return copy_span(*args)
+            return usual(*args)
 
         put = self.cache.open_put(address, prompt, 0, end)
         seq_id = sequence(self.cache, 7, prompt[:end])
-        mapped.copy_span = stop_first
+        setattr(module, function, stop_first)
         self.cache.mark_send(seq_id, put, 0, end)
         try:
             put.close().result(10)
@@ -74,8 +83,8 @@ class Commands:
         compute(self.cache, SeqId(number), tokens)
 
 
-def serve(pipe: Connection, name: str, epoch: int) -> None:
-    commands = Commands(name, epoch)
+def serve(pipe: Connection, make: Callable[[str, int], Commands], name: str, epoch: int) -> None:
+    commands = make(name, epoch)
     pipe.send(os.getpid())
     while True:
         try:
@@ -94,9 +103,13 @@ class Peer:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["kvcache.cache"])
 
-    def __init__(self, name: str, epoch: int = 1) -> None:
+    def __init__(
+        self, name: str, epoch: int = 1, make: Callable[[str, int], Commands] = Commands
+    ) -> None:
         self._pipe, theirs = self.context.Pipe()
-        self._process = self.context.Process(target=serve, args=(theirs, name, epoch), daemon=True)
+        self._process = self.context.Process(
+            target=serve, args=(theirs, make, name, epoch), daemon=True
+        )
         self._process.start()
         theirs.close()
         self.pid: int = self._pipe.recv()

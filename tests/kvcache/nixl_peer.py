@@ -1,0 +1,81 @@
+"""The second process of `shm_peer`, over NIXL: elsewhere on the loopback, or in another network."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import ClassVar
+
+from kv_helpers import make_cache
+from shm_peer import Commands
+
+from kvcache.address import KVAddress
+from kvcache.layout import KVLayout
+from kvcache.transport import Transport, nixl_sender
+from kvcache.transport.nixl import NixlTransport
+
+CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
+MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 2
+
+
+class NixlCommands(Commands):
+    within: ClassVar[tuple[ModuleType, str]] = (nixl_sender, "page_spans")
+
+    def __init__(
+        self,
+        host: str,
+        environment: Mapping[str, str],
+        port: int,
+        namespace: str,
+        name: str,
+        epoch: int,
+    ) -> None:
+        os.environ.update(environment)
+        if namespace:
+            enter(namespace)
+        self._where = host, port
+        super().__init__(name, epoch)
+
+    def transport(self, layout: KVLayout, epoch: int) -> Transport:
+        host, port = self._where
+        return NixlTransport(layout, epoch, secret=b"wire", host=host, port=port)
+
+    def become_big(self, layout: KVLayout) -> None:
+        """Start again with another layout."""
+        self.cache.transport.close()
+        self.cache = make_cache(self.transport(layout, 1), layout, name="big")
+
+    def prep_recv_big(self, end: int) -> str:
+        return self.cache.prep_recv("r", list(range(end + 1)), end, 0, 60.0)[1]
+
+    def flood(self, address: str, end: int) -> str:
+        """Put the same ones into all layers, again and again, never signalling; until killed."""
+        self.cache.pool[:, 1:] = 1.0
+        put = self.cache.open_put(address, list(range(end + 1)), 0, end)
+        pages = KVAddress.verify(address, b"secret").pages()  # the same numbers here
+        while not put.failed:
+            for layer in range(self.cache.layout.layers):
+                put.write(layer, pages, 0, end)
+            put.close().result()
+        return "stopped"
+
+
+def enter(namespace: str) -> None:
+    """Move this process, of one thread, into a network namespace, as `ip netns exec` does: with the
+    /sys that belongs to it, where UCX looks for networks."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *args: object) -> None:
+        if getattr(libc, name)(*args):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}: {name}")
+
+    handle = os.open(Path("/run/netns") / namespace, os.O_RDONLY)
+    call("setns", handle, CLONE_NEWNET)
+    os.close(handle)
+    call("unshare", CLONE_NEWNS)
+    call("mount", b"none", b"/", None, MS_REC | MS_SLAVE, None)
+    call("umount2", b"/sys", MNT_DETACH)
+    call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
