@@ -147,7 +147,9 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _running(config: EngineConfig, secret: bytes, epoch: int) -> AsyncIterator[MicroserveEngine]:
+async def _running(
+    config: EngineConfig, secret: bytes, epoch: int
+) -> AsyncIterator[MicroserveEngine]:
     """The engine with its model loaded and its step loop turning; all of it is gone afterwards."""
     from engine.build import build_engine
 
