@@ -41,7 +41,8 @@ from engine.protocol import (
     parse,
 )
 from engine.protocol.config import EngineConfig
-from engine.service import GenerationStream, MicroserveEngine
+from engine.service import MicroserveEngine
+from engine.stream import GenerationStream
 
 __all__ = ["build_app"]
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import count
 
 from tokenizers import Tokenizer
 
-from engine.detokenizer import Detokenizer, Released, token_bytes
-from engine.job import Generation, Job, Sampled, Send
+from engine.job import Generation, Job, Send
+from engine.limits import Limits, resolve
 from engine.loop import Drawn, StepLoop
 from engine.metrics import EngineMetrics
 from engine.models import LoadedModel
@@ -24,7 +24,6 @@ from engine.protocol import (
     BadRequest,
     Draining,
     DuplicateRequest,
-    Event,
     Internal,
     KVIncomplete,
     LeaseExpired,
@@ -37,90 +36,18 @@ from engine.protocol import (
     RemoteSend,
     RemoteSendReply,
     StartGenerate,
-    TokenLogprob,
     UnknownLease,
-    Usage,
 )
 from engine.scheduler import Scheduler
+from engine.stream import GenerationStream
 from kvcache.cache import KVCache
 from kvcache.transport import Put
 from kvcache.types import LeaseId, SeqId
 
-__all__ = ["GenerationStream", "MicroserveEngine"]
+__all__ = ["MicroserveEngine"]
 
 LANDING_POLL_S = 0.001  # how often a waiting start_generate looks at its watermark
 FENCE_AFTER_S = 0.05  # a live sender lets go within microseconds of its last byte
-
-
-class GenerationStream:
-    """The events of one generation. Iterate to its end, or `close` it, which aborts."""
-
-    def __init__(
-        self, engine: MicroserveEngine, generation: Generation, detokenizer: Detokenizer
-    ) -> None:
-        self._engine = engine
-        self._generation = generation
-        self._detokenizer = detokenizer
-        self._drawn: asyncio.Queue[Drawn] = asyncio.Queue()
-        self._arrived = time.monotonic()
-        self._completion = len(generation.output)  # what was delivered; the loop may be ahead
-
-    def put(self, drawn: Drawn) -> None:
-        """Take over what a step drew for this generation."""
-        self._drawn.put_nowait(drawn)
-
-    async def events(self) -> AsyncIterator[Event]:
-        """One event for each step that released tokens; the last has a `finish_reason`.
-
-        Raises the failure that ended the generation. Leaving early aborts it.
-        """
-        previous, first_token, first_event = self._arrived, True, True
-        try:
-            while True:
-                drawn = await self._drawn.get()
-                if drawn.failure is not None:
-                    raise drawn.failure
-                if drawn.sampled is None:
-                    raise Internal("a step delivered nothing")
-                now = time.monotonic()
-                self._engine.metrics.token(now - previous, first=first_token)
-                previous, first_token = now, False
-                self._completion += 1
-                released = self._detokenizer.push(drawn.sampled, last=drawn.finish is not None)
-                done = drawn.finish is not None or released.stopped is not None
-                if not done and not released.sampled:
-                    continue
-                event = self._event(drawn, released)
-                if first_event:
-                    event.begin, first_event = self._generation.begin, False
-                yield event
-                if done:
-                    return
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Abort the generation, if it still runs. Idempotent."""
-        self._engine.forget(self._generation)
-
-    def _event(self, drawn: Drawn, released: Released) -> Event:
-        generation = self._generation
-        event = Event(token_ids=[sampled.token for sampled in released.sampled], text=released.text)
-        if generation.sampling.logprobs is not None:
-            event.logprobs = [self._engine.logprob(sampled) for sampled in released.sampled]
-        if released.stopped is not None:
-            event.finish_reason, event.stop_reason = "stop", released.stopped
-        elif drawn.finish is not None and drawn.sampled is not None:
-            event.finish_reason = drawn.finish
-            if drawn.finish == "stop" and drawn.sampled.token not in self._engine.eos:
-                event.stop_reason = drawn.sampled.token
-        if event.finish_reason is not None:
-            event.usage = Usage(
-                prompt_tokens=generation.prompt_len,
-                completion_tokens=self._completion,
-                cached_tokens=min(generation.cached, generation.prompt_len),
-            )
-        return event
 
 
 class MicroserveEngine:
@@ -148,6 +75,7 @@ class MicroserveEngine:
         self.draining = False
         self.loop: StepLoop
         self._scheduler = scheduler
+        self._limits = Limits(model.config, cache.page_use().total * cache.layout.page_size)
         self._max_live = max_live
         self._lease_ms = lease_ms
         self._seq_ids = (SeqId(number) for number in count(1))
@@ -195,7 +123,9 @@ class MicroserveEngine:
     def prep_recv(self, call: PrepRecv) -> PrepRecvReply:
         """Match `prompt[:end]`, take pages for the rest, and say where to put it."""
         self._admit(call.prompt)
-        end = _resolve(call.end, len(call.prompt), "end")
+        end = resolve(call.end, len(call.prompt), "end")
+        if any(lease.request_id == call.request_id for lease in self.cache.leases()):
+            raise DuplicateRequest(f"{call.request_id} has a lease", param="request_id")
         lease_s = (call.lease_ms or self._lease_ms) / 1000
         lease, address = self.cache.prep_recv(
             call.request_id, call.prompt, end, call.reserve, lease_s
@@ -215,9 +145,9 @@ class MicroserveEngine:
         Returns after the last byte has landed. Cancelled, it stops sending; pages that are being
         written from stay held until the write is over.
         """
-        self._check_prompt(call.prompt)
-        begin = _resolve(call.begin, len(call.prompt), "begin")
-        end = _resolve(call.end, len(call.prompt), "end")
+        self._limits.check_prompt(call.prompt)
+        begin = resolve(call.begin, len(call.prompt), "begin")
+        end = resolve(call.end, len(call.prompt), "end")
         if begin >= end:
             raise BadRange(f"begin {begin} is not below end {end}", param="begin")
         if call.request_id in self._sends:
@@ -250,7 +180,7 @@ class MicroserveEngine:
         With a lease, waits until `prompt[:begin]` has landed or the lease ends.
         """
         self._admit(call.prompt)
-        self._check_sampling(call)
+        self._limits.check_sampling(call)
         if call.request_id in self._generations or call.request_id in self._starting:
             raise DuplicateRequest(f"{call.request_id} is running", param="request_id")
         if len(self._generations) + len(self._starting) >= self._max_live:
@@ -258,7 +188,7 @@ class MicroserveEngine:
         tokens = call.prompt + call.output
         begin = None
         if call.begin is not None:
-            begin = _resolve(call.begin, len(tokens), "begin")
+            begin = resolve(call.begin, len(tokens), "begin")
             if begin == len(tokens):
                 raise BadRange("begin must leave a token to compute", param="begin")
         generation = Generation(
@@ -276,14 +206,7 @@ class MicroserveEngine:
                 await self._start_lease(generation, LeaseId(call.lease_id), begin)
             finally:
                 self._starting.discard(call.request_id)
-        detokenizer = Detokenizer(
-            self.tokenizer,
-            tokens,
-            stop=call.stop,
-            include_stop=call.include_stop_str_in_output,
-            skip_special_tokens=call.skip_special_tokens,
-        )
-        stream = GenerationStream(self, generation, detokenizer)
+        stream = GenerationStream(generation, self.tokenizer, self.eos, self.metrics, self.forget)
         self._generations[call.request_id] = generation
         self._streams[generation] = stream
         self.loop.submit(generation)
@@ -295,12 +218,12 @@ class MicroserveEngine:
 
     def pin(self, call: Pin) -> int:
         """Keep what is cached of `prompt` from eviction; returns the tokens that are."""
-        self._check_prompt(call.prompt)
+        self._limits.check_prompt(call.prompt)
         return self.cache.pin(call.prompt)
 
     def unpin(self, call: Pin) -> int:
         """Keep it no longer; returns the tokens that were kept. Idempotent."""
-        self._check_prompt(call.prompt)
+        self._limits.check_prompt(call.prompt)
         return self.cache.unpin(call.prompt)
 
     def release(self, call: Release) -> None:
@@ -335,17 +258,6 @@ class MicroserveEngine:
             del self._generations[generation.request_id]
             self.loop.abort(generation)
 
-    def logprob(self, sampled: Sampled) -> TokenLogprob:
-        """A drawn token's log probability in its wire form."""
-
-        def item(token: int, logprob: float) -> TokenLogprob:
-            text, raw = token_bytes(self.tokenizer, token)
-            return TokenLogprob(token_id=token, token=text, bytes=raw, logprob=logprob)
-
-        chosen = item(sampled.token, sampled.logprob or 0.0)
-        chosen.top = [item(token, logprob) for token, logprob in sampled.top]
-        return chosen
-
     @property
     def running(self) -> int:
         return len(self._scheduler.running)
@@ -367,55 +279,14 @@ class MicroserveEngine:
     def _admit(self, prompt: Sequence[int]) -> None:
         if self.draining:
             raise Draining("this engine is draining")
-        self._check_prompt(prompt)
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        config = self.model.config
-        if not prompt:
-            raise BadRequest("the prompt is empty", param="prompt")
-        if len(prompt) > config.context_length:
-            raise BadRequest(
-                f"{len(prompt)} tokens exceed the context of {config.context_length}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if max(prompt) >= config.vocab_size:
-            raise BadRequest(
-                f"token {max(prompt)} is outside the vocabulary of {config.vocab_size}",
-                param="prompt",
-            )
-
-    def _check_sampling(self, call: StartGenerate) -> None:
-        config = self.model.config
-        total = len(call.prompt) + call.max_tokens
-        if total > config.context_length:
-            raise BadRequest(
-                f"{len(call.prompt)} prompt tokens and {call.max_tokens} more exceed the context "
-                f"of {config.context_length}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        if self.cache.layout.pages_for(total) > self.cache.page_use().total:
-            raise BadRequest(f"{total} tokens exceed this engine's KV pool", param="max_tokens")
-        if len(call.output) >= call.max_tokens:
-            raise BadRequest("output has max_tokens already", param="output")
-        for name, ids in (
-            ("output", call.output),
-            ("stop_token_ids", call.stop_token_ids),
-            ("logit_bias", call.logit_bias),
-        ):
-            if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
-                raise BadRequest(f"{name} has a token outside the vocabulary", param=name)
-        if call.min_tokens > call.max_tokens:
-            raise BadRequest("min_tokens is above max_tokens", param="min_tokens")
+        self._limits.check_prompt(prompt)
 
     # Parts of the calls
 
     def _reserve(self, call: RemoteSend, begin: int, end: int, put: Put) -> Send:
         """A send with its sequence and all the pages it needs, or `NoCapacity` at once."""
         tokens = call.prompt[:end]
-        if self.cache.layout.pages_for(end) > self.cache.page_use().total:
-            raise BadRequest(f"{end} tokens exceed this engine's KV pool", param="end")
+        self._limits.check_send(end)
         seq_id = next(self._seq_ids)
         with self.cache.lock:
             # Matched beyond `end` too: a cached page can be sent in part.
@@ -448,17 +319,20 @@ class MicroserveEngine:
         landed_at: float | None = None
         while True:
             now = time.monotonic()
+            lease = self.cache.lease(lease_id)
+            if lease.landed < min(begin or 0, lease.end):
+                await asyncio.sleep(LANDING_POLL_S)
+                continue
+            landed_at = landed_at or now
             try:
                 generation.cached = self.cache.start_lease(
                     lease_id,
                     generation.seq_id,
                     generation.tokens,
                     begin,
-                    fence=landed_at is not None and now - landed_at > FENCE_AFTER_S,
+                    fence=now - landed_at > FENCE_AFTER_S,
                 )
             except KVIncomplete:
-                if landed_at is None and self.cache.lease(lease_id).landed >= (begin or 0):
-                    landed_at = now
                 await asyncio.sleep(LANDING_POLL_S)
             else:
                 generation.begin = generation.cached
@@ -471,11 +345,3 @@ class MicroserveEngine:
             stream = self._streams.get(job)
             if stream is not None:
                 stream.put(Drawn(job, failure=MicroserveError("the request was released")))
-
-
-def _resolve(value: int, length: int, name: str) -> int:
-    """A begin or end, negative ones from the end. Raises `BadRange` outside [0, length]."""
-    position = value + length if value < 0 else value
-    if not 0 <= position <= length:
-        raise BadRange(f"{name} {value} is outside the prompt of {length} tokens", param=name)
-    return position

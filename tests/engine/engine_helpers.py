@@ -17,7 +17,8 @@ from engine.models import LoadedModel, load_model
 from engine.protocol import Event, PrepRecv, RemoteSend, Sampling, StartGenerate
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
-from engine.service import GenerationStream, MicroserveEngine
+from engine.service import MicroserveEngine
+from engine.stream import GenerationStream
 from kvcache.cache import KVCache
 from kvcache.layout import KVLayout
 from kvcache.transport import MemoryNetwork, MemoryTransport

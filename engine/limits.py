@@ -1,0 +1,74 @@
+"""What an engine can be asked for: the checks that need the model's and the pool's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.models import ModelConfig
+from engine.protocol import BadRange, BadRequest, StartGenerate
+
+__all__ = ["Limits", "resolve"]
+
+
+class Limits:
+    """Raises `BadRequest`, naming the parameter, for what can never be served here."""
+
+    def __init__(self, config: ModelConfig, pool_tokens: int) -> None:
+        """`pool_tokens`: how many tokens the whole KV pool holds."""
+        self._config = config
+        self._pool_tokens = pool_tokens
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Not empty, within the context and the vocabulary."""
+        config = self._config
+        if not prompt:
+            raise BadRequest("the prompt is empty", param="prompt")
+        if len(prompt) > config.context_length:
+            raise BadRequest(
+                f"{len(prompt)} tokens exceed the context of {config.context_length}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if max(prompt) >= config.vocab_size:
+            raise BadRequest(
+                f"token {max(prompt)} is outside the vocabulary of {config.vocab_size}",
+                param="prompt",
+            )
+
+    def check_sampling(self, call: StartGenerate) -> None:
+        """Prompt and output fit the context and the pool; token ids are of the vocabulary."""
+        config = self._config
+        total = len(call.prompt) + call.max_tokens
+        if total > config.context_length:
+            raise BadRequest(
+                f"{len(call.prompt)} prompt tokens and {call.max_tokens} more exceed the context "
+                f"of {config.context_length}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if total > self._pool_tokens:
+            raise BadRequest(f"{total} tokens exceed this engine's KV pool", param="max_tokens")
+        if len(call.output) >= call.max_tokens:
+            raise BadRequest("output has max_tokens already", param="output")
+        for name, ids in (
+            ("output", call.output),
+            ("stop_token_ids", call.stop_token_ids),
+            ("logit_bias", call.logit_bias),
+        ):
+            if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
+                raise BadRequest(f"{name} has a token outside the vocabulary", param=name)
+        if call.min_tokens > call.max_tokens:
+            raise BadRequest("min_tokens is above max_tokens", param="min_tokens")
+
+    def check_send(self, end: int) -> None:
+        """The prefix fits the pool."""
+        if end > self._pool_tokens:
+            raise BadRequest(f"{end} tokens exceed this engine's KV pool", param="end")
+
+
+def resolve(value: int, length: int, name: str) -> int:
+    """A begin or end, negative ones from the end. Raises `BadRange` outside [0, length]."""
+    position = value + length if value < 0 else value
+    if not 0 <= position <= length:
+        raise BadRange(f"{name} {value} is outside the prompt of {length} tokens", param=name)
+    return position
