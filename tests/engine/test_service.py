@@ -265,6 +265,15 @@ async def test_draining_refuses_what_is_new_and_lets_move_away(pair: Pair):
 # Ends before the end
 
 
+async def test_a_second_lease_under_one_request_id_is_refused(engine: MicroserveEngine):
+    first = engine.prep_recv(prep(PROMPT, END))
+    with pytest.raises(DuplicateRequest):
+        engine.prep_recv(prep(PROMPT, END))
+    engine.release(Release(lease_id=first.lease_id))
+    second = engine.prep_recv(prep(PROMPT, END))
+    engine.release(Release(lease_id=second.lease_id))
+
+
 async def test_a_duplicate_is_refused_until_the_first_has_ended(engine: MicroserveEngine):
     stream = await engine.start_generate(start(PROMPT, max_tokens=900))
     with pytest.raises(DuplicateRequest):
