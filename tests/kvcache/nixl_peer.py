@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from kvcache.address import KVAddress
 from kvcache.layout import KVLayout
 from kvcache.transport import Transport, nixl_sender
 from kvcache.transport.nixl import NixlTransport
+from kvcache.types import LeaseId
 
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
 MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 2
@@ -48,15 +50,31 @@ class NixlCommands(Commands):
         self.cache.transport.close()
         self.cache = make_cache(self.transport(layout, 1), layout, name="big")
 
-    def prep_recv_big(self, end: int) -> str:
-        return self.cache.prep_recv("r", list(range(end + 1)), end, 0, 60.0)[1]
+    def prep_recv_big(self, end: int) -> tuple[str, str]:
+        lease, address = self.cache.prep_recv("r", list(range(end + 1)), end, 0, 60.0)
+        return lease.lease_id, address
+
+    def touched(self) -> bool:
+        return bool(self.cache.pool.count_nonzero())
+
+    def written_after_quarantine(self, lease_id: str) -> int:
+        """End a lease, and count what changes once its pages are free."""
+        self.cache.release(LeaseId(lease_id))
+        while self.cache.page_use().quarantined:
+            self.cache.sweep()
+            time.sleep(0)  # the others' turn
+        sample = self.cache.pool[:, :, :, 0, 0, 0]  # of each page; quick, so that nothing is missed
+        before = sample.clone()
+        time.sleep(0.3)
+        self.cache.check_integrity()
+        return int((sample != before).sum())
 
     def flood(self, address: str, end: int) -> str:
-        """Put the same ones into all layers, again and again, never signalling; until killed."""
-        self.cache.pool[:, 1:] = 1.0
+        """Put into all layers, again and again, each time something else; until killed."""
         put = self.cache.open_put(address, list(range(end + 1)), 0, end)
         pages = KVAddress.verify(address, b"secret").pages()  # the same numbers here
         while not put.failed:
+            self.cache.pool[:, 1:, :, 0, 0, 0] += 1
             for layer in range(self.cache.layout.layers):
                 put.write(layer, pages, 0, end)
             put.close().result()
