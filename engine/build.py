@@ -16,7 +16,7 @@ from engine.scheduler import Scheduler
 from engine.service import MicroserveEngine
 from kvcache.cache import KVCache
 from kvcache.layout import KVLayout
-from kvcache.transport import ShmTransport
+from kvcache.transport import NixlTransport, ShmTransport, Transport
 from kvcache.types import EngineId
 
 __all__ = ["build_engine"]
@@ -29,7 +29,8 @@ CONTEXTS = 2  # the pool holds at least so many sequences of full length
 def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveEngine:
     """Load the model and allocate the pool. Call it on the event loop that will serve.
 
-    The step loop is not started. Raises `ModelError`, and `BadRequest` for a bad page size.
+    The step loop is not started. Raises `ModelError`, `BadRequest` for a bad page size or a
+    transport that is not installed, and `OSError` if it cannot listen.
     """
     device = torch.device(config.device)
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -39,7 +40,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     layout = _layout(model, config, dtype)
     cache = KVCache(
         layout,
-        ShmTransport(layout, epoch),
+        _transport(config, layout, secret, epoch),
         query_heads=model.config.num_heads,
         engine_id=EngineId(config.engine_id),
         epoch=epoch,
@@ -66,6 +67,12 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     )
     metrics.watch(engine)
     return engine
+
+
+def _transport(config: EngineConfig, layout: KVLayout, secret: bytes, epoch: int) -> Transport:
+    if config.transport == "nixl":
+        return NixlTransport(layout, epoch, secret=secret, host=config.host)
+    return ShmTransport(layout, epoch)
 
 
 def _layout(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVLayout:

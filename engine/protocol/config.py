@@ -25,6 +25,9 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", "of weights and KV")
     threads: int = flag(0, "compute threads; 0: one per usable core")
     cpus: str = flag("", "cores to run on, as in 0,1 or 0-3; empty: any")
+    transport: Literal["shm", "nixl"] = flag(
+        "shm", "how KV travels: shm within a host; nixl also between hosts (extra nixl)"
+    )
     pool_pages: int = flag(0, "pages of the KV pool; 0: chosen from the model and free memory")
     page_size: int = flag(16, "tokens per page")
     max_batch: int = flag(256, "sequences decoded in one step, at most")

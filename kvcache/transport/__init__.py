@@ -2,6 +2,7 @@
 
 from kvcache.transport.base import Put, Transport
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
+from kvcache.transport.nixl import NixlTransport
 from kvcache.transport.shm import ShmTransport
 
-__all__ = ["MemoryNetwork", "MemoryTransport", "Put", "ShmTransport", "Transport"]
+__all__ = ["MemoryNetwork", "MemoryTransport", "NixlTransport", "Put", "ShmTransport", "Transport"]
