@@ -75,7 +75,7 @@ class Step:
             if mark is not None:
                 begin, end = max(span.start, mark.begin), min(span.start + span.count, mark.end)
                 if begin < end:
-                    mark.put.write(layer, span.pages, begin, end)
+                    mark.put.write(range(layer, layer + 1), span.pages, begin, end)
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """Attention of the rows over one layer's `pages`; rows past the declared ones are zero."""

@@ -22,8 +22,8 @@ class Put(Protocol):
 
     bytes_sent: int
 
-    def write(self, layer: int, pages: Sequence[PageId], begin: int, end: int) -> None:
-        """Put positions `[begin, end)` of one layer; `pages` are the sender's, from position 0."""
+    def write(self, layers: range, pages: Sequence[PageId], begin: int, end: int) -> None:
+        """Put positions `[begin, end)` of `layers`; `pages` are the sender's, from position 0."""
         ...
 
     def signal(self, landed: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,20 +12,26 @@ import numpy.typing as npt
 import torch
 
 from kvcache.address import KVAddress
+from kvcache.layout import KVLayout
 from kvcache.region import Region
-from kvcache.transport.copy import copy_span
 from kvcache.transport.put import QueuedPut
-from kvcache.types import PageId
+from kvcache.transport.runs import Runs
 
-__all__ = ["MappedTarget", "copy_span", "open_mapped"]
+__all__ = ["MappedTarget", "open_mapped"]
+
+_memcpy = ctypes.CDLL(None).memcpy  # lets go of the GIL while it copies
+_memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcpy.restype = None
 
 
 class MappedTarget:
     """A `Target` in this process's address space."""
 
     def __init__(self, source: torch.Tensor, region: Region) -> None:
-        self._source = source  # KVLayout.shape, ours
-        self._region = region
+        """`source` is our pool, `KVLayout.shape`; both pools are contiguous and on the CPU."""
+        self._source, self._region = source, region  # their memory lives as long as this does
+        self._from, self._from_layer = _layers(source)
+        self._into, self._into_layer = _layers(region.pool)
 
     def try_right(self, slot: int) -> bool:
         return self._region.try_right(slot)
@@ -39,34 +47,27 @@ class MappedTarget:
         for word, value in words.items():
             self._region.slots[slot, word] = value
 
-    def copy(
-        self,
-        layer: int,
-        source_pages: Sequence[PageId],
-        target_pages: Sequence[PageId],
-        target_first: int,
-        begin: int,
-        end: int,
-    ) -> int:
-        return copy_span(
-            self._source[layer],
-            source_pages,
-            self._region.pool[layer],
-            target_pages,
-            target_first,
-            begin,
-            end,
-        )
+    def copy(self, layer: int, runs: Runs) -> None:
+        into = runs[:, 1] + (self._into + layer * self._into_layer)
+        source = runs[:, 0] + (self._from + layer * self._from_layer)
+        # One loop in C over all runs: a call of torch costs more than the bytes of a page.
+        deque(map(_memcpy, into.tolist(), source.tolist(), runs[:, 2].tolist()), maxlen=0)
 
 
 def open_mapped(
     source: torch.Tensor,
+    layout: KVLayout,
     region: Region,
     address: KVAddress,
     begin: int,
     worker: ThreadPoolExecutor,
 ) -> QueuedPut:
     """Claim a lease in a mapped region; `source` is our pool. Raises as `QueuedPut.take_claim`."""
-    put = QueuedPut(MappedTarget(source, region), address, source.shape[3], worker)
+    put = QueuedPut(MappedTarget(source, region), address, layout, worker)
     put.take_claim(begin)
     return put
+
+
+def _layers(pool: torch.Tensor) -> tuple[int, int]:
+    """Where a pool begins, and how many bytes a layer takes."""
+    return pool.data_ptr(), pool.stride(0) * pool.element_size()

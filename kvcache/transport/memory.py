@@ -33,6 +33,7 @@ class MemoryTransport:
     """A `Transport` over plain memory."""
 
     def __init__(self, network: MemoryNetwork, layout: KVLayout, epoch: int) -> None:
+        self._layout = layout
         self.region = LocalRegion(layout)
         self.epoch = epoch
         self._network = network
@@ -49,7 +50,9 @@ class MemoryTransport:
             raise PeerUnreachable(f"nobody is at {address.endpoint}")
         if peer.epoch != address.epoch:
             raise StaleEpoch("the engine was restarted since the address was made")
-        return open_mapped(self.region.pool, peer.region, address, begin, self._worker)
+        return open_mapped(
+            self.region.pool, self._layout, peer.region, address, begin, self._worker
+        )
 
     def close(self) -> None:
         self._network.members.pop(self._endpoint, None)

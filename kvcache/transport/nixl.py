@@ -66,7 +66,7 @@ class NixlTransport:
                 link = Link(self._region.pool, self._layout)
                 self._links[address.endpoint, address.epoch] = link
                 link.worker.submit(link.open, host, port, self._secret, address.epoch)
-            put = QueuedPut(link, address, self._layout.page_size, link.worker)
+            put = QueuedPut(link, address, self._layout, link.worker)
             claimed = link.worker.submit(put.take_claim, begin)
         claimed.result()
         return put

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -17,8 +17,7 @@ from kvcache.region import WORDS
 from kvcache.transport.nixl_agent import Agent
 from kvcache.transport.nixl_hello import HELLO_TIMEOUT_S, Welcome, is_over, meet, watch
 from kvcache.transport.nixl_receiver import ROW
-from kvcache.transport.spans import page_spans
-from kvcache.types import PageId
+from kvcache.transport.runs import Runs
 
 __all__ = ["Link"]
 
@@ -101,31 +100,11 @@ class Link:
     def store(self, slot: int, words: Mapping[int, int]) -> None:
         self._write_words(slot, words)
 
-    def copy(
-        self,
-        layer: int,
-        source_pages: Sequence[PageId],
-        target_pages: Sequence[PageId],
-        target_first: int,
-        begin: int,
-        end: int,
-    ) -> int:
-        layout = self._layout
-        size, token = layout.page_size, layout.token_bytes // 2  # of keys, or of values
-        page = layout.page_size * layout.token_bytes
-        ours = self._pool.data_ptr() + layer * layout.pages * page
+    def copy(self, layer: int, runs: Runs) -> None:
+        page = self._layout.page_size * self._layout.token_bytes
+        ours = self._pool.data_ptr() + layer * self._layout.pages * page
         theirs = self._peer.pool + layer * self._peer.pages * page
-        pieces: list[tuple[int, int, int]] = []
-        for span in page_spans(source_pages, target_pages, target_first, size, begin, end):
-            source, target = ours + span.source * page, theirs + span.target * page
-            if span.hi - span.lo == size:
-                pieces.append((source, target, span.pages * page))
-            else:
-                for half in (0, size * token):  # keys, values
-                    at = half + span.lo * token
-                    pieces.append((source + at, target + at, (span.hi - span.lo) * token))
-        self._transfer("WRITE", pieces)
-        return (end - begin) * layout.token_bytes
+        self._transfer("WRITE", runs + np.array([ours, theirs, 0]))
 
     def _write_words(self, slot: int, words: Mapping[int, int]) -> None:
         pieces = []
@@ -143,11 +122,9 @@ class Link:
     def _at(self, slot: int, word: int) -> int:
         return self._peer.table + (slot * ROW + word) * WORD
 
-    def _transfer(
-        self, direction: Literal["WRITE", "READ"], pieces: Iterable[tuple[int, int, int]]
-    ) -> None:
+    def _transfer(self, direction: Literal["WRITE", "READ"], pieces: npt.ArrayLike) -> None:
         try:
-            self._agent.transfer(direction, np.array(pieces, dtype=np.uint64), self._check)
+            self._agent.transfer(direction, np.asarray(pieces, dtype=np.uint64), self._check)
         except MicroserveError as error:
             self._end(error)
             raise

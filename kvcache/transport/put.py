@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,9 @@ import numpy.typing as npt
 
 from kvcache.address import KVAddress
 from kvcache.errors import BadRange, Internal, LeaseExpired, MicroserveError, Timeout
+from kvcache.layout import KVLayout
 from kvcache.region import CLAIM, LANDED, NONCE, RENEWALS
+from kvcache.transport.runs import Runs, byte_runs
 from kvcache.types import PageId
 
 __all__ = ["QueuedPut", "Target"]
@@ -48,14 +51,9 @@ class Target(Protocol):
     def copy(
         self,
         layer: int,
-        source_pages: Sequence[PageId],
-        target_pages: Sequence[PageId],
-        target_first: int,
-        begin: int,
-        end: int,
-    ) -> int:
-        """Copy positions `[begin, end)` of one layer from our pages, as `page_spans` says; returns
-        the bytes."""
+        runs: Runs,
+    ) -> None:
+        """Copy runs of bytes from a layer of our pool into the same layer of theirs."""
         ...
 
 
@@ -67,15 +65,18 @@ class QueuedPut:
     """
 
     def __init__(
-        self, target: Target, address: KVAddress, page_size: int, worker: ThreadPoolExecutor
+        self, target: Target, address: KVAddress, layout: KVLayout, worker: ThreadPoolExecutor
     ) -> None:
-        """Nothing may be written before `take_claim`."""
+        """`layout` is that of both pools, but for the number of pages. Nothing may be written
+        before `take_claim`."""
         self.bytes_sent = 0
         self._target = target
         self._slot = address.slot
         self._nonce = address.nonce
         self._pages = address.pages()
-        self._first = address.begin // page_size
+        self._first = address.begin // layout.page_size
+        self._page_size = layout.page_size
+        self._token_bytes = layout.token_bytes // 2  # of keys, or of values
         self._worker = worker
         self._claim = secrets.randbits(63) | 1
         self._failure: MicroserveError | None = None
@@ -99,15 +100,23 @@ class QueuedPut:
 
         self._with_right(claim)
 
-    def write(self, layer: int, pages: Sequence[PageId], begin: int, end: int) -> None:
+    def write(self, layers: range, pages: Sequence[PageId], begin: int, end: int) -> None:
         pages = list(pages)  # the caller's table may grow or go meanwhile
 
-        def copy() -> None:
+        @cache
+        def runs() -> Runs:
+            return byte_runs(
+                pages, self._pages, self._first, self._page_size, self._token_bytes, begin, end
+            )
+
+        def copy(layer: int) -> None:
             words = self._check()
-            self.bytes_sent += self._target.copy(layer, pages, self._pages, self._first, begin, end)
+            self._target.copy(layer, runs())
+            self.bytes_sent += (end - begin) * 2 * self._token_bytes
             self._target.store(self._slot, _sign_of_life(words))
 
-        self._submit(copy)
+        for layer in layers:
+            self._submit(partial(copy, layer))
 
     def signal(self, landed: int) -> None:
         def raise_watermark() -> None:

@@ -36,7 +36,7 @@ class ShmTransport:
     def open(self, address: KVAddress, begin: int) -> Put:
         with self._peers_lock:
             peer = self._attach(address)
-        return open_mapped(self.region.pool, peer, address, begin, self._worker)
+        return open_mapped(self.region.pool, self._layout, peer, address, begin, self._worker)
 
     def close(self) -> None:
         with self._peers_lock:

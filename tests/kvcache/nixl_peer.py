@@ -7,15 +7,13 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import ClassVar
 
 from kv_helpers import make_cache
 from shm_peer import Commands
 
 from kvcache.address import KVAddress
 from kvcache.layout import KVLayout
-from kvcache.transport import Transport, nixl_sender
+from kvcache.transport import Transport
 from kvcache.transport.nixl import NixlTransport
 from kvcache.types import LeaseId
 
@@ -24,8 +22,6 @@ MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 2
 
 
 class NixlCommands(Commands):
-    within: ClassVar[tuple[ModuleType, str]] = (nixl_sender, "page_spans")
-
     def __init__(
         self,
         host: str,
@@ -75,8 +71,7 @@ class NixlCommands(Commands):
         pages = KVAddress.verify(address, b"secret").pages()  # the same numbers here
         while not put.failed:
             self.cache.pool[:, 1:, :, 0, 0, 0] += 1
-            for layer in range(self.cache.layout.layers):
-                put.write(layer, pages, 0, end)
+            put.write(range(self.cache.layout.layers), pages, 0, end)
             put.close().result()
         return "stopped"
 

@@ -540,7 +540,7 @@ def test_a_write_that_goes_wrong_fails_the_put(pair: tuple[KVCache, KVCache]):
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 21)
-    put.write(0, [], 0, 21)  # has no pages
+    put.write(range(1), [], 0, 21)  # has no pages
     put.signal(21)
     with pytest.raises(Internal):
         put.close().result(10)
