@@ -16,7 +16,7 @@ import ipaddress
 import threading
 
 from kvcache.address import KVAddress
-from kvcache.errors import BadRequest, PeerUnreachable
+from kvcache.errors import BadRequest, MicroserveError, PeerUnreachable
 from kvcache.layout import KVLayout
 from kvcache.transport.base import Put
 from kvcache.transport.nixl_agent import Agent, stay_on_loopback
@@ -68,7 +68,12 @@ class NixlTransport:
                 link.worker.submit(link.open, host, port, self._secret, address.epoch)
             put = QueuedPut(link, address, self._layout, link.worker)
             claimed = link.worker.submit(put.take_claim, begin)
-        claimed.result()
+        try:
+            claimed.result()
+        except MicroserveError:
+            with self._lock:
+                self._forget_dead()
+            raise
         return put
 
     def close(self) -> None:

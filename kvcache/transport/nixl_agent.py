@@ -119,18 +119,19 @@ class Agent:
         it raises ends the wait. Raises `PeerUnreachable` and `Timeout`; after any failure the
         transfer may still be under way, until the agent is closed.
         """
-        nixl, agent = self._nixl, self._agent
+        nixl = self._nixl
+        # The agent is in no variable here: a traceback that is kept would keep it alive.
         ours, theirs = np.zeros_like(pieces), np.zeros_like(pieces)
         ours[:, :2], theirs[:, :2] = pieces[:, (0, 2)], pieces[:, (1, 2)]
         try:
-            request = agent.createXferReq(
+            request = self._agent.createXferReq(
                 getattr(nixl, f"NIXL_{direction}"),
                 nixl.nixlXferDList(nixl.DRAM_SEG, ours),
                 nixl.nixlXferDList(nixl.DRAM_SEG, theirs),
                 self._peer,
             )
             try:
-                status = agent.postXferReq(request)
+                status = self._agent.postXferReq(request)
                 looks, waited, now = 0, 0.0, time.monotonic()
                 while status == nixl.NIXL_IN_PROG:
                     looks += 1
@@ -141,9 +142,9 @@ class Agent:
                         waited += min(now - before, STALL_S)
                         if waited > TRANSFER_TIMEOUT_S:
                             raise Timeout("the peer takes nothing: is it stopped?")
-                    status = agent.getXferStatus(request)
+                    status = self._agent.getXferStatus(request)
             finally:
-                agent.releaseXferReq(request)
+                self._agent.releaseXferReq(request)
         except self._errors as error:
             raise PeerUnreachable(f"the peer is gone: {error}") from error
         if status != nixl.NIXL_SUCCESS:

@@ -61,10 +61,12 @@ class Link:
                 ]
             )
             self._agent.connect(bytes.fromhex(self._welcome.metadata))
-        except MicroserveError as error:
-            self._failure = error
+        except (MicroserveError, OSError) as error:
             connection.close()
-            raise
+            if isinstance(error, OSError):
+                error = PeerUnreachable(f"{host}:{port} hung up: {error}")
+            self._failure = error
+            raise error
         self._connection = connection
 
     @property

@@ -6,6 +6,7 @@ what is tested here is that neither costs a page or a byte.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import secrets
@@ -13,6 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -330,6 +332,27 @@ def test_a_receiver_killed_during_the_put_is_unreachable(here: KVCache, peers: C
     lease_id, address = other.call("prep_recv", PROMPT, 21)
     send(here, address, PROMPT, 0, 21)  # the survivor is as good as before
     assert other.call("start_and_compare", lease_id, PROMPT) == 21
+
+
+def test_a_failed_link_leaves_nothing(here: KVCache, peers: Callable[..., Peer]):
+    receiver = peers("r")
+
+    def held() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    before = held()
+    _, address = receiver.call("prep_recv", PROMPT, 21)
+    put = here.open_put(address, PROMPT, 0, 21)
+    assert held() > before
+    receiver.signal(signal.SIGKILL)
+    put.renew()
+    with pytest.raises(PeerUnreachable) as failure:  # which is kept, with its traceback
+        put.close().result(WAIT_S)
+    assert held()[0] == before[0]
+    with pytest.raises(PeerUnreachable):
+        here.open_put(address, PROMPT, 0, 21)
+    del put, failure
+    until(lambda: gc.collect() >= 0 and held() == before)
 
 
 @pytest.mark.parametrize("wire", ["tcp"], indirect=True)
