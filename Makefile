@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo serve test check bench-strategies clean
+.PHONY: demo serve test check bench-strategies bench-put peers clean
 
 demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
 	@$(RUN) examples/demo.py
@@ -26,8 +26,19 @@ check: $(VENV)/test.stamp  ## style, types and layers
 bench-strategies: $(VENV)/demo.stamp  ## time to first token and per token, strategy by strategy
 	@$(RUN) -m bench.strategies
 
+bench-put: $(VENV)/demo.stamp peers  ## KV into a peer's pool, against memcpy and NIXL
+	@$(RUN) -m bench.put
+
+peers: .peers/nixl/stamp  ## what the benches measure against, in environments of its own
+
+.peers/nixl/stamp: constraints.txt
+	@echo "setting up the peer NIXL" >&2
+	@$(PYTHON) -m venv .peers/nixl
+	@.peers/nixl/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt nixl-cu12
+	@touch $@
+
 clean:  ## back to a fresh clone
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .peers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
