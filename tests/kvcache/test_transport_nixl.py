@@ -14,8 +14,8 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -337,22 +337,26 @@ def test_a_receiver_killed_during_the_put_is_unreachable(here: KVCache, peers: C
 def test_a_failed_link_leaves_nothing(here: KVCache, peers: Callable[..., Peer]):
     receiver = peers("r")
 
-    def held() -> tuple[int, int]:
-        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    def descriptors() -> set[str]:
+        return {
+            f"{at.name} {os.readlink(at)}" for at in Path("/proc/self/fd").iterdir() if at.exists()
+        }
 
-    before = held()
+    gc.collect()  # what earlier tests have left to it
+    before = descriptors()
     _, address = receiver.call("prep_recv", PROMPT, 21)
     put = here.open_put(address, PROMPT, 0, 21)
-    assert held() > before
+    worker = weakref.ref(put._worker)  # type: ignore[attr-defined]
+    assert descriptors() - before
     receiver.signal(signal.SIGKILL)
     put.renew()
     with pytest.raises(PeerUnreachable) as failure:  # which is kept, with its traceback
         put.close().result(WAIT_S)
-    assert held()[0] == before[0]
+    assert not descriptors() - before
     with pytest.raises(PeerUnreachable):
         here.open_put(address, PROMPT, 0, 21)
     del put, failure
-    until(lambda: gc.collect() >= 0 and held() == before)
+    until(lambda: gc.collect() >= 0 and worker() is None)
 
 
 @pytest.mark.parametrize("wire", ["tcp"], indirect=True)
