@@ -339,7 +339,7 @@ def test_a_failed_link_leaves_nothing(here: KVCache, peers: Callable[..., Peer])
 
     def descriptors() -> set[str]:
         return {
-            f"{at.name} {os.readlink(at)}" for at in Path("/proc/self/fd").iterdir() if at.exists()
+            f"{at.name} {at.readlink()}" for at in Path("/proc/self/fd").iterdir() if at.exists()
         }
 
     gc.collect()  # what earlier tests have left to it
