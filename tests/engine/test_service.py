@@ -31,6 +31,7 @@ from engine.protocol import (
 )
 from engine.service import MicroserveEngine
 from kvcache.transport import MemoryNetwork
+from kvcache.types import SeqId
 
 PROMPT = [(11 * n) % 250 for n in range(70)]
 END = len(PROMPT) - 1
@@ -228,12 +229,13 @@ async def test_a_send_without_pages_says_so_at_once():
         with pytest.raises(BadRequest):  # never
             await prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr))
         decode.release(Release(lease_id=got.lease_id))
-        busy = await prefill.start_generate(start(PROMPT[:40], max_tokens=20))
-        await anext(busy.events())
+        others = SeqId(1_000_000)
+        prefill.cache.add_sequence(others)
+        prefill.cache.grow(others, 40)  # three of the four pages
         got = decode.prep_recv(prep(PROMPT, 60))
         with pytest.raises(NoCapacity):  # now
             await prefill.remote_send(sending(PROMPT, 0, 60, got.kv_addr))
-        busy.close()
+        prefill.cache.remove_sequence(others)
         decode.release(Release(lease_id=got.lease_id))
 
 
