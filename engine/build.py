@@ -10,6 +10,7 @@ import torch
 from engine.loop import StepLoop
 from engine.metrics import EngineMetrics
 from engine.models import LoadedModel, load_model
+from engine.protocol import BadRequest
 from engine.protocol.config import EngineConfig
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -33,6 +34,8 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     transport that is not installed, and `OSError` if it cannot listen.
     """
     device = torch.device(config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadRequest("--device cuda: this machine's torch finds no GPU", param="device")
     dtype: torch.dtype = getattr(torch, config.dtype)
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)

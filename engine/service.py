@@ -47,6 +47,7 @@ from kvcache.types import LeaseId, SeqId
 __all__ = ["MicroserveEngine"]
 
 LANDING_POLL_S = 0.001  # how often a waiting start_generate looks at its watermark
+REMEMBERED = 16_384  # request ids that were released; one takes about 100 bytes
 FENCE_AFTER_S = 0.05  # a live sender lets go within microseconds of its last byte
 
 
@@ -83,6 +84,7 @@ class MicroserveEngine:
         self._starting: set[str] = set()  # generations that wait for their KV to land
         self._streams: dict[Generation, GenerationStream] = {}
         self._sends: dict[str, Send | None] = {}  # None: its lease is being claimed
+        self._released: dict[str, None] = {}  # request ids, the latest last
         self._asyncio = asyncio.get_running_loop()
 
     # Callbacks of the step loop, on its thread
@@ -123,6 +125,7 @@ class MicroserveEngine:
     def prep_recv(self, call: PrepRecv) -> PrepRecvReply:
         """Match `prompt[:end]`, take pages for the rest, and say where to put it."""
         self._admit(call.prompt)
+        self._check_not_released(call.request_id)
         end = resolve(call.end, len(call.prompt), "end")
         if any(lease.request_id == call.request_id for lease in self.cache.leases()):
             raise DuplicateRequest(f"{call.request_id} has a lease", param="request_id")
@@ -146,6 +149,7 @@ class MicroserveEngine:
         written from stay held until the write is over.
         """
         self._limits.check_prompt(call.prompt)
+        self._check_not_released(call.request_id)
         begin = resolve(call.begin, len(call.prompt), "begin")
         end = resolve(call.end, len(call.prompt), "end")
         if begin >= end:
@@ -180,6 +184,7 @@ class MicroserveEngine:
         With a lease, waits until `prompt[:begin]` has landed or the lease ends.
         """
         self._admit(call.prompt)
+        self._check_not_released(call.request_id)
         self._limits.check_sampling(call)
         if call.request_id in self._generations or call.request_id in self._starting:
             raise DuplicateRequest(f"{call.request_id} is running", param="request_id")
@@ -227,11 +232,19 @@ class MicroserveEngine:
         return self.cache.unpin(call.prompt)
 
     def release(self, call: Release) -> None:
-        """End a lease, or all that runs under a request id. Idempotent."""
+        """End a lease, or all that runs under a request id. Idempotent.
+
+        A request id that was released is used up: what a caller who has gone away had sent before
+        may arrive after its release, on another connection, and must not begin then.
+        """
         if (call.lease_id is None) == (call.request_id is None):
             raise BadRequest("give either lease_id or request_id", param="lease_id")
         ids = [LeaseId(call.lease_id)] if call.lease_id is not None else []
         if call.request_id is not None:
+            self._released.pop(call.request_id, None)
+            self._released[call.request_id] = None
+            if len(self._released) > REMEMBERED:
+                del self._released[next(iter(self._released))]
             ids = [
                 lease.lease_id
                 for lease in self.cache.leases()
@@ -280,6 +293,10 @@ class MicroserveEngine:
         if self.draining:
             raise Draining("this engine is draining")
         self._limits.check_prompt(prompt)
+
+    def _check_not_released(self, request_id: str) -> None:
+        if request_id in self._released:
+            raise DuplicateRequest(f"{request_id} has been released", param="request_id")
 
     # Parts of the calls
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib.metadata import version
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.protocol import BadRequest, Internal, MicroserveError, TooLarge, Unauthorized
 from router import admin
-from router.errors import MethodNotAllowed, NotFound
+from router.errors import MethodNotAllowed, ModelNotFound, NotFound
 from router.http import begin_request, json_response, off_loop
 from router.model import ServedModel
 from router.openai.answer import chat_completions, completions
@@ -131,16 +132,23 @@ def _routes(router: Router) -> list[web.RouteDef]:
     async def chat(http: web.Request) -> web.StreamResponse:
         return await chat_completions(router, http)
 
-    async def models(http: web.Request) -> web.Response:
+    def card() -> dict[str, Any]:
         info = router.registry.model.info
-        card = {
+        return {
             "id": info.name,
             "object": "model",
             "created": 0,
             "owned_by": "microserve",
             "max_model_len": info.context_length,
         }
-        return json_response({"object": "list", "data": [card]})
+
+    async def models(http: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [card()]})
+
+    async def one_model(http: web.Request) -> web.Response:
+        if http.match_info["id"] != card()["id"]:
+            raise ModelNotFound(f"the model {http.match_info['id']!r} is not served here")
+        return json_response(card())
 
     async def tokenize(http: web.Request) -> web.Response:
         body, model = await http.read(), router.registry.model
@@ -181,6 +189,7 @@ def _routes(router: Router) -> list[web.RouteDef]:
         web.post("/v1/completions", complete),
         web.post("/v1/chat/completions", chat),
         web.get("/v1/models", models),
+        web.get("/v1/models/{id:.+}", one_model),
         web.post("/tokenize", tokenize),
         web.post("/detokenize", detokenize),
         web.get("/health", health),

@@ -14,13 +14,6 @@ from engine.protocol import BadRequest
 
 __all__ = ["ChatTemplate"]
 
-# For models that bring none: the format most small chat models were trained on.
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 
 class ChatTemplate:
     """A compiled template. Raises `BadRequest` for messages that it refuses or cannot render."""
@@ -32,7 +25,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._template = environment.from_string(source or CHATML)
+        self._template = None if source is None else environment.from_string(source)
         self._special = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
 
     def render(
@@ -43,6 +36,8 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt text; special tokens, BOS among them, are already in it if they belong."""
+        if self._template is None:
+            raise BadRequest("this model has no chat template: use /v1/completions")
         try:
             return self._template.render(
                 messages=messages,

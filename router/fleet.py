@@ -133,7 +133,7 @@ class Fleet:
         self._say(f"ready {url}")
         self._say(
             f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d "
-            f'\'{{"model": "{self._config.model}", '
+            f'\'{{"model": "{self._config.model}", "temperature": 0, '
             '"messages": [{"role": "user", "content": "What is the capital of France?"}]}\''
         )
 

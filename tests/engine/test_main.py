@@ -117,7 +117,6 @@ def test_keys_secrets_and_a_quiet_end(guarded: EngineProcess, engine_process: En
     assert refused.json()["error"]["type"] == "bad_address"
     engine_process.post("release", lease_id=got["lease_id"])
 
-    memory = set(Path("/dev/shm").iterdir())
     body = {"request_id": "s", "prompt": PROMPT, "ignore_eos": True, "max_tokens": 3000}
     with guarded.http.stream("POST", "/microserving/start_generate", json=body) as stream:
         got_events = events(stream)
@@ -127,7 +126,6 @@ def test_keys_secrets_and_a_quiet_end(guarded: EngineProcess, engine_process: En
             list(got_events)
     assert code == 0
     assert "Traceback" not in log
-    assert set(Path("/dev/shm").iterdir()) == memory
 
 
 @pytest.mark.slow

@@ -176,14 +176,14 @@ def test_an_engine_sends_to_itself(server: EngineProcess):
 
 def test_another_prompt_or_a_changed_address_is_refused(server: EngineProcess):
     prompt = [(n * n + 1) % 250 for n in range(40)]
-    got = server.post("prep_recv", request_id="r", prompt=prompt, end=39).json()
+    got = server.post("prep_recv", request_id="forged", prompt=prompt, end=39).json()
     other = server.post("remote_send", **{**SEND, "kv_addr": got["kv_addr"]})
     assert error_of(other)[:2] == (401, "bad_address")
     address = got["kv_addr"]
     for forged in (address[:-3], address[1:], address[:50] + "AAAA" + address[54:]):
         assert error_of(server.post("remote_send", **{**SEND, "kv_addr": forged}))[0] == 401
-    assert server.post("release", request_id="r").json() == {"released": True}
-    assert server.post("release", request_id="r").json() == {"released": True}
+    assert server.post("release", request_id="forged").json() == {"released": True}
+    assert server.post("release", request_id="forged").json() == {"released": True}
 
 
 def test_an_expired_lease_is_gone(server: EngineProcess):
@@ -220,10 +220,11 @@ def test_a_full_queue_says_when_to_come_back(server: EngineProcess):
 
 
 def test_a_release_ends_a_stream_with_an_error(server: EngineProcess):
-    with server.http.stream("POST", "/microserving/start_generate", json=LONG) as stream:
+    body = {**LONG, "request_id": "to release"}
+    with server.http.stream("POST", "/microserving/start_generate", json=body) as stream:
         got = events(stream)
         next(got)
-        server.post("release", request_id="r")
+        server.post("release", request_id="to release")
         assert "error" in list(got)[-1]
 
 

@@ -427,3 +427,19 @@ async def test_many_at_once_all_come_back(pair: Pair):
             group.create_task(request(number, *((one, two) if number % 2 else (two, one))))
     await at_rest(one)
     await at_rest(two)
+
+
+async def test_a_call_that_comes_after_its_release_does_not_begin(pair: Pair):
+    """On another connection a release may overtake what it is to end."""
+    prefill, decode = pair
+    decode.release(Release(request_id="r"))
+    with pytest.raises(DuplicateRequest):
+        decode.prep_recv(prep(PROMPT, END, "r"))
+    with pytest.raises(DuplicateRequest):
+        await decode.start_generate(start(PROMPT, "r"))
+    got = decode.prep_recv(prep(PROMPT, END, "s"))
+    prefill.release(Release(request_id="s"))
+    with pytest.raises(DuplicateRequest):
+        await prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr, "s"))
+    decode.release(Release(lease_id=got.lease_id))
+    await at_rest(decode)

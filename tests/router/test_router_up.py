@@ -109,7 +109,7 @@ def test_killing_up_takes_everything_with_it(tmp_path):
     ("flags", "says"),
     [
         (["no/such/model"], "no/such/model"),
-        (["tiny", "--dtype", "float32", "--cpus", "999"], "engine-0 failed to start"),
+        (["tiny", "--dtype", "float32", "--cpus", "999"], "failed to start"),
         (["tiny", "--strategy", "nothing"], "no strategy 'nothing'"),
         (["tiny", "--param", "nothing"], "K=V"),
     ],
