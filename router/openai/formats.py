@@ -6,6 +6,7 @@ A chunk is written once per step and sequence: all of it that does not change is
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ class Choice:
         self.stop_reason = chunk.stop_reason
 
 
-class Format:
+class Format(ABC):
     """What both shapes share. `with_logprobs`, `with_ids`: asked for by the client."""
 
     object_whole: str
@@ -102,17 +103,21 @@ class Format:
         body = {**self._base, "object": self.object_whole, "choices": written, "usage": usage}
         return orjson.dumps(body)
 
+    @abstractmethod
     def delta(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """What a streamed chunk says of `text`."""
 
+    @abstractmethod
     def content(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """What a whole answer says of `text`."""
 
+    @abstractmethod
     def logprobs(self, index: int, logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-        raise NotImplementedError
+        """Log probabilities in the form of this endpoint."""
 
+    @abstractmethod
     def _text(self, index: int, text: str) -> bytes:
-        raise NotImplementedError
+        """The part of a streamed chunk that holds `text`."""
 
 
 class ChatFormat(Format):
