@@ -30,6 +30,7 @@ import torch
 
 from bench.report import publish, spread, table
 from kvcache.cache import KVCache
+from kvcache.identity import Identity
 from kvcache.layout import KVLayout
 from kvcache.transport import ShmTransport
 from kvcache.types import EngineId, SeqId
@@ -48,10 +49,7 @@ def make_cache(name: str, epoch: int, dtype: torch.dtype) -> KVCache:
         layout,
         ShmTransport(layout, epoch),
         query_heads=HEADS,
-        engine_id=EngineId(name),
-        epoch=epoch,
-        secret=b"bench",
-        fingerprint="bench",
+        identity=Identity(EngineId(name), epoch, b"bench", "bench"),
     )
     cache.pool[:, 1:] = 1.0
     return cache

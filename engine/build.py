@@ -16,6 +16,7 @@ from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.service import MicroserveEngine
 from kvcache.cache import KVCache
+from kvcache.identity import Identity
 from kvcache.layout import KVLayout
 from kvcache.transport import NixlTransport, ShmTransport, Transport
 from kvcache.types import EngineId
@@ -45,10 +46,9 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         layout,
         _transport(config, layout, secret, epoch),
         query_heads=model.config.num_heads,
-        engine_id=EngineId(config.engine_id),
-        epoch=epoch,
-        secret=secret,
-        fingerprint=layout.fingerprint(_kv_digest(model)),
+        identity=Identity(
+            EngineId(config.engine_id), epoch, secret, layout.fingerprint(_kv_digest(model))
+        ),
     )
     scheduler = Scheduler(cache, token_budget=config.token_budget, max_batch=config.max_batch)
     metrics = EngineMetrics(config.model)

@@ -129,7 +129,7 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
             eos_token=loaded.eos_token,
             tokenizer_json=loaded.tokenizer_json,
             chat_template=loaded.chat_template,
-            fingerprint=engine.cache.fingerprint,
+            fingerprint=engine.cache.identity.fingerprint,
             page_size=layout.page_size,
             kv_bytes_per_token=layout.layers * layout.token_bytes,
             add_bos=loaded.add_bos,

@@ -14,34 +14,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvcache.address import KVAddress, page_runs, prompt_digest
+from kvcache.address import KVAddress, prompt_digest
 from kvcache.attention import BLOCK
-from kvcache.errors import (
-    BadAddress,
-    BadRange,
-    BadRequest,
-    Internal,
-    KVIncomplete,
-    NoCapacity,
-    StaleEpoch,
-)
-from kvcache.eviction import EvictionPolicy
+from kvcache.books import Books
+from kvcache.errors import BadAddress, BadRange, BadRequest, Internal, StaleEpoch
+from kvcache.identity import Identity
 from kvcache.layout import KVLayout
-from kvcache.lease import LeaseTable, ReceiveLease
-from kvcache.pool import SCRATCH_PAGE, PagePool
-from kvcache.prefix import PrefixCache
-from kvcache.step import Mark, PagedSequence, Step
+from kvcache.lease import ReceiveLease
+from kvcache.pool import SCRATCH_PAGE
+from kvcache.receiving import Receiver
+from kvcache.sequences import SequenceTable
+from kvcache.step import Mark, Step
 from kvcache.transport import Put, Transport
-from kvcache.types import EngineId, LeaseId, PageId, SeqId
+from kvcache.types import LeaseId, SeqId
 
 __all__ = ["KVCache", "PageUse"]
-
-STALL_S = 1.0  # a gap between sweeps beyond which the time did not count for any sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +58,10 @@ class KVCache:
         transport: Transport,
         *,
         query_heads: int,
-        engine_id: EngineId,
-        epoch: int,
-        secret: bytes,
-        fingerprint: str,
+        identity: Identity,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`secret` signs addresses; `fingerprint` says whose KV may be put here (`KVLayout`).
+        """`identity` is what addresses into this cache will say, and what others are held against.
 
         Raises `BadRequest` for a page size that does not divide the attention block.
         """
@@ -81,31 +70,22 @@ class KVCache:
         self.layout = layout
         self.transport = transport
         self.lock = threading.RLock()
-        self.fingerprint = fingerprint
+        self.identity = identity
         self.pool = transport.region.pool
         self._group = query_heads // layout.kv_heads
-        self._engine_id = engine_id
-        self._epoch = epoch
-        self._secret = secret
-        self._clock = clock
-        self._pages = PagePool(layout.pages)
-        self._policy = EvictionPolicy(layout.pages)
-        self._prefix = PrefixCache(self._pages, layout.page_size, self._policy)
-        self._leases = LeaseTable(transport.region)
-        self._sequences: dict[SeqId, PagedSequence] = {}
+        self._books = Books(layout.pages, layout.page_size)
+        self._sequences = SequenceTable(self._books, layout, self.pool)
+        self._receiver = Receiver(
+            self._books, self._sequences, layout, transport, self.identity, clock
+        )
         self._step: Step | None = None
-        self._swept = clock()
 
     # Declare: sequences
 
     def add_sequence(self, seq_id: SeqId, tokens: Sequence[int] = ()) -> int:
         """A new sequence with the longest cached prefix of `tokens`; returns its length."""
         with self.lock:
-            self._check_new(seq_id)
-            pages = self._prefix.match(tokens)
-            length = len(pages) * self.layout.page_size
-            self._sequences[seq_id] = PagedSequence(self._shared(pages), length)
-            return length
+            return self._sequences.add(seq_id, tokens)
 
     def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
         """A new sequence with the first `length` tokens of `parent`.
@@ -113,71 +93,42 @@ class KVCache:
         Full pages are shared, a partial last one is copied. Raises `BadRange`, `NoCapacity`.
         """
         with self.lock:
-            self._check_new(child)
-            source = self._sequence(parent)
-            if not 0 <= length <= source.length:
-                raise BadRange(f"cannot fork at {length} of {source.length} tokens")
-            full, rest = divmod(length, self.layout.page_size)
-            tail = self._take(1) if rest else []
-            if tail:
-                old = source.pages[full]
-                self.pool[:, tail[0], :, :rest] = self.pool[:, old, :, :rest]
-            pages = self._shared(source.pages[:full]) + tail
-            self._sequences[child] = PagedSequence(pages, length)
+            self._sequences.fork(parent, child, length)
 
     def remove_sequence(self, seq_id: SeqId) -> None:
         """Let go of a sequence's pages, to be reused at once: its put, if any, must be closed."""
         with self.lock:
-            self._pages.drop(self._sequence(seq_id).pages)
-            del self._sequences[seq_id]
+            self._sequences.remove(seq_id)
 
     def pop(self, seq_id: SeqId, count: int) -> None:
         """Forget the last `count` tokens of a sequence, and the pages that this leaves empty."""
         with self.lock:
-            sequence = self._sequence(seq_id)
-            if not 0 <= count <= sequence.length:
-                raise BadRange(f"cannot pop {count} of {sequence.length} tokens")
-            length = sequence.length - count
-            keep = self.layout.pages_for(length)
-            shared = (
-                length % self.layout.page_size and self._pages.refs[sequence.pages[keep - 1]] > 1
-            )
-            if shared:
-                # The partial page will be written again; others see it full.
-                raise BadRange("cannot pop into a page that is shared")
-            self._pages.drop(sequence.pages[keep:])
-            del sequence.pages[keep:]
-            sequence.length = length
+            self._sequences.pop(seq_id, count)
 
     def grow(self, seq_id: SeqId, length: int) -> None:
         """Make room for `length` tokens. Raises `NoCapacity`, changing nothing."""
         with self.lock:
-            sequence = self._sequence(seq_id)
-            missing = self.layout.pages_for(length) - len(sequence.pages)
-            if missing > 0:
-                sequence.pages += self._take(missing)
+            self._sequences.grow(seq_id, length)
 
     def length(self, seq_id: SeqId) -> int:
         """Tokens whose KV the sequence has."""
         with self.lock:
-            return self._sequence(seq_id).length
+            return self._sequences[seq_id].length
 
     def publish(self, seq_id: SeqId, tokens: Sequence[int]) -> None:
         """Let the prefix cache share the sequence's full pages; `tokens` are the sequence's own."""
         with self.lock:
-            sequence = self._sequence(seq_id)
-            full = min(len(tokens), sequence.length) // self.layout.page_size
-            self._prefix.insert(tokens[: full * self.layout.page_size], sequence.pages[:full])
+            self._sequences.publish(seq_id, tokens)
 
     def pin(self, tokens: Sequence[int]) -> int:
         """Keep what is cached of a prefix; returns its tokens. Raises `NoCapacity`."""
         with self.lock:
-            return self._prefix.pin(tokens)
+            return self._books.prefix.pin(tokens)
 
     def unpin(self, tokens: Sequence[int]) -> int:
         """Keep a prefix no longer; returns the tokens that were kept for it. Idempotent."""
         with self.lock:
-            return self._prefix.unpin(tokens)
+            return self._books.prefix.unpin(tokens)
 
     # Declare: receiving
 
@@ -190,56 +141,13 @@ class KVCache:
         reserves get at most half of the pool, and leave every running sequence a page to grow into,
         so that two engines which wait for each other's room always have some.
         """
-        tokens = list(prompt[:end])
         with self.lock:
-            matched = self._prefix.match(tokens)
-            begin = len(matched) * self.layout.page_size
-            wanted = self.layout.pages_for(end + reserve) - len(matched)
-            limit = self._pages.total // 2
-            if wanted > limit:
-                raise BadRequest(
-                    f"{end} tokens and a reserve of {reserve} take {wanted} pages; "
-                    f"a lease may take {limit}",
-                    param="end",
-                )
-            held = self._leases.leased + self._leases.quarantined
-            if held + wanted > limit:
-                raise NoCapacity(f"{wanted} pages wanted; leases hold {held} of at most {limit}")
-            matched = self._shared(matched)
-            try:
-                # After sharing, so that taking pages cannot evict what was matched.
-                if self.available < wanted + len(self._sequences):
-                    raise NoCapacity(f"{wanted} pages wanted, {self.available} available")
-                own = self._take(wanted)
-                try:
-                    lease = self._leases.open(
-                        request_id, tokens, matched, begin, own, lease_s, self._clock()
-                    )
-                except NoCapacity:
-                    self._pages.drop(own)
-                    raise
-            except NoCapacity:
-                self._pages.drop(matched)
-                raise
-            address = KVAddress(
-                engine_id=self._engine_id,
-                epoch=self._epoch,
-                endpoint=self.transport.endpoint,
-                lease_id=lease.lease_id,
-                slot=lease.slot,
-                nonce=lease.nonce,
-                begin=begin,
-                end=end,
-                runs=page_runs(own[: self.layout.pages_for(end) - len(matched)]),
-                fingerprint=self.fingerprint,
-                digest=prompt_digest(tokens),
-            )
-            return lease, address.sign(self._secret)
+            return self._receiver.prepare(request_id, prompt, end, reserve, lease_s)
 
     def lease(self, lease_id: LeaseId) -> ReceiveLease:
         """A live lease as it stands. Raises `LeaseExpired`, `UnknownLease`."""
         with self.lock:
-            return self._leases.get(lease_id)
+            return self._receiver.leases.get(lease_id)
 
     def start_lease(
         self,
@@ -263,27 +171,7 @@ class KVCache:
         and the old ones are quarantined. Full pages below the watermark are never written again.
         """
         with self.lock:
-            self._check_new(seq_id)
-            lease = self._leases.get(lease_id)
-            if list(tokens[: lease.end]) != lease.tokens:
-                raise BadRequest("the lease is for another prompt", param="lease_id")
-            length = lease.landed if begin is None else begin
-            if not 0 <= length <= lease.end:
-                raise BadRange(f"begin {length} is outside [0, {lease.end}]", param="begin")
-            if length > lease.landed:
-                raise KVIncomplete(f"begin is {length}, but {lease.landed} tokens have landed")
-            own = self._fenced(lease) if fence else self._leases.take_over(lease)
-            matched = lease.matched
-            length = max(length, lease.begin)
-            if lease.begin < len(tokens):
-                length = min(length, len(tokens) - 1)
-            else:
-                # All is matched, and its last page, which others share, must not be written.
-                matched, shared = matched[:-1], matched[-1:]
-                self._pages.drop(shared)
-                length = len(matched) * self.layout.page_size
-            self._sequences[seq_id] = PagedSequence(matched + own, length)
-            return length
+            return self._receiver.start(lease_id, seq_id, tokens, begin, fence=fence)
 
     def commit(self, lease_id: LeaseId) -> int:
         """Publish the full pages of a lease to the prefix cache and end it.
@@ -292,21 +180,12 @@ class KVCache:
         and `KVIncomplete` where not all has landed; the lease lives on then.
         """
         with self.lock:
-            lease = self._leases.get(lease_id)
-            if lease.landed < lease.end:
-                raise KVIncomplete(f"{lease.landed} of {lease.end} tokens have landed")
-            self._leases.take_over(lease)
-            pages = lease.matched + lease.own
-            full = lease.landed // self.layout.page_size
-            tokens = full * self.layout.page_size
-            self._prefix.insert(lease.tokens[:tokens], pages[:full])
-            self._pages.drop(pages)
-            return tokens
+            return self._receiver.commit(lease_id)
 
     def release(self, lease_id: LeaseId) -> None:
         """End a lease and discard what has landed. Raises `LeaseExpired`, `UnknownLease`."""
         with self.lock:
-            self._end(self._leases.get(lease_id))
+            self._receiver.release(lease_id)
 
     def sweep(self) -> list[ReceiveLease]:
         """End the leases whose time is up, and free pages that have come out of quarantine.
@@ -314,16 +193,7 @@ class KVCache:
         Call it often; a long gap (this process was stopped) counts for no sender.
         """
         with self.lock:
-            now = self._clock()
-            gap, self._swept = now - self._swept, now
-            if gap > STALL_S:
-                for lease in self._leases.live():
-                    lease.deadline += gap
-            late = self._leases.expired(now)
-            for lease in late:
-                self._end(lease)
-            self._pages.drop(self._leases.sweep())
-            return late
+            return self._receiver.sweep()
 
     # Declare: sending
 
@@ -334,8 +204,9 @@ class KVCache:
         Raises `BadAddress` (forged, malformed, another layout or weights, another prompt),
         `BadRange`, `LeaseExpired`, `StaleEpoch`, `PeerUnreachable`, `Timeout`.
         """
-        address = KVAddress.verify(kv_addr, self._secret)
-        if address.fingerprint != self.fingerprint:
+        identity = self.identity
+        address = KVAddress.verify(kv_addr, identity.secret)
+        if address.fingerprint != identity.fingerprint:
             raise BadAddress("kv_addr is for another layout or other weights", param="kv_addr")
         if not address.begin <= begin < end <= address.end:
             raise BadRange(
@@ -344,7 +215,7 @@ class KVCache:
             )
         if address.end > len(prompt) or prompt_digest(prompt[: address.end]) != address.digest:
             raise BadAddress("kv_addr is for another prompt", param="prompt")
-        if address.engine_id == self._engine_id and address.epoch != self._epoch:
+        if address.engine_id == identity.engine_id and address.epoch != identity.epoch:
             raise StaleEpoch("this engine was restarted since the address was made")
         return self.transport.open(address, begin)
 
@@ -352,7 +223,7 @@ class KVCache:
         """Send positions `[begin, end)` of a sequence: what is here now, page to page; the rest as
         `attention` computes it, layer by layer."""
         with self.lock:
-            sequence = self._sequence(seq_id)
+            sequence = self._sequences[seq_id]
             sequence.mark = Mark(put, begin, end)
             here = min(sequence.length, end)
             if begin < here:
@@ -362,7 +233,7 @@ class KVCache:
     def clear_mark(self, seq_id: SeqId) -> None:
         """Send nothing further of a sequence."""
         with self.lock:
-            self._sequence(seq_id).mark = None
+            self._sequences[seq_id].mark = None
 
     # Compute
 
@@ -373,7 +244,7 @@ class KVCache:
         """
         with self.lock:
             self._step = Step(
-                [self._sequence(seq_id) for seq_id in seq_ids],
+                [self._sequences[seq_id] for seq_id in seq_ids],
                 lengths,
                 page_size=self.layout.page_size,
                 group=self._group,
@@ -415,74 +286,33 @@ class KVCache:
     def available(self) -> int:
         """Pages that are free or can be made so by eviction."""
         with self.lock:
-            return self._pages.free + self._prefix.evictable
+            return self._books.available
 
     @property
     def prefix_tokens(self) -> int:
         """Tokens in the prefix cache."""
         with self.lock:
-            return self._prefix.tokens
+            return self._books.prefix.tokens
 
     def leases(self) -> list[ReceiveLease]:
         """The live leases."""
         with self.lock:
-            return self._leases.live()
+            return self._receiver.leases.live()
 
     def page_use(self) -> PageUse:
         """Pages by owner."""
         with self.lock:
-            free, cached = self._pages.free, self._prefix.cached
-            leased, quarantined = self._leases.leased, self._leases.quarantined
-            rest = self._pages.total - free - cached - leased - quarantined
+            books, leases = self._books, self._receiver.leases
+            free, cached = books.pages.free, books.prefix.cached
+            leased, quarantined = leases.leased, leases.quarantined
+            rest = books.total - free - cached - leased - quarantined
             return PageUse(
-                self._pages.total, free, cached, leased, rest, quarantined, self._policy.pinned
+                books.total, free, cached, leased, rest, quarantined, books.policy.pinned
             )
 
     def check_integrity(self) -> None:
         """Prove that every page is free or held by whom the books say. Raises `Internal`."""
         with self.lock:
-            self._pages.check(self._holders())
+            self._books.check([*self._sequences.holders(), *self._receiver.holders()])
             if bool(self.pool[:, SCRATCH_PAGE].count_nonzero()):
                 raise Internal("the scratch page has been written")
-
-    def _holders(self) -> Iterator[Sequence[PageId]]:
-        for sequence in self._sequences.values():
-            if sequence.length > len(sequence.pages) * self.layout.page_size:
-                raise Internal("a sequence is longer than its pages")
-            yield sequence.pages
-        yield from self._prefix.holders()
-        yield from self._leases.holders()
-
-    def _sequence(self, seq_id: SeqId) -> PagedSequence:
-        try:
-            return self._sequences[seq_id]
-        except KeyError:
-            raise Internal(f"there is no sequence {seq_id}") from None
-
-    def _check_new(self, seq_id: SeqId) -> None:
-        if seq_id in self._sequences:
-            raise Internal(f"sequence {seq_id} exists")
-
-    def _shared(self, pages: Sequence[PageId]) -> list[PageId]:
-        self._pages.share(pages)
-        return list(pages)
-
-    def _take(self, count: int) -> list[PageId]:
-        missing = count - self._pages.free
-        if missing > 0:
-            self._prefix.evict(missing)
-        return self._pages.take(count)
-
-    def _fenced(self, lease: ReceiveLease) -> list[PageId]:
-        """Pages with what has landed of a lease, which no writer can reach; ends the lease."""
-        safe, rest = divmod(lease.landed - lease.begin, self.layout.page_size)
-        fresh = self._take(len(lease.own) - safe)
-        if rest:
-            self.pool[:, fresh[0], :, :rest] = self.pool[:, lease.own[safe], :, :rest]
-        kept, lease.own = lease.own[:safe], lease.own[safe:]
-        self._pages.drop(self._leases.close(lease))
-        return kept + fresh
-
-    def _end(self, lease: ReceiveLease) -> None:
-        self._pages.drop(self._leases.close(lease))
-        self._pages.drop(lease.matched)

@@ -20,6 +20,7 @@ from engine.scheduler import Scheduler
 from engine.service import MicroserveEngine
 from engine.stream import GenerationStream
 from kvcache.cache import KVCache
+from kvcache.identity import Identity
 from kvcache.layout import KVLayout
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
@@ -42,10 +43,7 @@ def make_cache(network: MemoryNetwork | None = None, pages: int = 64, name: str 
         layout,
         MemoryTransport(network or MemoryNetwork(), layout, 1),
         query_heads=shape.num_heads,
-        engine_id=EngineId(name),
-        epoch=1,
-        secret=b"secret",
-        fingerprint="tiny",
+        identity=Identity(EngineId(name), 1, b"secret", "tiny"),
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvcache.cache import KVCache
+from kvcache.identity import Identity
 from kvcache.layout import KVLayout
 from kvcache.transport import MemoryNetwork, MemoryTransport, Transport
 from kvcache.types import EngineId, SeqId
@@ -47,10 +48,7 @@ def make_cache(
         layout,
         transport,
         query_heads=HEADS,
-        engine_id=EngineId(name),
-        epoch=epoch,
-        secret=secret,
-        fingerprint=fingerprint,
+        identity=Identity(EngineId(name), epoch, secret, fingerprint),
         clock=clock or Clock(),
     )
 
@@ -83,7 +81,7 @@ def compute(cache: KVCache, seq_id: SeqId, tokens: Sequence[int]) -> None:
 
 
 def pages_of(cache: KVCache, seq_id: SeqId) -> list[int]:
-    return list(cache._sequence(seq_id).pages)
+    return list(cache._sequences[seq_id].pages)
 
 
 def assert_content(cache: KVCache, seq_id: SeqId, tokens: Sequence[int]) -> None:

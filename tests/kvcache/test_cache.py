@@ -24,7 +24,7 @@ from kv_helpers import (
     small_layout,
 )
 
-from kvcache.cache import STALL_S, KVCache
+from kvcache.cache import KVCache
 from kvcache.errors import (
     BadAddress,
     BadRange,
@@ -37,6 +37,7 @@ from kvcache.errors import (
     UnknownLease,
 )
 from kvcache.pool import SCRATCH_PAGE
+from kvcache.receiving import STALL_S
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import LeaseId, SeqId
 

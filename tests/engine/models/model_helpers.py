@@ -17,6 +17,7 @@ from engine.models.load import LoadedModel, load_model
 from engine.models.tiny import open_tiny
 from engine.models.transformer import AttentionCache, Transformer
 from kvcache.cache import KVCache
+from kvcache.identity import Identity
 from kvcache.layout import KVLayout
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
@@ -73,10 +74,7 @@ class PagedCache:
             layout,
             MemoryTransport(MemoryNetwork(), layout, 1),
             query_heads=config.num_heads,
-            engine_id=EngineId("e"),
-            epoch=1,
-            secret=b"s",
-            fingerprint="f",
+            identity=Identity(EngineId("e"), 1, b"s", "f"),
         )
         taken = [SeqId(index) for index in range(1, self.PAGES)]
         for seq_id in taken:

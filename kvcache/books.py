@@ -1,0 +1,67 @@
+"""The books of the pool: who holds which page, and who makes way when pages are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.eviction import EvictionPolicy
+from kvcache.pool import PagePool
+from kvcache.prefix import PrefixCache
+from kvcache.types import PageId
+
+__all__ = ["Books"]
+
+
+class Books:
+    """Free pages, counted pages, and the prefix tree, which gives pages back under pressure.
+
+    Sequences, leases, quarantine and the tree hold one reference on each of their pages. The
+    cache's lock guards it.
+    """
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        """`pages` of `page_size` tokens, of which page 0 is set aside."""
+        self.pages = PagePool(pages)
+        self.policy = EvictionPolicy(pages)
+        self.prefix = PrefixCache(self.pages, page_size, self.policy)
+
+    def take(self, count: int) -> list[PageId]:
+        """`count` pages, each now held once; cached ones make way. Raises `NoCapacity`."""
+        missing = count - self.pages.free
+        if missing > 0:
+            self.prefix.evict(missing)
+        return self.pages.take(count)
+
+    def share(self, pages: Sequence[PageId]) -> list[PageId]:
+        """Hold each of `pages` once more; returns them as a list of one's own."""
+        self.pages.share(pages)
+        return list(pages)
+
+    def drop(self, pages: Sequence[PageId]) -> None:
+        """Hold each of `pages` once less; the last to let go frees it."""
+        self.pages.drop(pages)
+
+    @property
+    def refs(self) -> npt.NDArray[np.int32]:
+        """How often each page is held."""
+        return self.pages.refs
+
+    @property
+    def total(self) -> int:
+        """All pages but the scratch page."""
+        return self.pages.total
+
+    @property
+    def available(self) -> int:
+        """Pages that are free or can be made so by eviction."""
+        return self.pages.free + self.prefix.evictable
+
+    def check(self, holders: Iterable[Sequence[PageId]]) -> None:
+        """Prove that the tree's pages, `holders`' and the free ones partition the pool.
+
+        Raises `Internal`.
+        """
+        self.pages.check([*self.prefix.holders(), *holders])
