@@ -28,8 +28,7 @@ def pair() -> Iterator[tuple[EngineProcess, EngineProcess]]:
         yield started[0], started[1]
     finally:
         for engine in started:
-            engine.process.kill()
-            engine.process.communicate()
+            engine.kill()
 
 
 @needs_nixl

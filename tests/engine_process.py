@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+from forked import Forked, engine
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
-class EngineProcess:
-    """`python -m engine tiny`, ready to be called."""
+class EngineProcess(Forked):
+    """An engine with the model `tiny`, ready to be called."""
 
-    def __init__(self, *flags: str, secret: str = "secret") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine", "tiny", "--port", "0", "--threads", "1", *flags],
-            cwd=ROOT,
-            env={**os.environ, "MICROSERVE_SECRET": secret},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    def __init__(self, *flags: str, secret: str = "secret", port: int = 0) -> None:
+        super().__init__(
+            engine,
+            *("tiny", "--port", str(port), "--threads", "1", *flags),
+            MICROSERVE_SECRET=secret,
         )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if "ready" not in line:
-            raise RuntimeError(self.process.communicate()[1])
-        self.url = line.split()[-1]
+        self.url = self.line().split()[-1]
         self.http = httpx.Client(base_url=self.url, timeout=20)
+
+    @property
+    def port(self) -> int:
+        return httpx.URL(self.url).port or 0
 
     def post(self, call: str, **body: Any) -> httpx.Response:
         return self.http.post(f"/microserving/{call}", json=body)
@@ -43,8 +38,8 @@ class EngineProcess:
         state: dict[str, Any] = self.http.get("/microserving/state").json()
         return state
 
-    def generate(self, prompt: list[int], **fields: Any) -> list[dict[str, Any]]:
-        """The events of a generation."""
+    def stream(self, prompt: list[int], **fields: Any) -> Iterator[dict[str, Any]]:
+        """The events of a generation, as they come."""
         body = {
             "request_id": f"r{time.monotonic_ns()}",
             "prompt": prompt,
@@ -56,16 +51,21 @@ class EngineProcess:
         with self.http.stream("POST", "/microserving/start_generate", json=body) as reply:
             if reply.status_code != 200:
                 raise RuntimeError(reply.read())
-            return list(events(reply))
+            yield from events(reply)
 
-    def at_rest(self) -> dict[str, Any]:
+    def generate(self, prompt: list[int], **fields: Any) -> list[dict[str, Any]]:
+        """The events of a generation."""
+        return list(self.stream(prompt, **fields))
+
+    def at_rest(self, within_s: float = 10.0) -> dict[str, Any]:
         """Wait until nothing runs and every page is free or cached; prove it."""
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + within_s
         while True:
             state = self.state()
             pages = state["pages"]
             busy = state["running"] + state["waiting"] + state["puts_in_flight"]
-            if not busy and pages["free"] + pages["cached"] == pages["total"]:
+            idle = not busy and not state["leases"]
+            if idle and pages["free"] + pages["cached"] == pages["total"]:
                 break
             if time.monotonic() > give_up:
                 raise AssertionError(state)
@@ -75,14 +75,12 @@ class EngineProcess:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
         """Signal it; returns its exit code and what it logged."""
-        self.process.send_signal(number)
-        log = self.process.communicate(timeout=20)[1]
-        return self.process.returncode, log
+        self.signal(number)
+        return self.wait(), self.log
 
     def kill(self) -> None:
         self.http.close()
-        self.process.kill()
-        self.process.communicate()
+        super().kill()
 
 
 def events(reply: httpx.Response) -> Iterator[dict[str, Any]]:
