@@ -7,14 +7,13 @@ it is cancelled (the caller went away); after the last two nothing of it is left
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from itertools import count
 
 from tokenizers import Tokenizer
 
-from engine.job import Generation, Job, Send
+from engine.job import Generation
+from engine.landing import Landings
 from engine.limits import Limits, resolve
 from engine.loop import Drawn, StepLoop
 from engine.metrics import EngineMetrics
@@ -25,7 +24,6 @@ from engine.protocol import (
     Draining,
     DuplicateRequest,
     Internal,
-    KVIncomplete,
     LeaseExpired,
     MicroserveError,
     NoCapacity,
@@ -39,16 +37,14 @@ from engine.protocol import (
     UnknownLease,
 )
 from engine.scheduler import Scheduler
+from engine.sending import Sends
 from engine.stream import GenerationStream
 from kvcache.cache import KVCache
-from kvcache.transport import Put
 from kvcache.types import LeaseId, SeqId
 
 __all__ = ["MicroserveEngine"]
 
-LANDING_POLL_S = 0.001  # how often a waiting start_generate looks at its watermark
 REMEMBERED = 16_384  # request ids that were released; one takes about 100 bytes
-FENCE_AFTER_S = 0.05  # a live sender lets go within microseconds of its last byte
 
 
 class MicroserveEngine:
@@ -83,7 +79,8 @@ class MicroserveEngine:
         self._generations: dict[str, Generation] = {}
         self._starting: set[str] = set()  # generations that wait for their KV to land
         self._streams: dict[Generation, GenerationStream] = {}
-        self._sends: dict[str, Send | None] = {}  # None: its lease is being claimed
+        self._landings = Landings(cache)
+        self._sends = Sends(cache, self._limits, metrics, self._seq_ids, most=max_live)
         self._released: dict[str, None] = {}  # request ids, the latest last
         self._asyncio = asyncio.get_running_loop()
 
@@ -108,9 +105,7 @@ class MicroserveEngine:
         gone = Internal("the engine's step loop has stopped")
         for generation, stream in self._streams.items():
             stream.put(Drawn(generation, failure=gone))
-        for send in self._sends.values():
-            if send is not None and not send.done.done():
-                send.done.set_exception(gone)
+        self._sends.fail(gone)
 
     def shut_down(self) -> None:
         """Take nothing new and end what runs, each with an error: the process is about to exit."""
@@ -150,33 +145,7 @@ class MicroserveEngine:
         """
         self._limits.check_prompt(call.prompt)
         self._check_not_released(call.request_id)
-        begin = resolve(call.begin, len(call.prompt), "begin")
-        end = resolve(call.end, len(call.prompt), "end")
-        if begin >= end:
-            raise BadRange(f"begin {begin} is not below end {end}", param="begin")
-        if call.request_id in self._sends:
-            raise DuplicateRequest(f"a send of {call.request_id} is running", param="request_id")
-        if len(self._sends) >= self._max_live:
-            raise NoCapacity(f"{len(self._sends)} sends are running")
-        self._sends[call.request_id] = None
-        try:
-            # Claiming may wait for the peer's write right, so it is done off the event loop.
-            put = await asyncio.to_thread(
-                self.cache.open_put, call.kv_addr, call.prompt, begin, end
-            )
-            if call.request_id not in self._sends:
-                raise Internal("the send was aborted")
-            send = self._sends[call.request_id] = self._reserve(call, begin, end, put)
-            self.loop.submit(send)
-            try:
-                reply = await asyncio.shield(asyncio.wrap_future(send.done))
-            except BaseException:
-                self.loop.abort(send)
-                raise
-        finally:
-            self._sends.pop(call.request_id, None)
-        self.metrics.sent(reply)
-        return reply
+        return await self._sends.run(call, self.loop)
 
     async def start_generate(self, call: StartGenerate) -> GenerationStream:
         """Take a generation on; its events come from the stream that is returned.
@@ -208,7 +177,7 @@ class MicroserveEngine:
         if call.lease_id is not None:
             self._starting.add(call.request_id)
             try:
-                await self._start_lease(generation, LeaseId(call.lease_id), begin)
+                await self._landings.start(generation, LeaseId(call.lease_id), begin)
             finally:
                 self._starting.discard(call.request_id)
         stream = GenerationStream(generation, self.tokenizer, self.eos, self.metrics, self.forget)
@@ -250,15 +219,10 @@ class MicroserveEngine:
                 for lease in self.cache.leases()
                 if lease.request_id == call.request_id
             ]
-            running: list[Job | None] = [
-                self._generations.get(call.request_id),
-                self._sends.get(call.request_id),
-            ]
-            for job in running:
-                if job is not None:
-                    self._abort(job)
-            if self._sends.get(call.request_id, 0) is None:  # it finds out when it has its claim
-                del self._sends[call.request_id]
+            generation = self._generations.get(call.request_id)
+            if generation is not None:
+                self._abort(generation)
+            self._sends.abort(call.request_id, self.loop)
         for lease_id in ids:
             try:
                 self.cache.release(lease_id)
@@ -300,65 +264,8 @@ class MicroserveEngine:
 
     # Parts of the calls
 
-    def _reserve(self, call: RemoteSend, begin: int, end: int, put: Put) -> Send:
-        """A send with its sequence and all the pages it needs, or `NoCapacity` at once."""
-        tokens = call.prompt[:end]
-        self._limits.check_send(end)
-        seq_id = next(self._seq_ids)
-        with self.cache.lock:
-            # Matched beyond `end` too: a cached page can be sent in part.
-            cached = min(self.cache.add_sequence(seq_id, call.prompt), end)
-            try:
-                self.cache.grow(seq_id, end)
-            except NoCapacity:
-                self.cache.remove_sequence(seq_id)
-                raise
-        self.metrics.prefix(end, cached)
-        done: Future[RemoteSendReply] = Future()
-        done.set_running_or_notify_cancel()  # the loop's to complete, whoever stops waiting
-        return Send(
-            request_id=call.request_id,
-            seq_id=seq_id,
-            tokens=tokens,
-            begin=begin,
-            cached=cached,
-            put=put,
-            done=done,
-            arrived=time.monotonic(),
-            started=True,
-        )
-
-    async def _start_lease(
-        self, generation: Generation, lease_id: LeaseId, begin: int | None
-    ) -> None:
-        """Wait for `begin` tokens to land, as long as the lease lives, and then for the sender to
-        let go; one that does not, because it was stopped, is left behind."""
-        landed_at: float | None = None
-        while True:
-            now = time.monotonic()
-            lease = self.cache.lease(lease_id)
-            if lease.landed < min(begin or 0, lease.end):
-                await asyncio.sleep(LANDING_POLL_S)
-                continue
-            landed_at = landed_at or now
-            try:
-                generation.cached = self.cache.start_lease(
-                    lease_id,
-                    generation.seq_id,
-                    generation.tokens,
-                    begin,
-                    fence=now - landed_at > FENCE_AFTER_S,
-                )
-            except KVIncomplete:
-                await asyncio.sleep(LANDING_POLL_S)
-            else:
-                generation.begin = generation.cached
-                generation.started = True
-                return
-
-    def _abort(self, job: Job) -> None:
-        self.loop.abort(job)
-        if isinstance(job, Generation):
-            stream = self._streams.get(job)
-            if stream is not None:
-                stream.put(Drawn(job, failure=MicroserveError("the request was released")))
+    def _abort(self, generation: Generation) -> None:
+        self.loop.abort(generation)
+        stream = self._streams.get(generation)
+        if stream is not None:
+            stream.put(Drawn(generation, failure=MicroserveError("the request was released")))

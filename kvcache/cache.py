@@ -25,7 +25,7 @@ from kvcache.books import Books
 from kvcache.errors import BadAddress, BadRange, BadRequest, Internal, StaleEpoch
 from kvcache.identity import Identity
 from kvcache.layout import KVLayout
-from kvcache.lease import ReceiveLease
+from kvcache.lease import ReceiveLease, Watch
 from kvcache.pool import SCRATCH_PAGE
 from kvcache.receiving import Receiver
 from kvcache.sequences import SequenceTable
@@ -148,6 +148,10 @@ class KVCache:
         """A live lease as it stands. Raises `LeaseExpired`, `UnknownLease`."""
         with self.lock:
             return self._receiver.leases.get(lease_id)
+
+    def watch(self, leases: Sequence[ReceiveLease]) -> Watch:
+        """Look at the watermarks of these leases again and again, without the lock."""
+        return self._receiver.leases.watch(leases)
 
     def start_lease(
         self,

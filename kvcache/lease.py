@@ -12,14 +12,17 @@ a write under way holds the slot's write right. Quarantine ends by that proof, n
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from kvcache.errors import KVIncomplete, LeaseExpired, NoCapacity, UnknownLease
 from kvcache.region import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, Region
 from kvcache.types import LeaseId, PageId
 
-__all__ = ["LeaseTable", "ReceiveLease"]
+__all__ = ["LeaseTable", "ReceiveLease", "Watch"]
 
 REMEMBERED = 4096  # ended leases whose ids still answer lease_expired rather than unknown_lease
 
@@ -48,6 +51,20 @@ class ReceiveLease:
     @property
     def state(self) -> str:
         return "landed" if self.landed >= self.end else "reserved"
+
+
+class Watch:
+    """Some leases as they stand in memory, all read in one operation; needs no lock."""
+
+    def __init__(self, region: Region, leases: Sequence[ReceiveLease]) -> None:
+        self._region = region
+        self._slots = np.array([lease.slot for lease in leases], dtype=np.intp)
+        self._nonces = np.array([lease.nonce for lease in leases], dtype=np.uint64)
+
+    def read(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+        """Watermarks, and which of the leases live; those of ended ones mean nothing."""
+        words = self._region.slots[self._slots]
+        return words[:, LANDED], words[:, NONCE] == self._nonces
 
 
 class LeaseTable:
@@ -103,6 +120,10 @@ class LeaseTable:
             raise UnknownLease(f"there is no lease {lease_id}", param="lease_id")
         lease.landed = int(self._region.slots[lease.slot, LANDED])
         return lease
+
+    def watch(self, leases: Sequence[ReceiveLease]) -> Watch:
+        """Look at these leases again and again."""
+        return Watch(self._region, leases)
 
     def close(self, lease: ReceiveLease) -> list[PageId]:
         """End a lease; no byte is written on its behalf from now on, but by a put under way.
