@@ -121,6 +121,9 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
     from engine.server import build_app
 
     with socket.create_server((config.host, config.port), backlog=512) as listener:
+        # asyncio sets it on sockets that name their protocol only: each small answer, and each event,
+        # would wait 40 ms for the caller's acknowledgement of what was written before.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         host, port = listener.getsockname()[:2]
         config = dataclasses.replace(
             config, port=port, engine_id=config.engine_id or f"{host}:{port}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from e2e_deployment import Deployment, launch
+from e2e_faults import Alone, engines
 
 Deploy = Callable[..., Deployment]
 
@@ -36,3 +37,11 @@ def deploy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deploy]:
 def tiny(deploy: Deploy) -> Deployment:
     """Three `tiny` engines behind a router; the third serves as the single-engine oracle."""
     return deploy("tiny", "--engines", "3", "--threads", "1")
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Alone]:
+    """What an engine gives that nobody disturbs."""
+    with engines(1, "--pool-pages", "1000", "--token-budget", "512") as (engine,):
+        yield Alone(engine)
+        engine.at_rest()

@@ -1,0 +1,230 @@
+"""Two real engines and what travels between them: to be broken at a chosen moment, and inspected.
+
+Moments are found by looking, never by waiting for so long: `until` polls the receiver's memory, or
+its state, and whoever breaks something looks again afterwards whether the moment had not passed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import httpx
+import torch
+from engine_process import EngineProcess, events
+
+from kvcache.address import KVAddress
+from kvcache.layout import KVLayout
+from kvcache.region import CLAIM, HEADER_BYTES, LANDED, WORDS, SharedRegion
+
+SECRET = "secret"
+LEASE_MS = 500
+SLACK_S = 8.0  # on a busy machine; a leak lasts for ever
+DEADLINE_S = 20.0  # of every call
+PAGE = 16
+NEW = 24  # tokens generated to compare
+# A chunk of a page a step: a send of a long prompt takes many steps, and can be met in the middle.
+FLAGS = ("--token-budget", "16", "--pool-pages", "200", "--lease-ms", str(LEASE_MS))
+LAYOUT = KVLayout(2, 1, PAGE, 2, 32, torch.float32)  # of `tiny`
+CANARY = 0x7FC5A5A5  # a NaN: whoever reads it computes nonsense, and nobody computes it
+
+
+def prompt_of(name: str, length: int) -> list[int]:
+    source = random.Random(name)
+    return [source.randrange(500) for _ in range(length)]
+
+
+def until(condition: Callable[[], bool], what: str = "it") -> None:
+    give_up = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up, f"waited in vain for {what}"
+        time.sleep(0.0005)
+
+
+class Memory:
+    """An engine's region, mapped as a sender would map it; none of its pages may be in use yet."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        lease = Lease(engine, "map", [1] * PAGE, PAGE)
+        lease.release()
+        _, pid, fd = lease.address.endpoint.split(":")
+        assert int(pid) == engine.pid
+        self.region = SharedRegion.attach(int(pid), int(fd), lease.address.epoch, LAYOUT)
+        self._words = self.region.pool.view(torch.int32)
+
+    def fill(self) -> None:
+        """A canary in every page but the scratch page."""
+        self._words[:, 1:] = CANARY
+
+    def written(self) -> set[int]:
+        """Pages whose canary is gone, and the scratch page if it is not zero."""
+        intact = (self._words == CANARY).all(dim=5).all(dim=4).all(dim=3).all(dim=2).all(dim=0)
+        intact[0] = not self._words[:, 0].any()
+        return set((~intact).nonzero().flatten().tolist())
+
+    def read(self, pages: list[int]) -> torch.Tensor:
+        """A copy of the pages' bits."""
+        return self._words[:, pages].clone()
+
+    def claimed(self, lease: Lease) -> bool:
+        return bool(self.region.slots[lease.address.slot, CLAIM])
+
+    def landed(self, lease: Lease) -> int:
+        return int(self.region.slots[lease.address.slot, LANDED])
+
+    def writing(self, lease: Lease) -> bool:
+        """Whether somebody holds the lease's write right."""
+        start = HEADER_BYTES + lease.address.slot * WORDS * 8
+        flock = struct.pack("hhxxxxqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, start, WORDS * 8, 0)
+        answer = fcntl.fcntl(self.region.fd, fcntl.F_OFD_GETLK, flock)
+        return bool(struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK)
+
+
+class Lease:
+    """A receive lease, as its opener sees it."""
+
+    def __init__(
+        self, receiver: EngineProcess, request_id: str, prompt: list[int], end: int, **fields: Any
+    ) -> None:
+        self.receiver, self.request_id, self.prompt, self.end = receiver, request_id, prompt, end
+        reply = receiver.post("prep_recv", request_id=request_id, prompt=prompt, end=end, **fields)
+        assert reply.status_code == 200, reply.text
+        self.id: str = reply.json()["lease_id"]
+        self.begin: int = reply.json()["match_len"]
+        self.kv_addr: str = reply.json()["kv_addr"]
+        self.address = KVAddress.verify(self.kv_addr, SECRET.encode())
+        self.pages: list[int] = [int(page) for page in self.address.pages()]
+
+    def send(
+        self, sender: EngineProcess, *, begin: int | None = None, as_id: str | None = None
+    ) -> httpx.Response:
+        return sender.post(
+            "remote_send",
+            request_id=as_id or self.request_id,
+            prompt=self.prompt,
+            begin=self.begin if begin is None else begin,
+            end=self.end,
+            kv_addr=self.kv_addr,
+        )
+
+    def release(self) -> None:
+        self.receiver.post("release", lease_id=self.id).raise_for_status()
+
+class Call:
+    """A call in a thread of its own. `outcome` is `ok`, the type of the error, or `cut` where the
+    connection broke; a call that hangs fails the test."""
+
+    def __init__(self, call: Callable[[], httpx.Response | str]) -> None:
+        self._call = call
+        self._outcome: str | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return self._outcome is not None
+
+    def outcome(self) -> str:
+        self._thread.join(DEADLINE_S + 5)
+        assert self._outcome is not None, "a call hangs"
+        return self._outcome
+
+    def _run(self) -> None:
+        try:
+            reply = self._call()
+        except httpx.TimeoutException:
+            self._outcome = "hung"
+        except httpx.TransportError:
+            self._outcome = "cut"
+        else:
+            self._outcome = reply if isinstance(reply, str) else kind_of(reply)
+
+
+class Generation(Call):
+    """A `start_generate` in a thread of its own."""
+
+    def __init__(self, engine: EngineProcess, prompt: list[int], **fields: Any) -> None:
+        self.tokens: list[int] = []
+        self._engine = engine
+        self._body = {"prompt": prompt, "temperature": 0.0, "ignore_eos": True, "max_tokens": NEW}
+        self._body |= fields
+        super().__init__(self._generate)
+
+    def _generate(self) -> httpx.Response | str:
+        with self._engine.http.stream(
+            "POST", "/microserving/start_generate", json=self._body
+        ) as reply:
+            if reply.status_code != 200:
+                reply.read()
+                return reply
+            for event in events(reply):
+                if "error" in event:
+                    return str(event["error"]["type"])
+                self.tokens += event.get("token_ids", [])
+        return "ok"
+
+
+def kind_of(reply: httpx.Response) -> str:
+    """`ok`, or the type of the error."""
+    return "ok" if reply.status_code == 200 else str(reply.json()["error"]["type"])
+
+
+def transfer(sender: EngineProcess, receiver: EngineProcess, prompt: list[int]) -> list[int]:
+    """All three calls; returns the tokens."""
+    request_id, end = f"t{time.monotonic_ns()}", len(prompt) - 1
+    lease = Lease(receiver, request_id, prompt, end, lease_ms=20_000)
+    assert kind_of(lease.send(sender)) == "ok"
+    return started(lease)
+
+
+def started(lease: Lease) -> list[int]:
+    """The tokens of a generation from a lease that has landed."""
+    generation = Generation(
+        lease.receiver,
+        lease.prompt,
+        request_id=lease.request_id,
+        begin=lease.end,
+        lease_id=lease.id,
+    )
+    assert generation.outcome() == "ok"
+    return generation.tokens
+
+
+class Alone:
+    """The tokens of one engine that nobody disturbs, to compare with; and a third sender."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self.engine = engine
+        self.tokens = cache(self._tokens)
+
+    def __call__(self, prompt: list[int], new: int = NEW) -> list[int]:
+        return self.tokens(tuple(prompt), new)
+
+    def _tokens(self, prompt: tuple[int, ...], new: int) -> list[int]:
+        generation = Generation(
+            self.engine, list(prompt), request_id=f"a{time.monotonic_ns()}", max_tokens=new
+        )
+        assert generation.outcome() == "ok"
+        assert len(generation.tokens) == new
+        return generation.tokens
+
+
+@contextmanager
+def engines(count: int, *flags: str) -> Iterator[list[EngineProcess]]:
+    """Fresh engines, whatever becomes of them; what is appended to the list is ended as well."""
+    running: list[EngineProcess] = []
+    try:
+        for _ in range(count):
+            running.append(EngineProcess(*FLAGS, *flags, secret=SECRET))
+        yield running
+    finally:
+        for engine in running:
+            engine.kill()
