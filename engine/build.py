@@ -7,24 +7,27 @@ import os
 
 import torch
 
-from engine.loop import StepLoop
+from engine.loop import Draw, StepLoop
 from engine.metrics import EngineMetrics
+from engine.mock import MockRunner, mock_sample
 from engine.models import LoadedModel, load_model
 from engine.protocol import BadRequest
 from engine.protocol.config import EngineConfig
 from engine.runner import ModelRunner
+from engine.sampler import sample
 from engine.scheduler import Scheduler
 from engine.service import MicroserveEngine
 from kvcache.cache import KVCache
 from kvcache.identity import Identity
 from kvcache.layout import KVLayout
-from kvcache.transport import NixlTransport, ShmTransport, Transport
+from kvcache.transport import make_transport
 from kvcache.types import EngineId
 
 __all__ = ["build_engine"]
 
 POOL_SHARE = 0.05  # of the machine's memory, where --pool-pages does not say
 POOL_MOST = 4 << 30  # bytes
+MOCK_PAGES = 1 << 16
 CONTEXTS = 2  # the pool holds at least so many sequences of full length
 
 
@@ -44,7 +47,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     layout = _layout(model, config, dtype)
     cache = KVCache(
         layout,
-        _transport(config, layout, secret, epoch),
+        make_transport(config.transport, layout, epoch, secret=secret, host=config.host),
         query_heads=model.config.num_heads,
         identity=Identity(
             EngineId(config.engine_id), epoch, secret, layout.fingerprint(_kv_digest(model))
@@ -60,22 +63,24 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         max_live=config.max_batch + config.max_waiting,
         lease_ms=config.lease_ms,
     )
+    runner, draw = _runner(model, config, cache)
     engine.loop = StepLoop(
-        cache,
-        ModelRunner(model, cache),
-        scheduler,
-        engine.deliver,
-        engine.died,
-        threads=threads,
+        cache, runner, scheduler, engine.deliver, engine.died, threads=threads, draw=draw
     )
     metrics.watch(engine)
     return engine
 
 
-def _transport(config: EngineConfig, layout: KVLayout, secret: bytes, epoch: int) -> Transport:
-    if config.transport == "nixl":
-        return NixlTransport(layout, epoch, secret=secret, host=config.host)
-    return ShmTransport(layout, epoch)
+def _runner(
+    model: LoadedModel, config: EngineConfig, cache: KVCache
+) -> tuple[ModelRunner | MockRunner, Draw]:
+    """What computes a step, and what draws from its logits."""
+    if model.transformer is not None:
+        return ModelRunner(model, cache), sample
+    runner = MockRunner(
+        cache, step_ms=config.step_ms, prefill_tokens_per_ms=config.prefill_tokens_per_ms
+    )
+    return runner, mock_sample
 
 
 def _layout(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVLayout:
@@ -94,6 +99,8 @@ def _layout(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVL
 
     if config.pool_pages:
         return layout(config.pool_pages + 1)  # and the scratch page
+    if model.transformer is None:
+        return layout(MOCK_PAGES + 1)  # its pages are so small that memory is no measure
     one = layout(1)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = int(min(memory * POOL_SHARE, POOL_MOST)) // one.page_bytes

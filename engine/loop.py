@@ -13,23 +13,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from engine.job import Generation, Job, Sampled, Send
 from engine.protocol import Internal, MicroserveError, RemoteSendReply
-from engine.runner import Chunk, ModelRunner
+from engine.runner import Chunk
 from engine.sampler import sample
 from engine.scheduler import Scheduler
 from kvcache.cache import KVCache
 
-__all__ = ["Drawn", "StepLoop", "StepStats"]
+__all__ = ["Draw", "Drawn", "StepLoop", "StepStats"]
 
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.05  # how often leases are looked at
 IDLE_S = 0.5  # the longest sleep of an idle loop
+Draw = Callable[[torch.Tensor, Sequence[Generation]], list[Sampled]]
+
+
+class Runner(Protocol):
+    """Computes the KV of a step's chunks."""
+
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Returns what a `Draw` draws from: one row for each chunk with `sample`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +73,13 @@ class StepLoop:
     def __init__(
         self,
         cache: KVCache,
-        runner: ModelRunner,
+        runner: Runner,
         scheduler: Scheduler,
         deliver: Callable[[list[Drawn]], None],
         died: Callable[[], None],
         *,
         threads: int,
+        draw: Draw = sample,
     ) -> None:
         self.stats = StepStats()
         self.progress = time.monotonic()  # when it last began an iteration
@@ -79,6 +89,7 @@ class StepLoop:
         self._deliver = deliver
         self._died = died
         self._threads = threads
+        self._draw = draw
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -177,7 +188,7 @@ class StepLoop:
                 self._finish_if_sent(job)
             self.stats.prompt_tokens += len(chunk.tokens) - chunk.sample
         drawn: list[Drawn | None] = []
-        for generation, sampled in zip(drawing, sample(logits, drawing), strict=True):
+        for generation, sampled in zip(drawing, self._draw(logits, drawing), strict=True):
             drawn.append(self._advance(generation, sampled))
         return drawn
 

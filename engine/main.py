@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     from engine.protocol import MicroserveError
 
     try:
-        asyncio.run(_serve(config, secret))
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+            runner.run(_serve(config, secret))
     except (ModelError, MicroserveError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -96,7 +97,7 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
     ):
         if getattr(config, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("pool_pages", "threads", "parent_pid"):
+    for name in ("pool_pages", "threads", "parent_pid", "step_ms", "prefill_tokens_per_ms"):
         if getattr(config, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
     if not 0 <= config.port < 2**16:
@@ -117,8 +118,21 @@ def parse_cpus(text: str) -> set[int]:
     return cpus
 
 
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, on platforms that have it."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
 async def _serve(config: EngineConfig, secret: bytes) -> None:
     from engine.server import build_app
+
+    new_app = build_app
+    if config.model == "mock":
+        from engine.mock_openai import build_mock_app as new_app
 
     with socket.create_server((config.host, config.port), backlog=512) as listener:
         # asyncio sets it on sockets that name their protocol only: each small answer, and each event,
@@ -133,7 +147,7 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
             server = _server(
                 engine,
                 uvicorn.Config(
-                    build_app(engine, config, epoch),
+                    new_app(engine, config, epoch),
                     log_config=None,
                     access_log=False,
                     lifespan="off",

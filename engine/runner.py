@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.models import LoadedModel
+from engine.protocol import Internal
 from kvcache.cache import KVCache
 from kvcache.types import SeqId
 
@@ -33,6 +34,8 @@ class ModelRunner:
     """Runs chunks of many sequences as one batch over the paged cache."""
 
     def __init__(self, model: LoadedModel, cache: KVCache) -> None:
+        if model.transformer is None:
+            raise Internal(f"{model.name} has no weights to run")
         self._model = model.transformer
         self._cache = cache
         self._device = cache.pool.device

@@ -271,6 +271,12 @@ class KVCache:
         step.put(layer)
         return step.attend(pages, q)
 
+    def put(self, layer: int) -> None:
+        """Put what is marked, as the pages hold it: `attention` for a layer that nobody computes."""
+        if self._step is None:
+            raise Internal("put without begin_forward")
+        self._step.put(layer)
+
     def end_forward(self) -> None:
         """The step's tokens count as present, and are signalled where they were put."""
         with self.lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -58,15 +59,28 @@ class Step:
                 page_of.append(sequence.pages[position // page_size])
                 slot_of.append(position % page_size)
         self._rows = len(page_of)
-        self._page_of = torch.tensor(page_of, device=device)
-        self._slot_of = torch.tensor(slot_of, device=device)
+        self._page_of = page_of
+        self._slot_of = slot_of
+        self._page_size = page_size
+        self._group = group
+        self._device = device
+
+    @cached_property
+    def _where(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and slot of each row, as tensors, once somebody computes."""
+        to = self._device
+        return torch.tensor(self._page_of, device=to), torch.tensor(self._slot_of, device=to)
+
+    @cached_property
+    def _tiles(self) -> list[Tile]:
         spans = [span for _, span in self._spans]
-        self._tiles: list[Tile] = plan_tiles(spans, page_size, group, device)
+        return plan_tiles(spans, self._page_size, self._group, self._device)
 
     def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the rows' keys and values into one layer's `pages`."""
-        pages[self._page_of, 0, self._slot_of] = k[: self._rows]
-        pages[self._page_of, 1, self._slot_of] = v[: self._rows]
+        page_of, slot_of = self._where
+        pages[page_of, 0, slot_of] = k[: self._rows]
+        pages[page_of, 1, slot_of] = v[: self._rows]
 
     def put(self, layer: int) -> None:
         """Send what is marked of the rows just appended."""

@@ -11,6 +11,7 @@ from engine.models.config import ModelConfig
 from engine.models.errors import UnsupportedDtype
 from engine.models.gguf_checkpoint import open_gguf
 from engine.models.hf_folder import open_folder
+from engine.models.mock import open_mock
 from engine.models.prepare import Source, locate
 from engine.models.tiny import open_tiny
 from engine.models.transformer import Transformer
@@ -23,13 +24,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model ready to run. `name` is as typed; the token fields are those of `Tokenization`.
+    `transformer` is None for `mock`, which computes nothing.
 
     `weights_digest` (hex) differs for different weights as stored, before any change of dtype.
     """
 
     name: str
     config: ModelConfig
-    transformer: Transformer
+    transformer: Transformer | None
     tokenizer_json: str
     chat_template: str | None
     bos_token: str | None
@@ -48,13 +50,14 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
         raise UnsupportedDtype(
             f"{dtype} is not supported; supported are {', '.join(map(str, _DTYPES))}"
         )
-    checkpoint = _open(locate(name))
+    source = locate(name)
+    checkpoint = _open(source)
     text = checkpoint.tokenization
     text.check(checkpoint.config.vocab_size)
     return LoadedModel(
         name=name,
         config=checkpoint.config,
-        transformer=assemble(checkpoint, dtype, device),
+        transformer=None if source.kind == "mock" else assemble(checkpoint, dtype, device),
         tokenizer_json=text.tokenizer_json,
         chat_template=text.chat_template,
         bos_token=text.bos_token,
@@ -69,6 +72,8 @@ def _open(source: Source) -> Checkpoint:
     match source.kind:
         case "tiny":
             return open_tiny()
+        case "mock":
+            return open_mock()
         case "gguf":
             return open_gguf(source.path, source.sha256)
         case "folder":

@@ -31,7 +31,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 class Source:
     """Where a model's files are; `sha256` of a single file where it was verified."""
 
-    kind: Literal["tiny", "gguf", "folder"]
+    kind: Literal["tiny", "mock", "gguf", "folder"]
     path: Path
     sha256: str | None = None
 
@@ -51,6 +51,8 @@ def locate(name: str) -> Source:
     """
     if name == "tiny":
         return Source("tiny", Path())
+    if name == "mock":
+        return Source("mock", Path())
     if name == "smollm2":
         return Source("gguf", fetch_smollm2(), SHA256)
     path = Path(name).expanduser()
@@ -61,8 +63,8 @@ def locate(name: str) -> Source:
     if not name.endswith(".gguf") and _HUB_ID.fullmatch(name):
         return Source("folder", _hub_snapshot(name))
     raise UnknownModel(
-        f"no model {name!r}: neither an alias (smollm2, tiny), nor a folder or .gguf file here, "
-        "nor a hub id (organisation/name)"
+        f"no model {name!r}: neither an alias (smollm2, tiny, mock), nor a folder or .gguf file "
+        "here, nor a hub id (organisation/name)"
     )
 
 

@@ -13,7 +13,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.config import ModelConfig, Rope
 from engine.models.tokenization import Tokenization
 
-__all__ = ["open_tiny"]
+__all__ = ["byte_tokenization", "open_tiny"]
 
 _SEED = 6  # of the first eight the one with the most varied text, see the test
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -50,7 +50,7 @@ def open_tiny() -> Checkpoint:
         digest.update(tensor.numpy().tobytes())
     return Checkpoint(
         config=_CONFIG,
-        tokenization=_tokenization(),
+        tokenization=byte_tokenization(_CONFIG.vocab_size),
         shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
         read=tensors.__getitem__,
         digest=digest.hexdigest(),
@@ -87,7 +87,7 @@ def _weights(config: ModelConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def _tokenization() -> Tokenization:
+def byte_tokenization(vocab_size: int) -> Tokenization:
     """One token per byte, the special ones, and fillers that only a random model ever emits.
 
     A filler decodes to its number, `<300>`, so that different tokens are different text; no text
@@ -95,7 +95,7 @@ def _tokenization() -> Tokenization:
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *_SPECIAL]
-    tokens += [f"<{index}>" for index in range(len(tokens), _CONFIG.vocab_size)]
+    tokens += [f"<{index}>" for index in range(len(tokens), vocab_size)]
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

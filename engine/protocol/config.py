@@ -35,6 +35,10 @@ class EngineConfig:
     token_budget: int = flag(512, "tokens run through the model in one step, at most")
     lease_ms: int = flag(30_000, "how long a receive lease lives while nobody writes (ms)")
     max_body_mb: int = flag(16, "largest request body (MiB)")
+    step_ms: float = flag(20.0, "of the model mock: how long a step takes (ms)")
+    prefill_tokens_per_ms: float = flag(
+        50.0, "of the model mock: prompt tokens that it computes in 1 ms; 0: no time at all"
+    )
     router: str = flag("", "URL of a router to register with")
     admin_key: str = flag("", "key of that router's admin API")
     engine_id: str = flag("", "name in the fleet; empty: host:port")
