@@ -68,14 +68,9 @@ def test_it_keeps_its_pace():
     engine = EngineProcess("--step-ms", "20", "--prefill-tokens-per-ms", "1", model="mock")
     try:
         began = time.monotonic()
-        stream = engine.stream([1] * 101, max_tokens=11)
-        next(stream)
-        first = time.monotonic() - began
-        assert len(list(stream)) == 10
-        rest = time.monotonic() - began - first
-        # It cannot be early; how late it is depends on the machine.
-        assert first >= 0.120
-        assert rest >= 0.175
+        assert len(engine.generate([1] * 101, max_tokens=11)) == 11
+        # 100 + 11 * 20 ms, of which it may catch up a step. How late it is depends on the machine.
+        assert time.monotonic() - began >= 0.300
     finally:
         engine.kill()
 
