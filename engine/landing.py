@@ -67,7 +67,7 @@ class Landings:
         landed_at: float | None = None
         while True:
             lease = self._cache.lease(lease_id)
-            wanted = min(begin or 0, lease.end)
+            wanted = min(begin or 0, lease.room)
             if lease.landed >= wanted:
                 now = time.monotonic()
                 landed_at = landed_at or now

@@ -28,19 +28,22 @@ def prompt_digest(tokens: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KVAddress:
-    """Room for the KV of `prompt[begin:end]`; `begin` is a multiple of the page size.
+    """Room for the KV of `prompt[begin:end]` and of what follows it, up to `room` tokens in all.
 
-    `runs` are `[first page, count]` pairs: the pages of positions `begin`, `begin + page_size`, …
+    `begin` is a multiple of the page size. `runs` are `[first page, count]` pairs: the pages of
+    positions `begin`, `begin + page_size`, …
     """
 
     engine_id: EngineId
     epoch: int
+    url: str  # where the owner is asked for more room; empty: nowhere
     endpoint: str  # how the owner's transport is reached, as in "shm:<pid>:<fd>"
     lease_id: LeaseId
     slot: int  # which word group of the owner's control block is the lease's
     nonce: int  # what stands there while the lease lives
     begin: int
     end: int
+    room: int
     runs: tuple[tuple[int, int], ...]
     fingerprint: str
     digest: str  # of prompt[:end]

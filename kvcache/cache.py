@@ -19,15 +19,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache.address import KVAddress, prompt_digest
+from kvcache.address import KVAddress
 from kvcache.attention import BLOCK
 from kvcache.books import Books
-from kvcache.errors import BadAddress, BadRange, BadRequest, Internal, StaleEpoch
+from kvcache.errors import BadRequest, Internal
 from kvcache.identity import Identity
 from kvcache.layout import KVLayout
 from kvcache.lease import ReceiveLease, Watch
 from kvcache.pool import SCRATCH_PAGE
 from kvcache.receiving import Receiver
+from kvcache.sending import Mirror, Sender
 from kvcache.sequences import SequenceTable
 from kvcache.step import Mark, Step
 from kvcache.transport import Put, Transport
@@ -78,6 +79,7 @@ class KVCache:
         self._receiver = Receiver(
             self._books, self._sequences, layout, transport, self.identity, clock
         )
+        self._sender = Sender(self._books, layout, transport, identity, self.lock)
         self._step: Step | None = None
 
     # Declare: sequences
@@ -164,11 +166,14 @@ class KVCache:
     ) -> int:
         """Turn a lease into a sequence of its first `begin` tokens (default: what has landed).
 
-        Returns the length: at least what was matched, since those pages are shared, and less than
-        all of `tokens`, since the last one has to be computed for its logits. The pages, with the
-        reserve, are the sequence's from now on. Raises `LeaseExpired`, `UnknownLease`,
-        `BadRange`, `BadRequest` (another prompt), and `KVIncomplete` (less has landed than `begin`,
-        or a sender is still writing); the lease lives on after these.
+        What has landed beyond the lease's prompt, in its reserve, is taken for the KV of `tokens`
+        too: who gives these vouches for it. Returns the length: at least what was matched, since
+        those pages are shared, and less than all of `tokens`, since the last one has to be computed
+        for its logits. The pages, with the reserve, are the sequence's from now on.
+
+        Raises `LeaseExpired`, `UnknownLease`, `BadRange` (`begin` beyond the lease's room),
+        `BadRequest` (another prompt), and `KVIncomplete` (less has landed than `begin`, or a sender
+        is still writing); the lease lives on after these.
 
         With `fence`, a sender that is still writing, as one that was stopped, is left behind: the
         page with the watermark is copied, fresh pages follow it (`NoCapacity` if there are none),
@@ -176,6 +181,15 @@ class KVCache:
         """
         with self.lock:
             return self._receiver.start(lease_id, seq_id, tokens, begin, fence=fence)
+
+    def extend(self, kv_addr: str, reserve: int) -> tuple[ReceiveLease, str]:
+        """More room in a lease of ours, for `reserve` further tokens; returns its new address.
+
+        The old one stays good for what it covers. Raises `BadAddress`, `StaleEpoch`,
+        `LeaseExpired`, and, by the rule of `prep_recv`, `BadRequest` and `NoCapacity`.
+        """
+        with self.lock:
+            return self._receiver.extend(kv_addr, reserve)
 
     def commit(self, lease_id: LeaseId) -> int:
         """Publish the full pages of a lease to the prefix cache and end it.
@@ -208,20 +222,36 @@ class KVCache:
         Raises `BadAddress` (forged, malformed, another layout or weights, another prompt),
         `BadRange`, `LeaseExpired`, `StaleEpoch`, `PeerUnreachable`, `Timeout`.
         """
-        identity = self.identity
-        address = KVAddress.verify(kv_addr, identity.secret)
-        if address.fingerprint != identity.fingerprint:
-            raise BadAddress("kv_addr is for another layout or other weights", param="kv_addr")
-        if not address.begin <= begin < end <= address.end:
-            raise BadRange(
-                f"[{begin}, {end}) is not in the lease's [{address.begin}, {address.end})",
-                param="begin",
-            )
-        if address.end > len(prompt) or prompt_digest(prompt[: address.end]) != address.digest:
-            raise BadAddress("kv_addr is for another prompt", param="prompt")
-        if address.engine_id == identity.engine_id and address.epoch != identity.epoch:
-            raise StaleEpoch("this engine was restarted since the address was made")
-        return self.transport.open(address, begin)
+        return self._sender.open(kv_addr, prompt, begin, end)
+
+    def check_address(self, kv_addr: str, tokens: Sequence[int]) -> KVAddress:
+        """Read an address for a prompt that `tokens` begins with. Raises `BadAddress`."""
+        return self._sender.check(kv_addr, tokens)
+
+    def open_mirror(self, kv_addr: str, tokens: Sequence[int]) -> Mirror:
+        """Claim a lease from its `begin` on, for a sequence of `tokens` and what will follow them.
+
+        Waits and raises as `open_put`.
+        """
+        return self._sender.mirror(kv_addr, tokens)
+
+    def mirror(self, seq_id: SeqId, mirror: Mirror, every: int) -> None:
+        """Put what is new of a sequence, as far as there is room, if it is `every` tokens or more
+        and the write before it is over. Its pages stay held until this one is."""
+        with self.lock:
+            self._sender.advance(mirror, self._sequences[seq_id], every)
+
+    def extend_mirror(self, mirror: Mirror, kv_addr: str) -> None:
+        """Go on with the same lease and more room. Waits as `open_put`: call it without the lock.
+
+        Raises as `open_put`, and what went wrong with the write under way.
+        """
+        self._sender.extend(mirror, kv_addr)
+
+    def close_mirror(self, mirror: Mirror) -> None:
+        """Put nothing further; what was not written yet is skipped."""
+        with self.lock:
+            self._sender.close(mirror)
 
     def mark_send(self, seq_id: SeqId, put: Put, begin: int, end: int) -> None:
         """Send positions `[begin, end)` of a sequence: what is here now, page to page; the rest as
@@ -323,6 +353,7 @@ class KVCache:
     def check_integrity(self) -> None:
         """Prove that every page is free or held by whom the books say. Raises `Internal`."""
         with self.lock:
-            self._books.check([*self._sequences.holders(), *self._receiver.holders()])
+            held = (self._sequences, self._receiver, self._sender)
+            self._books.check([pages for by in held for pages in by.holders()])
             if bool(self.pool[:, SCRATCH_PAGE].count_nonzero()):
                 raise Internal("the scratch page has been written")

@@ -17,3 +17,4 @@ class Identity:
     epoch: int  # another one each time the engine starts
     secret: bytes  # the cluster's: signs addresses
     fingerprint: str  # of layout and weights: equal iff KV can travel (`KVLayout`)
+    url: str = ""  # of its HTTP API; empty: it has none

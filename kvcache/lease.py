@@ -29,13 +29,17 @@ REMEMBERED = 4096  # ended leases whose ids still answer lease_expired rather th
 
 @dataclass(slots=True)
 class ReceiveLease:
-    """Room for the KV of `tokens`, of which the first `begin` were here already."""
+    """Room for the KV of `tokens` and of what will follow them, `room` tokens in all.
+
+    The first `begin` were here already.
+    """
 
     lease_id: LeaseId
     request_id: str
     slot: int
     nonce: int
     tokens: list[int]  # prompt[:end]
+    room: int  # end and reserve
     begin: int  # match_len
     matched: list[PageId]  # pages of tokens[:begin], held, shared with the prefix cache
     own: list[PageId]  # pages from `begin` on, reserve included; peers write into them
@@ -81,6 +85,7 @@ class LeaseTable:
         self,
         request_id: str,
         tokens: list[int],
+        reserve: int,
         matched: list[PageId],
         begin: int,
         own: list[PageId],
@@ -97,6 +102,7 @@ class LeaseTable:
             slot=slot,
             nonce=secrets.randbits(63) | 1,
             tokens=tokens,
+            room=len(tokens) + reserve,
             begin=begin,
             matched=matched,
             own=own,

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.address import KVAddress, page_runs, prompt_digest
 from kvcache.books import Books
-from kvcache.errors import BadRange, BadRequest, KVIncomplete, NoCapacity
+from kvcache.errors import (
+    BadAddress,
+    BadRange,
+    BadRequest,
+    KVIncomplete,
+    NoCapacity,
+    StaleEpoch,
+)
 from kvcache.identity import Identity
 from kvcache.layout import KVLayout
 from kvcache.lease import LeaseTable, ReceiveLease
@@ -49,23 +56,14 @@ class Receiver:
         matched = self._books.prefix.match(tokens)
         begin = len(matched) * self._layout.page_size
         wanted = self._layout.pages_for(end + reserve) - len(matched)
-        limit = self._books.total // 2
-        if wanted > limit:
-            raise BadRequest(
-                f"{end} tokens and a reserve of {reserve} take {wanted} pages; "
-                f"a lease may take {limit}",
-                param="end",
-            )
-        held = self.leases.leased + self.leases.quarantined
-        if held + wanted > limit:
-            raise NoCapacity(f"{wanted} pages wanted; leases hold {held} of at most {limit}")
+        self._admit(wanted, wanted, "end")
         matched = self._books.share(matched)
         try:
             # After sharing, so that taking pages cannot evict what was matched.
             own = self._take(wanted)
             try:
                 lease = self.leases.open(
-                    request_id, tokens, matched, begin, own, lease_s, self._clock()
+                    request_id, tokens, reserve, matched, begin, own, lease_s, self._clock()
                 )
             except NoCapacity:
                 self._books.drop(own)
@@ -73,6 +71,21 @@ class Receiver:
         except NoCapacity:
             self._books.drop(matched)
             raise
+        return lease, self._address(lease)
+
+    def extend(self, kv_addr: str, reserve: int) -> tuple[ReceiveLease, str]:
+        """See `KVCache.extend`."""
+        address, identity = KVAddress.verify(kv_addr, self._identity.secret), self._identity
+        if address.engine_id != identity.engine_id:
+            raise BadAddress("kv_addr is for another engine", param="kv_addr")
+        if address.epoch != identity.epoch:
+            raise StaleEpoch("this engine was restarted since the address was made")
+        lease = self.leases.get(address.lease_id)
+        pages = self._layout.pages_for(lease.room + reserve) - len(lease.matched)
+        wanted = pages - len(lease.own)
+        self._admit(wanted, pages, "reserve")
+        lease.own += self._take(wanted)
+        lease.room += reserve
         return lease, self._address(lease)
 
     def start(
@@ -90,8 +103,8 @@ class Receiver:
         if list(tokens[: lease.end]) != lease.tokens:
             raise BadRequest("the lease is for another prompt", param="lease_id")
         length = lease.landed if begin is None else begin
-        if not 0 <= length <= lease.end:
-            raise BadRange(f"begin {length} is outside [0, {lease.end}]", param="begin")
+        if not 0 <= length <= lease.room:
+            raise BadRange(f"begin {length} is outside [0, {lease.room}]", param="begin")
         if length > lease.landed:
             raise KVIncomplete(f"begin is {length}, but {lease.landed} tokens have landed")
         own = self._fenced(lease) if fence else self.leases.take_over(lease)
@@ -141,6 +154,18 @@ class Receiver:
         """Every page that a lease or quarantine holds, for the proof of ownership."""
         return self.leases.holders()
 
+    def _admit(self, wanted: int, pages: int, param: str) -> None:
+        """Whether a lease may take `wanted` pages, to have `pages` of its own.
+
+        Raises `BadRequest` if never, `NoCapacity` if not now.
+        """
+        limit = self._books.total // 2
+        if pages > limit:
+            raise BadRequest(f"{pages} pages are wanted; a lease may take {limit}", param=param)
+        held = self.leases.leased + self.leases.quarantined
+        if held + wanted > limit:
+            raise NoCapacity(f"{wanted} pages wanted; leases hold {held} of at most {limit}")
+
     def _take(self, count: int) -> list[PageId]:
         """Pages for a lease, if every running sequence keeps one to grow into."""
         if self._books.available < count + len(self._sequences):
@@ -149,17 +174,18 @@ class Receiver:
 
     def _address(self, lease: ReceiveLease) -> str:
         identity = self._identity
-        pages = self._layout.pages_for(lease.end) - len(lease.matched)
         return KVAddress(
             engine_id=identity.engine_id,
             epoch=identity.epoch,
+            url=identity.url,
             endpoint=self._transport.endpoint,
             lease_id=lease.lease_id,
             slot=lease.slot,
             nonce=lease.nonce,
             begin=lease.begin,
             end=lease.end,
-            runs=page_runs(lease.own[:pages]),
+            room=lease.room,
+            runs=page_runs(lease.own),
             fingerprint=identity.fingerprint,
             digest=prompt_digest(lease.tokens),
         ).sign(identity.secret)

@@ -22,9 +22,11 @@ ADDRESS = KVAddress(
     nonce=(1 << 63) - 1,
     begin=16,
     end=61,
+    room=75,
     runs=((3, 2), (9, 1)),
     fingerprint="f",
     digest=prompt_digest(range(61)),
+    url="http://127.0.0.1:8100",
 )
 SIGNED = ADDRESS.sign(SECRET)
 

@@ -21,7 +21,7 @@ class Leases:
         self.table = LeaseTable(self.region)
 
     def open(self, tokens: int = 8, begin: int = 0, now: float = 0.0) -> ReceiveLease:
-        return self.table.open("r", list(range(tokens)), [], begin, list(PAGES), 10.0, now)
+        return self.table.open("r", list(range(tokens)), 0, [], begin, list(PAGES), 10.0, now)
 
 
 @pytest.fixture
