@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from kvcache.errors import BadAddress
+from kvcache.shard import Shard
 from kvcache.types import EngineId, LeaseId, PageId
 
 __all__ = ["KVAddress", "prompt_digest"]
@@ -47,6 +48,7 @@ class KVAddress:
     runs: tuple[tuple[int, int], ...]
     fingerprint: str
     digest: str  # of prompt[:end]
+    shard: Shard | None = None  # the part of the model that the owner's pool is for; None: all
 
     def pages(self) -> list[PageId]:
         """The pages, one by one."""
@@ -73,6 +75,8 @@ class KVAddress:
         fields[cls.__slots__.index("runs")] = tuple(
             (first, count) for first, count in fields[cls.__slots__.index("runs")]
         )
+        at = cls.__slots__.index("shard")
+        fields[at] = fields[at] and Shard(**fields[at])
         return cls(*fields)
 
 

@@ -261,7 +261,7 @@ class KVCache:
             sequence.mark = Mark(put, begin, end)
             here = min(sequence.length, end)
             if begin < here:
-                put.write(range(self.layout.layers), sequence.pages, begin, here)
+                put.write(range(self.layout.held.layers), sequence.pages, begin, here)
                 put.signal(here)
 
     def clear_mark(self, seq_id: SeqId) -> None:

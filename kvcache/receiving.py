@@ -188,6 +188,7 @@ class Receiver:
             runs=page_runs(lease.own),
             fingerprint=identity.fingerprint,
             digest=prompt_digest(lease.tokens),
+            shard=self._layout.shard,
         ).sign(identity.secret)
 
     def _fenced(self, lease: ReceiveLease) -> list[PageId]:

@@ -15,7 +15,11 @@ A slot's words, each written whole by one aligned store:
 so, and rereads `nonce` and `claim` under it. The owner closes a lease by clearing `nonce`, and then
 only tries for the lock: if it gets it, no write is in flight and none can follow. In shared memory
 the lock is an open-file-description lock on the slot's bytes, which the kernel holds for a stopped
-process and drops for a killed one.
+process and drops for a killed one. The workers of one sender, which write under one claim, have the
+right together; the owner, and who claims, have it alone.
+
+The words need not lie where the pool does. What is here has both in host memory; a pool on a device
+takes its words from `SharedSlots`.
 """
 
 from __future__ import annotations
@@ -24,8 +28,10 @@ import fcntl
 import mmap
 import os
 import struct
-import threading
-from typing import Final, Protocol
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Final, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +39,21 @@ import torch
 
 from kvcache.errors import PeerUnreachable, StaleEpoch
 from kvcache.layout import KVLayout
+from kvcache.rights import Rights
 
-__all__ = ["CLAIM", "LANDED", "NONCE", "RENEWALS", "SLOTS", "LocalRegion", "Region", "SharedRegion"]
+__all__ = [
+    "CLAIM",
+    "LANDED",
+    "NONCE",
+    "RENEWALS",
+    "SLOTS",
+    "WORDS",
+    "LocalRegion",
+    "Region",
+    "SharedRegion",
+    "SharedSlots",
+    "Slots",
+]
 
 NONCE: Final = 0
 CLAIM: Final = 1
@@ -47,19 +66,28 @@ HEADER_BYTES: Final = 4096
 POOL_AT: Final = HEADER_BYTES + SLOTS * WORDS * 8
 
 
-class Region(Protocol):
-    """One engine's writable memory, seen by itself or by a peer."""
+class Slots(Protocol):
+    """The control words of a region, in host memory, and the write rights that go with them."""
 
-    pool: torch.Tensor  # KVLayout.shape
+    layout: KVLayout  # of the pool behind them
     slots: npt.NDArray[np.uint64]  # [SLOTS, WORDS]
 
-    def try_right(self, slot: int) -> bool:
-        """Take the write right of a slot if nobody has it; never waits."""
+    def try_right(self, slot: int, share: int = 0) -> bool:
+        """Take the write right of a slot if nobody has it; never waits.
+
+        Alone, or together with all who give the same number for `share`.
+        """
         ...
 
     def drop_right(self, slot: int) -> None:
         """Give it back."""
         ...
+
+
+class Region(Slots, Protocol):
+    """One engine's writable memory, seen by itself or by a peer."""
+
+    pool: torch.Tensor  # KVLayout.shape, wherever it lies
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -70,56 +98,52 @@ class LocalRegion:
     """Private memory, for peers in the same process."""
 
     def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
         self.pool = torch.zeros(layout.shape, dtype=layout.dtype)
         self.slots: npt.NDArray[np.uint64] = np.zeros((SLOTS, WORDS), dtype=np.uint64)
-        self._locks = [threading.Lock() for _ in range(SLOTS)]
+        self._rights = Rights()
 
-    def try_right(self, slot: int) -> bool:
-        return self._locks[slot].acquire(blocking=False)
+    def try_right(self, slot: int, share: int = 0) -> bool:
+        return self._rights.try_right(slot, share)
 
     def drop_right(self, slot: int) -> None:
-        self._locks[slot].release()
+        self._rights.drop_right(slot)
 
     def close(self) -> None:
         pass
 
 
-class SharedRegion:
-    """A memfd, mapped by its owner and by its peers.
+class SharedSlots:
+    """Header and slots in a memfd, mapped by its owner and by its peers.
 
     A memfd is in no file system: nothing to clean up after a SIGKILL, no `/dev/shm` limit. Peers
     reach it through the owner's descriptor table (`/proc/PID/fd/FD`), for which they must be the
-    same user; the owner takes no part and may even be stopped.
+    same user; the owner takes no part and may even be stopped. The descriptor is closed by `close`
+    or with the last reference.
     """
 
     def __init__(self, fd: int, layout: KVLayout) -> None:
-        """Map an open memfd. Use `create` or `attach`."""
+        """Map an open memfd, which is this object's from now on. Use `create` or `attach`."""
         self.fd = fd
-        self._map = mmap.mmap(fd, POOL_AT + layout.nbytes)
+        self._close = weakref.finalize(self, os.close, fd)
+        self.layout = layout
+        self._map = mmap.mmap(fd, self._size(layout))
         words = np.frombuffer(self._map, dtype=np.uint64, count=SLOTS * WORDS, offset=HEADER_BYTES)
         self.slots = words.reshape(SLOTS, WORDS)
-        flat = torch.frombuffer(
-            self._map,
-            dtype=layout.dtype,
-            count=layout.nbytes // layout.dtype.itemsize,
-            offset=POOL_AT,
-        )
-        self.pool = flat.view(layout.shape)
-        # An OFD lock does not exclude threads that share the descriptor. Rights are held for the
-        # length of one copy, so one mutex for all slots is enough.
-        self._mutex = threading.Lock()
+        # An OFD lock does not exclude threads that share the descriptor; Rights does.
+        self._rights = Rights(partial(_take_lock, fd), partial(_drop_lock, fd))
 
     @classmethod
-    def create(cls, layout: KVLayout, epoch: int) -> SharedRegion:
+    def create(cls, layout: KVLayout, epoch: int) -> Self:
         """New memory, all zero, readable and writable by this user only."""
         fd = os.memfd_create("microserve-kv", os.MFD_CLOEXEC)
         os.fchmod(fd, 0o600)
-        os.ftruncate(fd, POOL_AT + layout.nbytes)
+        os.ftruncate(fd, cls._size(layout))
         os.pwrite(fd, struct.pack("<QQQ", MAGIC, epoch, layout.pages), 0)
         return cls(fd, layout)
 
     @classmethod
-    def attach(cls, pid: int, fd: int, epoch: int, like: KVLayout) -> SharedRegion:
+    def attach(cls, pid: int, fd: int, epoch: int, like: KVLayout) -> Self:
         """Map a peer's memory; `like` gives all of its layout but the number of pages.
 
         Raises `PeerUnreachable` if there is no such process or descriptor, or if it is another
@@ -134,39 +158,63 @@ class SharedRegion:
             magic, theirs, pages = struct.unpack("<QQQ", header.ljust(24, b"\0"))
             if magic != MAGIC or theirs != epoch:
                 raise StaleEpoch("the engine was restarted since the address was made")
-            layout = KVLayout(
-                like.layers, pages, like.page_size, like.kv_heads, like.head_dim, like.dtype
-            )
-            if os.fstat(own).st_size < POOL_AT + layout.nbytes:
+            layout = replace(like, pages=pages)
+            if os.fstat(own).st_size < cls._size(layout):
                 raise StaleEpoch("the peer's memory has another layout")
-            return cls(own, layout)
         except BaseException:
             os.close(own)
             raise
+        return cls(own, layout)
 
-    def try_right(self, slot: int) -> bool:
-        if not self._mutex.acquire(blocking=False):
-            return False
-        try:
-            self._lock(slot, fcntl.F_WRLCK)
-        except BlockingIOError:  # somebody has it
-            self._mutex.release()
-            return False
-        except BaseException:
-            self._mutex.release()
-            raise
-        return True
+    def try_right(self, slot: int, share: int = 0) -> bool:
+        return self._rights.try_right(slot, share)
 
     def drop_right(self, slot: int) -> None:
-        self._lock(slot, fcntl.F_UNLCK)
-        self._mutex.release()
+        self._rights.drop_right(slot)
 
     def close(self) -> None:
+        """Idempotent."""
         # Tensors and arrays keep the mapping alive; it goes with the last of them.
-        os.close(self.fd)
+        self._close()
 
-    def _lock(self, slot: int, kind: int) -> None:
-        # struct flock: l_type, l_whence, l_start, l_len, l_pid (0 for OFD locks)
-        start = HEADER_BYTES + slot * WORDS * 8
-        flock = struct.pack("hhxxxxqqixxxx", kind, os.SEEK_SET, start, WORDS * 8, 0)
-        fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, flock)
+    @classmethod
+    def _size(cls, layout: KVLayout) -> int:
+        return POOL_AT
+
+
+class SharedRegion(SharedSlots):
+    """A memfd with the pool behind the slots: all that `shm` needs."""
+
+    def __init__(self, fd: int, layout: KVLayout) -> None:
+        super().__init__(fd, layout)
+        flat = torch.frombuffer(
+            self._map,
+            dtype=layout.dtype,
+            count=layout.nbytes // layout.dtype.itemsize,
+            offset=POOL_AT,
+        )
+        self.pool = flat.view(layout.shape)
+
+    @classmethod
+    def _size(cls, layout: KVLayout) -> int:
+        return POOL_AT + layout.nbytes
+
+
+def _take_lock(fd: int, slot: int, share: int) -> bool:
+    """The right as other processes see it: a lock on the slot's bytes."""
+    try:
+        _lock(fd, slot, fcntl.F_RDLCK if share else fcntl.F_WRLCK)
+    except BlockingIOError:  # somebody has it
+        return False
+    return True
+
+
+def _drop_lock(fd: int, slot: int) -> None:
+    _lock(fd, slot, fcntl.F_UNLCK)
+
+
+def _lock(fd: int, slot: int, kind: int) -> None:
+    # struct flock: l_type, l_whence, l_start, l_len, l_pid (0 for OFD locks)
+    start = HEADER_BYTES + slot * WORDS * 8
+    flock = struct.pack("hhxxxxqqixxxx", kind, os.SEEK_SET, start, WORDS * 8, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, flock)

@@ -44,6 +44,10 @@ class Overlap:
     head: int
     head_end: int
 
+    @property
+    def heads(self) -> int:
+        return self.head_end - self.head
+
     def layers_in(self, shard: Shard) -> range:
         """The common layers as `shard` counts its own."""
         return range(self.layer - shard.layer, self.layer_end - shard.layer)

@@ -1,8 +1,34 @@
 """Transports: one small protocol, one implementation for each kind of memory."""
 
+from kvcache.errors import BadRequest
+from kvcache.layout import KVLayout
 from kvcache.transport.base import Put, Transport
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
 from kvcache.transport.nixl import NixlTransport
 from kvcache.transport.shm import ShmTransport
 
-__all__ = ["MemoryNetwork", "MemoryTransport", "NixlTransport", "Put", "ShmTransport", "Transport"]
+__all__ = [
+    "MemoryNetwork",
+    "MemoryTransport",
+    "NixlTransport",
+    "Put",
+    "ShmTransport",
+    "Transport",
+    "make_transport",
+]
+
+
+def make_transport(
+    name: str, layout: KVLayout, epoch: int, *, secret: bytes, host: str
+) -> Transport:
+    """An engine's transport by its name, which is also the scheme of its endpoints.
+
+    Raises `BadRequest` for a name that there is none of, or if it is not installed, and `OSError`
+    if it cannot listen.
+    """
+    match name:
+        case "shm":
+            return ShmTransport(layout, epoch)
+        case "nixl":
+            return NixlTransport(layout, epoch, secret=secret, host=host)
+    raise BadRequest(f"there is no transport {name}", param="transport")

@@ -7,10 +7,11 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from kvcache.address import KVAddress
+from kvcache.errors import PeerUnreachable
 from kvcache.region import Region
 from kvcache.types import PageId
 
-__all__ = ["Put", "Transport"]
+__all__ = ["Put", "Transport", "after_scheme"]
 
 
 class Put(Protocol):
@@ -21,13 +22,22 @@ class Put(Protocol):
     """
 
     bytes_sent: int
+    claim: int  # what other workers of this sender join with
 
     def write(self, layers: range, pages: Sequence[PageId], begin: int, end: int) -> None:
-        """Put positions `[begin, end)` of `layers`; `pages` are the sender's, from position 0."""
+        """Put positions `[begin, end)` of `layers`; `pages` are the sender's, from position 0.
+
+        Layers are counted as in the sender's pool. What of them, and of their heads, the receiver's
+        pool is not for is left out.
+        """
         ...
 
     def signal(self, landed: int) -> None:
-        """Raise the receiver's watermark to `landed` once all writes so far are complete."""
+        """Raise the receiver's watermark to `landed` once all writes so far are complete.
+
+        Where several workers of a sender write, it is for the lead to do, after the others' `close`
+        is done for these positions too; for those who have joined it raises `Internal`.
+        """
         ...
 
     def renew(self) -> None:
@@ -61,17 +71,32 @@ class Transport(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """How peers reach our region; travels in the address."""
+        """How peers reach our region, with the transport's name first: `name:…`; travels in the
+        address."""
         ...
 
-    def open(self, address: KVAddress, begin: int) -> Put:
+    def open(self, address: KVAddress, begin: int, join: int | None = None) -> Put:
         """Claim the lease and start a put at `begin`. Reads nothing but the peer's memory.
 
-        Raises `PeerUnreachable`, `StaleEpoch`, `LeaseExpired` if the lease has ended, `BadRange` if
-        `begin` is not the watermark, `Timeout` if another writer does not let go.
+        A lease has one writer. If that is split over workers, one of them, the lead, claims, and
+        the others `join` with its `Put.claim`, before anything is signalled: they may write what
+        they have of the positions, at the same time, and only the lead signals. Who then claims the
+        lease fences them all.
+
+        Raises `PeerUnreachable`, `StaleEpoch`, `LeaseExpired` if the lease has ended or has another
+        claim than the one to join, `BadRange` if `begin` is not the watermark, `Timeout` if another
+        writer does not let go.
         """
         ...
 
     def close(self) -> None:
         """Finish what is under way and let go of all memory."""
         ...
+
+
+def after_scheme(endpoint: str, name: str) -> str:
+    """An endpoint without its transport's name. Raises `PeerUnreachable` for another name."""
+    scheme, _, rest = endpoint.partition(":")
+    if scheme != name:
+        raise PeerUnreachable(f"cannot put to {endpoint} with the transport {name}")
+    return rest

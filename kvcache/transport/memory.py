@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 from kvcache.address import KVAddress
@@ -10,7 +9,9 @@ from kvcache.errors import PeerUnreachable, StaleEpoch
 from kvcache.layout import KVLayout
 from kvcache.region import LocalRegion
 from kvcache.transport.base import Put
-from kvcache.transport.mapped import open_mapped
+from kvcache.transport.mapped import MappedTarget
+from kvcache.transport.put import QueuedPut
+from kvcache.transport.worker import Worker
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
 
@@ -33,27 +34,27 @@ class MemoryTransport:
     """A `Transport` over plain memory."""
 
     def __init__(self, network: MemoryNetwork, layout: KVLayout, epoch: int) -> None:
-        self._layout = layout
         self.region = LocalRegion(layout)
         self.epoch = epoch
         self._network = network
         self._endpoint = network.join(self)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="put")
+        self._worker = Worker("put")
 
     @property
     def endpoint(self) -> str:
         return self._endpoint
 
-    def open(self, address: KVAddress, begin: int) -> Put:
+    def open(self, address: KVAddress, begin: int, join: int | None = None) -> Put:
         peer = self._network.members.get(address.endpoint)
         if peer is None:
             raise PeerUnreachable(f"nobody is at {address.endpoint}")
         if peer.epoch != address.epoch:
             raise StaleEpoch("the engine was restarted since the address was made")
-        return open_mapped(
-            self.region.pool, self._layout, peer.region, address, begin, self._worker
-        )
+        target = MappedTarget(self.region, peer.region)
+        put = QueuedPut(target, self.region.layout, address, self._worker, join)
+        put.take_claim(begin)
+        return put
 
     def close(self) -> None:
         self._network.members.pop(self._endpoint, None)
-        self._worker.shutdown(wait=True)
+        self._worker.close()

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import ipaddress
 import threading
+from dataclasses import replace
+from functools import partial
 
 from kvcache.address import KVAddress
 from kvcache.errors import BadRequest, MicroserveError, PeerUnreachable
 from kvcache.layout import KVLayout
-from kvcache.transport.base import Put
+from kvcache.transport.base import Put, after_scheme
 from kvcache.transport.nixl_agent import Agent, stay_on_loopback
 from kvcache.transport.nixl_receiver import FlaggedRegion, Receiver
 from kvcache.transport.nixl_sender import Link
@@ -42,7 +44,6 @@ class NixlTransport:
             raise BadRequest(f"{host} is no address that peers can reach", param="host")
         if _is_loopback(host):
             stay_on_loopback()
-        self._layout = layout
         self._secret = secret
         self._region = FlaggedRegion(layout)
         with Agent(self._region.memory):
@@ -57,19 +58,20 @@ class NixlTransport:
         host, port = self._receiver.address
         return f"nixl:{host}:{port}"
 
-    def open(self, address: KVAddress, begin: int) -> Put:
+    def open(self, address: KVAddress, begin: int, join: int | None = None) -> Put:
         host, port = _parse(address.endpoint)
         with self._lock:
             self._forget_dead()
             link = self._links.get((address.endpoint, address.epoch))
             if link is None:
-                link = Link(self._region.pool, self._layout)
+                like = replace(self._region.layout, shard=address.shard)
+                link = Link(self._region, like)
                 self._links[address.endpoint, address.epoch] = link
-                link.worker.submit(link.open, host, port, self._secret, address.epoch)
-            put = QueuedPut(link, address, self._layout, link.worker)
-            claimed = link.worker.submit(put.take_claim, begin)
+                opening = partial(link.open, host, port, self._secret, address.epoch)
+                link.worker.submit(opening)
+        put = QueuedPut(link, self._region.layout, address, link.worker, join)
         try:
-            claimed.result()
+            put.take_claim(begin)
         except MicroserveError:
             with self._lock:
                 self._forget_dead()
@@ -81,8 +83,8 @@ class NixlTransport:
             links = list(self._links.values())
             self._links.clear()
         for link in links:
-            link.worker.submit(link.close)
-            link.worker.shutdown(wait=True)
+            link.worker.close()
+            link.close()
         self._receiver.close()
 
     def _forget_dead(self) -> None:
@@ -94,10 +96,9 @@ class NixlTransport:
 
 
 def _parse(endpoint: str) -> tuple[str, int]:
-    kind, _, rest = endpoint.partition(":")
-    host, _, port = rest.rpartition(":")
-    if kind != "nixl" or not host or not port.isdecimal():
-        raise PeerUnreachable(f"cannot put to {endpoint} from a nixl engine")
+    host, _, port = after_scheme(endpoint, "nixl").rpartition(":")
+    if not host or not port.isdecimal():
+        raise PeerUnreachable(f"{endpoint} is no endpoint of nixl")
     return host, int(port)
 
 

@@ -24,7 +24,7 @@ __all__ = ["Agent", "load_nixl", "stay_on_loopback"]
 
 PACKAGES: Final = ("nixl_cu12", "nixl_cu13")  # either works without a GPU
 PROGRESS_DELAY_US: Final = 100_000  # the progress thread's longest sleep; traffic wakes it
-TRANSFER_TIMEOUT_S = 10.0  # one transfer is one layer of a chunk, or a few words
+TRANSFER_TIMEOUT_S = 10.0  # one transfer is what one hold copies, or a few words
 SPINS: Final = 50  # looks at a transfer before the first pause; each is about a microsecond
 PAUSE_S: Final = 50e-6
 STALL_S: Final = 0.1  # a longer pause is our own standing still, and counts as this

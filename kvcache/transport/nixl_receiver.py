@@ -4,7 +4,8 @@ A slot's row in the receiver's memory has its words and then a flag for each par
 owner, the others are senders. NIXL has neither locks nor atomic operations, so the right is taken
 with loads and stores: raise your own flag, then read all others; if another is up, lower your own
 and try again later. Of two that try at a time at least one sees the other, so it is never held
-twice. The owner, too, only tries.
+twice. The owner, too, only tries. Senders that share a claim raise their flags to its number, and
+do not mind each other's.
 
 A sender lowers its flag after its writes are complete: that is its acknowledgement. For a sender
 that dies, or whose host vanishes, the receiver does it, but first closes the agent that is there
@@ -52,7 +53,8 @@ class FlaggedRegion(LocalRegion):
             (self.pool.data_ptr(), layout.nbytes),
         ]
 
-    def try_right(self, slot: int) -> bool:
+    def try_right(self, slot: int, share: int = 0) -> bool:
+        """For the owner, who never shares."""
         if not super().try_right(slot):
             return False
         self.flags[slot, OWNER] = 1

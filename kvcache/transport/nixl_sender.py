@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from dataclasses import replace
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvcache.errors import MicroserveError, PeerUnreachable
 from kvcache.layout import KVLayout
-from kvcache.region import WORDS
+from kvcache.region import WORDS, Region
 from kvcache.transport.nixl_agent import Agent
 from kvcache.transport.nixl_hello import HELLO_TIMEOUT_S, Welcome, is_over, meet, watch
 from kvcache.transport.nixl_receiver import ROW
 from kvcache.transport.runs import Runs
+from kvcache.transport.worker import Worker
 
 __all__ = ["Link"]
 
 WORD = 8  # bytes
 ROW_BYTES = ROW * WORD
+ALONE: Final = 1  # the flag of who has a right alone; else it is the number that they share
 
 
 class Link:
@@ -31,42 +32,50 @@ class Link:
     The first failure ends it, and with it whatever is under way; all later calls raise the same.
     """
 
-    def __init__(self, pool: torch.Tensor, layout: KVLayout) -> None:
-        """`pool` is ours, what puts read from. Nothing is connected before `open`."""
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="put")
-        self._pool = pool
-        self._layout = layout
+    def __init__(self, source: Region, like: KVLayout) -> None:
+        """`source` is ours; `like` gives all of the peer's layout but the number of pages.
+
+        Nothing is connected before `open`.
+        """
+        self.worker = Worker("put")
+        self._source = source
+        self._like = like
         self._row = np.zeros(ROW, dtype=np.uint64)  # the slot's, as last read
+        self._row_is_new = False  # whether it has been read for who has the right now
         self._out = np.zeros(ROW, dtype=np.uint64)  # words on their way out
         self._failure: MicroserveError | None = None
         self._connection: socket.socket | None = None
         self._agent: Agent
         self._welcome: Welcome
+        self._bases: Runs  # where the two pools begin
 
     def open(self, host: str, port: int, secret: bytes, epoch: int) -> None:
-        """Connect. Raises `PeerUnreachable`, and `StaleEpoch` if it is another life of the peer."""
+        """Connect. What goes wrong is raised by all later calls: `PeerUnreachable`, and
+        `StaleEpoch` if it is another life of the peer."""
+        connection: socket.socket | None = None
+        pool = self._source.pool
         try:
             connection = socket.create_connection((host, port), HELLO_TIMEOUT_S)
-        except OSError as error:
-            self._failure = PeerUnreachable(f"nobody listens at {host}:{port}: {error}")
-            raise self._failure from error
-        try:
             self._welcome = meet(connection, secret, epoch)
             watch(connection)
             self._agent = Agent(
                 [
-                    (self._pool.data_ptr(), self._layout.nbytes),
+                    (pool.data_ptr(), pool.nbytes),
                     (self._row.ctypes.data, self._row.nbytes),
                     (self._out.ctypes.data, self._out.nbytes),
                 ]
             )
             self._agent.connect(bytes.fromhex(self._welcome.metadata))
         except (MicroserveError, OSError) as error:
-            connection.close()
             if isinstance(error, OSError):
-                error = PeerUnreachable(f"{host}:{port} hung up: {error}")
-            self._failure = error
-            raise error
+                what = "nobody listens at" if connection is None else "nobody stays at"
+                self._failure = PeerUnreachable(f"{what} {host}:{port}: {error}")
+            else:
+                self._failure = error
+            if connection is not None:
+                connection.close()
+            return
+        self._bases = np.array([pool.data_ptr(), self._welcome.pool, 0])
         self._connection = connection
 
     @property
@@ -80,14 +89,19 @@ class Link:
         if self._connection is not None and self._failure is None:
             self._end(PeerUnreachable("the link was closed"))
 
-    def try_right(self, slot: int) -> bool:
-        self._write_words(slot, {WORDS + self._peer.party: 1})
-        self._transfer("READ", [(self._row.ctypes.data, self._at(slot, 0), ROW_BYTES)])
+    @property
+    def layout(self) -> KVLayout:
+        return replace(self._like, pages=self._peer.pages)
+
+    def try_right(self, slot: int, share: int = 0) -> bool:
+        self._write_words(slot, {WORDS + self._peer.party: share or ALONE})
+        self._read_row(slot)
         flags = self._row[WORDS:].copy()
         flags[self._peer.party] = 0
-        if flags.any():
+        if ((flags != 0) & (flags != share)).any():
             self.drop_right(slot)
             return False
+        self._row_is_new = True
         return True
 
     def drop_right(self, slot: int) -> None:
@@ -96,17 +110,19 @@ class Link:
             self._write_words(slot, {WORDS + self._peer.party: 0})
 
     def words(self, slot: int) -> npt.NDArray[np.uint64]:
-        """As `try_right` has read them."""
+        if not self._row_is_new:
+            self._read_row(slot)
+        self._row_is_new = False
         return self._row[:WORDS]
 
     def store(self, slot: int, words: Mapping[int, int]) -> None:
         self._write_words(slot, words)
 
-    def copy(self, layer: int, runs: Runs) -> None:
-        page = self._layout.page_size * self._layout.token_bytes
-        ours = self._pool.data_ptr() + layer * self._layout.pages * page
-        theirs = self._peer.pool + layer * self._peer.pages * page
-        self._transfer("WRITE", runs + np.array([ours, theirs, 0]))
+    def copy(self, runs: Runs) -> None:
+        self._transfer("WRITE", runs + self._bases)
+
+    def _read_row(self, slot: int) -> None:
+        self._transfer("READ", [(self._row.ctypes.data, self._at(slot, 0), ROW_BYTES)])
 
     def _write_words(self, slot: int, words: Mapping[int, int]) -> None:
         pieces = []

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -18,22 +22,35 @@ from kvcache.address import KVAddress
 from kvcache.errors import BadRange, Internal, LeaseExpired, MicroserveError, Timeout
 from kvcache.layout import KVLayout
 from kvcache.region import CLAIM, LANDED, NONCE, RENEWALS
-from kvcache.transport.runs import Runs, byte_runs
+from kvcache.transport.runs import Route, Runs
+from kvcache.transport.worker import Worker
 from kvcache.types import PageId
 
 __all__ = ["QueuedPut", "Target"]
 
 log = logging.getLogger(__name__)
 
-RIGHT_TIMEOUT_S = 2.0  # the other holder copies for microseconds, unless it is stopped
-RIGHT_POLL_S = 0.0005
+HOLD_BYTES = 4 << 20  # copied in one hold of the write right, at most: some 0.3 ms in memory
+RIGHT_TIMEOUT_S = 2.0  # the other holder copies for less than a millisecond, unless it is stopped
+RIGHT_POLL_S = 0.0005  # between tries at first; they become rarer
 
 
 class Target(Protocol):
-    """A peer's region as a sender sees it. Calls return when their work is complete."""
+    """A peer's region as a sender sees it: all that is different from transport to transport.
 
-    def try_right(self, slot: int) -> bool:
-        """Take the write right of a slot if nobody has it; never waits for who has."""
+    Calls return when their work is complete, and come from one thread.
+    """
+
+    @property
+    def layout(self) -> KVLayout:
+        """That of the peer's pool."""
+        ...
+
+    def try_right(self, slot: int, share: int = 0) -> bool:
+        """Take the write right of a slot if nobody has it; never waits for who has.
+
+        Alone, or together with all who give the same number for `share`.
+        """
         ...
 
     def drop_right(self, slot: int) -> None:
@@ -41,92 +58,109 @@ class Target(Protocol):
         ...
 
     def words(self, slot: int) -> npt.NDArray[np.uint64]:
-        """The slot's words; holding the right, nobody else changes them but to close the lease."""
+        """The slot's words as they are now."""
         ...
 
     def store(self, slot: int, words: Mapping[int, int]) -> None:
         """Write some of the slot's words, holding the right."""
         ...
 
-    def copy(
-        self,
-        layer: int,
-        runs: Runs,
-    ) -> None:
-        """Copy runs of bytes from a layer of our pool into the same layer of theirs."""
+    def copy(self, runs: Runs) -> None:
+        """Copy runs of bytes from our pool into theirs, holding the right."""
         ...
 
 
-class QueuedPut:
-    """A `Put` into a `Target`. `worker` has one thread, so order is kept.
+@dataclass(slots=True)
+class _Hold:
+    """What is done in one hold of the right: copies, then words; then who waits is told."""
 
-    Every step holds the lease's write right, and first rereads nonce and claim under it: a lease
-    that has ended, or that another sender has claimed since, is not written.
+    runs: list[Runs] = field(default_factory=list)
+    bytes: int = 0
+    words: dict[int, int] | None = None
+    waiting: list[Future[None]] = field(default_factory=list)
+
+
+class QueuedPut:
+    """A `Put` into a `Target`: calls are queued, and done in turns on a `Worker`.
+
+    Each turn holds the lease's write right once, and under it first rereads nonce and claim: a
+    lease that has ended, or that another sender has claimed since, is not written. What is queued
+    by then goes together (DéjàVu's buffered copies): the few bytes that a token has in each layer
+    are one copy, with the watermark behind it. A turn that does not get the right lets other puts
+    go first.
     """
 
     def __init__(
-        self, target: Target, address: KVAddress, layout: KVLayout, worker: ThreadPoolExecutor
+        self,
+        target: Target,
+        source: KVLayout,
+        address: KVAddress,
+        worker: Worker,
+        join: int | None = None,
     ) -> None:
-        """`layout` is that of both pools, but for the number of pages. Nothing may be written
-        before `take_claim`."""
+        """`source` is the layout of our pool. Nothing may be written before `take_claim`; `join` is
+        a claim to share instead of making one."""
         self.bytes_sent = 0
+        self.claim = join or secrets.randbits(63) | 1
+        self._joins = join is not None
         self._target = target
+        self._source = source
+        self._address = address
         self._slot = address.slot
-        self._nonce = address.nonce
-        self._pages = address.pages()
-        self._first = address.begin // layout.page_size
-        self._page_size = layout.page_size
-        self._token_bytes = layout.token_bytes // 2  # of keys, or of values
         self._worker = worker
-        self._claim = secrets.randbits(63) | 1
+        self._lock = threading.Lock()  # of `_busy`, and of adding to the queue
+        self._queue: deque[Iterator[Runs] | dict[int, int] | Future[None]] = deque()
+        self._busy = False  # whether turns are under way
+        self._hold: _Hold | None = None  # what the next turn does
+        self._waits_since: float | None = None  # for the right
         self._failure: MicroserveError | None = None
         self._cancelled = False
 
     def take_claim(self, begin: int) -> None:
-        """Become the lease's writer, from `begin` on.
+        """Become the lease's writer, from `begin` on, or join who is. Waits.
 
         Raises `LeaseExpired`, `BadRange` if `begin` is not the watermark, `Timeout` if another
         writer does not let go.
         """
+        claimed: Future[None] = Future()
 
         def claim() -> None:
-            words = self._target.words(self._slot)
-            if int(words[NONCE]) != self._nonce:
-                raise LeaseExpired("the receive lease has ended", param="kv_addr")
+            words = self._check_lease()
+            if self._joins:
+                self._check_claim(words)
             landed = int(words[LANDED])
             if begin != landed:
                 raise BadRange(f"begin is {begin}, but {landed} tokens have landed", param="begin")
-            self._target.store(self._slot, {CLAIM: self._claim})
+            if not self._joins:
+                self._target.store(self._slot, {CLAIM: self.claim})
 
-        self._with_right(claim)
+        def turn() -> float | None:
+            try:
+                again = self._with_right(claim, share=self.claim if self._joins else 0)
+                if again is None:
+                    claimed.set_result(None)
+                return again
+            except MicroserveError as error:
+                claimed.set_exception(error)
+            except Exception as error:
+                log.exception("a claim failed")
+                claimed.set_exception(Internal(f"the claim failed: {error}"))
+            return None
+
+        self._worker.submit(turn)
+        claimed.result()
 
     def write(self, layers: range, pages: Sequence[PageId], begin: int, end: int) -> None:
-        pages = list(pages)  # the caller's table may grow or go meanwhile
-
-        @cache
-        def runs() -> Runs:
-            return byte_runs(
-                pages, self._pages, self._first, self._page_size, self._token_bytes, begin, end
-            )
-
-        def copy(layer: int) -> None:
-            words = self._check()
-            self._target.copy(layer, runs())
-            self.bytes_sent += (end - begin) * 2 * self._token_bytes
-            self._target.store(self._slot, _sign_of_life(words))
-
-        for layer in layers:
-            self._submit(partial(copy, layer))
+        # A copy: the caller's table may grow or go meanwhile.
+        self._add(self._batches(layers, list(pages), begin, end))
 
     def signal(self, landed: int) -> None:
-        def raise_watermark() -> None:
-            words = self._check()
-            self._target.store(self._slot, {LANDED: landed, **_sign_of_life(words)})
-
-        self._submit(raise_watermark)
+        if self._joins:
+            raise Internal("the watermark is raised by who has made the claim")
+        self._add({LANDED: landed})
 
     def renew(self) -> None:
-        self._submit(lambda: self._target.store(self._slot, _sign_of_life(self._check())))
+        self._add({})
 
     @property
     def failed(self) -> bool:
@@ -136,48 +170,125 @@ class QueuedPut:
         self._cancelled = True
 
     def close(self) -> Future[None]:
-        def last() -> None:
-            if self._failure is not None:
-                raise self._failure
+        done: Future[None] = Future()
+        self._add(done)
+        return done
 
-        return self._worker.submit(last)
-
-    def _submit(self, step: Callable[[], None]) -> None:
-        def run() -> None:
-            if self._failure is not None or self._cancelled:
+    def _add(self, what: Iterator[Runs] | dict[int, int] | Future[None]) -> None:
+        with self._lock:
+            self._queue.append(what)
+            if self._busy:
                 return
-            try:
-                self._with_right(step)
-            except MicroserveError as error:
-                self._failure = error
-            except Exception as error:
-                # Nothing may follow it: a watermark would rise over what was not written.
-                log.exception("a put failed")
-                self._failure = Internal(f"the put failed: {error}")
+            self._busy = True
+        self._worker.submit(self._turn)
 
-        self._worker.submit(run)
-
-    def _with_right(self, step: Callable[[], None]) -> None:
-        """Run `step` holding the lease's write right."""
-        give_up = time.monotonic() + RIGHT_TIMEOUT_S
-        while not self._target.try_right(self._slot):
-            if time.monotonic() > give_up:
-                raise Timeout("another writer holds the lease and does not let go")
-            # Not in step with another who tries: two might put each other off for ever.
-            time.sleep(RIGHT_POLL_S * (0.5 + random.random()))  # noqa: S311
+    def _turn(self) -> float | None:
+        """Do some of what is queued. Returns as `Worker` wants it."""
+        delay = None
         try:
-            step()
-        finally:
-            self._target.drop_right(self._slot)
+            if self._failure is None and not self._cancelled:
+                self._hold = self._hold or self._gather()
+                if self._hold.words is not None:
+                    delay = self._with_right(self._write_hold, share=self.claim)
+        except MicroserveError as error:
+            self._failure = error
+        except Exception as error:
+            # Nothing may follow it: a watermark would rise over what was not written.
+            log.exception("a put failed")
+            self._failure = Internal(f"the put failed: {error}")
+        if delay is not None:
+            return delay
+        waiting = self._hold.waiting if self._hold else []
+        self._hold = None
+        with self._lock:
+            if self._failure is not None or self._cancelled:
+                waiting += [what for what in self._queue if isinstance(what, Future)]
+                self._queue.clear()
+            self._busy = bool(self._queue)
+            delay = 0.0 if self._busy else None
+        for done in waiting:
+            if not done.set_running_or_notify_cancel():
+                continue
+            if self._failure is not None:
+                done.set_exception(self._failure)
+            else:
+                done.set_result(None)
+        return delay
 
-    def _check(self) -> npt.NDArray[np.uint64]:
+    def _gather(self) -> _Hold:
+        """As much of the queue as goes into one hold, up to where somebody waits."""
+        hold = _Hold()
+        while self._queue and not hold.waiting:
+            what = self._queue[0]
+            if isinstance(what, Future):
+                hold.waiting.append(what)
+            elif isinstance(what, dict):
+                hold.words = (hold.words or {}) | what
+            else:
+                runs = next(what, None)
+                if runs is not None:
+                    size = int(runs[:, 2].sum())
+                    if hold.bytes and hold.bytes + size > HOLD_BYTES:
+                        self._queue[0] = chain([runs], what)
+                        break
+                    hold.runs.append(runs)
+                    hold.bytes += size
+                    hold.words = hold.words or {}
+                    continue
+            self._queue.popleft()
+        return hold
+
+    def _batches(self, layers: range, pages: list[PageId], begin: int, end: int) -> Iterator[Runs]:
+        """Planned when its turn comes, not by the caller."""
+        yield from self._route.batches(layers, pages, begin, end, HOLD_BYTES)
+
+    @cached_property
+    def _route(self) -> Route:
+        first = self._address.begin // self._source.page_size
+        return Route(self._source, self._target.layout, self._address.pages(), first)
+
+    def _write_hold(self) -> None:
+        hold = self._hold
+        if hold is None or hold.words is None:
+            return
+        words = self._check_claim(self._check_lease())
+        if hold.runs:
+            self._target.copy(hold.runs[0] if len(hold.runs) == 1 else np.concatenate(hold.runs))
+            self.bytes_sent += hold.bytes
+            if LANDED in hold.words:
+                # We may have stood still in the middle: do not say of an ended lease that it has
+                # landed. To write the words then does no harm, as we have the slot's right.
+                words = self._check_lease()
+        # Workers that share a claim may count at the same time, and one count be lost: any change
+        # is a sign of life.
+        renewals = int(words[RENEWALS]) + 1
+        self._target.store(self._slot, {**hold.words, RENEWALS: renewals})
+
+    def _with_right(self, work: Callable[[], None], share: int) -> float | None:
+        """Do `work` holding the lease's right; returns None, or when to try again."""
+        if self._target.try_right(self._slot, share):
+            self._waits_since = None
+            try:
+                work()
+            finally:
+                self._target.drop_right(self._slot)
+            return None
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since = now
+        waited = now - self._waits_since
+        if waited > RIGHT_TIMEOUT_S:
+            raise Timeout("another writer holds the lease and does not let go")
+        # Not in step with another who tries: two might put each other off for ever.
+        return (RIGHT_POLL_S + waited / 100) * (0.5 + random.random())  # noqa: S311
+
+    def _check_lease(self) -> npt.NDArray[np.uint64]:
         words = self._target.words(self._slot)
-        if int(words[NONCE]) != self._nonce:
-            raise LeaseExpired("the receive lease ended during the put")
-        if int(words[CLAIM]) != self._claim:
-            raise LeaseExpired("another sender has taken over the lease")
+        if int(words[NONCE]) != self._address.nonce:
+            raise LeaseExpired("the receive lease has ended", param="kv_addr")
         return words
 
-
-def _sign_of_life(words: npt.NDArray[np.uint64]) -> dict[int, int]:
-    return {RENEWALS: int(words[RENEWALS]) + 1}
+    def _check_claim(self, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        if int(words[CLAIM]) != self.claim:
+            raise LeaseExpired("another sender has taken over the lease")
+        return words

@@ -1,53 +1,125 @@
-"""What a range of positions is in bytes, on two sides whose pages lie differently."""
+"""What a put copies, in bytes: between two pools whose pages, layers and heads lie differently."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.layout import KVLayout
+from kvcache.shard import Overlap, overlap
 from kvcache.types import PageId
 
-__all__ = ["Runs", "byte_runs"]
+__all__ = ["Route", "Runs"]
 
-Runs = npt.NDArray[np.int64]  # [runs, 3]: source offset, target offset, bytes
+Runs = npt.NDArray[np.int64]  # [runs, 3]: offset in the source pool, in the target pool, bytes
 
 
-def byte_runs(
-    source_pages: Sequence[PageId],
-    target_pages: Sequence[PageId],
-    target_first: int,
-    size: int,
-    token: int,
-    begin: int,
-    end: int,
-) -> Runs:
-    """What to copy for positions `[begin, end)` of one layer; the same for every layer.
+class Route:
+    """From one pool into the pages of a lease in another.
 
-    Pages have `size` tokens, of which each takes `token` bytes of keys and as many of values.
-    `source_pages[i]` holds the positions from `i * size`; `target_pages[0]` those from
-    `target_first * size`. A position's slot in its page is the same on both sides. Offsets count
-    from a layer's page 0. Whole pages that follow each other on both sides are one run.
+    The two may hold different parts of the model (`kvcache.shard`) and differ in pages; all else of
+    their layouts is the same, as their fingerprint says. A position's slot in its page is the same
+    on both sides.
     """
-    page = 2 * size * token
-    first, last = -(-begin // size), end // size  # the whole pages
-    edges = [(begin, first * size), (last * size, end)] if first <= last else [(begin, end)]
-    runs: list[tuple[int, int, int]] = []
-    for low, high in edges:
-        if low < high:
-            index, within = low // size, low % size * token
-            source = source_pages[index] * page + within
-            target = target_pages[index - target_first] * page + within
-            for half in (0, size * token):  # keys, values
-                runs.append((source + half, target + half, (high - low) * token))
-    partial = np.array(runs, dtype=np.int64).reshape(-1, 3)
-    if first >= last:
-        return partial
-    of = np.asarray(source_pages[first:last], dtype=np.int64)
-    to = np.asarray(target_pages[first - target_first : last - target_first], dtype=np.int64)
-    broken = (np.diff(of) != 1) | (np.diff(to) != 1)
-    starts = np.concatenate(([0], np.flatnonzero(broken) + 1))
-    counts = np.diff(np.concatenate((starts, [len(of)])))
-    whole = np.stack((of[starts], to[starts], counts), axis=1) * page
-    return np.concatenate((partial, whole))
+
+    def __init__(
+        self, source: KVLayout, target: KVLayout, pages: Sequence[PageId], first: int
+    ) -> None:
+        """`pages[0]` is the target's page of the positions from `first * page_size`."""
+        self._source, self._target = source, target
+        self._pages, self._first = np.asarray(pages, dtype=np.int64), first
+        self._common = overlap(source.held, target.held)
+
+    def batches(
+        self, layers: range, pages: Sequence[PageId], begin: int, end: int, most: int
+    ) -> Iterator[Runs]:
+        """What to copy for positions `[begin, end)` of the source's `layers`, as far as the target
+        has them; in batches of at most `most` bytes.
+
+        `pages[i]` is the source's page of the positions from `i * page_size`.
+        """
+        common = self._common
+        if common is None:
+            return
+        ours, theirs = (common.layers_in(side.held) for side in (self._source, self._target))
+        layers = range(max(layers.start, ours.start), min(layers.stop, ours.stop))
+        runs = self._runs(common, np.asarray(pages, dtype=np.int64), begin, end)
+        size = int(runs[:, 2].sum())
+        if not layers or not size:
+            return
+        strides = np.array([self._source.layer_bytes, self._target.layer_bytes, 0])
+        first = np.array([0, theirs.start - ours.start, 0]) * strides
+        together = max(most // size, 1)  # layers
+        parts = _cut(runs, -(-size // most))
+        for at in range(layers.start, layers.stop, together):
+            these = np.arange(at, min(at + together, layers.stop)).reshape(-1, 1, 1)
+            for part in parts:
+                yield (part + (these * strides + first)).reshape(-1, 3)
+
+    def _runs(self, common: Overlap, pages: npt.NDArray[np.int64], begin: int, end: int) -> Runs:
+        """The runs of one layer; the same in all."""
+        if common.heads == self._source.held.heads == self._target.held.heads:
+            return self._of_pages(pages, begin, end)
+        return self._of_tokens(common, pages, begin, end)
+
+    def _of_pages(self, pages: npt.NDArray[np.int64], begin: int, end: int) -> Runs:
+        """All heads of both: whole pages that follow each other on both sides are one run."""
+        size, token = self._source.page_size, self._source.token_bytes // 2
+        page = 2 * size * token
+        first, last = -(-begin // size), end // size  # the whole pages
+        edges = [(begin, first * size), (last * size, end)] if first <= last else [(begin, end)]
+        runs: list[tuple[int, int, int]] = []
+        for low, high in edges:
+            if low < high:
+                index, within = low // size, low % size * token
+                source = int(pages[index]) * page + within
+                target = int(self._pages[index - self._first]) * page + within
+                for half in (0, size * token):  # keys, values
+                    runs.append((source + half, target + half, (high - low) * token))
+        partial = np.array(runs, dtype=np.int64).reshape(-1, 3)
+        if first >= last:
+            return partial
+        of = pages[first:last]
+        to = self._pages[first - self._first : last - self._first]
+        broken = (np.diff(of) != 1) | (np.diff(to) != 1)
+        starts = np.concatenate(([0], np.flatnonzero(broken) + 1))
+        counts = np.diff(np.concatenate((starts, [len(of)])))
+        whole = np.stack((of[starts], to[starts], counts), axis=1) * page
+        return np.concatenate((partial, whole))
+
+    def _of_tokens(
+        self, common: Overlap, pages: npt.NDArray[np.int64], begin: int, end: int
+    ) -> Runs:
+        """Some heads: a run for each token's keys, and one for its values."""
+        index, slot = np.divmod(np.arange(begin, end), self._source.page_size)
+        half = np.array([[0], [1]])  # keys, values
+        columns = []
+        for layout, page in (
+            (self._source, pages[index]),
+            (self._target, self._pages[index - self._first]),
+        ):
+            token = layout.token_bytes // 2
+            head = common.heads_in(layout.held).start * layout.head_bytes
+            row = (page * 2 + half) * layout.page_size + slot
+            columns.append((row * token + head).ravel())
+        width = np.full_like(columns[0], common.heads * self._source.head_bytes)
+        return np.stack((*columns, width), axis=1)
+
+
+def _cut(runs: Runs, parts: int) -> list[Runs]:
+    """The same bytes in `parts` pieces of equal size, but for rounding."""
+    if parts == 1:
+        return [runs]
+    ends = np.cumsum(runs[:, 2])
+    starts = ends - runs[:, 2]
+    bounds = [int(ends[-1]) * part // parts for part in range(parts + 1)]
+    pieces = []
+    for low, high in pairwise(bounds):
+        begin, end = np.maximum(starts, low), np.minimum(ends, high)
+        skipped = begin - starts
+        piece = np.stack((runs[:, 0] + skipped, runs[:, 1] + skipped, end - begin), axis=1)
+        pieces.append(piece[piece[:, 2] > 0])
+    return pieces

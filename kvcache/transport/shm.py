@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from kvcache.address import KVAddress
 from kvcache.errors import PeerUnreachable
 from kvcache.layout import KVLayout
 from kvcache.region import SharedRegion
-from kvcache.transport.base import Put
-from kvcache.transport.mapped import open_mapped
-from kvcache.types import EngineId
+from kvcache.transport.base import Put, after_scheme
+from kvcache.transport.mapped import MappedTarget
+from kvcache.transport.put import QueuedPut
+from kvcache.transport.worker import Worker
 
 __all__ = ["ShmTransport"]
 
@@ -22,51 +23,46 @@ class ShmTransport:
     """A `Transport` over memfds."""
 
     def __init__(self, layout: KVLayout, epoch: int) -> None:
-        self._layout = layout
         self._region = SharedRegion.create(layout, epoch)
         self.region = self._region
-        self._peers: dict[EngineId, tuple[int, int, SharedRegion]] = {}  # epoch, pid
+        # By endpoint, with the epoch. Puts under way keep what is let go here.
+        self._peers: dict[tuple[int, int], tuple[int, SharedRegion]] = {}
         self._peers_lock = threading.Lock()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="put")
+        self._worker = Worker("put")
 
     @property
     def endpoint(self) -> str:
         return f"shm:{os.getpid()}:{self._region.fd}"
 
-    def open(self, address: KVAddress, begin: int) -> Put:
-        with self._peers_lock:
-            peer = self._attach(address)
-        return open_mapped(self.region.pool, self._layout, peer, address, begin, self._worker)
+    def open(self, address: KVAddress, begin: int, join: int | None = None) -> Put:
+        target = MappedTarget(self._region, self._attach(address))
+        put = QueuedPut(target, self._region.layout, address, self._worker, join)
+        put.take_claim(begin)
+        return put
 
     def close(self) -> None:
-        with self._peers_lock:
-            for engine in list(self._peers):
-                self._forget(engine)
-        self._worker.shutdown(wait=True)
+        self._worker.close()
+        self._peers.clear()
         self._region.close()
 
     def _attach(self, address: KVAddress) -> SharedRegion:
-        kind, _, rest = address.endpoint.partition(":")
-        pid, _, fd = rest.partition(":")
-        if kind != "shm" or not pid.isdigit() or not fd.isdigit():
-            raise PeerUnreachable(f"cannot put to {address.endpoint} from an shm engine")
-        known = self._peers.get(address.engine_id)
-        if known is not None and known[0] == address.epoch and Path(f"/proc/{pid}").exists():
-            return known[2]
-        self._forget(address.engine_id)
-        self._forget_dead()
-        region = SharedRegion.attach(int(pid), int(fd), address.epoch, self._layout)
-        self._peers[address.engine_id] = (address.epoch, int(pid), region)
-        return region
+        pid, fd = _parse(address.endpoint)
+        with self._peers_lock:
+            for peer, (epoch, _) in list(self._peers.items()):
+                # A mapping would keep alive the memory of who is gone.
+                if not Path(f"/proc/{peer[0]}").exists() or (
+                    peer == (pid, fd) and epoch != address.epoch
+                ):
+                    del self._peers[peer]
+            if (pid, fd) not in self._peers:
+                like = replace(self._region.layout, shard=address.shard)
+                region = SharedRegion.attach(pid, fd, address.epoch, like)
+                self._peers[pid, fd] = address.epoch, region
+            return self._peers[pid, fd][1]
 
-    def _forget_dead(self) -> None:
-        """Let go of the memory of peers that are gone; a mapping would keep it alive."""
-        for engine, (_, pid, _) in list(self._peers.items()):
-            if not Path(f"/proc/{pid}").exists():
-                self._forget(engine)
 
-    def _forget(self, engine: EngineId) -> None:
-        known = self._peers.pop(engine, None)
-        if known is not None:
-            # Behind puts under way, which still use its descriptor.
-            self._worker.submit(known[2].close)
+def _parse(endpoint: str) -> tuple[int, int]:
+    pid, _, fd = after_scheme(endpoint, "shm").partition(":")
+    if not pid.isdecimal() or not fd.isdecimal():
+        raise PeerUnreachable(f"{endpoint} is no endpoint of shm")
+    return int(pid), int(fd)

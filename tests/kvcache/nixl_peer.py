@@ -15,6 +15,7 @@ from kvcache.address import KVAddress
 from kvcache.layout import KVLayout
 from kvcache.transport import Transport
 from kvcache.transport.nixl import NixlTransport
+from kvcache.transport.nixl_sender import Link
 from kvcache.types import LeaseId
 
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
@@ -22,6 +23,8 @@ MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 2
 
 
 class NixlCommands(Commands):
+    target = Link
+
     def __init__(
         self,
         host: str,

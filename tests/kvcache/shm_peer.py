@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +20,8 @@ from kv_helpers import assert_content, compute, make_cache, send, sequence, smal
 
 from kvcache.errors import MicroserveError
 from kvcache.layout import KVLayout
-from kvcache.transport import ShmTransport, Transport, put
+from kvcache.transport import ShmTransport, Transport
+from kvcache.transport.mapped import MappedTarget
 from kvcache.types import LeaseId, SeqId
 
 PAGES = 32
@@ -30,7 +30,7 @@ PAGES = 32
 class Commands:
     """What a peer does when told to."""
 
-    within: ClassVar[tuple[ModuleType, str]] = (put, "byte_runs")  # called under the right
+    target: ClassVar[type] = MappedTarget  # what puts write into
 
     def __init__(self, name: str, epoch: int) -> None:
         torch.set_num_threads(1)
@@ -59,18 +59,18 @@ class Commands:
 
     def send_and_stop_within(self, address: str, prompt: list[int], end: int) -> str:
         """Stop this process while it holds the write right, before a byte; say how it went on."""
-        target, copy = self.within
-        usual = getattr(target, copy)
+        target = self.target
+        usual = target.copy
 
         def stop_first(*args: Any) -> Any:
-            setattr(target, copy, usual)
+            target.copy = usual
             # To this thread: sent to the process, it might run on for a moment.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             return usual(*args)
 
         put = self.cache.open_put(address, prompt, 0, end)
         seq_id = sequence(self.cache, 7, prompt[:end])
-        setattr(target, copy, stop_first)
+        target.copy = stop_first  # which is called under the right
         self.cache.mark_send(seq_id, put, 0, end)
         try:
             put.close().result(10)

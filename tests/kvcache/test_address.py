@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvcache.address import MAC_BYTES, KVAddress, page_runs, prompt_digest
 from kvcache.errors import BadAddress
+from kvcache.shard import Shard
 from kvcache.types import EngineId, LeaseId, PageId
 
 SECRET = b"cluster"
@@ -33,6 +34,11 @@ SIGNED = ADDRESS.sign(SECRET)
 
 def test_an_address_reads_back():
     assert KVAddress.verify(SIGNED, SECRET) == ADDRESS
+
+
+def test_so_does_one_of_a_worker_that_has_a_part_of_the_model():
+    part = replace(ADDRESS, shard=Shard(0, 2, 1, 3))
+    assert KVAddress.verify(part.sign(SECRET), SECRET) == part
 
 
 def test_it_is_url_safe():

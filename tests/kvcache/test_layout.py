@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvcache.layout import KVLayout
+from kvcache.shard import Shard, split
 
 LAYOUT = KVLayout(layers=3, pages=5, page_size=4, kv_heads=2, head_dim=8, dtype=torch.float32)
 
@@ -20,6 +21,22 @@ def test_bytes_are_those_of_the_pool():
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_pages_for_rounds_up(tokens: int, pages: int):
     assert LAYOUT.pages_for(tokens) == pages
+
+
+def test_a_part_of_the_model_has_its_layers_and_heads():
+    part = replace(LAYOUT, shard=Shard(1, 3, 0, 1))
+    pool = torch.zeros(part.shape, dtype=part.dtype)
+    assert pool.shape == (2, 5, 2, 4, 1, 8)
+    assert part.nbytes == pool.nbytes
+    assert part.layer_bytes == pool[0].nbytes
+    assert part.token_bytes == pool[0, 0, :, 0].nbytes
+    assert part.head_bytes == pool[0, 0, 0, 0, 0].nbytes
+    assert LAYOUT.held == Shard(0, 3, 0, 2)
+
+
+def test_all_parts_of_a_model_have_one_fingerprint():
+    parts = [replace(LAYOUT, shard=shard) for shard in split(3, 2, pp=2, tp=2)]
+    assert {part.fingerprint("w") for part in parts} == {LAYOUT.fingerprint("w")}
 
 
 def test_pools_of_different_size_have_one_fingerprint():

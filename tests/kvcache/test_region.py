@@ -67,6 +67,18 @@ def test_rights_exclude_a_peer_slot_by_slot(shared: SharedRegion):
     peer.close()
 
 
+def test_workers_of_one_sender_have_a_right_together(shared: SharedRegion):
+    one, two = (SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT) for _ in range(2))
+    assert one.try_right(4, share=9)
+    assert two.try_right(4, share=9)
+    one.drop_right(4)
+    assert not shared.try_right(4)  # the owner waits for the last
+    two.drop_right(4)
+    assert shared.try_right(4)
+    assert not one.try_right(4, share=9)
+    shared.drop_right(4)
+
+
 def test_a_mapping_that_goes_drops_its_rights(shared: SharedRegion):
     peer = SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT)
     assert peer.try_right(1)
@@ -101,6 +113,14 @@ def test_nobody_there_is_unreachable(shared: SharedRegion):
         SharedRegion.attach(os.getpid(), 9999, 5, LAYOUT)
     with pytest.raises(PeerUnreachable):
         SharedRegion.attach(2**22 + 1, shared.fd, 5, LAYOUT)
+
+
+def test_a_mapping_that_nobody_has_any_more_is_closed(shared: SharedRegion):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    peer = SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 2  # mmap has a duplicate
+    del peer
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_refused_attach_leaks_no_descriptor(shared: SharedRegion):

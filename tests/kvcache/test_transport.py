@@ -14,9 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kv_helpers import (
     Clock,
     assert_content,
@@ -39,13 +36,10 @@ from kvcache.errors import (
     StaleEpoch,
     Timeout,
 )
-from kvcache.layout import KVLayout
 from kvcache.lease import ReceiveLease
-from kvcache.region import CLAIM, LANDED, LocalRegion
+from kvcache.region import CLAIM, LANDED
 from kvcache.transport import MemoryNetwork, MemoryTransport, ShmTransport
-from kvcache.transport.mapped import MappedTarget
-from kvcache.transport.runs import byte_runs
-from kvcache.types import PageId, SeqId
+from kvcache.types import SeqId
 
 NewCache = Callable[..., KVCache]
 PROMPT = list(range(100, 122))
@@ -394,43 +388,3 @@ def test_a_stopped_sender_times_another_one_out(
 def test_errors_travel_between_processes_as_themselves(peers: Callable[..., Peer]):
     with pytest.raises(MicroserveError, match=r"malformed|secret"):
         peers("s").call("send", "nonsense", PROMPT, 0, 21)
-
-
-# The copy
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.data())
-def test_runs_copy_just_the_span(data: st.DataObject):
-    size, length = 4, data.draw(st.integers(1, 30))
-    pages = -(-length // size)
-    begin = data.draw(st.integers(0, length - 1))
-    end = data.draw(st.integers(begin + 1, length))
-    # Positions up to here were matched by the receiver, which has no pages of its own for them.
-    first = data.draw(st.integers(0, begin // size))
-    source_pages = [PageId(p) for p in data.draw(st.permutations(range(1, pages + 1)))]
-    target_pages = [PageId(p) for p in data.draw(st.permutations(range(1, pages - first + 1)))]
-    shape = (2, pages + 1, 2, size, 2, 1)
-    source = torch.arange(1.0, 1 + 2 * (pages + 1) * 2 * size * 2).view(shape)
-    region = LocalRegion(KVLayout(2, pages - first + 1, size, 2, 1, torch.float32))
-    runs = byte_runs(source_pages, target_pages, first, size, 2 * 4, begin, end)
-    assert runs[:, 2].sum() == (end - begin) * 2 * 2 * 4
-    MappedTarget(source, region).copy(1, runs)
-    assert not region.pool[0].count_nonzero()  # the other layer
-    target = region.pool[1]
-    for position in range(first * size, pages * size):
-        page, slot = divmod(position, size)
-        theirs = target[target_pages[page - first], :, slot]
-        if begin <= position < end:
-            assert torch.equal(theirs, source[1, source_pages[page], :, slot])
-        else:
-            assert not theirs.count_nonzero()
-    assert not target[0].count_nonzero()
-
-
-def test_pages_in_a_row_on_both_sides_are_one_run():
-    pages = [PageId(p) for p in (3, 4, 5, 9, 10)]
-    runs = byte_runs(pages, [PageId(p) for p in (1, 2, 3, 4, 6)], 0, 4, 8, 0, 20)
-    page = 2 * 4 * 8
-    assert runs.tolist() == [[3 * page, page, 3 * page], [9 * page, 4 * page, page],
-                             [10 * page, 6 * page, page]]  # fmt: skip

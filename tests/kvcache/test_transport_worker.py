@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from kvcache.errors import Internal
+from kvcache.transport.worker import Worker
+
+WAIT_S = 20.0
+
+
+def test_a_task_that_waits_lets_others_go_first():
+    worker, order, may = Worker("test"), [], threading.Event()
+
+    def waits() -> float | None:
+        if not may.is_set():
+            return 0.001
+        order.append("first")
+        return None
+
+    def goes() -> None:
+        order.append("second")
+        may.set()
+
+    worker.submit(waits)
+    worker.submit(goes)
+    worker.close()
+    assert order == ["second", "first"]
+
+
+def test_tasks_take_turns():
+    worker, order, begin = Worker("test"), [], threading.Event()
+
+    def task(name: str) -> None:
+        left = [0, 1, 2]
+
+        def turn() -> float | None:
+            order.append(name)
+            left.pop()
+            return 0.0 if left else None
+
+        worker.submit(turn)
+
+    worker.submit(lambda: begin.wait(WAIT_S) and None)  # both are there before either begins
+    task("a")
+    task("b")
+    begin.set()
+    worker.close()
+    assert order == ["a", "b"] * 3
+
+
+def test_it_sleeps_while_a_task_waits():
+    worker, turns, done = Worker("test"), [], threading.Event()
+
+    def waits() -> float | None:
+        turns.append(None)
+        if len(turns) == 1:
+            return 0.2
+        done.set()
+        return None
+
+    worker.submit(waits)
+    assert done.wait(WAIT_S)
+    assert len(turns) == 2
+    worker.close()
+
+
+def test_a_task_that_raises_ends_alone(caplog: pytest.LogCaptureFixture):
+    worker, done = Worker("test"), threading.Event()
+    worker.submit(lambda: 1 / 0)
+    worker.submit(lambda: done.set())
+    assert done.wait(WAIT_S)
+    worker.close()
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_after_the_end_nothing_is_taken():
+    worker = Worker("test")
+    worker.close()
+    with pytest.raises(Internal):
+        worker.submit(lambda: None)
+    worker.close()
+
+
+def test_its_thread_ends_with_it():
+    worker, done = Worker("test"), threading.Event()
+    worker.submit(lambda: done.set())
+    assert done.wait(WAIT_S)
+    thread, gone = worker._thread, weakref.ref(worker)
+    del worker
+    gc.collect()
+    assert gone() is None
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
