@@ -7,6 +7,7 @@ its state, and whoever breaks something looks again afterwards whether the momen
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import struct
@@ -20,6 +21,7 @@ from typing import Any
 import httpx
 import torch
 from engine_process import EngineProcess, events
+from forked import Forked, microserve
 
 from kvcache.address import KVAddress
 from kvcache.layout import KVLayout
@@ -30,7 +32,7 @@ LEASE_MS = 500
 SLACK_S = 8.0  # on a busy machine; a leak lasts for ever
 DEADLINE_S = 20.0  # of every call
 PAGE = 16
-NEW = 24  # tokens generated to compare
+NEW = 16  # tokens generated to compare
 # A chunk of a page a step: a send of a long prompt takes many steps, and can be met in the middle.
 FLAGS = ("--token-budget", "16", "--pool-pages", "200", "--lease-ms", str(LEASE_MS))
 LAYOUT = KVLayout(2, 1, PAGE, 2, 32, torch.float32)  # of `tiny`
@@ -46,7 +48,7 @@ def until(condition: Callable[[], bool], what: str = "it") -> None:
     give_up = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < give_up, f"waited in vain for {what}"
-        time.sleep(0.0005)
+        time.sleep(0.001)
 
 
 class Memory:
@@ -88,14 +90,24 @@ class Memory:
         return bool(struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK)
 
 
+class NoRoom(Exception):
+    """`no_capacity`, which must say when to come back."""
+
+    def __init__(self, reply: httpx.Response) -> None:
+        assert kind_of(reply) == "no_capacity"
+        assert int(reply.headers["retry-after"]) >= 1
+
+
 class Lease:
-    """A receive lease, as its opener sees it."""
+    """A receive lease, as its opener sees it. Raises `NoRoom`."""
 
     def __init__(
         self, receiver: EngineProcess, request_id: str, prompt: list[int], end: int, **fields: Any
     ) -> None:
         self.receiver, self.request_id, self.prompt, self.end = receiver, request_id, prompt, end
         reply = receiver.post("prep_recv", request_id=request_id, prompt=prompt, end=end, **fields)
+        if reply.status_code == 429:
+            raise NoRoom(reply)
         assert reply.status_code == 200, reply.text
         self.id: str = reply.json()["lease_id"]
         self.begin: int = reply.json()["match_len"]
@@ -104,19 +116,25 @@ class Lease:
         self.pages: list[int] = [int(page) for page in self.address.pages()]
 
     def send(
-        self, sender: EngineProcess, *, begin: int | None = None, as_id: str | None = None
+        self,
+        sender: EngineProcess,
+        *,
+        begin: int | None = None,
+        end: int | None = None,
+        as_id: str | None = None,
     ) -> httpx.Response:
         return sender.post(
             "remote_send",
             request_id=as_id or self.request_id,
             prompt=self.prompt,
             begin=self.begin if begin is None else begin,
-            end=self.end,
+            end=self.end if end is None else end,
             kv_addr=self.kv_addr,
         )
 
     def release(self) -> None:
         self.receiver.post("release", lease_id=self.id).raise_for_status()
+
 
 class Call:
     """A call in a thread of its own. `outcome` is `ok`, the type of the error, or `cut` where the
@@ -228,3 +246,47 @@ def engines(count: int, *flags: str) -> Iterator[list[EngineProcess]]:
     finally:
         for engine in running:
             engine.kill()
+
+
+class Router(Forked):
+    """A router over engines, with `prefill_decode`."""
+
+    def __init__(self, running: list[EngineProcess], port: int = 0) -> None:
+        urls = [word for engine in running for word in ("--engine", engine.url)]
+        flags = ("router", "--strategy", "prefill_decode", "--port", str(port), *urls)
+        super().__init__(microserve, *flags)
+        self.url = self.line().split()[-1]
+        self.port = httpx.URL(self.url).port or 0
+
+
+class Completion(Call):
+    """A streamed completion in a thread of its own."""
+
+    def __init__(self, router: Router, prompt: list[int], new: int = NEW) -> None:
+        self.tokens: list[int] = []
+        self._url = router.url
+        self._body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": new,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        super().__init__(self._complete)
+
+    def _complete(self) -> httpx.Response | str:
+        url = f"{self._url}/v1/completions"
+        with httpx.stream("POST", url, json=self._body, timeout=DEADLINE_S, verify=False) as reply:
+            if reply.status_code != 200:
+                reply.read()
+                return reply
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        return str(event["error"]["type"])
+                    for choice in event["choices"]:
+                        self.tokens += choice.get("token_ids") or []
+        return "ok"

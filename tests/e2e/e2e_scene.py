@@ -1,0 +1,145 @@
+"""One request on its way between two engines, brought to a moment and then disturbed."""
+
+from __future__ import annotations
+
+from e2e_faults import (
+    LEASE_MS,
+    PAGE,
+    SLACK_S,
+    Call,
+    Generation,
+    Lease,
+    Memory,
+    kind_of,
+    prompt_of,
+    until,
+)
+from engine_process import EngineProcess
+
+PROMPT, DECOY, OTHER = (prompt_of(name, 513) for name in ("prompt", "decoy", "other"))
+END = len(PROMPT) - 1
+TOKENS = 64  # of a generation that is disturbed
+TRIES = 10
+
+
+class Missed(Exception):
+    """The machine was too slow to be met where it should be: once more."""
+
+
+def ends(outcome: str) -> None:
+    """What comes before the moment succeeds, but for a lease that expires on a busy machine."""
+    if outcome == "lease_expired":
+        raise Missed
+    assert outcome == "ok"
+
+
+class Scene:
+    """A sender, a receiver with a canary in each page, and one request on its way."""
+
+    def __init__(self, running: list[EngineProcess]) -> None:
+        self.running = running
+        self.engine = dict(zip(("sender", "receiver"), running, strict=True))
+        self.epoch = {name: one.state()["epoch"] for name, one in self.engine.items()}
+        self.memory = Memory(self.receiver)
+        self.memory.fill()
+        self.leases: list[Lease] = []
+        self.calls: dict[str, Call] = {}
+
+    @property
+    def sender(self) -> EngineProcess:
+        return self.engine["sender"]
+
+    @property
+    def receiver(self) -> EngineProcess:
+        return self.engine["receiver"]
+
+    @property
+    def lease(self) -> Lease:
+        return self.leases[0]
+
+    @property
+    def landed(self) -> int:
+        return self.memory.landed(self.lease)
+
+    # What brings a request to a step
+
+    def prepare(self) -> None:
+        self.leases.append(Lease(self.receiver, "r", PROMPT, END))
+
+    def prepare_for_long(self) -> None:
+        self.leases.append(Lease(self.receiver, "r", PROMPT, END, lease_ms=20_000))
+
+    def send(self) -> None:
+        self.calls["send"] = Call(lambda: self.lease.send(self.sender))
+
+    def send_another(self) -> None:
+        """It keeps the sender busy: the next send claims its lease, and waits for its turn."""
+        decoy = Lease(self.receiver, "decoy", DECOY, END)
+        self.leases.append(decoy)
+        self.calls["send another"] = Call(lambda: decoy.send(self.sender))
+        until(lambda: self.memory.landed(decoy) > 0, "the other send")
+
+    def until_claimed(self) -> None:
+        until(lambda: self.memory.claimed(self.lease), "the claim")
+
+    def until_some_landed(self) -> None:
+        until(lambda: self.landed > 0, "the first chunk")
+
+    def until_sent(self) -> None:
+        ends(self.calls.pop("send").outcome())
+
+    def start(self) -> None:
+        self.calls["start"] = Generation(
+            self.receiver,
+            PROMPT,
+            request_id="r",
+            begin=END,
+            lease_id=self.lease.id,
+            max_tokens=TOKENS,
+        )
+
+    def until_it_waits(self) -> None:
+        until(lambda: self.receiver.state()["waiting"] == 1, "start_generate")
+
+    def until_generating(self) -> None:
+        until(lambda: bool(self.generation.tokens), "the first token")
+
+    def commit(self) -> None:
+        ends(kind_of(self.receiver.post("commit", lease_id=self.lease.id)))
+
+    def release(self) -> None:
+        self.lease.release()
+
+    @property
+    def generation(self) -> Generation:
+        generation = self.calls["start"]
+        assert isinstance(generation, Generation)
+        return generation
+
+    # Whether it is still there
+
+    def nothing_landed(self) -> bool:
+        return not self.landed and not self.memory.written() & set(self.lease.pages)
+
+    def some_landed(self) -> bool:
+        return 0 < self.landed < END
+
+    def still_generating(self) -> bool:
+        return len(self.generation.tokens) < TOKENS
+
+
+def check_it_rests(engine: EngineProcess) -> None:
+    """Every page comes back within the lease's time, and the books prove it."""
+    engine.at_rest(LEASE_MS / 1000 + SLACK_S)
+
+
+def check_integrity(engine: EngineProcess) -> None:
+    assert engine.http.get("/microserving/integrity").json() == {"ok": True}
+
+
+def check_canaries(scene: Scene) -> None:
+    """Only leased pages have been written, and what the receiver's own generation grew into."""
+    leased = {page for lease in scene.leases for page in lease.pages}
+    foreign = scene.memory.written() - leased
+    grown = TOKENS // PAGE + 1 if "start" in scene.calls else 0
+    assert 0 not in foreign and len(foreign) <= grown
