@@ -19,12 +19,18 @@ class EngineProcess(Forked):
     """An engine with the model `tiny`, ready to be called."""
 
     def __init__(
-        self, *flags: str, secret: str = "secret", port: int = 0, model: str = "tiny"
+        self,
+        *flags: str,
+        secret: str = "secret",
+        port: int = 0,
+        model: str = "tiny",
+        **environment: str,
     ) -> None:
         super().__init__(
             engine,
             *(model, "--port", str(port), "--threads", "1", *flags),
             MICROSERVE_SECRET=secret,
+            **environment,
         )
         self.url = self.line().split()[-1]
         # There is nothing to verify, and reading all certificates takes longer than a call.

@@ -41,7 +41,11 @@ def microserve(flags: Sequence[str]) -> int:
 
 
 class Forked:
-    """A process that runs `program`; `output` says what it prints, `log` what it logs."""
+    """A process that runs `program`; `line` is what it prints, `log` what it logs.
+
+    With `WALL_CLOCK` in its environment, a file with a number, its wall clock is so many seconds
+    off.
+    """
 
     _context = mp.get_context("forkserver")
 
@@ -73,14 +77,18 @@ class Forked:
         return Path(self._log.name).read_text()
 
     @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
+    def stopped(self) -> bool:
+        """Whether each of its threads is."""
+        # Thread by thread: one that is on another core runs on for a moment after the others.
+        return {_state(task) for task in Path(f"/proc/{self.pid}/task").iterdir()} == {"T"}
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal. After SIGSTOP no thread runs, after SIGKILL nothing is left."""
         os.kill(self.pid, number)
         if number == signal.SIGSTOP:
-            self._wait_until_stopped()
+            give_up = time.monotonic() + 20
+            while not self.stopped:
+                assert time.monotonic() < give_up, "it does not stop"
         elif number == signal.SIGKILL:
             self.wait()
 
@@ -98,18 +106,27 @@ class Forked:
         self._output.close()
         self._log.close()
 
-    def _wait_until_stopped(self) -> None:
-        # Thread by thread: one that is on another core runs on for a moment after the others.
-        give_up = time.monotonic() + 20
-        while {_state(task) for task in Path(f"/proc/{self.pid}/task").iterdir()} != {"T"}:
-            assert time.monotonic() < give_up, "it does not stop"
-
 
 def _state(task: Path) -> str:
     try:
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:  # the thread has ended
         return "T"
+
+
+def _shift_wall_clock(offset: Path) -> None:
+    """The wall clock is off by the seconds in the file from now on, also when they change; the
+    monotonic clocks are left alone."""
+    real_ns, real_clock = time.time_ns, time.clock_gettime
+
+    def shifted_ns() -> int:
+        return real_ns() + round(float(offset.read_text()) * 1e9)
+
+    def clock_gettime(clock: int) -> float:
+        return shifted_ns() / 1e9 if clock == time.CLOCK_REALTIME else real_clock(clock)
+
+    time.time_ns, time.clock_gettime = shifted_ns, clock_gettime
+    time.time = lambda: shifted_ns() / 1e9
 
 
 def _run(
@@ -127,4 +144,6 @@ def _run(
     with open(log, "wb") as file:  # noqa: PTH123
         os.dup2(file.fileno(), 2)
     output.close()
+    if clock := environment.get("WALL_CLOCK"):
+        _shift_wall_clock(Path(clock))
     sys.exit(program(flags))

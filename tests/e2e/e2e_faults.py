@@ -236,12 +236,12 @@ class Alone:
 
 
 @contextmanager
-def engines(count: int, *flags: str) -> Iterator[list[EngineProcess]]:
+def engines(count: int, *flags: str, **environment: str) -> Iterator[list[EngineProcess]]:
     """Fresh engines, whatever becomes of them; what is appended to the list is ended as well."""
     running: list[EngineProcess] = []
     try:
         for _ in range(count):
-            running.append(EngineProcess(*FLAGS, *flags, secret=SECRET))
+            running.append(EngineProcess(*FLAGS, *flags, secret=SECRET, **environment))
         yield running
     finally:
         for engine in running:

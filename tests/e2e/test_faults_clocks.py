@@ -1,0 +1,76 @@
+"""No wall clock crosses hosts, and none measures time: clocks may be hours apart, and jump."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from e2e_faults import (
+    SLACK_S,
+    Alone,
+    Call,
+    Lease,
+    Memory,
+    engines,
+    prompt_of,
+    started,
+    transfer,
+    until,
+)
+from engine_process import EngineProcess
+
+HOURS_S = 5 * 3600.0
+LEASE_MS = 700
+
+
+class WallClock:
+    """What a process's wall clock is off by."""
+
+    def __init__(self, file: Path, offset_s: float) -> None:
+        self.file = file
+        self.set(offset_s)
+
+    def set(self, offset_s: float) -> None:
+        whole = self.file.with_suffix(".new")
+        whole.write_text(str(offset_s))
+        whole.replace(self.file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("off_s", [HOURS_S, -HOURS_S], ids=["ahead", "behind"])
+def test_clocks_hours_apart(off_s: float, tmp_path: Path, alone: Alone) -> None:
+    clock = WallClock(tmp_path / "clock", off_s)
+    with engines(1) as right, engines(1, WALL_CLOCK=str(clock.file)) as wrong:
+        pairs = [(*right, *wrong), (*wrong, *right)]
+        for number, (sender, receiver) in enumerate(pairs):
+            prompt = prompt_of(f"clocks {number}", 90)
+            assert transfer(sender, receiver, prompt) == alone(prompt)
+        for receiver in (*right, *wrong):
+            clock.set(off_s)
+            check_a_lease_that_nobody_claims(receiver, lambda: clock.set(2 * off_s))
+        for number, (sender, receiver) in enumerate(pairs):
+            # One whose sender lives is renewed, whatever the clocks do meanwhile.
+            clock.set(off_s)
+            prompt = prompt_of(f"long {number}", 1001)
+            memory = Memory(receiver)
+            lease = Lease(receiver, f"long {number}", prompt, 1000)
+            send = Call(lambda lease=lease, sender=sender: lease.send(sender))
+            until(lambda memory=memory, lease=lease: memory.landed(lease) > 0, "the first chunk")
+            clock.set(2 * off_s)
+            assert send.outcome() == "ok"
+            assert started(lease) == alone(prompt)
+        for engine in (*right, *wrong):
+            engine.at_rest()
+
+
+def check_a_lease_that_nobody_claims(receiver: EngineProcess, jump: Callable[[], None]) -> None:
+    """It lives for its time, neither less nor much more, though the clock jumps meanwhile."""
+    began = time.monotonic()
+    Lease(receiver, "unclaimed", prompt_of("unclaimed", 50), 48, lease_ms=LEASE_MS)
+    (shown,) = receiver.state()["leases"]
+    assert 0 < shown["expires_ms"] <= LEASE_MS
+    jump()
+    until(lambda: not receiver.state()["leases"], "the lease's end")
+    assert LEASE_MS / 1000 <= time.monotonic() - began < LEASE_MS / 1000 + SLACK_S
