@@ -236,12 +236,14 @@ class Alone:
 
 
 @contextmanager
-def engines(count: int, *flags: str, **environment: str) -> Iterator[list[EngineProcess]]:
+def engines(
+    count: int, *flags: str, secret: str = SECRET, **environment: str
+) -> Iterator[list[EngineProcess]]:
     """Fresh engines, whatever becomes of them; what is appended to the list is ended as well."""
     running: list[EngineProcess] = []
     try:
         for _ in range(count):
-            running.append(EngineProcess(*FLAGS, *flags, secret=SECRET, **environment))
+            running.append(EngineProcess(*FLAGS, *flags, secret=secret, **environment))
         yield running
     finally:
         for engine in running:
