@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo serve test check bench-strategies bench-put peers clean
+.PHONY: demo serve test check bench-strategies bench-put bench-router peers clean
 
 demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
 	@$(RUN) examples/demo.py
@@ -29,12 +29,21 @@ bench-strategies: $(VENV)/demo.stamp  ## time to first token and per token, stra
 bench-put: $(VENV)/demo.stamp peers  ## KV into a peer's pool, against memcpy and NIXL
 	@$(RUN) -m bench.put
 
-peers: .peers/nixl/stamp  ## what the benches measure against, in environments of its own
+bench-router: $(VENV)/demo.stamp peers  ## what a request costs in the router, against vllm-router
+	@$(RUN) -m bench.router
+
+peers: .peers/nixl/stamp .peers/vllm-router/stamp  ## what the benches measure against, in environments of its own
 
 .peers/nixl/stamp: constraints.txt
 	@echo "setting up the peer NIXL" >&2
 	@$(PYTHON) -m venv .peers/nixl
 	@.peers/nixl/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt nixl-cu12
+	@touch $@
+
+.peers/vllm-router/stamp: constraints.txt
+	@echo "setting up the peer vllm-router" >&2
+	@$(PYTHON) -m venv .peers/vllm-router
+	@.peers/vllm-router/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt vllm-router
 	@touch $@
 
 clean:  ## back to a fresh clone

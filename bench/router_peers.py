@@ -1,0 +1,140 @@
+"""The processes of a router bench: mock engines, and the routers that stand in front of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Deployment", "Process", "deployed"]
+
+VLLM_ROUTER = Path(__file__).parent.parent / ".peers" / "vllm-router" / "bin" / "vllm-router"
+START_S = 60.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A server, and the CPU and memory that it and all its children have taken."""
+
+    url: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        """User and system seconds so far; those of children that have ended are in their parent's.
+
+        The kernel counts in ticks, 10 ms usually: measure over a second of CPU.
+        """
+        return sum(_cpu_s(pid) for pid in _tree(self.pid))
+
+    def rss_mb(self) -> float:
+        """Memory in RAM now, in MB of 10⁶ bytes; pages that processes share count for each."""
+        pages = sum(int(_stat(pid)[21]) for pid in _tree(self.pid))
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The same engines, behind our router and behind the peer's (None: it is not installed)."""
+
+    engines: list[Process]
+    ours: Process
+    theirs: Process | None
+
+
+@contextmanager
+def deployed(*engine_flags: str, engines: int = 2, peer: bool = True) -> Iterator[Deployment]:
+    """Start everything, and end it on leaving."""
+    with ExitStack() as stack:
+        python = [sys.executable, "-m"]
+        flags = ["mock", "--port", "0", "--threads", "1", *engine_flags]
+        workers = [
+            stack.enter_context(_started([*python, "engine", *flags])) for _ in range(engines)
+        ]
+        urls = [worker.url for worker in workers]
+        ours = [*python, "router", "router", "--port", "0"]
+        for url in urls:
+            ours += ["--engine", url]
+        theirs = None
+        if peer and VLLM_ROUTER.exists():
+            port = _free_port()
+            command = [
+                str(VLLM_ROUTER), "--host", "127.0.0.1", "--port", str(port), "--worker-urls",
+                *urls, "--policy", "round_robin", "--log-level", "error",
+                "--prometheus-port", str(_free_port()),
+            ]  # fmt: skip
+            theirs = stack.enter_context(_started(command, url=f"http://127.0.0.1:{port}"))
+        yield Deployment(workers, stack.enter_context(_started(ours)), theirs)
+
+
+@contextmanager
+def _started(command: Sequence[str], url: str = "") -> Iterator[Process]:
+    """A server that prints a line that ends in its URL, or that answers `/health` at `url`."""
+    output = subprocess.DEVNULL if url else subprocess.PIPE
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL if url else None)
+    try:
+        if process.stdout is not None:
+            line = process.stdout.readline().decode()
+            if not line:
+                raise SystemExit(f"{command} has ended with {process.wait()}")
+            url = line.split()[-1]
+        _wait_until_healthy(url, process)
+        yield Process(url, process.pid)
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
+    give_up = time.monotonic() + START_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            if process.poll() is not None or time.monotonic() > give_up:
+                raise SystemExit(f"{url} does not answer") from None
+            time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and its descendants."""
+    children = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+    return [pid, *(below for child in children for below in _tree(child))]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of `/proc/PID/stat` from the third on, so that `[n]` is field n + 3."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return re.split(r"\) ", text, maxsplit=1)[1].split()
+
+
+def _cpu_s(pid: int) -> float:
+    fields = _stat(pid)
+    return sum(int(ticks) for ticks in fields[11:15]) / TICKS  # utime, stime, cutime, cstime
