@@ -62,4 +62,6 @@ $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/test.stamp: $(VENV)/demo.stamp
 	@echo "installing what the tests need" >&2
 	@$(PIP) --editable '.[test,dev]'
+# Of the extra "structured" without triton, hundreds of MB that only a GPU needs.
+	@$(PIP) --no-deps xgrammar apache-tvm-ffi
 	@touch $@

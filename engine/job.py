@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.protocol import MicroserveError, RemoteSendReply, Sampling
 from kvcache.transport import Put
 from kvcache.types import SeqId
+
+if TYPE_CHECKING:
+    from engine.grammar import Matcher
 
 __all__ = ["Generation", "Job", "Sampled", "Send"]
 
@@ -20,6 +24,7 @@ class Sampled:
     token: int
     logprob: float | None = None
     top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob), likeliest first
+    failure: MicroserveError | None = None  # no token could be drawn
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +41,9 @@ class Generation:
     prompt_len: int
     sampling: Sampling
     stop_ids: frozenset[int]  # end the output; EOS among them unless ignored
+    matcher: Matcher | None = None  # where the output stands in its grammar, if it has one
+    forks: int = 0  # generations that are still to fork from this one's prompt
+    fork_of: str | None = None  # request id of the one to fork from
     started: bool = False  # the sequence exists in the cache
     begin: int | None = None  # where this engine began to compute
     cached: int = 0  # tokens that were here at the start

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from engine.forks import Forks
 from engine.job import Generation, Job, Sampled, Send
 from engine.protocol import Internal, MicroserveError, RemoteSendReply
 from engine.runner import Chunk
@@ -82,6 +83,7 @@ class StepLoop:
         draw: Draw = sample,
     ) -> None:
         self.stats = StepStats()
+        self.forks = Forks(cache, scheduler)
         self.progress = time.monotonic()  # when it last began an iteration
         self._cache = cache
         self._runner = runner
@@ -149,8 +151,10 @@ class StepLoop:
                 swept = self.progress
                 self.stats.expired_leases += len(self._cache.sweep())
                 self._look_after_sends()
+                self.forks.sweep()
             if not self._step():
-                busy = self._cache.leases() or self._scheduler.waiting or self._closing
+                waiting = self._scheduler.waiting or self.forks.keeping
+                busy = waiting or self._cache.leases() or self._closing
                 self._wake.wait(SWEEP_S if busy else IDLE_S)
 
     def _look_after_sends(self) -> None:
@@ -189,19 +193,24 @@ class StepLoop:
             self.stats.prompt_tokens += len(chunk.tokens) - chunk.sample
         drawn: list[Drawn | None] = []
         for generation, sampled in zip(drawing, self._draw(logits, drawing), strict=True):
-            drawn.append(self._advance(generation, sampled))
+            if sampled.failure is None:
+                drawn.append(self._advance(generation, sampled))
+            else:
+                drawn.append(self._fail(generation, sampled.failure))
         return drawn
 
     def _advance(self, generation: Generation, sampled: Sampled) -> Drawn:
         """Append a drawn token, and end the generation if that is the last."""
         if generation.generated == 0:
             self._cache.publish(generation.seq_id, generation.tokens)
+            self.forks.computed(generation)
         generation.tokens.append(sampled.token)
         generation.generated += 1
         self.stats.generation_tokens += 1
         produced = len(generation.tokens) - generation.prompt_len
         finish: Literal["stop", "length"] | None = None
-        if sampled.token in generation.stop_ids:
+        matcher = generation.matcher
+        if sampled.token in generation.stop_ids or (matcher is not None and matcher.finished):
             finish = "stop"
         elif produced >= generation.sampling.max_tokens:
             finish = "length"
@@ -213,12 +222,16 @@ class StepLoop:
         self._scheduler.remove(generation)
         if generation.started:
             self._cache.publish(generation.seq_id, generation.tokens)
-            self._cache.remove_sequence(generation.seq_id)
+            if not self.forks.keep(generation):
+                self._cache.remove_sequence(generation.seq_id)
             generation.started = False
+        self.forks.forget(generation)
 
     def _add(self, job: Job) -> None:
-        self._scheduler.add(job)
-        if isinstance(job, Send):
+        if isinstance(job, Generation):
+            self.forks.add(job)
+        else:
+            self._scheduler.add(job)
             self._cache.mark_send(job.seq_id, job.put, job.begin, job.target)
             self._finish_if_sent(job)
 
@@ -238,6 +251,7 @@ class StepLoop:
             if job.started:
                 self._cache.remove_sequence(job.seq_id)
                 job.started = False
+            self.forks.forget(job)
             return Drawn(job, failure=failure)
         if job.started and job not in self._closing:
             job.put.cancel()

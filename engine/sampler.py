@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.job import Generation, Sampled
-from engine.protocol import Sampling
+from engine.protocol import Internal, Sampling
 
 __all__ = ["sample"]
 
@@ -35,7 +35,9 @@ def sample(logits: torch.Tensor, generations: Sequence[Generation]) -> list[Samp
                 adjusted = _filtered(adjusted / sampling.temperature, sampling)
                 adjusted = adjusted + _gumbel(sampling, len(generation.tokens), len(row))
             result = Sampled(int(adjusted.argmax()))
-        if sampling.logprobs is not None:
+        if generation.matcher is not None and not generation.matcher.accept(result.token):
+            result.failure = Internal("no token can continue the grammar, or it takes too long")
+        elif sampling.logprobs is not None:
             _add_logprobs(result, row, sampling.logprobs)
         sampled.append(result)
     return sampled
@@ -46,6 +48,7 @@ def _is_plain(generation: Generation) -> bool:
     sampling = generation.sampling
     return (
         sampling.temperature < GREEDY_BELOW
+        and generation.matcher is None
         and not sampling.logit_bias
         and sampling.presence_penalty == 0.0
         and sampling.frequency_penalty == 0.0
@@ -73,8 +76,14 @@ def _penalised(row: torch.Tensor, generation: Generation) -> torch.Tensor:
         row[torch.from_numpy(ids)] -= torch.from_numpy(penalty.astype(np.float32)).to(row.device)
     for token, bias in sampling.logit_bias.items():
         row[token] += bias
+    if generation.matcher is not None:
+        allowed = torch.from_numpy(generation.matcher.allowed()).to(row.device)
+        row.masked_fill_(~allowed, -torch.inf)
     if _too_short(generation):
-        row[list(generation.stop_ids)] = -torch.inf
+        longer = row.index_fill(0, torch.tensor(list(generation.stop_ids)), -torch.inf)
+        # A grammar that is at its end is: nothing else could be drawn.
+        if generation.matcher is None or bool(longer.isfinite().any()):
+            row = longer
     return row
 
 

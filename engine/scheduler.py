@@ -38,6 +38,11 @@ class Scheduler:
         self._budget = token_budget
         self._max_batch = max_batch
 
+    @property
+    def full(self) -> bool:
+        """Whether what is not started has to wait."""
+        return len(self.running) >= self._max_batch
+
     def add(self, job: Job) -> None:
         """A new job. A generation that is started already (from a lease) runs at once."""
         if isinstance(job, Send):
@@ -80,7 +85,7 @@ class Scheduler:
         return [(job, chunk) for job, chunk in chosen if job.started]
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._max_batch:
+        while self.waiting and not self.full:
             job = self.waiting[0]
             with self._cache.lock:
                 cached = self._cache.add_sequence(job.seq_id, job.tokens[:-1])

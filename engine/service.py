@@ -12,6 +12,7 @@ from itertools import count
 
 from tokenizers import Tokenizer
 
+from engine.grammar import Grammars
 from engine.job import Generation
 from engine.landing import Landings
 from engine.limits import Limits, resolve
@@ -81,6 +82,7 @@ class MicroserveEngine:
         self._streams: dict[Generation, GenerationStream] = {}
         self._landings = Landings(cache)
         self._sends = Sends(cache, self._limits, metrics, self._seq_ids, most=max_live)
+        self._grammars = Grammars(self.tokenizer, model.config.vocab_size, self.eos)
         self._released: dict[str, None] = {}  # request ids, the latest last
         self._asyncio = asyncio.get_running_loop()
 
@@ -173,13 +175,18 @@ class MicroserveEngine:
             sampling=call,
             stop_ids=frozenset(call.stop_token_ids)
             | (frozenset() if call.ignore_eos else self.eos),
+            forks=call.forks,
+            fork_of=call.fork_of,
         )
-        if call.lease_id is not None:
-            self._starting.add(call.request_id)
-            try:
+        self._starting.add(call.request_id)
+        try:
+            if call.structure is not None:
+                generation.matcher = await self._grammars.matcher(call.structure, call.output)
+                self._check_not_released(call.request_id)
+            if call.lease_id is not None:
                 await self._landings.start(generation, LeaseId(call.lease_id), begin)
-            finally:
-                self._starting.discard(call.request_id)
+        finally:
+            self._starting.discard(call.request_id)
         stream = GenerationStream(generation, self.tokenizer, self.eos, self.metrics, self.forget)
         self._generations[call.request_id] = generation
         self._streams[generation] = stream
@@ -241,7 +248,7 @@ class MicroserveEngine:
 
     @property
     def waiting(self) -> int:
-        return len(self._scheduler.waiting) + len(self._starting)
+        return len(self._scheduler.waiting) + self.loop.forks.waiting + len(self._starting)
 
     @property
     def preemptions(self) -> int:

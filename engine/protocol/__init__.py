@@ -16,6 +16,7 @@ from engine.protocol.messages import (
     RemoteSendReply,
     Sampling,
     StartGenerate,
+    Structure,
     TokenLogprob,
     Usage,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "Sampling",
     "StaleEpoch",
     "StartGenerate",
+    "Structure",
     "Timeout",
     "TokenLogprob",
     "TooLarge",

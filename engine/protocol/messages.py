@@ -26,6 +26,7 @@ __all__ = [
     "RemoteSendReply",
     "Sampling",
     "StartGenerate",
+    "Structure",
     "TokenLogprob",
     "Usage",
 ]
@@ -87,6 +88,19 @@ class RemoteSendReply(Message):
     ms: float
 
 
+class Structure(Message):
+    """What an output must look like: a JSON schema, a regex, or a grammar in GBNF (root: `root`).
+
+    `strict`: objects of a schema have no properties but those that it names. `param` is what the
+    client called all this, for errors.
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    source: str = Field(min_length=1, max_length=2**17)
+    strict: bool = True
+    param: str = Field(default="response_format", max_length=128)
+
+
 class Sampling(Message):
     """How tokens are drawn. Randomness is keyed by (seed, choice, position): it survives a move."""
 
@@ -112,6 +126,7 @@ class Sampling(Message):
         default_factory=dict
     )
     logprobs: int | None = Field(default=None, ge=0, le=20)  # how many alternatives; None: none
+    structure: Structure | None = None  # its end is an EOS token, also with `ignore_eos`
 
 
 class StartGenerate(Sampling):
@@ -120,6 +135,10 @@ class StartGenerate(Sampling):
     With `lease_id`, `begin` is how much of the KV has been put here (omitted: what has landed).
     Without, it is a hint only. `output` are tokens already emitted for this request: the stream
     goes on after them, and `max_tokens`, penalties and randomness count from the first of them.
+
+    `forks` announces so many others that will fork from this one, the further choices of one
+    request: each names it by `fork_of`, with the same prompt, and shares the KV of that prompt,
+    also of its last page. A hint: whoever finds nothing to fork from computes what it needs.
     """
 
     request_id: RequestId
@@ -127,6 +146,8 @@ class StartGenerate(Sampling):
     begin: int | None = None
     lease_id: str | None = None
     output: Tokens = Field(default_factory=list)
+    forks: int = Field(default=0, ge=0, le=1024)
+    fork_of: RequestId | None = None
 
 
 class Commit(Message):
