@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.errors import NoCapacity
 from kvcache.eviction import EvictionPolicy
 from kvcache.pool import PagePool
-from kvcache.prefix import PrefixCache
+from kvcache.prefix import PrefixCache, Tokens
 from kvcache.types import PageId
 
-__all__ = ["Books"]
+__all__ = ["Below", "Books"]
+
+
+class Below(Protocol):
+    """Where prefixes are kept that these books will evict one day."""
+
+    def offer(self, tokens: Tokens) -> None:
+        """The full pages of `tokens` are in the prefix tree now."""
+        ...
 
 
 class Books:
@@ -27,9 +37,15 @@ class Books:
         self.pages = PagePool(pages)
         self.policy = EvictionPolicy(pages)
         self.prefix = PrefixCache(self.pages, page_size, self.policy)
+        self.below: Below | None = None
 
-    def take(self, count: int) -> list[PageId]:
-        """`count` pages, each now held once; cached ones make way. Raises `NoCapacity`."""
+    def take(self, count: int, *, leaving: int = 0) -> list[PageId]:
+        """`count` pages, each now held once; cached ones make way.
+
+        Raises `NoCapacity`, also where fewer than `leaving` pages would be available afterwards.
+        """
+        if leaving and self.available < count + leaving:
+            raise NoCapacity(f"{count} pages wanted, {self.available} available")
         missing = count - self.pages.free
         if missing > 0:
             self.prefix.evict(missing)
@@ -43,6 +59,12 @@ class Books:
     def drop(self, pages: Sequence[PageId]) -> None:
         """Hold each of `pages` once less; the last to let go frees it."""
         self.pages.drop(pages)
+
+    def publish(self, tokens: Tokens, pages: Sequence[PageId]) -> None:
+        """Let the prefix tree share full pages, and the tier below keep a copy of them."""
+        self.prefix.insert(tokens, pages)
+        if self.below is not None:
+            self.below.offer(tokens)
 
     @property
     def refs(self) -> npt.NDArray[np.int32]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,8 @@ from kvcache.receiving import Receiver
 from kvcache.sending import Mirror, Sender
 from kvcache.sequences import SequenceTable
 from kvcache.step import Mark, Step
+from kvcache.tier_store import Store
+from kvcache.tiers import Tiers
 from kvcache.transport import Put, Transport
 from kvcache.types import LeaseId, SeqId
 
@@ -61,8 +64,10 @@ class KVCache:
         query_heads: int,
         identity: Identity,
         clock: Callable[[], float] = time.monotonic,
+        stores: Sequence[Store] = (),
     ) -> None:
         """`identity` is what addresses into this cache will say, and what others are held against.
+        `stores` are room for pages beside the pool, fastest first: one tier each.
 
         Raises `BadRequest` for a page size that does not divide the attention block.
         """
@@ -75,7 +80,8 @@ class KVCache:
         self.pool = transport.region.pool
         self._group = query_heads // layout.kv_heads
         self._books = Books(layout.pages, layout.page_size)
-        self._sequences = SequenceTable(self._books, layout, self.pool)
+        self.tiers = Tiers(stores, self._books, self.pool, layout.page_size, self.lock)
+        self._sequences = SequenceTable(self._books, layout, self.pool, self.tiers)
         self._receiver = Receiver(
             self._books, self._sequences, layout, transport, self.identity, clock
         )
@@ -131,6 +137,37 @@ class KVCache:
         """Keep a prefix no longer; returns the tokens that were kept for it. Idempotent."""
         with self.lock:
             return self._books.prefix.unpin(tokens)
+
+    # Declare: tiers
+
+    def promote(self, tokens: Sequence[int]) -> Future[int] | None:
+        """Bring back what tiers have of a prefix beyond what is cached; None: nothing, or no room.
+
+        The result is how many tokens came back; they are cached then, and not before. Every running
+        sequence keeps a page to grow into. Nobody has to wait for it.
+        """
+        with self.lock:
+            return self.tiers.promote(tokens, leaving=len(self._sequences))
+
+    def swap_out(self, seq_id: SeqId) -> Future[int]:
+        """Move a sequence that is in no step to a tier; its pages go when they are copied.
+
+        From now on it can be swapped in, once the result is there, and removed, at any moment;
+        all else raises `Internal`. The result is its length: less than before where the tier could
+        not be written. Raises `NoCapacity`, changing nothing, where no tier has room for it.
+        """
+        with self.lock:
+            return self._sequences.swap_out(seq_id)
+
+    def swap_in(self, seq_id: SeqId, length: int = 0) -> Future[int]:
+        """Bring a sequence back, with room for `length` tokens; it exists when the result is there.
+
+        The result is its length: less than before where the tier could not be read. Raises
+        `NoCapacity`, changing nothing, also where running sequences would lose their room to grow,
+        and `Internal` for a sequence that is not out.
+        """
+        with self.lock:
+            return self._sequences.swap_in(seq_id, length)
 
     # Declare: receiving
 
@@ -302,7 +339,7 @@ class KVCache:
         return step.attend(pages, q)
 
     def put(self, layer: int) -> None:
-        """Put what is marked, as the pages hold it: `attention` for a layer that nobody computes."""
+        """Put what is marked, as the pages hold it: `attention` where nobody computes a layer."""
         if self._step is None:
             raise Internal("put without begin_forward")
         self._step.put(layer)
@@ -351,9 +388,18 @@ class KVCache:
             )
 
     def check_integrity(self) -> None:
-        """Prove that every page is free or held by whom the books say. Raises `Internal`."""
+        """Prove that every page, of the pool and of tiers, is free or held by whom the books say.
+
+        Raises `Internal`.
+        """
         with self.lock:
-            held = (self._sequences, self._receiver, self._sender)
+            held = (self._sequences, self._receiver, self._sender, self.tiers)
             self._books.check([pages for by in held for pages in by.holders()])
+            self.tiers.check()
             if bool(self.pool[:, SCRATCH_PAGE].count_nonzero()):
                 raise Internal("the scratch page has been written")
+
+    def close(self) -> None:
+        """End the tiers' copies, then the transport. Call it without the lock."""
+        self.tiers.close()
+        self.transport.close()

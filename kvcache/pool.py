@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -26,6 +27,7 @@ class PagePool:
         self._free = [PageId(page) for page in range(pages - 1, 0, -1)]
         self.refs = np.zeros(pages, dtype=np.int32)
         self.total = pages - 1
+        self._readers: dict[PageId, threading.Event] = {}
 
     @property
     def free(self) -> int:
@@ -58,7 +60,27 @@ class PagePool:
                 raise Internal(f"page {page} is dropped while nobody holds it")
             self.refs[page] -= 1
             if self.refs[page] == 0:
+                if self._readers and page in self._readers:
+                    self._readers.pop(page).wait()
                 self._free.append(page)
+
+    def begin_read(self, page: PageId) -> threading.Event:
+        """Let `page`, which somebody holds, be read without the lock; set the event when that is
+        done, and then call `end_read`.
+
+        Whoever frees the page in between waits for the event. So a page that is being copied is
+        neither freed nor used (DistServe, DS5), and yet counts as what it is to everybody else: a
+        cached page can be evicted at any moment, at the cost of one page's copy at most. The
+        reader must need no lock to get done. One reader a page.
+        """
+        if self.refs[page] <= 0:
+            raise Internal(f"page {page} is read while nobody holds it")
+        self._readers[page] = event = threading.Event()
+        return event
+
+    def end_read(self, page: PageId) -> None:
+        """Freeing `page` waits no longer; it may have been freed already."""
+        self._readers.pop(page, None)
 
     def check(self, holders: Iterable[Sequence[PageId]]) -> None:
         """Prove that `holders`' pages and the free list partition the pool. Raises `Internal`."""
@@ -74,6 +96,8 @@ class PagePool:
                 f"{wrong.size} pages miscounted: page {page} has {self.refs[page]} references, "
                 f"{counted[page]} holders"
             )
+        if any(self.refs[page] <= 0 for page in self._readers):
+            raise Internal("a page is free while it is being read")
         free = np.zeros_like(self.refs)
         np.add.at(free, self._free, 1)
         if not np.array_equal(free[1:], (self.refs[1:] == 0).astype(free.dtype)):

@@ -24,9 +24,10 @@ from kvcache.eviction import EvictionPolicy
 from kvcache.pool import PagePool
 from kvcache.types import PageId
 
-__all__ = ["PrefixCache"]
+__all__ = ["PrefixCache", "Tokens"]
 
 TOKEN_BYTES = 4
+Tokens = Sequence[int] | npt.NDArray[np.int32]
 
 
 class _Node:
@@ -51,16 +52,20 @@ class PrefixCache:
         self._root = _Node(None, b"", [], 0)
         self._held = np.zeros(len(pool.refs), dtype=bool)
 
-    def match(self, tokens: Sequence[int]) -> list[PageId]:
-        """The full pages of the longest cached prefix of `tokens`; none is held for you."""
+    def match(self, tokens: Tokens, *, use: bool = True) -> list[PageId]:
+        """The full pages of the longest cached prefix of `tokens`; none is held for you.
+
+        Unless it is only looked at, it counts as just used.
+        """
         pages: list[PageId] = []
         used = self._policy.stamp()
         for node, shared in self._walk(self._key(tokens)):
-            node.used = used
+            if use:
+                node.used = used
             pages += node.pages[:shared]
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[PageId]) -> None:
+    def insert(self, tokens: Tokens, pages: Sequence[PageId]) -> None:
         """Keep `pages`, the KV of `tokens`, from now on; only full pages.
 
         Where the tree has a prefix already, its own pages stay and the given ones are not kept.
@@ -79,7 +84,22 @@ class PrefixCache:
             self._pool.share(rest)
             self._held[rest] = True
             tail = key[done * self._page_key :]
-            node.children[tail[: self._page_key]] = _Node(node, tail, rest, used)
+            if node.children or node is self._root:
+                node.children[tail[: self._page_key]] = _Node(node, tail, rest, used)
+            else:  # what comes piece by piece must not make a node of each piece
+                node.key += tail
+                node.pages += rest
+
+    def cut(self, tokens: Tokens, keep: int) -> None:
+        """Forget page number `keep` of `tokens`, from 0, and all that continues it."""
+        done = 0
+        for node, shared in self._walk(self._key(tokens)):
+            if done + shared > keep:
+                if done < keep:
+                    self._split(node, keep - done)
+                self._forget(node if done == keep else next(self._nodes(node)))
+                return
+            done += shared
 
     def evict(self, wanted: int) -> int:
         """Let go of up to `wanted` pages that nobody else holds; returns how many became free."""
@@ -147,7 +167,7 @@ class PrefixCache:
         only_here: npt.NDArray[np.bool_] = self._held & (self._pool.refs == 1)
         return only_here
 
-    def _key(self, tokens: Sequence[int]) -> bytes:
+    def _key(self, tokens: Tokens) -> bytes:
         full = len(tokens) - len(tokens) % self._page_size
         return np.asarray(tokens[:full], dtype=np.int32).tobytes()
 
@@ -175,8 +195,15 @@ class PrefixCache:
             child.parent = tail
         node.key, node.pages = node.key[:at], node.pages[:pages]
 
-    def _nodes(self) -> Iterator[_Node]:
-        stack = list(self._root.children.values())
+    def _forget(self, node: _Node) -> None:
+        if node.parent is not None:
+            del node.parent.children[node.key[: self._page_key]]
+        for gone in (node, *self._nodes(node)):
+            self._held[gone.pages] = False
+            self._pool.drop(gone.pages)
+
+    def _nodes(self, below: _Node | None = None) -> Iterator[_Node]:
+        stack = list((below or self._root).children.values())
         while stack:
             node = stack.pop()
             stack += node.children.values()

@@ -129,7 +129,7 @@ class Receiver:
         pages = lease.matched + lease.own
         full = lease.end // self._layout.page_size
         tokens = full * self._layout.page_size
-        self._books.prefix.insert(lease.tokens[:tokens], pages[:full])
+        self._books.publish(lease.tokens[:tokens], pages[:full])
         self._books.drop(pages)
         return tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -10,6 +11,8 @@ from kvcache.books import Books
 from kvcache.errors import BadRange, Internal
 from kvcache.layout import KVLayout
 from kvcache.step import PagedSequence
+from kvcache.tier_swap import Swap
+from kvcache.tiers import Tiers
 from kvcache.types import PageId, SeqId
 
 __all__ = ["SequenceTable"]
@@ -18,25 +21,31 @@ __all__ = ["SequenceTable"]
 class SequenceTable:
     """What `KVCache` says of sequences is done here. The cache's lock guards it."""
 
-    def __init__(self, books: Books, layout: KVLayout, pool: torch.Tensor) -> None:
+    def __init__(self, books: Books, layout: KVLayout, pool: torch.Tensor, tiers: Tiers) -> None:
         self._books = books
+        self._tiers = tiers
         self._size = layout.page_size
         self._layout = layout
         self._pool = pool
         self._all: dict[SeqId, PagedSequence] = {}
+        self._away: dict[SeqId, Swap] = {}
 
     def __len__(self) -> int:
+        """Sequences on the device."""
         return len(self._all)
 
     def __getitem__(self, seq_id: SeqId) -> PagedSequence:
+        """A sequence on the device. Raises `Internal` if there is none, as while it is swapped."""
         try:
             return self._all[seq_id]
         except KeyError:
+            if seq_id in self._away:
+                raise Internal(f"sequence {seq_id} is swapped out") from None
             raise Internal(f"there is no sequence {seq_id}") from None
 
     def check_new(self, seq_id: SeqId) -> None:
         """Raises `Internal` if there is such a sequence."""
-        if seq_id in self._all:
+        if seq_id in self._all or seq_id in self._away:
             raise Internal(f"sequence {seq_id} exists")
 
     def put(self, seq_id: SeqId, sequence: PagedSequence) -> None:
@@ -65,7 +74,12 @@ class SequenceTable:
         self.put(child, PagedSequence(self._books.share(source.pages[:full]) + tail, length))
 
     def remove(self, seq_id: SeqId) -> None:
-        """Let go of a sequence's pages."""
+        """Let go of a sequence's pages, or slots."""
+        if seq_id in self._away:
+            swap = self._away.pop(seq_id)
+            swap.abandon()
+            self._tiers.forget(swap)
+            return
         self._books.drop(self[seq_id].pages)
         del self._all[seq_id]
 
@@ -94,7 +108,33 @@ class SequenceTable:
         """See `KVCache.publish`."""
         sequence = self[seq_id]
         full = min(len(tokens), sequence.length) // self._size
-        self._books.prefix.insert(tokens[: full * self._size], sequence.pages[:full])
+        self._books.publish(tokens[: full * self._size], sequence.pages[:full])
+
+    def swap_out(self, seq_id: SeqId) -> Future[int]:
+        """See `KVCache.swap_out`."""
+        sequence = self[seq_id]
+        if sequence.mark is not None:
+            raise Internal(f"sequence {seq_id} is swapped out while it is sent")
+        used = self._layout.pages_for(sequence.length)
+        swap = self._tiers.swap_out(sequence.pages[:used], sequence.length)
+        self._books.drop(sequence.pages[used:])
+        del self._all[seq_id]
+        self._away[seq_id] = swap
+        return swap.out
+
+    def swap_in(self, seq_id: SeqId, length: int) -> Future[int]:
+        """See `KVCache.swap_in`."""
+        swap = self._away.get(seq_id)
+        if swap is None or swap.moving:
+            raise Internal(f"sequence {seq_id} is not swapped out")
+        wanted = self._layout.pages_for(max(length, swap.length))
+
+        def landed(pages: list[PageId], length: int) -> None:
+            self._tiers.forget(swap)
+            del self._away[seq_id]
+            self._all[seq_id] = PagedSequence(pages, length)
+
+        return swap.back(self._books.take(wanted, leaving=len(self)), landed)
 
     def holders(self) -> Iterator[Sequence[PageId]]:
         """The pages of each sequence, for the proof of ownership. Raises `Internal` if broken."""

@@ -13,6 +13,7 @@ import torch
 from kvcache.cache import KVCache
 from kvcache.identity import Identity
 from kvcache.layout import KVLayout
+from kvcache.tier_store import Store
 from kvcache.transport import MemoryNetwork, MemoryTransport, Transport
 from kvcache.types import EngineId, SeqId
 
@@ -43,6 +44,7 @@ def make_cache(
     secret: bytes = b"secret",
     fingerprint: str = "same",
     clock: Callable[[], float] | None = None,
+    stores: Sequence[Store] = (),
 ) -> KVCache:
     return KVCache(
         layout,
@@ -50,6 +52,7 @@ def make_cache(
         query_heads=HEADS,
         identity=Identity(EngineId(name), epoch, secret, fingerprint),
         clock=clock or Clock(),
+        stores=stores,
     )
 
 
