@@ -59,24 +59,33 @@ class Commands:
 
     def send_and_stop_within(self, address: str, prompt: list[int], end: int) -> str:
         """Stop this process while it holds the write right, before a byte; say how it went on."""
-        target = self.target
-        usual = target.copy
-
-        def stop_first(*args: Any) -> Any:
-            target.copy = usual
-            # To this thread: sent to the process, it might run on for a moment.
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-            return usual(*args)
-
         put = self.cache.open_put(address, prompt, 0, end)
         seq_id = sequence(self.cache, 7, prompt[:end])
-        target.copy = stop_first  # which is called under the right
+        self._stop_within("copy")
         self.cache.mark_send(seq_id, put, 0, end)
         try:
             put.close().result(10)
         except MicroserveError as error:
             return f"{error.type} after {put.bytes_sent} bytes"
         return "landed"
+
+    def claim_and_stop_within(self, address: str, prompt: list[int], end: int) -> None:
+        """Stop this process while it holds the write right alone, before it has claimed."""
+        self._stop_within("store")
+        self.cache.open_put(address, prompt, 0, end)
+
+    def _stop_within(self, call: str) -> None:
+        """Stop in the next call of that name of what puts write into, which is under the right."""
+        target = self.target
+        usual = getattr(target, call)
+
+        def stop_first(*args: Any) -> Any:
+            setattr(target, call, usual)
+            # To this thread: sent to the process, it might run on for a moment.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+            return usual(*args)
+
+        setattr(target, call, stop_first)
 
     def compute(self, number: int, tokens: list[int]) -> None:
         self.cache.add_sequence(SeqId(number))

@@ -1,4 +1,6 @@
-"""Both transports through one suite; then what only processes can show, with processes.
+"""All transports through one suite; then what only processes can show, with processes.
+
+`device` is written here, to show what one takes; NIXL has a module of its own.
 
 Signals are sent for real: a stopped process holds its lock on the pool, a killed one does not.
 """
@@ -8,12 +10,17 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from device_transport import DeviceTransport
 from kv_helpers import (
     Clock,
     assert_content,
@@ -29,6 +36,8 @@ from shm_peer import PAGES, Peer
 from kvcache.address import KVAddress
 from kvcache.cache import KVCache
 from kvcache.errors import (
+    BadRange,
+    Internal,
     KVIncomplete,
     LeaseExpired,
     MicroserveError,
@@ -38,15 +47,15 @@ from kvcache.errors import (
 )
 from kvcache.lease import ReceiveLease
 from kvcache.region import CLAIM, LANDED
-from kvcache.transport import MemoryNetwork, MemoryTransport, ShmTransport
-from kvcache.types import SeqId
+from kvcache.transport import MemoryNetwork, MemoryTransport, Put, ShmTransport, Transport
+from kvcache.types import PageId, SeqId
 
 NewCache = Callable[..., KVCache]
 PROMPT = list(range(100, 122))
 ONE = SeqId(1)
 
 
-@pytest.fixture(params=["memory", "shm"])
+@pytest.fixture(params=["memory", "shm", "device"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -58,11 +67,14 @@ def new(kind: str) -> Iterator[NewCache]:
 
     def make(name: str, epoch: int = 1, pages: int = PAGES) -> KVCache:
         layout = small_layout(pages)
-        transport = (
-            ShmTransport(layout, epoch)
-            if kind == "shm"
-            else MemoryTransport(network, layout, epoch)
-        )
+        transport: Transport
+        match kind:
+            case "memory":
+                transport = MemoryTransport(network, layout, epoch)
+            case "shm":
+                transport = ShmTransport(layout, epoch)
+            case _:
+                transport = DeviceTransport(layout, epoch)
         made.append(make_cache(transport, layout, name=name, epoch=epoch, clock=clock))
         return made[-1]
 
@@ -137,13 +149,14 @@ def test_the_watermark_rises_with_each_chunk(new: NewCache):
     sender.clear_mark(ONE)
 
 
-def test_an_engine_that_is_gone_is_unreachable(new: NewCache):
+def test_an_engine_that_is_gone_is_unreachable(new: NewCache, kind: str):
     sender, receiver = new("s"), new("r")
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     if isinstance(receiver.transport, MemoryTransport):
         receiver.transport._network.members.clear()
     else:
-        address = _with_endpoint(receiver, f"shm:{os.getpid()}:999", PROMPT)
+        nowhere = {"shm": "shm:{}:999", "device": "device:{}:999:998"}[kind].format(os.getpid())
+        address = _with_endpoint(receiver, nowhere, PROMPT)
     with pytest.raises(PeerUnreachable):
         sender.open_put(address, PROMPT, 0, 20)
 
@@ -223,6 +236,138 @@ def _memories() -> int:
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return len({line.split()[4] for line in maps if "microserve-kv" in line})
+
+
+# Workers of one sender
+
+
+def test_who_joins_writes_beside_the_lead(new: NewCache):
+    lead, other, receiver = new("s"), new("t"), new("r")
+    lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    first = lead.open_put(address, PROMPT, 0, 20)
+    second = other.transport.open(KVAddress.verify(address, b"secret"), 0, join=first.claim)
+    for cache in (lead, other):
+        sequence(cache, 1, PROMPT[:20])
+    first.write(range(1), pages_of(lead, ONE), 0, 20)
+    second.write(range(1, 2), pages_of(other, ONE), 0, 20)
+    second.close().result(10)
+    first.signal(20)
+    first.close().result(10)
+    receiver.start_lease(lease.lease_id, ONE, PROMPT, None)
+    assert_content(receiver, ONE, PROMPT[:20])
+
+
+def test_a_foreign_claim_cannot_join(new: NewCache):
+    lead, other, receiver = new("s"), new("t"), new("r")
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    claim = lead.open_put(address, PROMPT, 0, 20).claim
+    for foreign in (claim ^ 2, 1):
+        with pytest.raises(LeaseExpired):
+            other.transport.open(KVAddress.verify(address, b"secret"), 0, join=foreign)
+    with pytest.raises(BadRange):
+        other.transport.open(KVAddress.verify(address, b"secret"), 4, join=claim)
+    assert not receiver.pool.count_nonzero()
+
+
+def test_only_the_lead_signals(new: NewCache):
+    lead, other, receiver = new("s"), new("t"), new("r")
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    claim = lead.open_put(address, PROMPT, 0, 20).claim
+    joined = other.transport.open(KVAddress.verify(address, b"secret"), 0, join=claim)
+    assert joined.claim == claim
+    with pytest.raises(Internal):
+        joined.signal(20)
+
+
+def test_who_takes_over_fences_all_workers_of_the_sender_before(new: NewCache):
+    lead, other, receiver = new("s"), new("t"), new("r")
+    lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    first = lead.open_put(address, PROMPT, 0, 20)
+    second = other.transport.open(KVAddress.verify(address, b"secret"), 0, join=first.claim)
+    send(new("u"), address, PROMPT, 0, 20)
+    for put, cache in ((first, lead), (second, other)):
+        sequence(cache, 1, PROMPT[:20])
+        put.write(range(2), pages_of(cache, ONE), 0, 20)
+        with pytest.raises(LeaseExpired):
+            put.close().result(10)
+    receiver.start_lease(lease.lease_id, ONE, PROMPT, None)
+    assert_content(receiver, ONE, PROMPT[:20])
+
+
+# Few and short holds of the right
+
+
+@pytest.fixture
+def deep(new: NewCache, monkeypatch: pytest.MonkeyPatch) -> NewCache:
+    """As `new`, with caches of 30 layers."""
+    layout = replace(small_layout(PAGES), layers=30)
+    monkeypatch.setattr(sys.modules[new.__module__], "small_layout", lambda pages: layout)
+    return new
+
+
+def test_a_token_of_many_layers_is_one_copy(deep: NewCache):
+    """DéjàVu's buffered copies: not layers × 2, as if each were copied where it is computed."""
+    sender, receiver = deep("s"), deep("r")
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    put = sender.open_put(address, PROMPT, 0, 20)
+    sender.pool[:, 1:] = 1.0
+    calls = watched(put)
+    for position in range(3):
+        put.write(range(30), [PageId(1)], position, position + 1)
+        put.signal(position + 1)
+        put.close().result(10)
+    assert put.bytes_sent == 3 * 30 * sender.layout.token_bytes
+    assert int(receiver.pool.count_nonzero()) == put.bytes_sent // 4
+    assert calls.count("copy") == 3
+    assert 3 <= calls.count("try_right") <= 6  # the watermark may come too late for the same hold
+
+
+def test_what_waits_goes_together(deep: NewCache):
+    """Layer by layer, as a step computes them, behind a put of the same engine that takes long."""
+    sender, receiver = deep("s"), deep("r")
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    put = sender.open_put(address, PROMPT, 0, 20)
+    calls, gate = watched(put), threading.Event()
+    put._worker.submit(lambda: gate.wait(10) and None)  # type: ignore[attr-defined]
+    for layer in range(30):
+        put.write(range(layer, layer + 1), [PageId(1)], 0, 4)
+    put.signal(4)
+    gate.set()
+    put.close().result(10)
+    assert calls.count("copy") == calls.count("try_right") == 1
+
+
+def test_a_large_put_lets_go_of_the_right_again_and_again(
+    deep: NewCache, monkeypatch: pytest.MonkeyPatch
+):
+    sender, receiver = deep("s"), deep("r")
+    token = sender.layout.token_bytes
+    monkeypatch.setattr("kvcache.transport.put.HOLD_BYTES", 7 * 20 * token)
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    put = sender.open_put(address, PROMPT, 0, 20)
+    calls = watched(put)
+    put.write(range(30), [PageId(page) for page in range(1, 6)], 0, 20)
+    put.close().result(10)
+    assert calls == ["try_right", "copy", "drop_right"] * 5  # 7, 7, 7, 7 and 2 layers
+    assert put.bytes_sent == 30 * 20 * token
+
+
+def watched(put: Put) -> list[str]:
+    """The calls of the put's target from now on."""
+    target, calls = put._target, []  # type: ignore[attr-defined]
+
+    def watch(name: str) -> None:
+        usual = getattr(target, name)
+
+        def call(*args: object) -> object:
+            calls.append(name)
+            return usual(*args)
+
+        setattr(target, name, call)
+
+    for name in ("try_right", "copy", "drop_right"):
+        watch(name)
+    return calls
 
 
 # Two processes
@@ -383,6 +528,64 @@ def test_a_stopped_sender_times_another_one_out(
     assert time.monotonic() - began < 5
     assert here.lease(lease.lease_id).landed == 0
     other.transport.close()
+
+
+@pytest.fixture
+def another() -> Iterator[Callable[[str], KVCache]]:
+    """Makes further engines in this process."""
+    made: list[KVCache] = []
+
+    def make(name: str) -> KVCache:
+        layout = small_layout(PAGES)
+        made.append(make_cache(ShmTransport(layout, 3), layout, name=name, epoch=3))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.check_integrity()
+        cache.transport.close()
+
+
+@pytest.mark.parametrize("waits", ["write", "claim"])
+def test_one_stopped_holder_delays_nobody_else(
+    waits: str,
+    here: KVCache,
+    peers: Callable[..., Peer],
+    another: Callable[[str], KVCache],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of one engine's puts, those that meet a right which a stopped process holds wait for it; one
+    into another lease of the same receiver, and one to another receiver, do not."""
+    monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 30.0)
+    sender, third, process = another("s"), another("t"), peers("p")
+    pages = pages_of(sender, sequence(sender, 1, PROMPT[:21]))
+
+    def write(put: Put) -> Future[None]:
+        put.write(range(2), pages, 0, 21)
+        put.signal(21)
+        return put.close()
+
+    contested, address = here.prep_recv("r", PROMPT, 21, 0, 60.0)
+    claimed = sender.open_put(address, PROMPT, 0, 21) if waits == "write" else None
+    process.tell("claim_and_stop_within", address, PROMPT, 21)
+    process.wait_until_stopped()
+    with ThreadPoolExecutor(1) as thread:
+        late: Future[Any] = (
+            write(claimed) if claimed else thread.submit(sender.open_put, address, PROMPT, 0, 21)
+        )
+        try:
+            for receiver in (here, third):
+                lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 60.0)
+                write(sender.open_put(address, PROMPT, 0, 21)).result(20)
+                receiver.start_lease(lease.lease_id, ONE, PROMPT, None)
+                assert_content(receiver, ONE, PROMPT[:21])
+            assert not late.done()
+        finally:
+            process.kill()  # which gives the right to who waits
+        put = late.result(20)
+        if claimed is None:
+            write(put).result(20)
+    assert here.lease(contested.lease_id).landed == 21
 
 
 def test_errors_travel_between_processes_as_themselves(peers: Callable[..., Peer]):

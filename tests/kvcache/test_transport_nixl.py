@@ -50,11 +50,16 @@ SHARED: Mapping[str, str] = {"UCX_TLS": "tcp,cma,posix,sysv", "UCX_NET_DEVICES":
 WAIT_S = 20.0
 
 # The suite of all transports, collected here too, and run with the fixtures of this module.
+deep = suite.deep
 nothing_stays_in_dev_shm = suite.nothing_stays_in_dev_shm
 stopped = suite.stopped
 test_a_claim_stands_in_the_receivers_memory = suite.test_a_claim_stands_in_the_receivers_memory
+test_a_foreign_claim_cannot_join = suite.test_a_foreign_claim_cannot_join
 test_a_held_right_times_out = suite.test_a_held_right_times_out
 test_a_killed_receiver_is_unreachable = suite.test_a_killed_receiver_is_unreachable
+test_a_large_put_lets_go_of_the_right_again_and_again = (
+    suite.test_a_large_put_lets_go_of_the_right_again_and_again
+)
 test_a_put_from_another_process_lands = suite.test_a_put_from_another_process_lands
 test_a_put_lands = suite.test_a_put_lands
 test_a_restarted_receiver_is_stale_or_unreachable = (
@@ -64,12 +69,20 @@ test_a_start_meets_a_writer = suite.test_a_start_meets_a_writer
 test_a_stopped_sender_keeps_the_pages_from_others = (
     suite.test_a_stopped_sender_keeps_the_pages_from_others
 )
+test_a_token_of_many_layers_is_one_copy = suite.test_a_token_of_many_layers_is_one_copy
 test_an_engine_may_send_to_itself = suite.test_an_engine_may_send_to_itself
 test_another_sender_goes_on_after_a_killed_one = (
     suite.test_another_sender_goes_on_after_a_killed_one
 )
+test_one_stopped_holder_delays_nobody_else = suite.test_one_stopped_holder_delays_nobody_else
+test_only_the_lead_signals = suite.test_only_the_lead_signals
 test_the_watermark_rises_with_each_chunk = suite.test_the_watermark_rises_with_each_chunk
 test_two_puts_at_a_time_do_not_mix = suite.test_two_puts_at_a_time_do_not_mix
+test_what_waits_goes_together = suite.test_what_waits_goes_together
+test_who_joins_writes_beside_the_lead = suite.test_who_joins_writes_beside_the_lead
+test_who_takes_over_fences_all_workers_of_the_sender_before = (
+    suite.test_who_takes_over_fences_all_workers_of_the_sender_before
+)
 
 
 @pytest.fixture(params=["tcp", "shared"])
@@ -136,6 +149,21 @@ def here(wire: Mapping[str, str]) -> Iterator[KVCache]:
     yield cache
     cache.check_integrity()
     cache.transport.close()
+
+
+@pytest.fixture
+def another(wire: Mapping[str, str]) -> Iterator[Callable[[str], KVCache]]:
+    """Makes further engines in this process."""
+    made: list[KVCache] = []
+
+    def make(name: str) -> KVCache:
+        made.append(nixl_cache(f"127.0.0.{len(made) + 3}", name=name, epoch=3))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.check_integrity()
+        cache.transport.close()
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -268,6 +296,30 @@ def test_a_right_is_not_held_by_two(new: Callable[..., KVCache]):
     assert region.flags[5, 0] == 1
     region.drop_right(5)
     assert region.flags[5, 0] == 0
+
+
+def test_workers_of_one_sender_have_a_right_together(new: Callable[..., KVCache]):
+    one, two, receiver = new("s"), new("t"), new("r")
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    links = []
+    for cache in (one, two):
+        cache.open_put(address, PROMPT, 0, 20)
+        (link,) = cache.transport._links.values()  # type: ignore[attr-defined]
+        links.append(link)
+    region = receiver.transport.region
+    first, second = links
+    assert first.try_right(7, 5)
+    assert not second.try_right(7)
+    assert not second.try_right(7, 6)
+    assert second.try_right(7, 5)
+    first.drop_right(7)
+    assert not region.try_right(7)
+    second.drop_right(7)
+    assert first.try_right(7)
+    assert not second.try_right(7, 5)
+    first.drop_right(7)
+    assert region.try_right(7)
+    region.drop_right(7)
 
 
 # Two processes

@@ -1,0 +1,79 @@
+"""A transport for pools on a device, as another one would be written: of the real ones' parts.
+
+The "device" is memory that no peer maps: it is reached by copy calls only, as a GPU's is. The
+control words are in host memory. What is here is all that a transport has to bring.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import replace
+
+import torch
+
+from kvcache.address import KVAddress
+from kvcache.errors import PeerUnreachable
+from kvcache.layout import KVLayout
+from kvcache.region import SharedSlots
+from kvcache.transport import Put
+from kvcache.transport.base import after_scheme
+from kvcache.transport.mapped import MappedSlots
+from kvcache.transport.put import QueuedPut
+from kvcache.transport.runs import Runs
+from kvcache.transport.worker import Worker
+
+
+class DeviceRegion(SharedSlots):
+    """Slots on the host; a pool on the device, where only its owner computes."""
+
+    def __init__(self, fd: int, layout: KVLayout) -> None:
+        super().__init__(fd, layout)
+        self.device = os.memfd_create("device")
+        os.ftruncate(self.device, layout.nbytes)
+        memory = mmap.mmap(self.device, layout.nbytes)
+        self.pool = torch.frombuffer(memory, dtype=layout.dtype).view(layout.shape)
+
+    def close(self) -> None:
+        super().close()
+        os.close(self.device)
+
+
+class DeviceTarget(MappedSlots):
+    def __init__(self, ours: int, slots: SharedSlots, theirs: int) -> None:
+        super().__init__(slots)
+        self._ours, self._theirs = ours, theirs
+
+    def copy(self, runs: Runs) -> None:
+        for source, target, size in runs.tolist():
+            os.pwrite(self._theirs, os.pread(self._ours, size, source), target)
+
+    def __del__(self) -> None:
+        os.close(self._theirs)
+
+
+class DeviceTransport:
+    def __init__(self, layout: KVLayout, epoch: int) -> None:
+        self.region = DeviceRegion.create(layout, epoch)
+        self._worker = Worker("put")
+
+    @property
+    def endpoint(self) -> str:
+        return f"device:{os.getpid()}:{self.region.fd}:{self.region.device}"
+
+    def open(self, address: KVAddress, begin: int, join: int | None = None) -> Put:
+        pid, fd, device = map(int, after_scheme(address.endpoint, "device").split(":"))
+        like = replace(self.region.layout, shard=address.shard)
+        slots = SharedSlots.attach(pid, fd, address.epoch, like)
+        try:
+            theirs = os.open(f"/proc/{pid}/fd/{device}", os.O_RDWR)
+        except OSError as error:
+            raise PeerUnreachable(f"the peer's device cannot be opened: {error}") from error
+        target = DeviceTarget(self.region.device, slots, theirs)
+        put = QueuedPut(target, self.region.layout, address, self._worker, join)
+        put.take_claim(begin)
+        return put
+
+    def close(self) -> None:
+        self._worker.close()
+        self.region.close()
