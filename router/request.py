@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.protocol import Sampling, Usage
+
+if TYPE_CHECKING:
+    from router.siblings import Siblings
 
 __all__ = ["Chunk", "Request"]
 
@@ -51,6 +54,7 @@ class Request:
     sampling: Sampling
     output: list[int] = field(default_factory=list)
     session: str | None = None  # the client's X-Session-ID, for affinity
+    siblings: Siblings | None = field(default=None, repr=False, compare=False)  # with n > 1
 
     @cached_property
     def tokens(self) -> list[int]:

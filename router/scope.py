@@ -33,6 +33,7 @@ from router.ids import EngineRequestId
 from router.member import Member
 from router.receipts import Receipt
 from router.request import Chunk, Request
+from router.token_stream import TokenStream
 
 __all__ = ["Scope"]
 
@@ -75,7 +76,8 @@ class Scope:
             attempt = await self._attempt(request, number, failed)
             try:
                 async with attempt:
-                    await self._run(attempt, request, emit)
+                    if number > 1 or not await self._fork(attempt, request, emit):
+                        await self._run(attempt, request, emit)
                 return
             except NoCapacity as full:
                 self.receipt.waits += 1
@@ -158,6 +160,24 @@ class Scope:
         except Exception:  # it was on its way out; what it was left for is what counts
             log.warning("strategy %s failed in its cleanup", self._name, exc_info=True)
 
+    async def _fork(self, attempt: Attempt, request: Request, emit: Emit) -> bool:
+        """Generate where the first of the request's choices was started, without the strategy.
+
+        Returns False if this is that first one, or it was not started anywhere.
+        """
+        siblings = request.siblings
+        if siblings is None or not request.sampling.choice:
+            return False
+        origin = await siblings.origin()
+        if origin is None:
+            return False
+        begin = len(request.tokens) - 1
+        stream = TokenStream(attempt, origin.member, request, begin, None, origin.request_id)
+        async for chunk in stream:
+            request.output.extend(chunk.token_ids)
+            await emit(chunk)
+        return True
+
     def _already_finished(self, request: Request) -> Chunk | None:
         """The end that was lost, where an engine died between the last token and saying so."""
         sampling, output = request.sampling, request.output
@@ -165,7 +185,8 @@ class Scope:
             return None
         eos = self.runtime.registry.model.info.eos_token_ids
         ends = sampling.stop_token_ids if sampling.ignore_eos else [*eos, *sampling.stop_token_ids]
-        if output[-1] in ends and len(output) > sampling.min_tokens:
+        grammar_ends = sampling.structure is not None and output[-1] in eos
+        if grammar_ends or (output[-1] in ends and len(output) > sampling.min_tokens):
             return Chunk(finish_reason="stop")
         if len(output) >= sampling.max_tokens:
             return Chunk(finish_reason="length")

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from engine.protocol import MicroserveError
 from router.engine_client import EventStream
 from router.errors import EngineUnreachable
+from router.ids import EngineRequestId
 from router.lease import Lease
 from router.member import Member
 from router.receipts import Leg
 from router.request import Chunk, Request
+from router.siblings import Origin
 
 if TYPE_CHECKING:
     from router.attempt import Attempt
@@ -28,18 +30,26 @@ class TokenStream:
     """
 
     __slots__ = (
-        "_attempt", "_begin", "_kv", "_leg", "_member", "_over", "_prefill", "_request", "_scopes",
-        "_stream",
+        "_attempt", "_begin", "_fork_of", "_kv", "_leg", "_member", "_over", "_prefill", "_request",
+        "_scopes", "_stream",
     )  # fmt: skip
 
     def __init__(
-        self, attempt: Attempt, member: Member, request: Request, begin: int, kv: Lease | None
+        self,
+        attempt: Attempt,
+        member: Member,
+        request: Request,
+        begin: int,
+        kv: Lease | None,
+        fork_of: EngineRequestId | None = None,
     ) -> None:
+        """`fork_of`: the generation there whose prompt's KV this one shares."""
         self._attempt = attempt
         self._member = member
         self._request = request
         self._begin = begin
         self._kv = kv
+        self._fork_of = fork_of
         self._stream: EventStream | None = None
         self._leg: Leg | None = None
         self._over = False
@@ -113,7 +123,14 @@ class TokenStream:
             body["output"] = request.output
         if self._kv is not None:
             body["lease_id"] = self._kv.lease_id
+        if self._fork_of is not None:
+            body["fork_of"] = self._fork_of
+        siblings, choice = request.siblings, request.sampling.choice
+        if siblings is not None and (expected := siblings.expected(choice)):
+            body["forks"] = expected
         stream = await attempt.start(member, body)
+        if siblings is not None:
+            siblings.started(choice, Origin(member, attempt.request_id))
         if self._kv is not None:
             self._kv.consumed = True
         self._scopes.enter_context(member.watching(stream))

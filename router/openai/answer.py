@@ -19,6 +19,7 @@ from router.receipts import Receipt
 from router.request import Chunk, Request
 from router.router import Router
 from router.scope import Scope
+from router.siblings import Siblings
 
 __all__ = ["chat_completions", "completions"]
 
@@ -56,7 +57,7 @@ async def _answer(
             id=request_id(),
             generation=generation.number,
             strategy=generation.bound.strategy.name,
-            params=generation.bound.params,
+            params=generation.bound.shown,
             seed=ask.samplings[0].seed,
             prompt_tokens=sum(len(tokens) for tokens in ask.prompts),
         )
@@ -77,7 +78,8 @@ async def _answer(
             with_usage=ask.include_usage,
         )
         answer = _Answer(router, http, ask, receipt, scope, written)
-        return await (answer.stream() if ask.stream else answer.whole())
+        with router.control.watching(generation, receipt):
+            return await (answer.stream() if ask.stream else answer.whole())
 
 
 @dataclass(slots=True)
@@ -107,6 +109,7 @@ class _Answer:
         self._scope = scope
         self._format = written
         self._tallies = [_Tally() for _ in range(len(ask.prompts) * ask.n)]
+        self._siblings = [Siblings(ask.n) if ask.n > 1 else None for _ in ask.prompts]
 
     async def whole(self) -> web.Response:
         """The answer in one piece. Raises what went wrong; nothing has been sent then."""
@@ -165,7 +168,8 @@ class _Answer:
         except TimeoutError:
             receipt.status = "failed"
             limit = self._router.config.request_timeout_s
-            raise Timeout(f"the request took longer than {limit:g} s") from None
+            who = f"strategy {receipt.strategy}, generation {receipt.generation}"
+            raise Timeout(f"the request took longer than {limit:g} s ({who})") from None
         except MicroserveError as error:
             receipt.status = "failed"
             receipt.error = {"type": error.type, "message": error.message}
@@ -212,8 +216,13 @@ class _Answer:
             prompt=self._ask.prompts[prompt],
             sampling=sampling.model_copy(update={"choice": choice}) if choice else sampling,
             session=self._http.headers.get("X-Session-ID"),
+            siblings=self._siblings[prompt],
         )
-        await self._scope.drive(request, count)
+        try:
+            await self._scope.drive(request, count)
+        finally:
+            if not choice and request.siblings is not None:
+                request.siblings.over()
 
     def _usage(self) -> dict[str, object]:
         """OpenAI's `usage`: each prompt counts once, its cached part as its first choice met it."""

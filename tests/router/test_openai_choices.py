@@ -1,0 +1,147 @@
+"""`n` > 1 and many prompts, against real engines: same tokens as alone, each prompt once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import aiohttp
+import pytest
+
+PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(150)]
+SAMPLING = {
+    "max_tokens": 12, "temperature": 1, "seed": 11, "ignore_eos": True, "return_token_ids": True,
+}  # fmt: skip
+STRATEGIES = ["data_parallel", "prefill_decode"]
+
+
+def fresh(by: int, length: int = 150) -> list[int]:
+    """A prompt that has no prefix in common with any other test's."""
+    return [(token * 3 + by * 7 + 5) % 500 + 1 for token in PROMPT[:length]]
+
+
+async def computed(router) -> int:
+    """Prompt tokens that the engines have run through the model since they were started."""
+    total = 0
+    for member in router.server.router.registry:
+        async with router.http.get(member.url + "/metrics") as response:
+            text = await response.text()
+        total += int(float(re.search(r"^vllm:prompt_tokens{.*} (.+)$", text, re.M)[1]))
+    return total
+
+
+def tokens_of(answer: dict) -> list[list[int]]:
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+async def alone(router, prompt: list[int], choice: int) -> list[int]:
+    """The tokens of one choice, asked of an engine directly."""
+    member = next(iter(router.server.router.registry))
+    body = {
+        "request_id": f"alone-{prompt[0]}-{len(prompt)}-{choice}", "prompt": prompt,
+        "choice": choice, "max_tokens": 12, "seed": 11, "ignore_eos": True,
+    }  # fmt: skip
+    async with aiohttp.ClientSession() as http:
+        url = member.url + "/microserving/start_generate"
+        async with http.post(url, json=body) as response:
+            lines = (await response.text()).split("\n\n")
+    events = [json.loads(line[6:]) for line in lines if line]
+    return [token for event in events for token in event["token_ids"]]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("length", [149, 145])  # a last page with five tokens, and with one
+async def test_choices_share_one_prefill(route_real, strategy, length):
+    prompt = fresh(STRATEGIES.index(strategy) + 10 * length, length)
+    async with route_real(strategy=strategy) as r:
+        before = await computed(r)
+        status, cold = await r.post("/v1/completions", {"prompt": prompt, "n": 4, **SAMPLING})
+        assert status == 200, cold
+        assert await computed(r) - before == length - 1
+        assert cold["usage"]["prompt_tokens"] == length
+        assert cold["usage"]["completion_tokens"] == 4 * 12
+        before = await computed(r)
+        _, warm = await r.post("/v1/completions", {"prompt": prompt, "n": 4, **SAMPLING})
+        # The prefix cache holds full pages. What no engine has of the last one is computed once,
+        # whichever it is that has the others (two may: then the round robin says which).
+        assert await computed(r) - before <= length - 1
+        assert tokens_of(warm) == tokens_of(cold)
+        assert tokens_of(cold) == [await alone(r, prompt, choice) for choice in range(4)]
+    assert len({tuple(tokens) for tokens in tokens_of(cold)}) == 4
+
+
+async def test_a_warm_prompt_is_not_computed_again(route_real):
+    prompt = fresh(70)
+    async with route_real() as r:
+        for _ in range(2):  # both engines, in turn
+            await r.post("/v1/completions", {"prompt": prompt, **SAMPLING})
+        before = await computed(r)
+        _, answer = await r.post("/v1/completions", {"prompt": prompt, "n": 5, **SAMPLING})
+        assert await computed(r) - before == 149 - 144
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 144}
+
+
+async def test_choices_that_end_at_once_share_it_too(route_real):
+    """The first one is over before the others have come."""
+    prompt = fresh(80)
+    async with route_real() as r:
+        before = await computed(r)
+        body = {"prompt": prompt, "n": 8, **SAMPLING, "max_tokens": 1}
+        _, answer = await r.post("/v1/completions", body)
+        assert await computed(r) - before == 149
+    assert len(answer["choices"]) == 8
+
+
+async def test_choices_end_each_for_itself(route_real):
+    prompt = fresh(90)
+    async with route_real(strategy="prefill_decode") as r:
+        _, whole = await r.post("/v1/completions", {"prompt": prompt, "n": 3, **SAMPLING})
+        stop = whole["choices"][0]["token_ids"][2]
+        body = {"prompt": prompt, "n": 3, **SAMPLING, "stop_token_ids": [stop]}
+        _, cut = await r.post("/v1/completions", body)
+        events = await r.events("/v1/completions", body)
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert cut["choices"][0]["stop_reason"] == stop
+    for before, after in zip(tokens_of(whole), tokens_of(cut), strict=True):
+        assert after == before[: before.index(stop) + 1 if stop in before else None]
+    streamed: list[list[int]] = [[], [], []]
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["token_ids"]
+    assert streamed == tokens_of(cut)
+
+
+async def test_leaving_ends_all_choices(route_real):
+    async with route_real(strategy="prefill_decode") as r:
+        body = {"prompt": fresh(100), "n": 4, **SAMPLING, "max_tokens": 2000, "stream": True}
+        async with r.http.post(r.server.url + "/v1/completions", json=body) as response:
+            await response.content.readany()
+            response.close()
+        await r.settled()
+        for member in r.server.router.registry:
+            async with asyncio.timeout(10):
+                while True:
+                    state = await member.client.state()
+                    if state.pages.free + state.pages.cached == state.pages.total:
+                        break
+            assert not state.running and not state.waiting and not state.leases
+
+
+async def test_many_prompts_with_many_choices(route_real):
+    prompts = [fresh(110), fresh(111, 40), fresh(110)]
+    async with route_real() as r:
+        body = {"prompt": prompts, "n": 2, **SAMPLING}
+        status, answer = await r.post("/v1/completions", body)
+        assert status == 200, answer
+        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+        singly = [
+            (await r.post("/v1/completions", {**body, "prompt": prompt}))[1] for prompt in prompts
+        ]
+    assert tokens_of(answer) == [tokens for one in singly for tokens in tokens_of(one)]
+    assert answer["usage"]["prompt_tokens"] == 150 + 40 + 150
+    texts = ["".join(map(chr, range(97, 110))), "another"]
+    async with route_real() as r:
+        _, answer = await r.post("/v1/completions", {"prompt": texts, **SAMPLING})
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] != []
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
