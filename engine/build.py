@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,8 @@ from engine.service import MicroserveEngine
 from kvcache.cache import KVCache
 from kvcache.identity import Identity
 from kvcache.layout import KVLayout
+from kvcache.tier_disk import DiskStore
+from kvcache.tier_store import HostStore, Store
 from kvcache.transport import make_transport
 from kvcache.types import EngineId
 
@@ -34,8 +37,8 @@ CONTEXTS = 2  # the pool holds at least so many sequences of full length
 def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveEngine:
     """Load the model and allocate the pool. Call it on the event loop that will serve.
 
-    The step loop is not started. Raises `ModelError`, `BadRequest` for a bad page size or a
-    transport that is not installed, and `OSError` if it cannot listen.
+    The step loop is not started. Raises `ModelError`, `BadRequest` for a bad page size, a transport
+    that is not installed or tiers that there is no room for, and `OSError` if it cannot listen.
     """
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -52,8 +55,14 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         identity=Identity(
             EngineId(config.engine_id), epoch, secret, layout.fingerprint(_kv_digest(model))
         ),
+        stores=_stores(config, layout),
     )
-    scheduler = Scheduler(cache, token_budget=config.token_budget, max_batch=config.max_batch)
+    scheduler = Scheduler(
+        cache,
+        token_budget=config.token_budget,
+        max_batch=config.max_batch,
+        swap=config.preemption == "swap",
+    )
     metrics = EngineMetrics(config.model)
     engine = MicroserveEngine(
         model,
@@ -83,6 +92,30 @@ def _runner(
     return runner, mock_sample
 
 
+def _stores(config: EngineConfig, layout: KVLayout) -> list[Store]:
+    """Room below the pool, fastest first."""
+    stores: list[Store] = []
+    pinned = config.device == "cuda"
+    if config.host_pages:
+        wanted, there = config.host_pages * layout.page_bytes, _memory()
+        if wanted > there:
+            raise BadRequest(
+                f"--host-pages {config.host_pages} takes {wanted >> 20} MiB; "
+                f"this machine has {there >> 20}",
+                param="host_pages",
+            )
+        stores.append(HostStore(layout, config.host_pages, pinned=pinned))
+    if config.disk_pages:
+        folder = Path(config.disk_dir)
+        stores.append(DiskStore(layout, config.disk_pages, folder, pinned=pinned))
+    return stores
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _layout(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVLayout:
     """The pool's shape; its pages as asked for, or chosen from the machine's memory."""
     shape = model.config
@@ -102,8 +135,7 @@ def _layout(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVL
     if model.transformer is None:
         return layout(MOCK_PAGES + 1)  # its pages are so small that memory is no measure
     one = layout(1)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    room = int(min(memory * POOL_SHARE, POOL_MOST)) // one.page_bytes
+    room = int(min(_memory() * POOL_SHARE, POOL_MOST)) // one.page_bytes
     return layout(max(room, CONTEXTS * one.pages_for(shape.context_length)) + 1)
 
 

@@ -94,6 +94,7 @@ class StepLoop:
         self._draw = draw
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
+        scheduler.wake = self._wake.set
         self._stopping = False
         self._dead = False
         self._closing: set[Send] = set()  # puts that have to drain before their pages are let go

@@ -97,9 +97,19 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
     ):
         if getattr(config, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("pool_pages", "threads", "parent_pid", "step_ms", "prefill_tokens_per_ms"):
+    for name in (
+        "pool_pages",
+        "host_pages",
+        "disk_pages",
+        "threads",
+        "parent_pid",
+        "step_ms",
+        "prefill_tokens_per_ms",
+    ):
         if getattr(config, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
+    if bool(config.disk_dir) != bool(config.disk_pages):
+        parser.error("--disk-dir and --disk-pages go together")
     if not 0 <= config.port < 2**16:
         parser.error("--port must be between 0 and 65535")
     return config
@@ -176,7 +186,7 @@ async def _running(
         yield engine
     finally:
         engine.loop.stop()
-        engine.cache.transport.close()
+        engine.cache.close()
 
 
 def _server(engine: MicroserveEngine, config: uvicorn.Config, ready: str) -> uvicorn.Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -10,6 +11,7 @@ from engine.protocol import RemoteSendReply
 
 if TYPE_CHECKING:
     from engine.service import MicroserveEngine
+    from kvcache.cache import KVCache
 
 __all__ = ["EngineMetrics"]
 
@@ -75,6 +77,32 @@ class EngineMetrics:
         ):
             gauge = Gauge(name, help, list(self._label), registry=self.registry)
             gauge.labels(**self._label).set_function(read)
+        self._watch_tiers(cache)
+
+    def _watch_tiers(self, cache: KVCache) -> None:
+        def gauge(name: str, help: str, *more: str) -> Gauge:
+            labels = [*self._label, "tier", *more]
+            return Gauge(f"microserve:tier_{name}", help, labels, registry=self.registry)
+
+        def pages(place: int, owner: str) -> int:
+            return int(getattr(cache.tier_use()[place], owner))
+
+        held = gauge("pages", "Pages below the pool, by owner", "owner")
+        counted = {
+            "promoted_tokens": gauge("promoted_tokens", "Tokens brought back for a prompt"),
+            "swaps_out": gauge("swaps_out", "Preempted sequences moved to the tier"),
+            "swaps_in": gauge("swaps_in", "Preempted sequences brought back"),
+            "bytes_in": gauge("bytes_in", "KV written to the tier"),
+            "bytes_out": gauge("bytes_out", "KV read from the tier"),
+            "failures": gauge("failures", "Pages that could not be copied"),
+            "skipped": gauge("skipped", "Prefixes not copied, for want of time or room"),
+        }
+        for place, tier in enumerate(cache.tiers):
+            label = {**self._label, "tier": tier.name}
+            for owner in ("free", "cached", "swapped", "copying"):
+                held.labels(**label, owner=owner).set_function(partial(pages, place, owner))
+            for name, count in counted.items():
+                count.labels(**label).set_function(partial(getattr, tier.stats, name))
 
     def render(self) -> bytes:
         """The Prometheus text format."""

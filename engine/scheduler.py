@@ -8,15 +8,18 @@ Continuous batching under a token budget. Every step takes, in this order:
    each gets half of what is left: sends do not starve prefills, nor the other way round.
 
 A job takes the pages of its whole prompt when it starts: a started prefill never waits for pages.
-Decodes grow page by page; when there are none left, the youngest generation makes room: its full
-pages go to the prefix cache, and it waits at the head of the queue to compute the rest again. What
-it has drawn it keeps, so nothing is repeated. The oldest generation thus always progresses.
+Decodes grow page by page; when there are none left, the youngest generation makes room: its pages
+go to a tier, and it waits at the head of the queue for room to bring them back. Where no tier takes
+them, the full ones go to the prefix cache, and it computes the rest again. What it has drawn it
+keeps, so nothing is repeated. Nobody else makes way while pages are on their way, one direction or
+the other, so the oldest generation always progresses.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 from engine.job import Generation, Job, Send
 from engine.runner import Chunk
@@ -29,7 +32,11 @@ __all__ = ["Scheduler"]
 class Scheduler:
     """The queues. Used by the step loop's thread only; `len`s are safe to read from others."""
 
-    def __init__(self, cache: KVCache, *, token_budget: int, max_batch: int) -> None:
+    def __init__(
+        self, cache: KVCache, *, token_budget: int, max_batch: int, swap: bool = True
+    ) -> None:
+        """With `swap`, tiers take the pages of who makes room, as long as they have any."""
+        self.wake: Callable[[], object] = lambda: None  # `plan` may find more to do, from now on
         self.waiting: deque[Generation] = deque()
         self.running: list[Generation] = []  # started, in the order of arrival
         self.sends: list[Send] = []
@@ -37,6 +44,10 @@ class Scheduler:
         self._cache = cache
         self._budget = token_budget
         self._max_batch = max_batch
+        self._swap = swap
+        # Of those that wait, whose sequences a tier has: until they are out, and until they return.
+        self._leaving: dict[Generation, Future[int]] = {}
+        self._returning: dict[Generation, Future[int]] = {}
 
     @property
     def full(self) -> bool:
@@ -53,7 +64,7 @@ class Scheduler:
             self.waiting.append(job)
 
     def remove(self, job: Job) -> None:
-        """Forget a job, wherever it is; its sequence is the caller's business."""
+        """Forget a job, wherever it is; its sequence is the caller's business if it is started."""
         if isinstance(job, Send):
             if job in self.sends:
                 self.sends.remove(job)
@@ -61,6 +72,8 @@ class Scheduler:
             self.running.remove(job)
         elif job in self.waiting:
             self.waiting.remove(job)
+            if self._leaving.pop(job, None) or self._returning.pop(job, None):
+                self._cache.remove_sequence(job.seq_id)
 
     def plan(self) -> list[tuple[Job, Chunk]]:
         """The next step's chunks, with room made for each; empty if there is nothing to do."""
@@ -85,20 +98,48 @@ class Scheduler:
         return [(job, chunk) for job, chunk in chosen if job.started]
 
     def _admit(self) -> None:
+        for job, returned in list(self._returning.items()):
+            if returned.done():
+                del self._returning[job]
+                self._run(job)
         while self.waiting and not self.full:
             job = self.waiting[0]
-            with self._cache.lock:
-                cached = self._cache.add_sequence(job.seq_id, job.tokens[:-1])
-                try:
-                    self._cache.grow(job.seq_id, job.target)
-                except NoCapacity:
-                    self._cache.remove_sequence(job.seq_id)
-                    return
-            if job.begin is None:  # afterwards, what it finds again is its own
-                job.begin = job.cached = cached
-            job.started = True
-            self.waiting.popleft()
-            self.running.append(job)
+            if job in self._leaving:
+                self._bring_back(job)
+                return
+            if job in self._returning or not self._begin(job):
+                return
+            self._run(job)
+
+    def _run(self, job: Generation) -> None:
+        job.started = True
+        self.waiting.remove(job)
+        self.running.append(job)
+
+    def _begin(self, job: Generation) -> bool:
+        """A sequence, with room, for a generation that has none; whether there was room."""
+        with self._cache.lock:
+            cached = self._cache.add_sequence(job.seq_id, job.tokens[:-1])
+            try:
+                self._cache.grow(job.seq_id, job.target)
+            except NoCapacity:
+                self._cache.remove_sequence(job.seq_id)
+                return False
+        if job.begin is None:  # afterwards, what it finds again is its own
+            job.begin = job.cached = cached
+        return True
+
+    def _bring_back(self, job: Generation) -> None:
+        """Swap a generation in if it is out and there is room; what was lost it computes again."""
+        if not self._leaving[job].done():
+            return
+        try:
+            returned = self._cache.swap_in(job.seq_id, job.target)
+        except NoCapacity:
+            return
+        del self._leaving[job]
+        self._returning[job] = returned
+        returned.add_done_callback(lambda _: self.wake())
 
     def _missing(self, job: Job) -> int:
         """Tokens to compute before the job can draw, or has sent everything."""
@@ -116,20 +157,35 @@ class Scheduler:
             try:
                 self._cache.grow(job.seq_id, job.target)
             except NoCapacity:
-                if not self.running:
+                if not self.running or self._moving:
                     return False
                 self._preempt(self.running[-1])
             else:
                 return True
         return False
 
+    @property
+    def _moving(self) -> bool:
+        """Whether pages are on their way: there will be room, or another one to make room."""
+        return bool(self._returning) or not all(out.done() for out in self._leaving.values())
+
     def _preempt(self, job: Generation) -> None:
-        self._cache.publish(job.seq_id, job.tokens)
-        self._cache.remove_sequence(job.seq_id)
+        if not (self._swap and self._swap_out(job)):
+            self._cache.publish(job.seq_id, job.tokens)
+            self._cache.remove_sequence(job.seq_id)
         self.running.remove(job)
         job.started = False
         self.waiting.appendleft(job)
         self.preemptions += 1
+
+    def _swap_out(self, job: Generation) -> bool:
+        try:
+            out = self._cache.swap_out(job.seq_id)
+        except NoCapacity:
+            return False
+        self._leaving[job] = out
+        out.add_done_callback(lambda _: self.wake())
+        return True
 
 
 def _alternating(prefills: list[Generation], sends: list[Send]) -> Iterator[Job]:

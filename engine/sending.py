@@ -20,6 +20,7 @@ from engine.protocol import (
     RemoteSend,
     RemoteSendReply,
 )
+from engine.recall import recall
 from kvcache.cache import KVCache
 from kvcache.transport import Put
 from kvcache.types import SeqId
@@ -66,6 +67,7 @@ class Sends:
             raise NoCapacity(f"{len(self._live)} sends are running")
         self._live[call.request_id] = None
         try:
+            await recall(self._cache, call.prompt)
             # Claiming may wait for the peer's write right, so it is done off the event loop.
             put = await asyncio.to_thread(
                 self._cache.open_put, call.kv_addr, call.prompt, begin, end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import logging
 import time
@@ -35,6 +36,7 @@ from engine.protocol import (
     RemoteSend,
     RemoteSendReply,
     StartGenerate,
+    TierCounts,
     TooLarge,
     Unauthorized,
     error_body,
@@ -79,7 +81,9 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
     @post("prep_recv", PrepRecv, PrepRecvReply)
     async def prep_recv(request: Request) -> PrepRecvReply:
         """Match `prompt[:end]` against the prefix cache and make room for the rest."""
-        return engine.prep_recv(parse(PrepRecv, await _body(request, limit)))
+        call = parse(PrepRecv, await _body(request, limit))
+        await _unless_disconnected(request, engine.recall(call.prompt))
+        return engine.prep_recv(call)
 
     @post("remote_send", RemoteSend, RemoteSendReply)
     async def remote_send(request: Request) -> RemoteSendReply:
@@ -171,6 +175,7 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
             ],
             puts_in_flight=engine.puts_in_flight,
             prefix_tokens=cache.prefix_tokens,
+            tiers=[TierCounts(**dataclasses.asdict(tier)) for tier in cache.tier_use()],
             draining=engine.draining,
         )
 

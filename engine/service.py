@@ -37,6 +37,7 @@ from engine.protocol import (
     StartGenerate,
     UnknownLease,
 )
+from engine.recall import recall
 from engine.scheduler import Scheduler
 from engine.sending import Sends
 from engine.stream import GenerationStream
@@ -119,6 +120,11 @@ class MicroserveEngine:
 
     # The calls
 
+    async def recall(self, prompt: Sequence[int]) -> None:
+        """Bring back what tiers have of a prompt, for the `prep_recv` that follows to match."""
+        self._admit(prompt)
+        await recall(self.cache, prompt)
+
     def prep_recv(self, call: PrepRecv) -> PrepRecvReply:
         """Match `prompt[:end]`, take pages for the rest, and say where to put it."""
         self._admit(call.prompt)
@@ -185,6 +191,8 @@ class MicroserveEngine:
                 self._check_not_released(call.request_id)
             if call.lease_id is not None:
                 await self._landings.start(generation, LeaseId(call.lease_id), begin)
+            elif await recall(self.cache, tokens[:-1]):
+                self._check_not_released(call.request_id)
         finally:
             self._starting.discard(call.request_id)
         stream = GenerationStream(generation, self.tokenizer, self.eos, self.metrics, self.forget)

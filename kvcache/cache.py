@@ -32,6 +32,7 @@ from kvcache.receiving import Receiver
 from kvcache.sending import Mirror, Sender
 from kvcache.sequences import SequenceTable
 from kvcache.step import Mark, Step
+from kvcache.tier import TierUse
 from kvcache.tier_store import Store
 from kvcache.tiers import Tiers
 from kvcache.transport import Put, Transport
@@ -386,6 +387,11 @@ class KVCache:
             return PageUse(
                 books.total, free, cached, leased, rest, quarantined, books.policy.pinned
             )
+
+    def tier_use(self) -> list[TierUse]:
+        """Slots of each tier by owner, fastest first."""
+        with self.lock:
+            return self.tiers.use()
 
     def check_integrity(self) -> None:
         """Prove that every page, of the pool and of tiers, is free or held by whom the books say.

@@ -48,6 +48,8 @@ class Tiers:
 
     def promote(self, tokens: Tokens, leaving: int) -> Future[int] | None:
         """See `KVCache.promote`; `leaving` pages of the device stay available."""
+        if not self._all:
+            return None
         tokens = np.asarray(tokens, dtype=np.int32)
         here = self._books.prefix.match(tokens)
         tier, there = None, here

@@ -17,6 +17,7 @@ from engine.protocol.messages import (
     Sampling,
     StartGenerate,
     Structure,
+    TierCounts,
     TokenLogprob,
     Usage,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "StaleEpoch",
     "StartGenerate",
     "Structure",
+    "TierCounts",
     "Timeout",
     "TokenLogprob",
     "TooLarge",

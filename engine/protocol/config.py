@@ -30,6 +30,12 @@ class EngineConfig:
     )
     pool_pages: int = flag(0, "pages of the KV pool; 0: chosen from the model and free memory")
     page_size: int = flag(16, "tokens per page")
+    host_pages: int = flag(0, "pages of host memory for prefixes and requests that lost their room")
+    disk_pages: int = flag(0, "pages of disk space for the same, below that; needs --disk-dir")
+    disk_dir: str = flag("", "folder for them, in a file without a name")
+    preemption: Literal["swap", "recompute"] = flag(
+        "swap", "what becomes of a request that loses its room; without such pages: recompute"
+    )
     max_batch: int = flag(256, "sequences decoded in one step, at most")
     max_waiting: int = flag(1024, "requests waiting for their turn, at most; then no_capacity")
     token_budget: int = flag(512, "tokens run through the model in one step, at most")

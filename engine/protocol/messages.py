@@ -234,6 +234,17 @@ class PageCounts(Message):
     pinned: int
 
 
+class TierCounts(Message):
+    """Pages below the pool by owner; they add up to `total`."""
+
+    name: str
+    total: int
+    free: int
+    cached: int
+    swapped: int
+    copying: int
+
+
 class Lease(Message):
     """One live lease, as `state` shows it."""
 
@@ -260,4 +271,5 @@ class EngineState(Message):
     leases: list[Lease]
     puts_in_flight: int
     prefix_tokens: int
+    tiers: list[TierCounts] = Field(default_factory=list)  # fastest first
     draining: bool = False
