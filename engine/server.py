@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from engine.mux_response import add_stream
 from engine.protocol import (
     BadRequest,
     Commit,
@@ -92,11 +93,17 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         return await _unless_disconnected(request, engine.remote_send(call))
 
     @post("start_generate", StartGenerate)
-    async def start_generate(request: Request) -> StreamingResponse:
-        """Generate, as server-sent events."""
+    async def start_generate(request: Request) -> Response:
+        """Generate, as server-sent events or on a multiplexed stream."""
         call = parse(StartGenerate, await _body(request, limit))
+        mux = engine.muxes[call.stream_id] if call.stream == "mux" else None
         stream = await _unless_disconnected(request, engine.start_generate(call))
-        return _EventStream(stream)
+        if mux is None:
+            return _EventStream(stream)
+        mux.deliver(call.request_id, stream, call.stream_tokens)
+        return JSONResponse({"request_id": call.request_id})
+
+    add_stream(app, engine.muxes)
 
     @post("commit", Commit)
     async def commit(request: Request) -> dict[str, int]:

@@ -19,6 +19,7 @@ from engine.limits import Limits, resolve
 from engine.loop import Drawn, StepLoop
 from engine.metrics import EngineMetrics
 from engine.models import LoadedModel
+from engine.mux import Muxes
 from engine.protocol import (
     BadRange,
     BadRequest,
@@ -81,6 +82,7 @@ class MicroserveEngine:
         self._generations: dict[str, Generation] = {}
         self._starting: set[str] = set()  # generations that wait for their KV to land
         self._streams: dict[Generation, GenerationStream] = {}
+        self.muxes = Muxes()
         self._landings = Landings(cache)
         self._sends = Sends(cache, self._limits, metrics, self._seq_ids, most=max_live)
         self._grammars = Grammars(self.tokenizer, model.config.vocab_size, self.eos)
@@ -106,17 +108,18 @@ class MicroserveEngine:
 
     def _fail_all(self) -> None:
         gone = Internal("the engine's step loop has stopped")
-        for generation, stream in self._streams.items():
+        for generation, stream in list(self._streams.items()):  # each takes itself out
             stream.put(Drawn(generation, failure=gone))
         self._sends.fail(gone)
 
     def shut_down(self) -> None:
         """Take nothing new and end what runs, each with an error: the process is about to exit."""
         self.draining = True
-        for generation, stream in self._streams.items():
+        for generation, stream in list(self._streams.items()):
             stream.put(Drawn(generation, failure=Draining("this engine shuts down")))
         for request_id in {*self._starting, *self._sends}:
             self.release(Release(request_id=request_id))
+        self.muxes.end()
 
     # The calls
 

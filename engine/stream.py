@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -12,9 +13,11 @@ from engine.detokenizer import Detokenizer, Released, token_bytes
 from engine.job import Generation, Sampled
 from engine.loop import Drawn
 from engine.metrics import EngineMetrics
-from engine.protocol import Event, Internal, TokenLogprob, Usage
+from engine.protocol import Event, Internal, MicroserveError, TokenLogprob, Usage, error_body
 
 __all__ = ["GenerationStream"]
+
+log = logging.getLogger(__name__)
 
 
 class GenerationStream:
@@ -28,7 +31,7 @@ class GenerationStream:
         metrics: EngineMetrics,
         ended: Callable[[Generation], None],
     ) -> None:
-        """`ended` is called once or more when nobody listens any longer."""
+        """`ended` is called once or more when nobody listens any longer. `events` or `deliver`."""
         sampling = generation.sampling
         self._generation = generation
         self._tokenizer = tokenizer
@@ -43,46 +46,78 @@ class GenerationStream:
             skip_special_tokens=sampling.skip_special_tokens,
         )
         self._drawn: asyncio.Queue[Drawn] = asyncio.Queue()
-        self._arrived = time.monotonic()
+        self._sink: Callable[[Event], None] | None = None
+        self._previous = time.monotonic()  # when the call, or its last token, came
+        self._first_token = self._first_event = True
+        self._over = False
         self._completion = len(generation.output)  # what was delivered; the loop may be ahead
 
     def put(self, drawn: Drawn) -> None:
         """Take over what a step drew for this generation."""
-        self._drawn.put_nowait(drawn)
+        if self._sink is None:
+            self._drawn.put_nowait(drawn)
+        else:
+            self._pass_on(drawn, self._sink)
 
     async def events(self) -> AsyncIterator[Event]:
         """One event for each step that released tokens; the last has a `finish_reason`.
 
         Raises the failure that ended the generation. Leaving early aborts it.
         """
-        previous, first_token, first_event = self._arrived, True, True
         try:
             while True:
-                drawn = await self._drawn.get()
-                if drawn.failure is not None:
-                    raise drawn.failure
-                if drawn.sampled is None:
-                    raise Internal("a step delivered nothing")
-                now = time.monotonic()
-                self._metrics.token(now - previous, first=first_token)
-                previous, first_token = now, False
-                self._completion += 1
-                released = self._detokenizer.push(drawn.sampled, last=drawn.finish is not None)
-                done = drawn.finish is not None or released.stopped is not None
-                if not done and not released.sampled:
-                    continue
-                event = self._event(drawn, released)
-                if first_event:
-                    event.begin, first_event = self._generation.begin, False
-                yield event
-                if done:
-                    return
+                event = self._next(await self._drawn.get())
+                if event is not None:
+                    yield event
+                    if event.finish_reason is not None:
+                        return
         finally:
             self.close()
+
+    def deliver(self, sink: Callable[[Event], None]) -> None:
+        """Give the events to `sink` as they come; a failure is an event too, and the last."""
+        self._sink = sink
+        while not self._drawn.empty():
+            self._pass_on(self._drawn.get_nowait(), sink)
 
     def close(self) -> None:
         """Abort the generation, if it still runs. Idempotent."""
         self._ended(self._generation)
+
+    def _pass_on(self, drawn: Drawn, sink: Callable[[Event], None]) -> None:
+        if self._over:
+            return
+        try:
+            event = self._next(drawn)
+        except MicroserveError as error:
+            event = Event(error=error_body(error)["error"])
+        except Exception as error:  # of this one stream: what else the step drew must go on
+            log.exception("the stream of %s failed", self._generation.request_id)
+            event = Event(error=error_body(Internal(f"{type(error).__name__}: {error}"))["error"])
+        if event is None:
+            return
+        if event.finish_reason is not None or event.error is not None:
+            self._over = True
+            self.close()
+        sink(event)
+
+    def _next(self, drawn: Drawn) -> Event | None:
+        """The event of one step, if it released a token. Raises the generation's failure."""
+        if drawn.failure is not None:
+            raise drawn.failure
+        if drawn.sampled is None:
+            raise Internal("a step delivered nothing")
+        now = time.monotonic()
+        self._metrics.token(now - self._previous, first=self._first_token)
+        self._previous, self._first_token = now, False
+        self._completion += 1
+        released = self._detokenizer.push(drawn.sampled, last=drawn.finish is not None)
+        if drawn.finish is None and released.stopped is None and not released.sampled:
+            return None
+        event = self._event(drawn, released)
+        if self._first_event:
+            event.begin, self._first_event = self._generation.begin, False
+        return event
 
     def _event(self, drawn: Drawn, released: Released) -> Event:
         generation = self._generation

@@ -139,6 +139,9 @@ class StartGenerate(Sampling):
     `forks` announces so many others that will fork from this one, the further choices of one
     request: each names it by `fork_of`, with the same prompt, and shares the KV of that prompt,
     also of its last page. A hint: whoever finds nothing to fork from computes what it needs.
+
+    With `stream` "mux" the call answers once the generation is taken on, and its events go to the
+    open stream `stream_id`, `stream_tokens` at a time (but for the first and the last).
     """
 
     request_id: RequestId
@@ -148,6 +151,9 @@ class StartGenerate(Sampling):
     output: Tokens = Field(default_factory=list)
     forks: int = Field(default=0, ge=0, le=1024)
     fork_of: RequestId | None = None
+    stream: Literal["events", "mux"] = "events"
+    stream_id: str | None = None
+    stream_tokens: int = Field(default=1, ge=1)
 
 
 class Commit(Message):
