@@ -4,7 +4,7 @@ client is told at once, and the next router works."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +13,7 @@ from e2e_scene import check_it_rests
 from engine_process import EngineProcess
 
 pytestmark = pytest.mark.slow
-TOKENS = 200
+TOKENS = 1000  # many seconds' worth
 
 
 @dataclass
@@ -31,52 +31,70 @@ class Fleet:
         leases = self.decode.state()["leases"]
         return leases[0]["landed"] if leases else -1
 
+    # How to get to a moment, and what to look at afterwards: nobody works for a dead router
 
-@pytest.fixture(scope="module")
+    def until_prep_recv(self) -> None:
+        """The prefill engine is stopped, so the second leg has not begun."""
+        until(lambda: self.landed == 0, "the lease")
+        assert self.prefill.stopped
+
+    def until_remote_send(self) -> None:
+        until(lambda: self.landed > 0, "the first chunk")
+
+    def check_the_send_was_dropped(self) -> None:
+        until(lambda: not self.prefill.state()["puts_in_flight"], "the send's end")
+        assert self.prefill.state()["prefix_tokens"] == 0  # only a whole one is published
+
+    def until_generation(self) -> None:
+        until(lambda: bool(self.asked.tokens), "the first token")
+
+    def check_the_generation_was_dropped(self) -> None:
+        until(lambda: not self.decode.state()["running"], "the generation's end")
+        assert self.decode.state()["prefix_tokens"] < LENGTH + TOKENS / 2
+
+    def nothing_began(self) -> None:
+        pass
+
+
+LENGTH = 1500
+MOMENTS = {
+    "after prep_recv": (Fleet.until_prep_recv, Fleet.nothing_began),
+    "during remote_send": (Fleet.until_remote_send, Fleet.check_the_send_was_dropped),
+    "during generation": (Fleet.until_generation, Fleet.check_the_generation_was_dropped),
+}
+
+
+@pytest.fixture
 def pair() -> Iterator[list[EngineProcess]]:
     with engines(1, "--role", "prefill") as prefill, engines(1, "--role", "decode") as decode:
         yield prefill + decode
 
 
-def after_prep_recv(fleet: Fleet) -> None:
-    """The prefill engine is stopped, so the second leg has not begun."""
-    until(lambda: fleet.landed == 0, "the lease")
-    assert fleet.prefill.stopped
-
-
-def during_remote_send(fleet: Fleet) -> None:
-    until(lambda: fleet.landed > 0, "the first chunk")
-
-
-def during_generation(fleet: Fleet) -> None:
-    until(lambda: bool(fleet.asked.tokens), "the first token")
-
-
-@pytest.mark.parametrize("moment", [after_prep_recv, during_remote_send, during_generation])
-def test_the_router_is_killed(
-    moment: Callable[[Fleet], None], pair: list[EngineProcess], alone: Alone
-) -> None:
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_router_is_killed(moment: str, pair: list[EngineProcess], alone: Alone) -> None:
     prefill, decode = pair
+    reach, check = MOMENTS[moment]
+    prompt = prompt_of(moment, LENGTH)
     router = Router(pair)
-    prompt = prompt_of(moment.__name__, 1000)
     try:
-        if moment is after_prep_recv:
+        if moment == "after prep_recv":
             prefill.signal(signal.SIGSTOP)
         fleet = Fleet(prefill, decode, router, Completion(router, prompt, TOKENS))
-        moment(fleet)
+        reach(fleet)
         router.signal(signal.SIGKILL)
-        assert not (fleet.asked.done and len(fleet.asked.tokens) == TOKENS)
         assert fleet.asked.outcome() == "cut"
-        assert fleet.asked.tokens == alone(prompt, TOKENS)[: len(fleet.asked.tokens)]
         prefill.signal(signal.SIGCONT)
-        # At once, on the same port, while the engines may still hold what the dead one left.
-        with_new = Router(pair, port=router.port)
+        check(fleet)
+        got = fleet.asked.tokens[:NEW]
+        assert got == alone(prompt)[: len(got)]
+        # On the same port, while the engines may still hold what the dead one left.
+        new = Router(pair, port=router.port)
         try:
-            again = Completion(with_new, prompt)
+            again = Completion(new, prompt)
             assert again.outcome() == "ok"
-            assert again.tokens == alone(prompt, NEW)
+            assert again.tokens == alone(prompt)
         finally:
-            with_new.kill()
+            new.kill()
         for engine in pair:
             check_it_rests(engine)
     finally:
