@@ -53,7 +53,11 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         make_transport(config.transport, layout, epoch, secret=secret, host=config.host),
         query_heads=model.config.num_heads,
         identity=Identity(
-            EngineId(config.engine_id), epoch, secret, layout.fingerprint(_kv_digest(model))
+            EngineId(config.engine_id),
+            epoch,
+            secret,
+            layout.fingerprint(_kv_digest(model)),
+            config.url,
         ),
         stores=_stores(config, layout),
     )
@@ -71,6 +75,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         metrics,
         max_live=config.max_batch + config.max_waiting,
         lease_ms=config.lease_ms,
+        api_key=config.api_key,
     )
     runner, draw = _runner(model, config, cache)
     engine.loop = StepLoop(

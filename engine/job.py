@@ -13,6 +13,7 @@ from kvcache.types import SeqId
 
 if TYPE_CHECKING:
     from engine.grammar import Matcher
+    from engine.mirroring import Mirroring
 
 __all__ = ["Generation", "Job", "Sampled", "Send"]
 
@@ -48,6 +49,7 @@ class Generation:
     begin: int | None = None  # where this engine began to compute
     cached: int = 0  # tokens that were here at the start
     generated: int = 0  # tokens drawn by this engine
+    mirror: Mirroring | None = None
 
     @property
     def target(self) -> int:

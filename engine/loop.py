@@ -19,6 +19,7 @@ import torch
 
 from engine.forks import Forks
 from engine.job import Generation, Job, Sampled, Send
+from engine.mirroring import StepMirrors
 from engine.protocol import Internal, MicroserveError, RemoteSendReply
 from engine.runner import Chunk
 from engine.sampler import sample
@@ -97,6 +98,7 @@ class StepLoop:
         scheduler.wake = self._wake.set
         self._stopping = False
         self._dead = False
+        self._mirrors = StepMirrors()
         self._closing: set[Send] = set()  # puts that have to drain before their pages are let go
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
@@ -151,15 +153,16 @@ class StepLoop:
             if self.progress - swept > SWEEP_S:
                 swept = self.progress
                 self.stats.expired_leases += len(self._cache.sweep())
-                self._look_after_sends()
+                self._look_after_puts()
                 self.forks.sweep()
             if not self._step():
                 waiting = self._scheduler.waiting or self.forks.keeping
                 busy = waiting or self._cache.leases() or self._closing
                 self._wake.wait(SWEEP_S if busy else IDLE_S)
 
-    def _look_after_sends(self) -> None:
-        """Keep the leases of sends that wait for their turn; give up those that were refused."""
+    def _look_after_puts(self) -> None:
+        """Keep the leases of those that wait for their turn; give up those that were refused."""
+        self._mirrors.renew()
         for send in list(self._scheduler.sends):
             if send.put.failed:
                 self._close(send)
@@ -198,6 +201,7 @@ class StepLoop:
                 drawn.append(self._advance(generation, sampled))
             else:
                 drawn.append(self._fail(generation, sampled.failure))
+        self._mirrors.advance(job for job, _ in plan)
         return drawn
 
     def _advance(self, generation: Generation, sampled: Sampled) -> Drawn:
@@ -221,6 +225,7 @@ class StepLoop:
 
     def _end(self, generation: Generation) -> None:
         self._scheduler.remove(generation)
+        self._mirrors.end(generation)
         if generation.started:
             self._cache.publish(generation.seq_id, generation.tokens)
             if not self.forks.keep(generation):
@@ -230,6 +235,7 @@ class StepLoop:
 
     def _add(self, job: Job) -> None:
         if isinstance(job, Generation):
+            self._mirrors.add(job)
             self.forks.add(job)
         else:
             self._scheduler.add(job)
@@ -249,6 +255,7 @@ class StepLoop:
         if isinstance(job, Generation):
             # Its pages may hold half a step: nothing of it is published.
             self._scheduler.remove(job)
+            self._mirrors.end(job)
             if job.started:
                 self._cache.remove_sequence(job.seq_id)
                 job.started = False

@@ -185,6 +185,7 @@ async def _running(
     try:
         yield engine
     finally:
+        await engine.mirrors.close()
         engine.loop.stop()
         engine.cache.close()
 

@@ -38,6 +38,12 @@ class EngineMetrics:
         )
         self._sent_bytes = self._counter("microserve:kv_sent_bytes", "KV put to peers")
         self._sends = self._counter("microserve:remote_sends", "remote_send calls that completed")
+        self._mirrors_stopped = Counter(
+            "microserve:mirrors_stopped",
+            "Mirrors that ended before their generation, by error",
+            [*self._label, "reason"],
+            registry=self.registry,
+        )
 
     def prefix(self, tokens: int, hits: int) -> None:
         """`tokens` were looked up in the prefix cache, `hits` of them found."""
@@ -53,6 +59,10 @@ class EngineMetrics:
         self._sent_bytes.inc(reply.bytes)
         self._sends.inc()
 
+    def mirror_stopped(self, reason: str) -> None:
+        """A mirror has ended before its generation, by an error of type `reason`."""
+        self._mirrors_stopped.labels(**self._label, reason=reason).inc()
+
     def watch(self, engine: MicroserveEngine) -> None:
         """Read these from the engine whenever somebody asks."""
         cache, stats = engine.cache, engine.loop.stats
@@ -66,6 +76,8 @@ class EngineMetrics:
                 "Pages that a put may still be writing",
                 lambda: cache.page_use().quarantined,
             ),
+            ("microserve:mirrors_running", "Generations mirrored", lambda: engine.mirrors.running),
+            ("microserve:mirrored_tokens", "Tokens mirrored", lambda: engine.mirrors.sent),
             ("microserve:steps", "Steps since the start", lambda: stats.steps),
             ("microserve:step_seconds", "Time in steps", lambda: stats.step_s),
             ("microserve:model_seconds", "Time in the model", lambda: stats.model_s),

@@ -25,7 +25,7 @@ __all__ = ["Mux", "Muxes"]
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 1 << 22  # tokens and characters that wait to be read, of all requests together
-OPTIONAL = ("begin", "logprobs", "finish_reason", "stop_reason", "usage", "error")
+OPTIONAL = ("begin", "logprobs", "finish_reason", "stop_reason", "usage", "mirror", "error")
 
 
 @dataclass(slots=True)
@@ -153,6 +153,7 @@ def _joined(earlier: Event, later: Event) -> Event:
     earlier.text += later.text
     if later.logprobs is not None:
         earlier.logprobs = [*(earlier.logprobs or []), *later.logprobs]
+    earlier.mirror = later.mirror or earlier.mirror
     for name in ("finish_reason", "stop_reason", "usage", "error"):
         setattr(earlier, name, getattr(later, name))
     return earlier
@@ -173,4 +174,6 @@ def _fields(event: Event) -> dict[str, Any]:
         fields["logprobs"] = [item.model_dump() for item in event.logprobs]
     if event.usage is not None:
         fields["usage"] = event.usage.model_dump()
+    if event.mirror is not None:
+        fields["mirror"] = event.mirror.model_dump(exclude_none=True)
     return fields

@@ -22,8 +22,7 @@ async def announce(config: EngineConfig) -> None:
     A router that is not there yet, or is restarted, hears of this engine with the next heartbeat;
     each change between reaching it and not is logged.
     """
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    body = {"url": f"http://{host}:{config.port}", "id": config.engine_id, "role": config.role}
+    body = {"url": config.url, "id": config.engine_id, "role": config.role}
     headers = {"Authorization": f"Bearer {config.admin_key}"} if config.admin_key else {}
     trouble: str | None = ""
     async with httpx.AsyncClient(base_url=config.router, headers=headers, timeout=5.0) as client:

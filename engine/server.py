@@ -7,23 +7,23 @@ import dataclasses
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from engine.mux_response import add_stream
 from engine.protocol import (
     BadRequest,
     Commit,
     EngineState,
-    Event,
+    Extend,
+    ExtendReply,
     Internal,
     Lease,
     MicroserveError,
@@ -45,7 +45,7 @@ from engine.protocol import (
 )
 from engine.protocol.config import EngineConfig
 from engine.service import MicroserveEngine
-from engine.stream import GenerationStream
+from engine.sse import EventStream
 
 __all__ = ["build_app"]
 
@@ -99,11 +99,16 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         mux = engine.muxes[call.stream_id] if call.stream == "mux" else None
         stream = await _unless_disconnected(request, engine.start_generate(call))
         if mux is None:
-            return _EventStream(stream)
+            return EventStream(stream)
         mux.deliver(call.request_id, stream, call.stream_tokens)
         return JSONResponse({"request_id": call.request_id})
 
     add_stream(app, engine.muxes)
+
+    @post("extend", Extend, ExtendReply)
+    async def extend(request: Request) -> ExtendReply:
+        """More room in a lease, for a sequence that is mirrored into it."""
+        return engine.extend(parse(Extend, await _body(request, limit)))
 
     @post("commit", Commit)
     async def commit(request: Request) -> dict[str, int]:
@@ -267,36 +272,6 @@ async def _cancel_on_disconnect(request: Request, task: asyncio.Task[Any]) -> No
     while (await request.receive())["type"] != "http.disconnect":
         pass
     task.cancel()
-
-
-class _EventStream(StreamingResponse):
-    """Events on the wire. With the response the generation ends, even if no event was asked for:
-    a caller may be gone before the first one."""
-
-    def __init__(self, stream: GenerationStream) -> None:
-        super().__init__(
-            _sse(stream), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
-        self._stream = stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._stream.close()
-
-
-async def _sse(stream: GenerationStream) -> AsyncIterator[bytes]:
-    """Events on the wire; a failure is an event too, and the last."""
-    try:
-        async for event in stream.events():
-            yield _frame(event)
-    except MicroserveError as error:
-        yield _frame(Event(error=error_body(error)["error"]))
-
-
-def _frame(event: Event) -> bytes:
-    return b"data: " + event.model_dump_json(exclude_none=True).encode() + b"\n\n"
 
 
 async def _reply_error(request: Request, error: Exception) -> Response:

@@ -18,6 +18,7 @@ from engine.landing import Landings
 from engine.limits import Limits, resolve
 from engine.loop import Drawn, StepLoop
 from engine.metrics import EngineMetrics
+from engine.mirrors import Mirrors
 from engine.models import LoadedModel
 from engine.mux import Muxes
 from engine.protocol import (
@@ -25,6 +26,8 @@ from engine.protocol import (
     BadRequest,
     Draining,
     DuplicateRequest,
+    Extend,
+    ExtendReply,
     Internal,
     LeaseExpired,
     MicroserveError,
@@ -65,14 +68,19 @@ class MicroserveEngine:
         *,
         max_live: int,
         lease_ms: int,
+        api_key: str = "",
     ) -> None:
-        """At most `max_live` generations, and as many sends, run or wait at a time."""
+        """At most `max_live` generations, and as many sends, run or wait at a time.
+
+        `api_key` is what peers are called with.
+        """
         self.model = model
         self.cache = cache
         self.metrics = metrics
         self.tokenizer: Tokenizer = Tokenizer.from_str(model.tokenizer_json)
         self.eos = frozenset(model.eos_token_ids)
         self.draining = False
+        self.mirrors = Mirrors(cache, metrics, api_key)
         self.loop: StepLoop
         self._scheduler = scheduler
         self._limits = Limits(model.config, cache.page_use().total * cache.layout.page_size)
@@ -161,7 +169,8 @@ class MicroserveEngine:
     async def start_generate(self, call: StartGenerate) -> GenerationStream:
         """Take a generation on; its events come from the stream that is returned.
 
-        With a lease, waits until `prompt[:begin]` has landed or the lease ends.
+        With a lease, waits until `prompt[:begin]` has landed or the lease ends. With a mirror, its
+        address must be a good one; whatever else is wrong with it only stops the mirror.
         """
         self._admit(call.prompt)
         self._check_not_released(call.request_id)
@@ -187,6 +196,8 @@ class MicroserveEngine:
             forks=call.forks,
             fork_of=call.fork_of,
         )
+        if call.mirror is not None:
+            self.cache.check_address(call.mirror.kv_addr, tokens)
         self._starting.add(call.request_id)
         try:
             if call.structure is not None:
@@ -199,10 +210,17 @@ class MicroserveEngine:
         finally:
             self._starting.discard(call.request_id)
         stream = GenerationStream(generation, self.tokenizer, self.eos, self.metrics, self.forget)
+        if call.mirror is not None:
+            generation.mirror = self.mirrors.start(generation, call.mirror)
         self._generations[call.request_id] = generation
         self._streams[generation] = stream
         self.loop.submit(generation)
         return stream
+
+    def extend(self, call: Extend) -> ExtendReply:
+        """More room in a lease of ours, for an engine that mirrors into it."""
+        lease, address = self.cache.extend(call.kv_addr, call.reserve)
+        return ExtendReply(kv_addr=address, room=lease.room)
 
     def commit(self, lease_id: str) -> int:
         """Publish a landed lease to the prefix cache; returns the tokens that it has now."""
@@ -252,6 +270,8 @@ class MicroserveEngine:
         if self._streams.pop(generation, None) is not None:
             del self._generations[generation.request_id]
             self.loop.abort(generation)
+            if generation.mirror is not None:
+                generation.mirror.end()  # also where the loop is gone
 
     @property
     def running(self) -> int:

@@ -13,7 +13,15 @@ from engine.detokenizer import Detokenizer, Released, token_bytes
 from engine.job import Generation, Sampled
 from engine.loop import Drawn
 from engine.metrics import EngineMetrics
-from engine.protocol import Event, Internal, MicroserveError, TokenLogprob, Usage, error_body
+from engine.protocol import (
+    Event,
+    Internal,
+    MicroserveError,
+    Mirrored,
+    TokenLogprob,
+    Usage,
+    error_body,
+)
 
 __all__ = ["GenerationStream"]
 
@@ -50,6 +58,7 @@ class GenerationStream:
         self._previous = time.monotonic()  # when the call, or its last token, came
         self._first_token = self._first_event = True
         self._over = False
+        self._told: Mirrored | None = None  # of the mirror
         self._completion = len(generation.output)  # what was delivered; the loop may be ahead
 
     def put(self, drawn: Drawn) -> None:
@@ -130,6 +139,7 @@ class GenerationStream:
             event.finish_reason = drawn.finish
             if drawn.finish == "stop" and drawn.sampled.token not in self._eos:
                 event.stop_reason = drawn.sampled.token
+        event.mirror = self._mirrored(last=event.finish_reason is not None)
         if event.finish_reason is not None:
             event.usage = Usage(
                 prompt_tokens=generation.prompt_len,
@@ -137,6 +147,19 @@ class GenerationStream:
                 cached_tokens=min(generation.cached, generation.prompt_len),
             )
         return event
+
+    def _mirrored(self, *, last: bool) -> Mirrored | None:
+        """How far the mirror is, if there is one and that is news."""
+        mirror = self._generation.mirror
+        if mirror is None:
+            return None
+        now = Mirrored(landed=mirror.landed)
+        if mirror.stopped is not None:
+            now.stopped, now.message = mirror.stopped.type, mirror.stopped.message
+        if now == self._told and not last:
+            return None
+        self._told = now
+        return now
 
     def _logprob(self, sampled: Sampled) -> TokenLogprob:
         """A drawn token's log probability in its wire form."""

@@ -126,6 +126,8 @@ class Sender:
 
     def close(self, mirror: Mirror) -> None:
         """See `KVCache.close_mirror`."""
+        if mirror.closed:
+            return
         mirror.closed = True
         if mirror.put is not None:
             mirror.put.cancel()

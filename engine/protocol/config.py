@@ -51,3 +51,9 @@ class EngineConfig:
     api_key: str = flag("", "key that callers must send; needed on any address but loopback")
     log_level: Literal["debug", "info", "warning", "error"] = flag("warning", "what to log")
     parent_pid: int = flag(0, "die when this process dies; 0: do not")
+
+    @property
+    def url(self) -> str:
+        """Where routers and other engines reach it, once `port` is known."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"

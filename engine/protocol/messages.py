@@ -15,7 +15,11 @@ __all__ = [
     "Commit",
     "EngineState",
     "Event",
+    "Extend",
+    "ExtendReply",
     "Lease",
+    "Mirror",
+    "Mirrored",
     "ModelInfo",
     "PageCounts",
     "Pin",
@@ -129,6 +133,14 @@ class Sampling(Message):
     structure: Structure | None = None  # its end is an EOS token, also with `ignore_eos`
 
 
+class Mirror(Message):
+    """Where the KV of a running generation goes as well, `every` so many tokens: a lease that
+    `prep_recv` has made for its prompt, from `match_len` on."""
+
+    kv_addr: str
+    every: int = Field(default=16, ge=1)
+
+
 class StartGenerate(Sampling):
     """`POST /microserving/start_generate`: prefill what is missing and decode, as an event stream.
 
@@ -142,6 +154,9 @@ class StartGenerate(Sampling):
 
     With `stream` "mux" the call answers once the generation is taken on, and its events go to the
     open stream `stream_id`, `stream_tokens` at a time (but for the first and the last).
+
+    `mirror` keeps a replica of the KV, from which another engine can go on with its lease and
+    `output`, `begin` omitted. It never delays or fails the stream.
     """
 
     request_id: RequestId
@@ -154,6 +169,21 @@ class StartGenerate(Sampling):
     stream: Literal["events", "mux"] = "events"
     stream_id: str | None = None
     stream_tokens: int = Field(default=1, ge=1)
+    mirror: Mirror | None = None
+
+
+class Extend(Message):
+    """`POST /microserving/extend`: room for `reserve` tokens more in the lease of `kv_addr`."""
+
+    kv_addr: str
+    reserve: int = Field(ge=1)
+
+
+class ExtendReply(Message):
+    """The same lease under a new address, with room for `room` tokens in all."""
+
+    kv_addr: str
+    room: int
 
 
 class Commit(Message):
@@ -193,12 +223,25 @@ class Usage(Message):
     cached_tokens: int
 
 
+class Mirrored(Message):
+    """How far a mirror is: `landed` tokens of prompt and output have their KV in the peer's lease.
+
+    `stopped`: it will not get further; the type of the error, as in error bodies, and its message.
+    """
+
+    landed: int
+    stopped: str | None = None
+    message: str | None = None
+
+
 class Event(Message):
     """One step of one generation: tokens, together with the text that they release.
 
     Tokens held back (an unfinished UTF-8 sequence, a possible stop string) are in no event yet. The
     first event carries `begin`, the position from which this engine computed. The last one carries
-    `finish_reason` and `usage`. A failure is an event with `error` (an error body), and is last.
+    `finish_reason` and `usage`. Of a mirrored generation, `mirror` is in the last event and in each
+    where it differs from what was said before. A failure is an event with `error` (an error body),
+    and is last.
     """
 
     token_ids: list[int] = Field(default_factory=list)
@@ -208,6 +251,7 @@ class Event(Message):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or string that ended it
     usage: Usage | None = None
+    mirror: Mirrored | None = None
     error: dict[str, object] | None = None
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+import uvicorn
 
 from engine.job import Generation
 from engine.loop import StepLoop
 from engine.metrics import EngineMetrics
 from engine.models import LoadedModel, load_model
-from engine.protocol import Event, PrepRecv, RemoteSend, Sampling, StartGenerate
+from engine.protocol import EngineConfig, Event, PrepRecv, RemoteSend, Sampling, StartGenerate
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
+from engine.server import build_app
 from engine.service import MicroserveEngine
 from engine.stream import GenerationStream
 from kvcache.cache import KVCache
@@ -33,7 +36,9 @@ def tiny() -> LoadedModel:
     return load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
 
 
-def make_cache(network: MemoryNetwork | None = None, pages: int = 64, name: str = "a") -> KVCache:
+def make_cache(
+    network: MemoryNetwork | None = None, pages: int = 64, name: str = "a", url: str = ""
+) -> KVCache:
     """A cache of tiny's shape; `pages` beside the scratch page."""
     shape = tiny().config
     layout = KVLayout(
@@ -43,7 +48,7 @@ def make_cache(network: MemoryNetwork | None = None, pages: int = 64, name: str 
         layout,
         MemoryTransport(network or MemoryNetwork(), layout, 1),
         query_heads=shape.num_heads,
-        identity=Identity(EngineId(name), 1, b"secret", "tiny"),
+        identity=Identity(EngineId(name), 1, b"secret", "tiny", url),
     )
 
 
@@ -70,12 +75,21 @@ async def running(
     max_batch: int = 16,
     max_live: int = 32,
     name: str = "a",
+    url: str = "",
+    api_key: str = "",
+    lease_ms: int = 30_000,
 ) -> AsyncIterator[MicroserveEngine]:
     """One engine, whose books must balance when it has come to rest."""
-    cache = make_cache(network, pages, name)
+    cache = make_cache(network, pages, name, url)
     scheduler = Scheduler(cache, token_budget=token_budget, max_batch=max_batch)
     engine = MicroserveEngine(
-        tiny(), cache, scheduler, EngineMetrics("tiny"), max_live=max_live, lease_ms=30_000
+        tiny(),
+        cache,
+        scheduler,
+        EngineMetrics("tiny"),
+        max_live=max_live,
+        lease_ms=lease_ms,
+        api_key=api_key,
     )
     runner = ModelRunner(tiny(), cache)
     engine.loop = StepLoop(cache, runner, scheduler, engine.deliver, engine.died, threads=1)
@@ -87,8 +101,31 @@ async def running(
             await at_rest(engine)
         cache.check_integrity()
     finally:
+        await engine.mirrors.close()
         engine.loop.stop()
         cache.transport.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    network: MemoryNetwork, *, api_key: str = "", **options: Any
+) -> AsyncIterator[MicroserveEngine]:
+    """One engine that is reached over HTTP too, as peers do who want more room for a mirror."""
+
+    class Server(uvicorn.Server):
+        capture_signals = contextlib.nullcontext  # they are pytest's
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with running(network, url=url, api_key=api_key, **options) as engine:
+            app = build_app(engine, EngineConfig(model="tiny", api_key=api_key), 1)
+            server = Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+            task = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                yield engine
+            finally:
+                server.should_exit = True
+                await task
 
 
 async def at_rest(engine: MicroserveEngine) -> None:
