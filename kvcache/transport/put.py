@@ -34,6 +34,8 @@ HOLD_BYTES = 4 << 20  # copied in one hold of the write right, at most: some 0.3
 RIGHT_TIMEOUT_S = 2.0  # the other holder copies for less than a millisecond, unless it is stopped
 RIGHT_POLL_S = 0.0005  # between tries at first; they become rarer
 
+Batch = tuple[Runs, int]  # with its bytes
+
 
 class Target(Protocol):
     """A peer's region as a sender sees it: all that is different from transport to transport.
@@ -109,7 +111,7 @@ class QueuedPut:
         self._slot = address.slot
         self._worker = worker
         self._lock = threading.Lock()  # of `_busy`, and of adding to the queue
-        self._queue: deque[Iterator[Runs] | dict[int, int] | Future[None]] = deque()
+        self._queue: deque[Iterator[Batch] | dict[int, int] | Future[None]] = deque()
         self._busy = False  # whether turns are under way
         self._hold: _Hold | None = None  # what the next turn does
         self._waits_since: float | None = None  # for the right
@@ -174,7 +176,7 @@ class QueuedPut:
         self._add(done)
         return done
 
-    def _add(self, what: Iterator[Runs] | dict[int, int] | Future[None]) -> None:
+    def _add(self, what: Iterator[Batch] | dict[int, int] | Future[None]) -> None:
         with self._lock:
             self._queue.append(what)
             if self._busy:
@@ -225,11 +227,11 @@ class QueuedPut:
             elif isinstance(what, dict):
                 hold.words = (hold.words or {}) | what
             else:
-                runs = next(what, None)
-                if runs is not None:
-                    size = int(runs[:, 2].sum())
+                batch = next(what, None)
+                if batch is not None:
+                    runs, size = batch
                     if hold.bytes and hold.bytes + size > HOLD_BYTES:
-                        self._queue[0] = chain([runs], what)
+                        self._queue[0] = chain([batch], what)
                         break
                     hold.runs.append(runs)
                     hold.bytes += size
@@ -238,7 +240,7 @@ class QueuedPut:
             self._queue.popleft()
         return hold
 
-    def _batches(self, layers: range, pages: list[PageId], begin: int, end: int) -> Iterator[Runs]:
+    def _batches(self, layers: range, pages: list[PageId], begin: int, end: int) -> Iterator[Batch]:
         """Planned when its turn comes, not by the caller."""
         yield from self._route.batches(layers, pages, begin, end, HOLD_BYTES)
 

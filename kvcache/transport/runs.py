@@ -35,9 +35,9 @@ class Route:
 
     def batches(
         self, layers: range, pages: Sequence[PageId], begin: int, end: int, most: int
-    ) -> Iterator[Runs]:
+    ) -> Iterator[tuple[Runs, int]]:
         """What to copy for positions `[begin, end)` of the source's `layers`, as far as the target
-        has them; in batches of at most `most` bytes.
+        has them; in batches, each with its bytes, which are at most `most`.
 
         `pages[i]` is the source's page of the positions from `i * page_size`.
         """
@@ -51,13 +51,14 @@ class Route:
         if not layers or not size:
             return
         strides = np.array([self._source.layer_bytes, self._target.layer_bytes, 0])
-        first = np.array([0, theirs.start - ours.start, 0]) * strides
+        shift = np.array([0, theirs.start - ours.start, 0])
+        offsets = (np.array(layers)[:, np.newaxis] + shift) * strides
         together = max(most // size, 1)  # layers
-        parts = _cut(runs, -(-size // most))
-        for at in range(layers.start, layers.stop, together):
-            these = np.arange(at, min(at + together, layers.stop)).reshape(-1, 1, 1)
-            for part in parts:
-                yield (part + (these * strides + first)).reshape(-1, 3)
+        parts = [(part, int(part[:, 2].sum())) for part in _cut(runs, -(-size // most))]
+        for at in range(0, len(layers), together):
+            these = offsets[at : at + together, np.newaxis]
+            for part, part_size in parts:
+                yield (these + part).reshape(-1, 3), part_size * len(these)
 
     def _runs(self, common: Overlap, pages: npt.NDArray[np.int64], begin: int, end: int) -> Runs:
         """The runs of one layer; the same in all."""

@@ -80,7 +80,9 @@ class _Turns:
                 delay = None
             with self._change:
                 self._running = False
-                if delay is not None:
+                if delay == 0:
+                    self._ready.append(turn)
+                elif delay is not None:
                     when = time.monotonic() + delay
                     heapq.heappush(self._later, (when, next(self._ages), turn))
             del turn  # or it would live until the next one comes

@@ -70,10 +70,10 @@ def test_just_the_span_of_what_both_have_is_copied_once(data: st.DataObject):
     most = data.draw(st.sampled_from([8, 100, 1000, 1 << 20]))
     route = Route(source.layout, target.layout, target_pages, first)
     copied = 0
-    for runs in route.batches(written, source_pages, begin, end, most):
-        assert 0 < int(runs[:, 2].sum()) <= most
+    for runs, size in route.batches(written, source_pages, begin, end, most):
+        assert 0 < size == int(runs[:, 2].sum()) <= most
         assert int(runs[:, 2].min()) > 0
-        copied += int(runs[:, 2].sum())
+        copied += size
         MappedTarget(source, target).copy(runs)
     assert torch.equal(target.pool, wanted)
     assert copied == int(wanted.count_nonzero()) * 4
@@ -83,7 +83,7 @@ def test_pages_in_a_row_on_both_sides_are_one_run():
     layout = replace(WHOLE, layers=1, pages=11, head_dim=1, kv_heads=2)
     pages = [PageId(p) for p in (3, 4, 5, 9, 10)]
     route = Route(layout, layout, [PageId(p) for p in (1, 2, 3, 4, 6)], 0)
-    (runs,) = route.batches(range(1), pages, 0, 20, 1 << 20)
+    ((runs, _),) = route.batches(range(1), pages, 0, 20, 1 << 20)
     page = 2 * 4 * 8
     assert runs.tolist() == [[3 * page, page, 3 * page], [9 * page, 4 * page, page],
                              [10 * page, 6 * page, page]]  # fmt: skip
@@ -92,7 +92,7 @@ def test_pages_in_a_row_on_both_sides_are_one_run():
 def test_small_spans_of_many_layers_are_one_batch():
     layout = replace(WHOLE, layers=30)
     route = Route(layout, layout, [PageId(1), PageId(2)], 0)
-    (runs,) = route.batches(range(30), [PageId(3), PageId(4)], 5, 6, 1 << 20)
+    ((runs, _),) = route.batches(range(30), [PageId(3), PageId(4)], 5, 6, 1 << 20)
     assert runs.shape == (60, 3)  # keys and values of each layer
 
 
@@ -102,7 +102,7 @@ def test_a_large_span_is_cut_evenly():
     route = Route(layout, layout, pages, 0)
     layer = 90 * SIZE * layout.token_bytes
     batches = list(route.batches(range(3), pages, 0, 360, layer - 1))
-    assert [int(runs[:, 2].sum()) for runs in batches] == [layer // 2] * 6
+    assert [size for _, size in batches] == [layer // 2] * 6
 
 
 @pytest.mark.parametrize("shard", [Shard(0, 1, 0, 2), Shard(0, 3, 0, 1)])
@@ -116,6 +116,6 @@ def test_other_workers_layers_are_left_out():
     """Asked for layers of which the receiver has some: those go, into its own count of them."""
     ours, theirs = replace(WHOLE, shard=Shard(0, 2, 0, 2)), replace(WHOLE, shard=Shard(1, 3, 0, 2))
     route = Route(ours, theirs, [PageId(2)], 0)
-    (runs,) = route.batches(range(2), [PageId(1)], 0, 4, 1 << 20)
+    ((runs, _),) = route.batches(range(2), [PageId(1)], 0, 4, 1 << 20)
     page = SIZE * WHOLE.token_bytes
     assert np.array_equal(runs, [[ours.layer_bytes + page, 2 * page, page]])
