@@ -4,7 +4,7 @@ client is told at once, and the next router works."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +13,7 @@ from e2e_scene import check_it_rests
 from engine_process import EngineProcess
 
 pytestmark = pytest.mark.slow
+LENGTH = 1500
 TOKENS = 1000  # many seconds' worth
 
 
@@ -31,22 +32,26 @@ class Fleet:
         leases = self.decode.state()["leases"]
         return leases[0]["landed"] if leases else -1
 
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        until(lambda: condition() or self.asked.done, what)
+        assert not self.asked.done, self.asked.outcome()
+
     # How to get to a moment, and what to look at afterwards: nobody works for a dead router
 
     def until_prep_recv(self) -> None:
         """The prefill engine is stopped, so the second leg has not begun."""
-        until(lambda: self.landed == 0, "the lease")
+        self.until(lambda: self.landed == 0, "the lease")
         assert self.prefill.stopped
 
     def until_remote_send(self) -> None:
-        until(lambda: self.landed > 0, "the first chunk")
+        self.until(lambda: self.landed > 0, "the first chunk")
 
     def check_the_send_was_dropped(self) -> None:
         until(lambda: not self.prefill.state()["puts_in_flight"], "the send's end")
         assert self.prefill.state()["prefix_tokens"] == 0  # only a whole one is published
 
     def until_generation(self) -> None:
-        until(lambda: bool(self.asked.tokens), "the first token")
+        self.until(lambda: bool(self.asked.tokens), "the first token")
 
     def check_the_generation_was_dropped(self) -> None:
         until(lambda: not self.decode.state()["running"], "the generation's end")
@@ -56,7 +61,6 @@ class Fleet:
         pass
 
 
-LENGTH = 1500
 MOMENTS = {
     "after prep_recv": (Fleet.until_prep_recv, Fleet.nothing_began),
     "during remote_send": (Fleet.until_remote_send, Fleet.check_the_send_was_dropped),
