@@ -150,8 +150,10 @@ class Grammars:
                 )
             elif structure.kind == "regex":
                 compiled = compiler.compile_regex(structure.source)
-            else:
+            elif structure.kind == "ebnf":
                 compiled = compiler.compile_grammar(structure.source)
+            else:
+                compiled = compiler.compile_lark(structure.source)
         except (RuntimeError, ValueError, UnicodeError) as error:
             raise BadRequest(f"no grammar: {_complaint(error)}") from error
         if compiled.memory_size_bytes > MOST_BYTES:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.protocol import BadRequest, Internal, MicroserveError, TooLarge, Unauthorized
 from router import admin
-from router.errors import MethodNotAllowed, ModelNotFound, NotFound
-from router.http import begin_request, json_response, off_loop
-from router.model import ServedModel
+from router.errors import MethodNotAllowed, NotFound
+from router.http import begin_request, json_response
 from router.openai.answer import chat_completions, completions
-from router.openai.errors import error_headers, error_object, invalid
-from router.openai.messages import load, read_chat
+from router.openai.errors import error_headers, error_object
+from router.openai.models import models, one_model
+from router.openai.tokens import detokenize, tokenize
+from router.openapi import DOCS_PAGE, documented, openapi
 from router.router import Router
 
 __all__ = ["make_app"]
 
 log = logging.getLogger(__name__)
 # Open to everybody: probes and scrapers have no keys.
-OPEN = frozenset({"/health", "/metrics", "/version"})
+OPEN = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs"})
 
 
 def make_app(router: Router) -> web.Application:
@@ -97,80 +98,25 @@ def _of_aiohttp(http: web.Request, error: web.HTTPException) -> MicroserveError:
     return BadRequest(f"{http.method} {http.path}: {error.reason}")
 
 
-class _Tokenize(BaseModel):
-    model_config = ConfigDict(strict=True)
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
+def _bound(
+    router: Router, handler: Callable[[Router, web.Request], Awaitable[web.StreamResponse]]
+) -> Handler:
+    @functools.wraps(handler)
+    async def bound(http: web.Request) -> web.StreamResponse:
+        return await handler(router, http)
 
-
-class _Detokenize(BaseModel):
-    model_config = ConfigDict(strict=True)
-    model: str | None = None
-    tokens: list[int]
-
-
-def _tokenize(body: bytes, model: ServedModel) -> list[int]:
-    fields = load(body)
-    if "messages" in fields:
-        return read_chat(body, model).prompts[0]
-    wanted = _Tokenize.model_validate(fields)
-    return model.encode(wanted.prompt, special=wanted.add_special_tokens)
-
-
-def _detokenize(body: bytes, model: ServedModel) -> str:
-    wanted = _Detokenize.model_validate(load(body))
-    if wanted.tokens:
-        model.check(wanted.tokens, param="tokens")
-    return model.decode(wanted.tokens)
+    return bound
 
 
 def _routes(router: Router) -> list[web.RouteDef]:
-    async def complete(http: web.Request) -> web.StreamResponse:
-        return await completions(router, http)
-
-    async def chat(http: web.Request) -> web.StreamResponse:
-        return await chat_completions(router, http)
-
-    def card() -> dict[str, Any]:
-        info = router.registry.model.info
-        return {
-            "id": info.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "microserve",
-            "max_model_len": info.context_length,
-        }
-
-    async def models(http: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [card()]})
-
-    async def one_model(http: web.Request) -> web.Response:
-        if http.match_info["id"] != card()["id"]:
-            raise ModelNotFound(f"the model {http.match_info['id']!r} is not served here")
-        return json_response(card())
-
-    async def tokenize(http: web.Request) -> web.Response:
-        body, model = await http.read(), router.registry.model
-        try:
-            tokens = await off_loop(len(body), _tokenize, body, model)
-        except ValidationError as error:
-            raise invalid(error) from None
-        limit = model.info.context_length
-        return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
-
-    async def detokenize(http: web.Request) -> web.Response:
-        body, model = await http.read(), router.registry.model
-        try:
-            return json_response({"prompt": await off_loop(len(body), _detokenize, body, model)})
-        except ValidationError as error:
-            raise invalid(error) from None
-
     async def health(http: web.Request) -> web.Response:
+        """200 while the router runs, and how many engines can be used."""
         up = sum(member.usable for member in router.registry)
         return json_response({"status": "ok", "engines": {"up": up, "of": len([*router.registry])}})
 
+    @documented(media=("text/plain",))
     async def metrics(http: web.Request) -> web.Response:
+        """Prometheus text."""
         gauges = router.metrics
         gauges.waiting.set(len(router.backlog))
         gauges.generation.set(router.generations.active.number)
@@ -182,17 +128,30 @@ def _routes(router: Router) -> list[web.RouteDef]:
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
+    @documented(reply=dict[str, str])
     async def show_version(http: web.Request) -> web.Response:
+        """The version of this package."""
         return json_response({"version": version("microserve")})
 
+    async def schema(http: web.Request) -> web.Response:
+        """This document."""
+        return json_response(openapi(http.app))
+
+    @documented(media=("text/html",))
+    async def docs(http: web.Request) -> web.Response:
+        """This document, to look at in a browser."""
+        return web.Response(body=DOCS_PAGE, content_type="text/html")
+
     return [
-        web.post("/v1/completions", complete),
-        web.post("/v1/chat/completions", chat),
-        web.get("/v1/models", models),
-        web.get("/v1/models/{id:.+}", one_model),
-        web.post("/tokenize", tokenize),
-        web.post("/detokenize", detokenize),
+        web.post("/v1/completions", _bound(router, completions)),
+        web.post("/v1/chat/completions", _bound(router, chat_completions)),
+        web.get("/v1/models", _bound(router, models)),
+        web.get("/v1/models/{id:.+}", _bound(router, one_model)),
+        web.post("/tokenize", _bound(router, tokenize)),
+        web.post("/detokenize", _bound(router, detokenize)),
         web.get("/health", health),
         web.get("/metrics", metrics),
         web.get("/version", show_version),
+        web.get("/openapi.json", schema),
+        web.get("/docs", docs),
     ]

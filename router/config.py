@@ -23,6 +23,7 @@ class RouterConfig:
     params: Mapping[str, Any] = field(default_factory=dict)
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(8000, "port to listen on; 0 takes a free one")
+    served_model_name: str = flag("", "what clients call the model; empty: as the engines do")
     api_key: str = flag("", "key that clients must send; empty: none")
     admin_key: str = flag("", "key of the admin API; empty: it answers on loopback only")
     engine_api_key: str = flag("", "key that the engines ask for")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from typing import Any
 
 import jinja2
@@ -34,6 +36,10 @@ class ServedModel:
             raise Internal(f"the chat template of {info.name}: {error}") from error
         bos = self._tokenizer.token_to_id(info.bos_token) if info.bos_token else None
         self._bos: int | None = bos if info.add_bos else None
+        self.created = int(time.time())
+        # OpenAI's: two answers with the same one, and the same seed, are the same.
+        digest = hashlib.sha256(info.fingerprint.encode()).hexdigest()
+        self.system_fingerprint = f"fp_{digest[:10]}"
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a plain prompt; `special`: with BOS, where the model wants one."""
@@ -45,6 +51,10 @@ class ServedModel:
     def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of a conversation. The template writes the special tokens: none are added."""
         return self.encode(self._template.render(messages, **kwargs), special=False)
+
+    def pieces(self, tokens: list[int]) -> list[str]:
+        """Each token as it is written in the vocabulary."""
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
     def decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)

@@ -93,13 +93,14 @@ class RemoteSendReply(Message):
 
 
 class Structure(Message):
-    """What an output must look like: a JSON schema, a regex, or a grammar in GBNF (root: `root`).
+    """What an output must look like: a JSON schema, a regex, a grammar in GBNF (root: `root`) or
+    one in Lark's form (root: `start`).
 
     `strict`: objects of a schema have no properties but those that it names. `param` is what the
     client called all this, for errors.
     """
 
-    kind: Literal["json_schema", "regex", "ebnf"]
+    kind: Literal["json_schema", "regex", "ebnf", "lark"]
     source: str = Field(min_length=1, max_length=2**17)
     strict: bool = True
     param: str = Field(default="response_format", max_length=128)

@@ -15,6 +15,9 @@ from router.model import ServedModel
 from router.openai.errors import error_json
 from router.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, Format
 from router.openai.messages import Ask, read_chat, read_completion
+from router.openai.models import served_name
+from router.openai.requests import ChatRequest, CompletionRequest
+from router.openapi import documented
 from router.receipts import Receipt
 from router.request import Chunk, Request
 from router.router import Router
@@ -32,32 +35,40 @@ STREAM_HEADERS = {
 }
 
 
+# Of requests that engines work on.
+GENERATES = (404, 429, 500, 502, 503, 504)
+MEDIA = ("application/json", "text/event-stream")
+
+
+@documented(body=CompletionRequest, media=MEDIA, errors=GENERATES)
 async def completions(router: Router, http: web.Request) -> web.StreamResponse:
-    """`POST /v1/completions`."""
+    """Answers to prompts, whole or as server-sent events."""
     return await _answer(router, http, read_completion, CompletionFormat)
 
 
+@documented(body=ChatRequest, media=MEDIA, errors=GENERATES)
 async def chat_completions(router: Router, http: web.Request) -> web.StreamResponse:
-    """`POST /v1/chat/completions`."""
+    """Answers to a conversation, whole or as server-sent events."""
     return await _answer(router, http, read_chat, ChatFormat)
 
 
 async def _answer(
     router: Router,
     http: web.Request,
-    read: Callable[[bytes, ServedModel], Ask],
+    read: Callable[[bytes, ServedModel, str], Ask],
     shape: type[Format],
 ) -> web.StreamResponse:
     arrived = asyncio.get_running_loop().time()
     body = await http.read()
     model = router.registry.model
-    ask = await off_loop(len(body), read, body, model)
+    name = served_name(router)
+    ask = await off_loop(len(body), read, body, model, name)
     with router.generations.enter() as generation:
         receipt = Receipt(
             id=request_id(),
             generation=generation.number,
             strategy=generation.bound.strategy.name,
-            params=generation.bound.shown,
+            params=generation.bound.params,
             seed=ask.samplings[0].seed,
             prompt_tokens=sum(len(tokens) for tokens in ask.prompts),
         )
@@ -72,14 +83,20 @@ async def _answer(
         )
         written = shape(
             receipt.id,
-            model.info.name,
+            name,
+            model.system_fingerprint,
             with_logprobs=ask.samplings[0].logprobs is not None,
             with_ids=ask.return_token_ids,
             with_usage=ask.include_usage,
+            echoes=_echoes(ask, model) if ask.echo else (),
         )
         answer = _Answer(router, http, ask, receipt, scope, written)
-        with router.control.watching(generation, receipt):
-            return await (answer.stream() if ask.stream else answer.whole())
+        return await (answer.stream() if ask.stream else answer.whole())
+
+
+def _echoes(ask: Ask, model: ServedModel) -> list[str]:
+    """The prompt of each choice, as text."""
+    return [text for prompt in ask.prompts for text in [model.decode(prompt)] * ask.n]
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 import orjson
 from pydantic import ValidationError
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from engine.protocol import BadRequest, MicroserveError, NoCapacity
 from router.errors import NoEngines
 
-__all__ = ["error_headers", "error_json", "error_object", "invalid"]
+__all__ = ["ErrorObject", "error_headers", "error_json", "error_object", "invalid"]
 
 # Clients know these types by their status; everything else keeps the name of our tree.
 _TYPES = {
@@ -25,7 +25,20 @@ _TYPES = {
 }
 
 
-def error_object(error: MicroserveError) -> dict[str, Any]:
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorObject(TypedDict):
+    """The body of every reply that is an error."""
+
+    error: ErrorDetail
+
+
+def error_object(error: MicroserveError) -> ErrorObject:
     """`{"error": {"message", "type", "param", "code"}}`."""
     named = error.type not in ("bad_request", "internal")
     return {
@@ -51,10 +64,13 @@ def error_headers(error: MicroserveError) -> dict[str, str]:
     return {}
 
 
-def invalid(error: ValidationError) -> BadRequest:
-    """The first complaint of pydantic, with `param` as OpenAI writes it: `messages[0].role`."""
+def invalid(error: ValidationError, *, within: str = "") -> BadRequest:
+    """The first complaint of pydantic, with `param` as OpenAI writes it: `messages[0].role`.
+
+    `within`: the field that was validated, if not the whole body.
+    """
     first = error.errors(include_url=False, include_input=False)[0]
-    param = ""
+    param = within
     for part in first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     return BadRequest(f"{param}: {first['msg']}" if param else first["msg"], param=param or None)

@@ -5,8 +5,10 @@ A chunk is written once per step and sequence: all of it that does not change is
 
 from __future__ import annotations
 
+import codecs
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +40,11 @@ class Choice:
 
 
 class Format(ABC):
-    """What both shapes share. `with_logprobs`, `with_ids`: asked for by the client."""
+    """What both shapes share.
+
+    `with_logprobs`, `with_ids`: asked for by the client; `echoes`: a text per choice that comes
+    before its answer.
+    """
 
     object_whole: str
     object_chunk: str
@@ -48,25 +54,29 @@ class Format(ABC):
         self,
         request_id: str,
         model: str,
+        fingerprint: str,
         *,
         with_logprobs: bool,
         with_ids: bool,
         with_usage: bool,
+        echoes: Sequence[str] = (),
     ) -> None:
         self._base = {
             "id": f"{self.prefix}-{request_id}",
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": fingerprint,
         }
         self._logprobs = with_logprobs
         self._ids = with_ids
         self._head = orjson.dumps({**self._base, "object": self.object_chunk})[:-1]
         self._tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
-        self._offsets: dict[int, int] = {}
+        self._echoes = echoes
+        self._offsets: dict[int, _Offset] = {}
 
     def opening(self, index: int) -> bytes:
         """What comes before the first chunk of choice `index`."""
-        return b""
+        return self._text(index, self._echoes[index]) if self._echoes else b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """The event for one chunk; nothing where there is nothing to tell yet."""
@@ -92,7 +102,8 @@ class Format(ABC):
         """The whole answer; `prompts`: one of token ids per choice."""
         written = []
         for index, choice in enumerate(choices):
-            one: dict[str, Any] = {"index": index, **self.content("".join(choice.texts))}
+            text = "".join((*self._echoes[index : index + 1], *choice.texts))
+            one: dict[str, Any] = {"index": index, **self.content(text)}
             one["logprobs"] = self.logprobs(index, choice.logprobs) if self._logprobs else None
             one["finish_reason"] = choice.finish_reason
             one["stop_reason"] = choice.stop_reason
@@ -174,11 +185,7 @@ class CompletionFormat(Format):
         """Parallel lists; `text_offset` counts characters of the answer, over all its chunks."""
         if logprobs is None:
             return None
-        offset, offsets = self._offsets.get(index, 0), []
-        for token in logprobs:
-            offsets.append(offset)
-            offset += len(token["token"])
-        self._offsets[index] = offset
+        offset = self._offsets.setdefault(index, _Offset())
         return {
             "tokens": [token["token"] for token in logprobs],
             "token_logprobs": [token["logprob"] for token in logprobs],
@@ -189,7 +196,7 @@ class CompletionFormat(Format):
                 }
                 for token in logprobs
             ],
-            "text_offset": offsets,
+            "text_offset": [offset.next(bytes(token["bytes"])) for token in logprobs],
         }
 
     def _text(self, index: int, text: str) -> bytes:
@@ -197,6 +204,20 @@ class CompletionFormat(Format):
             b'data: %b,"choices":[{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]%b'
             % (self._head, index, orjson.dumps(text), self._tail)
         )
+
+
+class _Offset:
+    """Where in the text tokens begin: one may be a part of a character only."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at = 0
+
+    def next(self, token: bytes) -> int:
+        """The offset of `token`, which follows those before it."""
+        at = self._at
+        self._at += len(self._decoder.decode(token))
+        return at
 
 
 def _chat_logprob(token: dict[str, Any]) -> dict[str, Any]:

@@ -11,14 +11,24 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engine.protocol import BadRequest, Sampling
 from router.errors import ModelNotFound
 from router.model import ServedModel
 from router.openai.errors import invalid
+from router.openai.requests import ChatRequest, CompletionRequest, GenerateRequest
+from router.openai.structure import read_structure
 
-__all__ = ["Ask", "load", "read_chat", "read_completion"]
+__all__ = [
+    "Ask",
+    "check_model",
+    "load",
+    "read_body",
+    "read_chat",
+    "read_completion",
+    "read_messages",
+]
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
 
@@ -33,65 +43,32 @@ class Ask:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    echo: bool = False
 
 
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-    include_usage: bool | None = None
+B = TypeVar("B", bound=BaseModel)
 
-
-class _Common(BaseModel):
-    """The fields that are not passed on to `Sampling`, which checks the others."""
-
-    model_config = ConfigDict(strict=True, protected_namespaces=())
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    n: int | None = Field(default=None, ge=1, le=128)
-    return_token_ids: bool | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    logit_bias: dict[str, float] | None = None
-
-
-class _Completion(_Common):
-    prompt: Any = None
-    logprobs: int | None = Field(default=None, ge=0, le=20)
-
-
-class _Chat(_Common):
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-C = TypeVar("C", bound=_Common)
-
+# The fields that mean the same in `Sampling`.
 _SAMPLING = (
-    "min_tokens", "temperature", "top_p", "min_p", "seed", "stop_token_ids",
+    "min_tokens", "temperature", "top_p", "min_p", "seed", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "presence_penalty",
     "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
 
 # Asked for, these would change the answer, and are not done here: name → what may be said anyway.
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "echo": lambda value: value is False,
     "suffix": lambda value: value == "",
     "tools": lambda value: value == [],
     "tool_choice": lambda value: value in ("none", "auto"),
     "functions": lambda value: value == [],
     "function_call": lambda value: value in ("none", "auto"),
-    "response_format": lambda value: value == {"type": "text"},
     "modalities": lambda value: value == ["text"],
     "use_beam_search": lambda value: value is False,
+    "continue_final_message": lambda value: value is False,
     **dict.fromkeys(
         (
-            "audio", "chat_template", "guided_choice", "guided_grammar", "guided_json",
-            "guided_regex", "prediction", "prompt_embeds", "prompt_logprobs",
-            "structured_outputs", "web_search_options",
+            "audio", "chat_template", "prediction", "prompt_embeds", "prompt_logprobs",
+            "web_search_options",
         ),
         lambda value: False,
     ),
@@ -109,74 +86,120 @@ def load(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def read_completion(body: bytes, model: ServedModel) -> Ask:
-    """Raises `BadRequest` and `ModelNotFound`. Takes as long as the prompt is."""
-    fields = load(body)
-    common = _check(_Completion, fields, model)
-    prompts = _prompts(common.prompt, model)
-    return _ask(common, fields, model, prompts, common.max_tokens or 16, common.logprobs)
-
-
-def read_chat(body: bytes, model: ServedModel) -> Ask:
-    """Raises `BadRequest` and `ModelNotFound`. Takes as long as the prompt is."""
-    fields = load(body)
-    common = _check(_Chat, fields, model)
-    messages = [_message(message, at) for at, message in enumerate(common.messages)]
-    tokens = model.encode_chat(
-        messages,
-        **(common.chat_template_kwargs or {}),
-        add_generation_prompt=common.add_generation_prompt,
-    )
-    model.check(tokens, param="messages")
-    if common.top_logprobs is not None and not common.logprobs:
-        raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    logprobs = (common.top_logprobs or 0) if common.logprobs else None
-    limit = common.max_completion_tokens or common.max_tokens
-    return _ask(common, fields, model, [tokens], limit, logprobs)
-
-
-def _check(kind: type[C], fields: dict[str, Any], model: ServedModel) -> C:
-    for name, harmless in _UNSUPPORTED.items():
-        value = fields.get(name)
-        if value is not None and not harmless(value):
-            raise BadRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
+def read_body(kind: type[B], fields: dict[str, Any]) -> B:
+    """Raises `BadRequest`, naming the first bad field."""
     try:
-        common = kind.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise invalid(error) from None
-    if common.model is not None and common.model != model.info.name:
-        raise ModelNotFound(
-            f"the model {common.model!r} is not served here, but {model.info.name!r} is",
-            param="model",
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raises `ModelNotFound`. None asks for whatever is served."""
+    if asked is not None and asked != served:
+        message = f"the model {asked!r} is not served here, but {served!r} is"
+        raise ModelNotFound(message, param="model")
+
+
+def read_completion(body: bytes, model: ServedModel, name: str) -> Ask:
+    """`name` is what the model is served as. Takes as long as the prompt is.
+
+    Raises `BadRequest` and `ModelNotFound`.
+    """
+    fields = load(body)
+    asked = _read(CompletionRequest, fields, name)
+    n = asked.n or 1
+    if asked.best_of is not None and asked.best_of != n:
+        raise _unsupported("best_of", "best_of other than n is not supported")
+    if asked.echo and asked.logprobs is not None:
+        raise _unsupported("echo", "echo is not supported together with logprobs")
+    prompts = _prompts(asked.prompt, model)
+    return _ask(asked, model, prompts, asked.max_tokens or 16, asked.logprobs, echo=asked.echo)
+
+
+def read_chat(body: bytes, model: ServedModel, name: str) -> Ask:
+    """`name` is what the model is served as. Takes as long as the prompt is.
+
+    Raises `BadRequest` and `ModelNotFound`.
+    """
+    fields = load(body)
+    asked = _read(ChatRequest, fields, name)
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    limit, other = asked.max_completion_tokens, asked.max_tokens
+    if limit is not None and other is not None and limit != other:
+        raise BadRequest(
+            "max_tokens is the old name of max_completion_tokens: give one of them",
+            param="max_tokens",
+            code="invalid_parameter_combination",
         )
-    best_of = fields.get("best_of")
-    if best_of is not None and best_of != (common.n or 1):
-        message = "best_of other than n is not supported"
-        raise BadRequest(message, param="best_of", code="unsupported_parameter")
-    return common
+    tokens = read_messages(
+        fields,
+        model,
+        add_generation_prompt=asked.add_generation_prompt,
+        template_kwargs=asked.chat_template_kwargs,
+    )
+    return _ask(asked, model, [tokens], limit or other, logprobs)
+
+
+def read_messages(
+    fields: dict[str, Any],
+    model: ServedModel,
+    *,
+    add_generation_prompt: bool,
+    template_kwargs: dict[str, Any] | None,
+) -> list[int]:
+    """The token ids of a conversation that has been validated. Raises `BadRequest`."""
+    messages = [_message(message, at) for at, message in enumerate(fields["messages"])]
+    tokens = model.encode_chat(
+        messages, **{**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+    )
+    model.check(tokens, param="messages")
+    return tokens
+
+
+def _read(kind: type[B], fields: dict[str, Any], name: str) -> B:
+    for field, harmless in _UNSUPPORTED.items():
+        value = fields.get(field)
+        if value is not None and not harmless(value):
+            raise _unsupported(field, f"{field} is not supported")
+    asked = read_body(kind, fields)
+    check_model(getattr(asked, "model", None), name)
+    return asked
+
+
+def _unsupported(field: str, message: str) -> BadRequest:
+    return BadRequest(message, param=field, code="unsupported_parameter")
 
 
 def _ask(
-    common: _Common,
-    fields: dict[str, Any],
+    asked: GenerateRequest,
     model: ServedModel,
     prompts: list[list[int]],
     max_tokens: int | None,
     logprobs: int | None,
+    *,
+    echo: bool | None = None,
 ) -> Ask:
-    n = common.n or 1
+    n = asked.n or 1
     if len(prompts) * n > MAX_SEQUENCES:
         raise BadRequest(f"more than {MAX_SEQUENCES} answers at once", param="n")
-    wanted = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    if asked.stream_options is not None and not asked.stream:
+        raise BadRequest("stream_options needs stream: true", param="stream_options")
+    wanted = {name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None}
     wanted.setdefault("seed", secrets.randbits(63))
-    if (top_k := fields.get("top_k")) is not None:
-        wanted["top_k"] = 0 if top_k == -1 else top_k  # both say "all" in the field
-    if (stop := fields.get("stop")) is not None:
-        wanted["stop"] = [stop] if isinstance(stop, str) else stop
-    if common.logit_bias:
-        wanted["logit_bias"] = _logit_bias(common.logit_bias, model)
-    param = "messages" if "messages" in fields else "prompt"
+    if asked.top_k is not None:
+        wanted["top_k"] = max(asked.top_k, 0)  # -1 and 0 both say "all" in the field
+    if asked.logit_bias:
+        wanted["logit_bias"] = _logit_bias(asked.logit_bias, model)
+    if asked.stop_token_ids:
+        model.check(asked.stop_token_ids, param="stop_token_ids")
+    param = "messages" if isinstance(asked, ChatRequest) else "prompt"
     rooms = [model.room(len(tokens), max_tokens, param=param) for tokens in prompts]
+    if asked.min_tokens is not None and asked.min_tokens > min(rooms):
+        raise BadRequest("min_tokens is above max_tokens", param="min_tokens")
+    wanted["structure"] = read_structure(asked)
     try:
         one = Sampling(**wanted, logprobs=logprobs, max_tokens=rooms[0])
     except ValidationError as error:
@@ -188,16 +211,15 @@ def _ask(
             for room in rooms
         ],
         n=n,
-        stream=bool(common.stream),
-        include_usage=bool(common.stream_options and common.stream_options.include_usage),
-        return_token_ids=bool(common.return_token_ids),
+        stream=bool(asked.stream),
+        include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
+        return_token_ids=bool(asked.return_token_ids),
+        echo=bool(echo),
     )
 
 
 def _prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
     """`prompt` as OpenAI allows it: a string, token ids, or a list of either."""
-    if prompt is None:
-        raise BadRequest("prompt: Field required", param="prompt")
     many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
     entries = prompt if many else [prompt]
     prompts = []
@@ -216,9 +238,7 @@ def _prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
 
 def _message(message: dict[str, Any], at: int) -> dict[str, Any]:
     """A message with its content as one string, which is what chat templates read."""
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise BadRequest("a message needs a role", param=f"messages[{at}].role")
+    role, content = message["role"], message.get("content")
     if isinstance(content, list):
         parts = []
         for part in content:
@@ -238,7 +258,7 @@ def _message(message: dict[str, Any], at: int) -> dict[str, Any]:
 def _logit_bias(biases: dict[str, float], model: ServedModel) -> dict[int, float]:
     read = {}
     for key, bias in biases.items():
-        if not key.isdecimal() or int(key) >= model.info.vocab_size:
+        if not (key.isascii() and key.isdecimal()) or int(key) >= model.info.vocab_size:
             raise BadRequest(f"no token id: {key!r}", param="logit_bias")
         read[int(key)] = bias
     return read

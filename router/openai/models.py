@@ -1,0 +1,66 @@
+"""`/v1/models`: the one model that is served, by the name it is served as."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+from aiohttp import web
+
+from router.errors import ModelNotFound
+from router.http import json_response
+from router.openapi import documented
+from router.router import Router
+
+__all__ = ["models", "one_model", "served_name"]
+
+
+def served_name(router: Router) -> str:
+    """What clients call the model. Raises `NoEngines` as long as no engine has answered."""
+    return router.config.served_model_name or router.registry.model.info.name
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+def _card(router: Router) -> ModelCard:
+    model = router.registry.model
+    return {
+        "id": served_name(router),
+        "object": "model",
+        "created": model.created,
+        "owned_by": "microserve",
+        "root": model.info.name,
+        "parent": None,
+        "max_model_len": model.info.context_length,
+    }
+
+
+@documented(errors=(503,), reply=ModelList)
+async def models(router: Router, http: web.Request) -> web.Response:
+    """The models that are served: one."""
+    listed: ModelList = {"object": "list", "data": [_card(router)]}
+    return json_response(listed)
+
+
+@documented(errors=(404, 503), reply=ModelCard)
+async def one_model(router: Router, http: web.Request) -> web.Response:
+    """A model that is served, by its name."""
+    card = _card(router)
+    if http.match_info["id"] != card["id"]:
+        raise ModelNotFound(
+            f"the model {http.match_info['id']!r} is not served here, but {card['id']!r} is",
+            param="model",
+        )
+    return json_response(card)
