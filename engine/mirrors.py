@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 
 import httpx
 
@@ -39,11 +40,16 @@ class Mirrors:
         """`api_key` is ours and that of our peers; empty: none is needed."""
         self._cache = cache
         self._metrics = metrics
-        self._api_key = api_key
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[asyncio.Task[None], Mirroring] = {}
         self._sent = 0  # tokens, by mirrors that are over
-        self._http: httpx.AsyncClient | None = None  # made when it is first needed
+        # Peers' URLs are plain HTTP: to load the certificates of the world would take longer than
+        # a call, and stop the event loop meanwhile.
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=ASK_TIMEOUT_S,
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        )
 
     @property
     def running(self) -> int:
@@ -73,9 +79,7 @@ class Mirrors:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._http is not None:
-            await self._http.aclose()
-            self._http = None
+        await self._http.aclose()
 
     async def _look_after(
         self, mirroring: Mirroring, url: str, kv_addr: str, tokens: list[int]
@@ -98,9 +102,6 @@ class Mirrors:
         """`POST /microserving/extend`; returns the new address. Raises what the peer answers."""
         if not url:
             raise PeerUnreachable("the lease's owner has no URL to ask for more room")
-        if self._http is None:
-            headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-            self._http = httpx.AsyncClient(headers=headers, timeout=ASK_TIMEOUT_S)
         call = Extend(kv_addr=kv_addr, reserve=reserve)
         try:
             reply = await self._http.post(
