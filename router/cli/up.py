@@ -31,6 +31,7 @@ OWN = ("host", "port", "role", "router", "engine_id", "api_key", "admin_key", "p
 @click.option("--param", "params", multiple=True, metavar="K=V", help="of the strategy")
 @click.option("--host", default=ROUTER.host, show_default=True, help="of the router")
 @click.option("--port", default=ROUTER.port, show_default=True, help="of the router")
+@click.option("--served-model-name", default="", help="what clients call it; empty: MODEL")
 @click.option("--api-key", default="", help="key that clients must send; empty: none")
 @click.option("--admin-key", default="", help="key of the admin API; empty: loopback only")
 @click.option("--allow-upload", is_flag=True, help="let the admin API load strategies from source")
@@ -50,6 +51,7 @@ def up(
     no_respawn: bool,
     host: str,
     port: int,
+    served_model_name: str,
     api_key: str,
     admin_key: str,
     state_file: Path | None,
@@ -66,6 +68,8 @@ def up(
     router_args = ["--strategy", strategy]
     for pair in params:
         router_args += ["--param", pair]
+    if served_model_name:
+        router_args += ["--served-model-name", served_model_name]
     if allow_upload:
         router_args.append("--allow-upload")
     config = FleetConfig(
