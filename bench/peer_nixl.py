@@ -1,67 +1,78 @@
-"""NIXL's WRITE of 256 MB into another process, over UCX's shared memory, as its users call it.
+"""NIXL's WRITE into another process, over UCX's shared memory, as its users call it.
 
-Run by `bench.put` in the peer's own environment. The last line is GB/s, median of the repeats.
+Run by `bench.put` in the peer's own environment, and driven over pipes: first a line with a JSON
+list of `[source, target, bytes]`, offsets into two pools of `SIZE` bytes; then, for each line, one
+WRITE of those runs, answered by `peer: SECONDS_IN_ALL SECONDS_OF_THE_TRANSFER`. At the end the
+bytes are looked at.
+
+Both figures, since NIXL's users prepare descriptors for a transfer and may use them again: all is
+from the array of runs to the last byte, the transfer is from posting it.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
-import statistics
+import sys
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
-SIZE = 256 << 20
-REPEATS = 9
+MARK = "peer:"  # before our lines; NIXL prints others
 
 
-def make_agent(name: str) -> tuple[object, np.ndarray]:
+def make_agent(name: str, size: int) -> tuple[Any, np.ndarray]:
     from nixl_cu12._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
-    memory = np.ones(SIZE, dtype=np.uint8)
-    agent.register_memory([(memory.ctypes.data, SIZE, 0, "")], "DRAM")
+    memory = np.ones(size, dtype=np.uint8)
+    agent.register_memory([(memory.ctypes.data, size, 0, "")], "DRAM")
     return agent, memory
 
 
-def target(pipe: Connection) -> None:
-    agent, memory = make_agent("target")
+def target(pipe: Connection, size: int, runs: list[tuple[int, int, int]]) -> None:
+    agent, memory = make_agent("target", size)
     pipe.send((agent.get_agent_metadata(), memory.ctypes.data))
     pipe.recv()
-    if not (memory == 7).all():
-        raise SystemExit("the bytes are not there")
-    pipe.send("ok")
+    there = all((memory[to : to + length] == 7).all() for _, to, length in runs)
+    pipe.send(there and int((memory == 7).sum()) == sum(length for *_, length in runs))
 
 
 def main() -> None:
     os.environ.setdefault("UCX_TLS", "posix,sysv,cma,self,tcp")
+    size, runs = int(sys.argv[1]), json.loads(sys.stdin.readline())
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs,), daemon=True)
+    process = context.Process(target=target, args=(theirs, size, runs), daemon=True)
     process.start()
-    agent, memory = make_agent("initiator")
+    agent, memory = make_agent("initiator", size)
     metadata, address = ours.recv()
     peer = agent.add_remote_agent(metadata)
     memory[:] = 7
-    local = agent.get_xfer_descs([(memory.ctypes.data, SIZE, 0)], "DRAM")
-    remote = agent.get_xfer_descs([(address, SIZE, 0)], "DRAM")
-    rates = []
-    for _ in range(REPEATS + 1):
-        handle = agent.initialize_xfer("WRITE", local, remote, peer)
+    table = np.array(runs, dtype=np.uint64)
+    print(MARK, flush=True)
+    for _ in sys.stdin:
         began = time.perf_counter()
+        of, to = np.zeros_like(table), np.zeros_like(table)  # address, bytes, device
+        of[:, 0], of[:, 1] = table[:, 0] + np.uint64(memory.ctypes.data), table[:, 2]
+        to[:, 0], to[:, 1] = table[:, 1] + np.uint64(address), table[:, 2]
+        local, remote = agent.get_xfer_descs(of, "DRAM"), agent.get_xfer_descs(to, "DRAM")
+        handle = agent.initialize_xfer("WRITE", local, remote, peer)
+        posted = time.perf_counter()
         state = agent.transfer(handle)
         while state not in ("DONE", "ERR"):
             state = agent.check_xfer_state(handle)
+        ended = time.perf_counter()
         if state == "ERR":
             raise SystemExit("the transfer failed")
-        rates.append(SIZE / (time.perf_counter() - began) / 1e9)
         agent.release_xfer_handle(handle)
+        print(MARK, ended - began, ended - posted, flush=True)
     ours.send("done")
-    if ours.recv() != "ok":
+    if not ours.recv():
         raise SystemExit("the bytes are not there")
-    print(statistics.median(rates[1:]))
 
 
 if __name__ == "__main__":

@@ -3,25 +3,33 @@
 Purpose: a put should cost what its bytes cost. One process owns a pool and leases pages; this one
 maps it and puts the KV of 3000 tokens into the lease, the way `remote_send` does for a cached
 prefix: page tables, write right, claim and watermark included, on the one thread that puts run on.
+And a put of one token, as a mirror does it, should cost little more than to wake that thread.
 
 Theory: the limit is one `memcpy` of the same bytes between the same two mappings. Contiguous pages
 can approach it. Scattered ones (each 16-token page elsewhere, on both sides) pay for a run a page,
-24 KiB in float32, the engines' default, and 12 KiB in bfloat16. NIXL's WRITE over shared memory is
-the peer.
+24 KiB in float32, the engines' default, and 12 KiB in bfloat16: bare copies of such runs reach 0.6
+of it here, for their cold starts. NIXL's WRITE over shared memory is the peer. It moves the same
+runs, so like is compared with like: contiguous with contiguous, which is `vs_nixl_shm`, and
+scattered with scattered, `vs_nixl_shm_scattered`. Both from page tables, or an array of runs, to
+the last byte. NIXL's transfer without the making of its descriptors is given too. Within a host it
+copies through the kernel (`process_vm_writev`); where that is more than half as fast as memcpy, no
+thread can be twice as fast as NIXL, and a ratio under 2 is what there is to have.
 
 Run: `make bench-put`, or `python -m bench.put [--save]`. Alternating, medians of `REPEATS`; the
-mappings are touched before. Without the peer's environment (`make peers`) its ratio is null.
+mappings are touched before. Without the peer's environment (`make peers`) its ratios are null.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing
 import random
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,29 +37,45 @@ from typing import Any
 import torch
 
 from bench.report import publish, spread, table
+from kvcache.address import KVAddress
 from kvcache.cache import KVCache
 from kvcache.identity import Identity
 from kvcache.layout import KVLayout
+from kvcache.region import SharedRegion
 from kvcache.transport import ShmTransport
+from kvcache.transport.runs import Route
 from kvcache.types import EngineId, SeqId
 
 TOKENS = 3000
 LAYERS, PAGE_SIZE, KV_HEADS, HEADS, HEAD_DIM = 30, 16, 3, 9, 64  # SmolLM2's shape
 PAGES = 800
 REPEATS = 15
+SINGLES = 300  # one-token puts
+SECRET = b"bench"
 PEER = Path(__file__).parent.parent / ".peers" / "nixl" / "bin" / "python"
+PEER_SAYS = "peer:"
+SEQUENCE = SeqId(1)
+PROMPT = list(range(TOKENS))
 
 
-def make_cache(name: str, epoch: int, dtype: torch.dtype) -> KVCache:
-    """A cache whose pool has been written once."""
+@dataclass
+class Rates:
+    """GB/s, of each repeat."""
+
+    put: list[float] = field(default_factory=list)
+    memcpy: list[float] = field(default_factory=list)
+    nixl: list[float] = field(default_factory=list)
+    nixl_transfer: list[float] = field(default_factory=list)
+
+
+def make_cache(name: str, epoch: int, dtype: torch.dtype, scattered: bool) -> KVCache:
+    """A cache whose pool has been written once, and has its free pages in order or not."""
     layout = KVLayout(LAYERS, PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype)
-    cache = KVCache(
-        layout,
-        ShmTransport(layout, epoch),
-        query_heads=HEADS,
-        identity=Identity(EngineId(name), epoch, b"bench", "bench"),
-    )
+    identity = Identity(EngineId(name), epoch, SECRET, "bench")
+    cache = KVCache(layout, ShmTransport(layout, epoch), query_heads=HEADS, identity=identity)
     cache.pool[:, 1:] = 1.0
+    if scattered:
+        scatter(cache)
     return cache
 
 
@@ -68,18 +92,63 @@ def scatter(cache: KVCache) -> None:
 
 def receive(pipe: Connection, dtype: torch.dtype, scattered: bool) -> None:
     """The other process: a lease each time it is asked, released afterwards."""
-    cache = make_cache("receiver", 2, dtype)
-    if scattered:
-        scatter(cache)
-    prompt = list(range(TOKENS))
+    cache = make_cache("receiver", 2, dtype, scattered)
     while True:
-        lease, address = cache.prep_recv("bench", prompt, TOKENS, 0, 600.0)
+        lease, address = cache.prep_recv("bench", PROMPT, TOKENS, 0, 600.0)
         pipe.send(address)
-        if not pipe.recv():
+        landed = pipe.recv()
+        if landed is None:
             return
-        if cache.lease(lease.lease_id).landed != TOKENS:
+        if cache.lease(lease.lease_id).landed != landed:
             raise SystemExit("the put has not landed")
         cache.release(lease.lease_id)
+
+
+class Pair:
+    """A sender here, which has a sequence of `TOKENS`, and a receiver in another process."""
+
+    def __init__(self, dtype: torch.dtype, scattered: bool) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=receive, args=(theirs, dtype, scattered), daemon=True)
+        self.process.start()
+        self.cache = make_cache("sender", 1, dtype, scattered)
+        self.cache.add_sequence(SEQUENCE)
+        self.cache.grow(SEQUENCE, TOKENS)
+        self.cache._sequences[SEQUENCE].length = TOKENS  # as if it had been computed
+        self.pages = self.cache._sequences[SEQUENCE].pages
+        self.size = TOKENS * LAYERS * self.cache.layout.token_bytes
+        self.address: str = self.pipe.recv()
+        self.open()
+        self.peer_pool = self._peer().pool  # mapped here
+        self.peer_pool[:, 1:] = 1.0
+
+    def _peer(self) -> SharedRegion:
+        transport = self.cache.transport
+        if not isinstance(transport, ShmTransport):
+            raise TypeError("not over shm")
+        ((_, region),) = transport._peers.values()
+        return region
+
+    def open(self) -> Any:
+        return self.cache.open_put(self.address, PROMPT, 0, TOKENS)
+
+    def runs(self) -> list[list[int]]:
+        """What a put copies, as the offsets of the two pools."""
+        pages = KVAddress.verify(self.address, SECRET).pages()
+        route = Route(self.cache.layout, self._peer().layout, pages, 0)
+        batches = route.batches(range(LAYERS), self.pages, 0, TOKENS, self.size)
+        return [run for runs, _ in batches for run in runs.tolist()]
+
+    def next(self, landed: int) -> None:
+        """Say what has landed; another lease."""
+        self.pipe.send(landed)
+        self.address = self.pipe.recv()
+
+    def close(self) -> None:
+        self.pipe.send(None)
+        self.process.join()
+        self.cache.close()
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -88,84 +157,122 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def measure(dtype: torch.dtype, scattered: bool) -> tuple[list[float], list[float]]:
-    """GB/s of puts and of memcpy, alternating."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    peer = context.Process(target=receive, args=(theirs, dtype, scattered), daemon=True)
-    peer.start()
-    cache = make_cache("sender", 1, dtype)
-    if scattered:
-        scatter(cache)
-    prompt = list(range(TOKENS))
-    sequence = SeqId(1)
-    cache.add_sequence(sequence)
-    cache.grow(sequence, TOKENS)
-    cache._sequence(sequence).length = TOKENS  # as if it had been computed
-    size = TOKENS * LAYERS * cache.layout.token_bytes
-    put_rates, memcpy_rates = [], []
-    for repeat in range(REPEATS + 1):
-        put = cache.open_put(ours.recv(), prompt, 0, TOKENS)
+def measure(dtype: torch.dtype, scattered: bool) -> Rates:
+    """Puts, memcpy and NIXL, alternating."""
+    pair, rates = Pair(dtype, scattered), Rates()
+    cache, size = pair.cache, pair.size
+    to, of = pair.peer_pool.data_ptr(), cache.pool.data_ptr()
+    with nixl(cache.layout.nbytes, pair.runs()) as transfer:
+        for repeat in range(REPEATS + 1):
+            put = pair.open()
 
-        def send(put: Any = put) -> None:
-            cache.mark_send(sequence, put, 0, TOKENS)
+            def send(put: Any = put) -> None:
+                cache.mark_send(SEQUENCE, put, 0, TOKENS)
+                put.close().result()
+
+            put_s = seconds(send)
+            cache.clear_mark(SEQUENCE)
+            # The same bytes between the same mappings, one thread.
+            memcpy_s = seconds(lambda: ctypes.memmove(to, of, size))
+            nixl_s = transfer() if transfer else None
+            pair.next(TOKENS)
+            if repeat:
+                rates.put.append(size / put_s / 1e9)
+                rates.memcpy.append(size / memcpy_s / 1e9)
+                if nixl_s:
+                    rates.nixl.append(size / nixl_s[0] / 1e9)
+                    rates.nixl_transfer.append(size / nixl_s[1] / 1e9)
+    pair.close()
+    return rates
+
+
+@contextmanager
+def nixl(size: int, runs: list[list[int]]) -> Iterator[Callable[[], list[float]] | None]:
+    """What makes NIXL move the same runs, and returns its seconds, in all and of the transfer."""
+    if not PEER.exists():
+        yield None
+        return
+    script = [str(PEER), str(Path(__file__).parent / "peer_nixl.py"), str(size)]
+    with subprocess.Popen(
+        script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as peer:
+        if peer.stdin is None or peer.stdout is None:
+            raise TypeError("no pipes")
+        stdin, stdout = peer.stdin, peer.stdout
+
+        def ask(line: str) -> str:
+            stdin.write(line + "\n")
+            stdin.flush()
+            while not (answer := stdout.readline()).startswith(PEER_SAYS):
+                if not answer:
+                    raise SystemExit("NIXL has failed")
+            return answer.removeprefix(PEER_SAYS)
+
+        ask(json.dumps(runs))
+        yield lambda: [float(word) for word in ask("go").split()]
+        stdin.close()
+        if peer.wait():
+            raise SystemExit("NIXL has not moved the bytes")
+
+
+def measure_singles() -> list[float]:
+    """Microseconds from a put of one token, in all layers, to its having landed; one at a time."""
+    pair, times = Pair(torch.float32, scattered=False), []
+    put = pair.open()
+    for position in range(SINGLES):
+
+        def send(position: int = position) -> None:
+            put.write(range(LAYERS), pair.pages, position, position + 1)
+            put.signal(position + 1)
             put.close().result()
 
-        put_s = seconds(send)
-        cache.clear_mark(sequence)
-        # The same bytes between the same mappings, one thread: the receiver's pool is mapped here.
-        target = next(iter(cache.transport._peers.values()))[2].pool  # type: ignore[attr-defined]
-        to, of = target.data_ptr(), cache.pool.data_ptr()
-        memcpy_s = seconds(lambda to=to, of=of: ctypes.memmove(to, of, size))
-        ours.send(repeat < REPEATS)
-        if repeat:
-            put_rates.append(size / put_s / 1e9)
-            memcpy_rates.append(size / memcpy_s / 1e9)
-    peer.join()
-    cache.transport.close()
-    return put_rates, memcpy_rates
+        times.append(seconds(send) * 1e6)
+    pair.next(SINGLES)
+    pair.close()
+    return times[SINGLES // 10 :]
 
 
-def measure_nixl() -> float | None:
-    """GB/s of NIXL's WRITE between two processes over shared memory; None without NIXL."""
-    if not PEER.exists():
-        return None
-    script = Path(__file__).parent / "peer_nixl.py"
-    done = subprocess.run([PEER, script], capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-        return None
-    return float(done.stdout.split()[-1])
+def ratio(ours: list[float], others: list[float]) -> float | None:
+    """Of the medians."""
+    return round(spread(ours)["median"] / spread(others)["median"], 3) if others else None
 
 
 def main() -> None:
     """Measure, print the table, publish the JSON."""
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {}
+    figures: dict[str, dict[str, Any]] = {}
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         for scattered in (False, True):
-            put, memcpy = measure(dtype, scattered)
+            rates = measure(dtype, scattered)
             name = f"{'scattered' if scattered else 'contiguous'} {str(dtype).split('.')[1]}"
-            ratio = spread(put)["median"] / spread(memcpy)["median"]
-            figures[name] = {"put": spread(put), "memcpy": spread(memcpy), "ratio": round(ratio, 3)}
-            cells = (spread(put)["median"], spread(memcpy)["median"], ratio)
-            rows.append([name, *(f"{cell:.2f}" for cell in cells)])
-    nixl = measure_nixl()
-    rows.append(["NIXL shm, 256 MB", "-" if nixl is None else f"{nixl:.2f}", "-", "-"])
+            measured = {what: spread(values) for what, values in vars(rates).items() if values}
+            ratios = {
+                "vs_memcpy": ratio(rates.put, rates.memcpy),
+                "vs_nixl": ratio(rates.put, rates.nixl),
+                "vs_nixl_transfer": ratio(rates.put, rates.nixl_transfer),
+            }
+            figures[name] = {**measured, **ratios}
+            cells = [measured.get(what, {}).get("median") for what in vars(rates)]
+            row = (*cells, *ratios.values())
+            rows.append([name, *("-" if cell is None else f"{cell:.2f}" for cell in row)])
+    single = spread(measure_singles())
     table(
-        f"{TOKENS} tokens of SmolLM2's KV into another process, medians of {REPEATS}",
-        ["pages", "put GB/s", "memcpy GB/s", "ratio"],
+        f"{TOKENS} tokens of SmolLM2's KV into another process, GB/s, medians of {REPEATS}",
+        ["pages", "put", "memcpy", "NIXL", "its transfer", "vs memcpy", "vs NIXL", "vs transfer"],
         rows,
     )
-    contiguous = figures["contiguous float32"]
+    print(f"one token in all {LAYERS} layers, µs: {single}")
+    contiguous, scattered_pages = figures["contiguous float32"], figures["scattered float32"]
     publish(
         "put",
         {
-            "contiguous_vs_memcpy": contiguous["ratio"],
-            "scattered_vs_memcpy": figures["scattered float32"]["ratio"],
-            "vs_nixl_shm": nixl and round(contiguous["put"]["median"] / nixl, 3),
-            "gb_per_s": figures | {"nixl": nixl},
+            "contiguous_vs_memcpy": contiguous["vs_memcpy"],
+            "scattered_vs_memcpy": scattered_pages["vs_memcpy"],
+            "vs_nixl_shm": contiguous["vs_nixl"],
+            "vs_nixl_shm_scattered": scattered_pages["vs_nixl"],
+            "one_token_us": single,
+            "gb_per_s": figures,
         },
     )
 
