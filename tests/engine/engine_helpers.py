@@ -25,6 +25,7 @@ from engine.stream import GenerationStream
 from kvcache.cache import KVCache
 from kvcache.identity import Identity
 from kvcache.layout import KVLayout
+from kvcache.tier_store import Store
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
 
@@ -36,19 +37,29 @@ def tiny() -> LoadedModel:
     return load_model("tiny", dtype=torch.float32, device=torch.device("cpu"))
 
 
-def make_cache(
-    network: MemoryNetwork | None = None, pages: int = 64, name: str = "a", url: str = ""
-) -> KVCache:
-    """A cache of tiny's shape; `pages` beside the scratch page."""
+def tiny_layout(pages: int) -> KVLayout:
+    """Of tiny's shape; `pages` beside the scratch page."""
     shape = tiny().config
-    layout = KVLayout(
+    return KVLayout(
         shape.num_layers, pages + 1, 16, shape.num_kv_heads, shape.head_dim, torch.float32
     )
+
+
+def make_cache(
+    network: MemoryNetwork | None = None,
+    pages: int = 64,
+    name: str = "a",
+    url: str = "",
+    stores: Sequence[Store] = (),
+) -> KVCache:
+    """A cache of tiny's shape; `pages` beside the scratch page."""
+    shape, layout = tiny().config, tiny_layout(pages)
     return KVCache(
         layout,
         MemoryTransport(network or MemoryNetwork(), layout, 1),
         query_heads=shape.num_heads,
         identity=Identity(EngineId(name), 1, b"secret", "tiny", url),
+        stores=stores,
     )
 
 
@@ -78,10 +89,12 @@ async def running(
     url: str = "",
     api_key: str = "",
     lease_ms: int = 30_000,
+    stores: Sequence[Store] = (),
+    swap: bool = True,
 ) -> AsyncIterator[MicroserveEngine]:
     """One engine, whose books must balance when it has come to rest."""
-    cache = make_cache(network, pages, name, url)
-    scheduler = Scheduler(cache, token_budget=token_budget, max_batch=max_batch)
+    cache = make_cache(network, pages, name, url, stores)
+    scheduler = Scheduler(cache, token_budget=token_budget, max_batch=max_batch, swap=swap)
     engine = MicroserveEngine(
         tiny(),
         cache,
@@ -103,7 +116,7 @@ async def running(
     finally:
         await engine.mirrors.close()
         engine.loop.stop()
-        cache.transport.close()
+        cache.close()
 
 
 @contextlib.asynccontextmanager
@@ -129,12 +142,12 @@ async def serving(
 
 
 async def at_rest(engine: MicroserveEngine) -> None:
-    """Wait until nothing runs and every page is free or cached."""
+    """Wait until nothing runs and every page, of the pool and of tiers, is free or cached."""
     async with asyncio.timeout(10):
         while True:
-            use = engine.cache.page_use()
+            uses = [engine.cache.page_use(), *engine.cache.tier_use()]
             busy = engine.running + engine.waiting + engine.puts_in_flight
-            if not busy and use.free + use.cached == use.total:
+            if not busy and all(use.free + use.cached == use.total for use in uses):
                 return
             await asyncio.sleep(0.002)
 

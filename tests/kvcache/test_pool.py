@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 
 import pytest
@@ -88,6 +89,39 @@ def test_check_finds_a_broken_free_list():
     pool._free.append(pool._free[0])
     with pytest.raises(Internal, match="free list"):
         pool.check([])
+
+
+def test_a_page_is_not_freed_while_it_is_read():
+    pool = PagePool(4)
+    pages = pool.take(2)
+    read = pool.begin_read(pages[0])
+    pool.drop(pages[1:])  # nobody waits for another page
+    with ThreadPoolExecutor(1) as threads:
+        dropping = threads.submit(pool.drop, pages[:1])
+        assert not wait([dropping], timeout=0.05).done
+        read.set()
+        dropping.result(20)
+    assert pool.free == 3
+    pool.end_read(pages[0])  # it has gone since
+    pool.check([])
+
+
+def test_a_page_that_is_still_held_is_let_go_of_at_once():
+    pool = PagePool(4)
+    pages = pool.take(1)
+    pool.share(pages)
+    pool.begin_read(pages[0])
+    pool.drop(pages)
+    pool.check([pages])
+    pool.end_read(pages[0])
+    pool.drop(pages)
+    pool.check([])
+
+
+def test_a_free_page_is_not_read():
+    pool = PagePool(4)
+    with pytest.raises(Internal, match="nobody holds"):
+        pool.begin_read(PageId(1))
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "drop"]), st.integers(0, 6))))

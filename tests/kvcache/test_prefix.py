@@ -157,6 +157,48 @@ def test_an_evicted_branch_can_be_inserted_again(tree: Tree):
     assert tree.cache.match([1, 2, 3, 4])[1] == again[1]
 
 
+def test_what_is_only_looked_at_is_not_used(tree: Tree):
+    tree.keep([1, 2])
+    tree.keep([3, 4])
+    assert len(tree.cache.match([1, 2], use=False)) == 1
+    tree.cache.evict(1)
+    assert tree.cache.match([1, 2]) == []
+    assert len(tree.cache.match([3, 4])) == 1
+
+
+def test_pages_that_come_one_by_one_make_one_node(tree: Tree):
+    tokens = list(range(8))
+    for end in range(SIZE, 8 + SIZE, SIZE):
+        tree.keep(tokens[:end])
+    assert len(list(tree.cache.holders())) == 1
+    assert len(tree.cache.match(tokens)) == 4
+    tree.keep([0, 1, 9, 9])  # splits it
+    tree.keep([0, 1, 9, 9, 5, 5])
+    assert len(list(tree.cache.holders())) == 3
+    assert tree.cache.evict(99) == 6
+
+
+@pytest.mark.parametrize("keep", range(5))
+def test_a_cut_takes_all_that_follows(tree: Tree, keep: int):
+    tokens = list(range(8))
+    tree.keep(tokens)
+    tree.keep([*tokens[:6], 9, 9])  # branches off after three pages
+    tree.keep([0, 1, 7, 7])  # and after one
+    tree.cache.cut(tokens, keep)
+    tree.check()
+    assert len(tree.cache.match(tokens)) == min(keep, 4)
+    assert len(tree.cache.match([*tokens[:6], 9, 9])) == (4 if keep >= 3 else keep)
+    assert len(tree.cache.match([0, 1, 7, 7])) == (2 if keep >= 1 else 0)
+
+
+def test_a_cut_where_nothing_is_does_nothing(tree: Tree):
+    tree.keep([1, 2, 3, 4])
+    tree.cache.cut([1, 2, 5, 6], 1)
+    tree.cache.cut([7, 8], 0)
+    tree.cache.cut([1, 2, 3, 4, 5, 6], 2)
+    assert tree.cache.tokens == 4
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

@@ -9,8 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from gated_store import PATIENCE_S, GatedStore
 from kv_helpers import SIZE, assert_content, cached, sequence, small_layout
-from tier_helpers import PATIENCE_S, GatedStore, at_rest, quiet, tiered
+from tier_helpers import at_rest, quiet, tiered
 
 from kvcache.cache import KVCache
 from kvcache.errors import NoCapacity

@@ -59,6 +59,11 @@ def test_a_page_survives_the_way_there_and_back(store: Store):
         assert torch.equal(pool[:, :3], before[:, :3])
 
 
+def test_the_pool_is_not_copied():
+    pool = torch.zeros(LAYOUT.shape)
+    assert DevicePages(Books(4, 4), pool)._pool.data_ptr() == pool.data_ptr()
+
+
 def test_the_file_is_ours_and_nobody_sees_it(disk: DiskStore, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
     found = os.fstat(disk.fd)
