@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 import orjson
 from pydantic import ValidationError
+from typing_extensions import TypedDict
 
 from engine.protocol import BadRequest, MicroserveError, NoCapacity
 from router.errors import NoEngines

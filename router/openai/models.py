@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Literal
 
 from aiohttp import web
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from router.errors import ModelNotFound
 from router.http import json_response

@@ -42,11 +42,8 @@ def _seed(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1)]
-Stop = Annotated[
-    list[Text],
-    Field(max_length=16),
-    BeforeValidator(_listed, json_schema_input_type=Text | list[Text]),
-]
+Stops = Annotated[list[Text], Field(max_length=16)]
+Stop = Annotated[Stops, BeforeValidator(_listed, json_schema_input_type=Text | Stops)]
 Seed = Annotated[int, Field(ge=SEED_FROM, le=SEED_TO), BeforeValidator(_seed)]
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = (

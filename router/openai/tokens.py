@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from router.http import json_response, off_loop
 from router.model import ServedModel
