@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from engine.protocol import Draining, Internal, MicroserveError, PeerUnreachable, Timeout
 from router.config import RouterConfig
-from router.engine_client import EventStream
 from router.errors import EngineUnreachable
 from router.ids import EngineRequestId
 from router.member import Member, guard
 from router.metrics import Metrics
+from router.mux import Delivery
 from router.receipts import Call, Leg, Receipt
 from router.registry import Registry
 from router.release import Releaser
@@ -135,7 +135,7 @@ class Attempt:
         self.praise(member)
         return reply
 
-    async def start(self, member: Member, body: dict[str, Any]) -> EventStream:
+    async def start(self, member: Member, body: dict[str, Any]) -> Delivery:
         """Start a generation; `TokenStream.stop` aborts it."""
         body["request_id"] = self.request_id
         return await guard(member.client.start_generate(body, self._headers), member)

@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, TypeVar
 
 from engine.protocol import EngineState, ModelInfo
-from router.engine_client import EngineClient, EventStream
+from router.engine_client import EngineClient
 from router.errors import EngineUnreachable
 from router.ids import EngineId
+from router.mux import Delivery
 
 __all__ = ["Load", "Member", "guard"]
 
@@ -68,7 +69,7 @@ class Member:
         self.failures = 0  # failed legs in a row
         self.open_until = 0.0  # the breaker: left alone until then (loop time)
         self._calls: set[asyncio.Timeout] = set()
-        self._streams: set[EventStream] = set()
+        self._streams: set[Delivery] = set()
 
     @property
     def url(self) -> str:
@@ -108,7 +109,7 @@ class Member:
             stream.abort()
 
     @contextmanager
-    def watching(self, stream: EventStream) -> Iterator[None]:
+    def watching(self, stream: Delivery) -> Iterator[None]:
         """Abort `stream` if the engine goes down."""
         if self.status == "down":
             stream.abort()

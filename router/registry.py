@@ -6,10 +6,8 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-
-import aiohttp
 
 from engine.protocol import EngineState, MicroserveError, ModelInfo
 from router.config import RouterConfig
@@ -32,10 +30,14 @@ class Registry:
     """
 
     def __init__(
-        self, config: RouterConfig, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup
+        self,
+        config: RouterConfig,
+        connect: Callable[[str], EngineClient],
+        tasks: asyncio.TaskGroup,
     ) -> None:
+        """`connect` gives the calls to the engine at a URL."""
         self._config = config
-        self._session = session
+        self._connect = connect
         self._tasks = tasks
         self._members: dict[str, Member] = {}  # by URL
         self._monitors: dict[str, asyncio.Task[None]] = {}
@@ -55,7 +57,7 @@ class Registry:
 
     def add(self, url: str, *, id: str = "", role: Role | None = None) -> Member:
         """Register the engine at `url`, or hear again of one that is registered (a heartbeat)."""
-        client = EngineClient(self._session, url, self._config.engine_api_key)
+        client = self._connect(url)
         member = self._members.get(client.url)
         if member is None:
             member = self._members[client.url] = Member(client, id=id, role=role or "any")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from engine.protocol import Sampling, Usage
 
 if TYPE_CHECKING:
@@ -14,15 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["Chunk", "Request"]
 
 
-@dataclass(slots=True)
-class Chunk:
+class Chunk(msgspec.Struct):
     """What an engine emitted for one request in a step, or in a few that arrived together.
 
-    The fields are those of `Event`. Not validated field by field: this is the hot path, and the
-    engines are ours.
+    The fields are those of `Event`.
     """
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     text: str = ""
     begin: int | None = None
     logprobs: list[dict[str, Any]] | None = None  # `TokenLogprob`s in JSON form

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import aiohttp
 
 from router.attempt import Runtime
 from router.backlog import Backlog
 from router.catalog import Catalog
 from router.config import RouterConfig
+from router.engine_client import EngineClient
 from router.generations import Generations
 from router.metrics import Metrics
 from router.receipts import Receipts
 from router.registry import Registry
 from router.release import Releaser
+from router.wire import Wire
 
 __all__ = ["Router"]
-
-# Servers close idle connections after 5 s or more; a request on a connection that is just being
-# closed fails. So we drop ours first.
-KEEPALIVE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +51,32 @@ class Router:
             first = catalog[config.strategy]
         generations = Generations(first.bind(config.params))
         metrics = Metrics()
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
-        async with (
-            aiohttp.ClientSession(
-                connector=connector,
-                timeout=timeout,
-                auto_decompress=False,
-                read_bufsize=2**18,
-            ) as session,
-            asyncio.TaskGroup() as tasks,
-        ):
-            registry = Registry(config, session, tasks)
-            releaser = Releaser(tasks, config.release_timeout_s)
-            try:
-                for url in config.engines:
-                    registry.add(url)
-                yield cls(
-                    config=config,
-                    registry=registry,
-                    catalog=catalog,
-                    generations=generations,
-                    receipts=Receipts(config.max_receipts),
-                    backlog=Backlog(config.max_queue),
-                    metrics=metrics,
-                    runtime=Runtime(config, registry, releaser, metrics),
+        with ExitStack() as wires:
+
+            def connect(url: str) -> EngineClient:
+                wire = Wire(
+                    url,
+                    api_key=config.engine_api_key,
+                    connect_timeout_s=config.connect_timeout_s,
                 )
-            finally:
-                registry.close()
+                wires.callback(wire.close)
+                return EngineClient(wire)
+
+            async with asyncio.TaskGroup() as tasks:
+                registry = Registry(config, connect, tasks)
+                releaser = Releaser(tasks, config.release_timeout_s)
+                try:
+                    for url in config.engines:
+                        registry.add(url)
+                    yield cls(
+                        config=config,
+                        registry=registry,
+                        catalog=catalog,
+                        generations=generations,
+                        receipts=Receipts(config.max_receipts),
+                        backlog=Backlog(config.max_queue),
+                        metrics=metrics,
+                        runtime=Runtime(config, registry, releaser, metrics),
+                    )
+                finally:
+                    registry.close()

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,8 +53,8 @@ def token_at(position: int) -> int:
 @dataclass
 class FakeEngine:
     """One scripted engine. `refuse[call]`: errors to answer with, in turn, before it behaves.
-    `break_after`: cut the connection after so many events, that often. `gate`: a generation waits
-    for it after its first event."""
+    `break_after`: cut the stream after so many events of a generation, that often. `gate`: a
+    generation waits for it after its first event."""
 
     name: str
     role: str = "any"
@@ -73,6 +73,8 @@ class FakeEngine:
     silent: bool = False
     url: str = ""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _muxes: dict[str, tuple[web.Request, web.StreamResponse]] = field(default_factory=dict)
+    _generations: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
 
     def named(self, call: str) -> list[dict[str, Any]]:
         return [body for name, body in self.calls if name == call]
@@ -118,23 +120,53 @@ class FakeEngine:
     async def release(self, http: web.Request) -> web.Response:
         body = await self._note("release", http)
         self.leases.discard(body.get("lease_id", ""))
+        _, running = self._generations.get(body.get("request_id", ""), ("", None))
+        if running is not None:
+            running.cancel()
         return web.json_response({})
+
+    async def stream(self, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(http)
+        await response.write(b"\n")
+        self._muxes[http.query["id"]] = (http, response)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            del self._muxes[http.query["id"]]
+            for stream_id, running in self._generations.values():
+                if stream_id == http.query["id"]:
+                    running.cancel()
 
     async def start_generate(self, http: web.Request) -> web.StreamResponse:
         body = await self._note("start_generate", http)
         self.leases.discard(body.get("lease_id", ""))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
+        assert body["stream"] == "mux"
         self.running += 1
+        running = self._tasks.create_task(self._run(body, *self._muxes[body["stream_id"]]))
+        self._generations[body["request_id"]] = (body["stream_id"], running)
+        return web.json_response({"request_id": body["request_id"]})
+
+    async def _run(
+        self, body: dict[str, Any], http: web.Request, response: web.StreamResponse
+    ) -> None:
+        async def emit(event: dict[str, Any]) -> None:
+            await response.write(json.dumps({body["request_id"]: event}).encode() + b"\n")
+
         try:
-            await self._generate(http, response, body)
+            await self._generate(http, emit, body)
+        except ConnectionError:
+            pass
         finally:
+            del self._generations[body["request_id"]]
             self.running -= 1
             await asyncio.shield(self._notify())
-        return response
 
     async def _generate(
-        self, http: web.Request, response: web.StreamResponse, body: dict[str, Any]
+        self,
+        http: web.Request,
+        emit: Callable[[dict[str, Any]], Awaitable[None]],
+        body: dict[str, Any],
     ) -> None:
         cut = self.break_after.pop(0) if self.break_after else None
         fail = self.error_after.pop(0) if self.error_after else None
@@ -145,7 +177,7 @@ class FakeEngine:
                 http.transport.abort()
                 return
             if fail is not None and count == fail[0]:
-                await response.write(_event(error_body(fail[1])))
+                await emit(error_body(fail[1]))
                 return
             token = token_at(prompt + done + count)
             event: dict[str, Any] = {"token_ids": [token], "text": f"w{token} "}
@@ -157,7 +189,7 @@ class FakeEngine:
                     "prompt_tokens": prompt, "completion_tokens": limit,
                     "cached_tokens": body["begin"],
                 }  # fmt: skip
-            await response.write(_event(event))
+            await emit(event)
             if self.gate is not None:
                 await self.gate.wait()
 
@@ -185,6 +217,7 @@ class FakeEngine:
         for call in ("prep_recv", "remote_send", "release", "start_generate"):
             app.router.add_post(f"/microserving/{call}", getattr(self, call))
         app.router.add_get("/health", self.health)
+        app.router.add_get("/microserving/stream", self.stream)
         app.router.add_get("/microserving/model", self.model)
         app.router.add_get("/microserving/state", self.state)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -193,7 +226,10 @@ class FakeEngine:
             site = web.TCPSite(runner, "127.0.0.1", port)
             await site.start()
             self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            yield self
+            async with asyncio.TaskGroup() as self._tasks:
+                yield self
+                for _, running in self._generations.values():
+                    running.cancel()
         finally:
             await runner.cleanup()
 
@@ -212,10 +248,6 @@ async def _refusals(request: web.Request, handler: Any) -> web.StreamResponse:
         headers = refusal.headers if isinstance(refusal.error, NoCapacity) else {}
         status = refusal.error.status
         return web.json_response(error_body(refusal.error), status=status, headers=headers)
-
-
-def _event(fields: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(fields).encode() + b"\n\n"
 
 
 @dataclass
