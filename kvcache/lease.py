@@ -124,7 +124,8 @@ class LeaseTable:
             if lease_id in self._ended:
                 raise LeaseExpired(f"lease {lease_id} has ended", param="lease_id")
             raise UnknownLease(f"there is no lease {lease_id}", param="lease_id")
-        lease.landed = int(self._region.slots[lease.slot, LANDED])
+        # No sender of ours raises it further than there is room; none of another kind is believed.
+        lease.landed = min(int(self._region.slots[lease.slot, LANDED]), lease.room)
         return lease
 
     def watch(self, leases: Sequence[ReceiveLease]) -> Watch:

@@ -242,6 +242,9 @@ class QueuedPut:
 
     def _batches(self, layers: range, pages: list[PageId], begin: int, end: int) -> Iterator[Batch]:
         """Planned when its turn comes, not by the caller."""
+        address = self._address
+        if not address.begin <= begin <= end <= address.room:
+            raise BadRange(f"[{begin}, {end}) is not in the room of the lease")
         yield from self._route.batches(layers, pages, begin, end, HOLD_BYTES)
 
     @cached_property
@@ -253,6 +256,8 @@ class QueuedPut:
         hold = self._hold
         if hold is None or hold.words is None:
             return
+        if hold.words.get(LANDED, 0) > self._address.room:
+            raise BadRange("the watermark cannot rise beyond the room of the lease")
         words = self._check_claim(self._check_lease())
         if hold.runs:
             self._target.copy(hold.runs[0] if len(hold.runs) == 1 else np.concatenate(hold.runs))

@@ -32,3 +32,9 @@ def new_cache(clock: Clock) -> Iterator[Callable[..., KVCache]]:
 @pytest.fixture
 def cache(new_cache: Callable[..., KVCache]) -> KVCache:
     return new_cache()
+
+
+@pytest.fixture
+def pair(new_cache: Callable[..., KVCache]) -> tuple[KVCache, KVCache]:
+    """A sender and a receiver."""
+    return new_cache(name="sender"), new_cache(name="receiver")
