@@ -8,12 +8,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +22,11 @@ from kvcache.errors import BadRange, Internal, LeaseExpired, MicroserveError, Ti
 from kvcache.layout import KVLayout
 from kvcache.region import CLAIM, LANDED, NONCE, RENEWALS
 from kvcache.transport.runs import Route, Runs
+from kvcache.transport.target import Target
 from kvcache.transport.worker import Worker
 from kvcache.types import PageId
 
-__all__ = ["QueuedPut", "Target"]
+__all__ = ["QueuedPut"]
 
 log = logging.getLogger(__name__)
 
@@ -35,41 +35,6 @@ RIGHT_TIMEOUT_S = 2.0  # the other holder copies for less than a millisecond, un
 RIGHT_POLL_S = 0.0005  # between tries at first; they become rarer
 
 Batch = tuple[Runs, int]  # with its bytes
-
-
-class Target(Protocol):
-    """A peer's region as a sender sees it: all that is different from transport to transport.
-
-    Calls return when their work is complete, and come from one thread.
-    """
-
-    @property
-    def layout(self) -> KVLayout:
-        """That of the peer's pool."""
-        ...
-
-    def try_right(self, slot: int, share: int = 0) -> bool:
-        """Take the write right of a slot if nobody has it; never waits for who has.
-
-        Alone, or together with all who give the same number for `share`.
-        """
-        ...
-
-    def drop_right(self, slot: int) -> None:
-        """Give it back: nothing of what was written under it is under way any more."""
-        ...
-
-    def words(self, slot: int) -> npt.NDArray[np.uint64]:
-        """The slot's words as they are now."""
-        ...
-
-    def store(self, slot: int, words: Mapping[int, int]) -> None:
-        """Write some of the slot's words, holding the right."""
-        ...
-
-    def copy(self, runs: Runs) -> None:
-        """Copy runs of bytes from our pool into theirs, holding the right."""
-        ...
 
 
 @dataclass(slots=True)

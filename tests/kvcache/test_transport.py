@@ -37,6 +37,7 @@ from kvcache.address import KVAddress
 from kvcache.cache import KVCache
 from kvcache.errors import (
     BadRange,
+    BadRequest,
     Internal,
     KVIncomplete,
     LeaseExpired,
@@ -47,7 +48,14 @@ from kvcache.errors import (
 )
 from kvcache.lease import ReceiveLease
 from kvcache.region import CLAIM, LANDED
-from kvcache.transport import MemoryNetwork, MemoryTransport, Put, ShmTransport, Transport
+from kvcache.transport import (
+    MemoryNetwork,
+    MemoryTransport,
+    Put,
+    ShmTransport,
+    Transport,
+    make_transport,
+)
 from kvcache.types import PageId, SeqId
 
 NewCache = Callable[..., KVCache]
@@ -236,6 +244,14 @@ def _memories() -> int:
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return len({line.split()[4] for line in maps if "microserve-kv" in line})
+
+
+def test_a_transport_is_found_by_the_name_in_its_endpoint():
+    transport = make_transport("shm", small_layout(3), 1, secret=b"", host="")
+    assert transport.endpoint.startswith("shm:")
+    transport.close()
+    with pytest.raises(BadRequest, match="carrier pigeon"):
+        make_transport("carrier pigeon", small_layout(3), 1, secret=b"", host="")
 
 
 # Workers of one sender

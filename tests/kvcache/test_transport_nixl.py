@@ -34,7 +34,7 @@ from kvcache.cache import KVCache
 from kvcache.errors import BadRequest, LeaseExpired, PeerUnreachable, StaleEpoch, Timeout
 from kvcache.layout import KVLayout
 from kvcache.lease import ReceiveLease
-from kvcache.transport import nixl_agent, nixl_hello
+from kvcache.transport import make_transport, nixl_agent, nixl_hello
 from kvcache.transport.nixl import NixlTransport
 from kvcache.transport.nixl_receiver import FlaggedRegion
 from kvcache.types import SeqId
@@ -271,6 +271,12 @@ def test_who_says_nothing_is_turned_out(
     with socket.create_connection((host, int(port)), 10) as connection:
         assert connection.recv(1 << 16)  # the challenge
         assert connection.recv(1) == b""
+
+
+def test_it_is_found_by_the_name_in_its_endpoint():
+    transport = make_transport("nixl", small_layout(3), 1, secret=b"", host=HERE)
+    assert transport.endpoint.startswith(f"nixl:{HERE}:")
+    transport.close()
 
 
 def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
