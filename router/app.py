@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
-from engine.protocol import BadRequest, Internal, MicroserveError, TooLarge, Unauthorized
-from router import admin
-from router.errors import MethodNotAllowed, NotFound
-from router.http import begin_request, json_response
+from router import admin, admin_strategies, middleware
+from router.http import json_response
 from router.openai.answer import chat_completions, completions
-from router.openai.errors import error_headers, error_object
 from router.openai.models import models, one_model
 from router.openai.tokens import detokenize, tokenize
 from router.openapi import DOCS_PAGE, documented, openapi
@@ -23,79 +19,24 @@ from router.router import Router
 
 __all__ = ["make_app"]
 
-log = logging.getLogger(__name__)
-# Open to everybody: probes and scrapers have no keys.
-OPEN = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs"})
-
 
 def make_app(router: Router) -> web.Application:
-    app = web.Application(
-        middlewares=[_outermost(router), _keys(router)],
-        client_max_size=router.config.max_body_mb * 2**20,
+    app = web.Application(client_max_size=router.config.max_body_mb * 2**20)
+    middleware.install(app, router)
+    app.router.add_routes(
+        [*_routes(router), *admin.routes(router), *admin_strategies.routes(router)]
     )
-    app.router.add_routes([*_routes(router), *admin.routes(router)])
+    app.on_shutdown.append(_end_listening(router))
     return app
 
 
-def _outermost(router: Router) -> Middleware:
-    """Request id, error objects, counting. The one place where exceptions become replies."""
+def _end_listening(router: Router) -> Callable[[web.Application], Awaitable[None]]:
+    """Streams of events have no end of their own: they are not what a router waits for."""
 
-    @web.middleware
-    async def outermost(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request_id = begin_request(request)
-        response: web.StreamResponse
-        try:
-            response = await handler(request)
-        except MicroserveError as error:
-            response = _error(error)
-        except web.HTTPException as error:
-            response = _error(_of_aiohttp(request, error))
-        except ConnectionResetError:
-            raise  # the client has gone while we wrote: nobody is there to be told
-        except Exception:
-            log.exception("request %s failed", request_id)
-            response = _error(Internal("the router failed; its log says how"))
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource is not None else "other"
-        router.metrics.requests.labels(path, response.status).inc()
-        if not response.prepared:
-            response.headers["X-Request-Id"] = request_id
-        return response
+    async def end(_: web.Application) -> None:
+        router.events.close()
 
-    return outermost
-
-
-def _keys(router: Router) -> Middleware:
-    @web.middleware
-    async def keys(request: web.Request, handler: Handler) -> web.StreamResponse:
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else ""
-        if request.path.startswith("/admin/"):
-            admin.check_admin(router, request, given)
-        else:
-            key = router.config.api_key
-            if key and request.path not in OPEN and not admin.same_key(given, key):
-                raise Unauthorized("a valid API key is needed", code="invalid_api_key")
-        return await handler(request)
-
-    return keys
-
-
-def _error(error: MicroserveError) -> web.Response:
-    response = json_response(error_object(error), status=error.status)
-    response.headers.update(error_headers(error))
-    return response
-
-
-def _of_aiohttp(http: web.Request, error: web.HTTPException) -> MicroserveError:
-    """What aiohttp itself refuses, as ours."""
-    if error.status == 404:
-        return NotFound(f"no such path: {http.path}")
-    if error.status == 413:
-        return TooLarge("the body is too large")
-    if error.status == 405:
-        return MethodNotAllowed(f"{http.path} takes no {http.method}")
-    return BadRequest(f"{http.method} {http.path}: {error.reason}")
+    return end
 
 
 def _bound(
@@ -110,9 +51,12 @@ def _bound(
 
 def _routes(router: Router) -> list[web.RouteDef]:
     async def health(http: web.Request) -> web.Response:
-        """200 while the router runs, and how many engines can be used."""
+        """200 while the router runs, and how many engines can be used; 503 once it is to stop."""
         up = sum(member.usable for member in router.registry)
-        return json_response({"status": "ok", "engines": {"up": up, "of": len([*router.registry])}})
+        draining = router.drain.begun
+        engines = {"up": up, "of": len([*router.registry])}
+        body = {"status": "draining" if draining else "ok", "engines": engines}
+        return json_response(body, status=503 if draining else 200)
 
     @documented(media=("text/plain",))
     async def metrics(http: web.Request) -> web.Response:
@@ -120,9 +64,7 @@ def _routes(router: Router) -> list[web.RouteDef]:
         gauges = router.metrics
         gauges.waiting.set(len(router.backlog))
         gauges.generation.set(router.generations.active.number)
-        gauges.engine_up.clear()
-        for member in router.registry:
-            gauges.engine_up.labels(member.id).set(member.usable)
+        gauges.engines(router.registry)
         return web.Response(
             body=gauges.render(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},

@@ -11,15 +11,17 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from engine.protocol import Draining, Internal, MicroserveError, PeerUnreachable, Timeout
+from router.calls import ChunkStream
 from router.config import RouterConfig
 from router.errors import EngineUnreachable
 from router.ids import EngineRequestId
+from router.lease import Lease
 from router.member import Member, guard
 from router.metrics import Metrics
-from router.mux import Delivery
 from router.receipts import Call, Leg, Receipt
 from router.registry import Registry
 from router.release import Releaser
+from router.retry_budget import RetryBudget
 from router.token_stream import TokenStream
 
 __all__ = ["Attempt", "Runtime"]
@@ -37,6 +39,7 @@ class Runtime:
     registry: Registry
     releaser: Releaser
     metrics: Metrics
+    retries: RetryBudget
 
 
 class Attempt:
@@ -56,7 +59,9 @@ class Attempt:
         choice: int,
         number: int,
         members: list[Member],
+        accepted: Callable[[], None] = lambda: None,
     ) -> None:
+        """`accepted` is called whenever an engine has taken a call."""
         self.runtime = runtime
         self.receipt = receipt
         self.request_id = request_id
@@ -64,7 +69,9 @@ class Attempt:
         self.alone = len(members) == 1
         self.blamed: set[Member] = set()
         self.streams: list[TokenStream] = []
+        self.leases: list[tuple[Member, Lease]] = []
         self.put_computed = 0  # tokens computed by this attempt's sends and put
+        self._accepted = accepted
         self._headers = headers
         self._choice = choice
         self._number = number
@@ -80,6 +87,12 @@ class Attempt:
     ) -> None:
         # First begin all releases, then wait: waiting may be cancelled, beginning cannot.
         releases = [(stream.member, stream.stop()) for stream in self.streams]
+        for member, lease in self.leases:
+            if lease.open:  # of a strategy that would not leave its `async with`
+                lease.consumed = True
+                body = {"lease_id": lease.lease_id}
+                ending = self.runtime.releaser.spawn(member, body, self._headers)
+                releases.append((member, ending))
         for member, release in releases:
             if release is not None:
                 await self.runtime.releaser.wait(member, release)
@@ -119,6 +132,7 @@ class Attempt:
         if named:
             body["request_id"] = self.request_id
         members = (member,) if receiver is None else (member, receiver)
+        member.breaker.begin()
         answered = False
         try:
             reply = await guard(method(body, self._headers), *members)
@@ -133,12 +147,16 @@ class Attempt:
             if not answered:
                 await self.release(member, {"request_id": self.request_id})
         self.praise(member)
+        self._accepted()
         return reply
 
-    async def start(self, member: Member, body: dict[str, Any]) -> Delivery:
+    async def start(self, member: Member, body: dict[str, Any]) -> ChunkStream:
         """Start a generation; `TokenStream.stop` aborts it."""
         body["request_id"] = self.request_id
-        return await guard(member.client.start_generate(body, self._headers), member)
+        member.breaker.begin()
+        stream = await guard(member.client.start_generate(body, self._headers), member)
+        self._accepted()
+        return stream
 
     async def release(self, member: Member, body: dict[str, Any]) -> None:
         """Have `member` end what `body` names; goes on if this is cancelled."""
@@ -150,22 +168,23 @@ class Attempt:
         return self.runtime.releaser.spawn(member, body, self._headers)
 
     def blame(self, error: MicroserveError, member: Member) -> None:
-        """A leg failed. Errors that are an engine's fault count for its breaker."""
+        """A leg failed. Errors that are an engine's fault count for its breaker; being full, a
+        deadline that passed there, and what is wrong with the request, show that it answers."""
         if isinstance(error, Draining):
             self.blamed.add(member)
             member.probe.set()
         if not isinstance(error, PeerUnreachable | Internal | Timeout):
+            member.breaker.success()
             return
         self.blamed.add(member)
         if isinstance(error, EngineUnreachable):
             member.suspect(error.message)
-        member.failures += 1
-        if member.failures >= self.runtime.config.breaker_failures:
-            loop = asyncio.get_running_loop()
-            member.open_until = loop.time() + self.runtime.config.breaker_open_s
+        if isinstance(error, Timeout):
+            member.breaker.success()
+        elif member.breaker.failure():
+            self.runtime.metrics.breaker_opened.labels(member.id).inc()
             log.warning("engine %s is left alone for a while: %s", member.id, error)
 
     def praise(self, member: Member) -> None:
         """A leg succeeded."""
-        member.failures = 0
-        member.open_until = 0.0
+        member.breaker.success()

@@ -1,69 +1,108 @@
-"""Back-pressure: requests that the engines have no room for wait here, first come first served."""
+"""Back-pressure: requests that the engines have no room for wait here, each in its turn."""
 
 from __future__ import annotations
 
 import asyncio
 import bisect
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from engine.protocol import NoCapacity
 
-__all__ = ["Backlog"]
+__all__ = ["Backlog", "Place"]
 
-Place = tuple[float, int, asyncio.Event]  # time of arrival, tie-break, "it may be your turn"
+Order = tuple[int, float, int]  # priority, time of arrival, tie-break
+
+
+class Place:
+    """One choice's place. Not in the queue before it meets others that wait, or no room."""
+
+    __slots__ = ("_backlog", "_turn", "order")
+
+    def __init__(self, backlog: Backlog, order: Order) -> None:
+        self.order = order
+        self._backlog = backlog
+        self._turn = asyncio.Event()  # it is the first, or room may have been made
+
+    async def wait(self, full: NoCapacity | None, *, deadline: float) -> None:
+        """Wait until it may (again) be tried to find room. `full`: it was tried just now.
+
+        The first in the queue tries when a request has ended, or when Retry-After says so. Raises
+        `full`, or `NoCapacity`, if the queue is full or the turn does not come before `deadline`
+        (loop time). Cancellation ends the wait; the place ends with the body of `Backlog.place`.
+        """
+        queue = self._backlog.queue
+        if self not in queue:
+            if full is None and (not queue or self.order < queue[0].order):
+                return
+            self._backlog.enter(self, full)
+        came_first = False
+        try:
+            async with asyncio.timeout_at(deadline):
+                while queue[0] is not self:
+                    await self._turn.wait()
+                    self._turn.clear()
+                    came_first = True  # the one before it has found room: there may be more
+                if full is not None and not came_first:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(full.retry_after_s):
+                            await self._turn.wait()
+                    self._turn.clear()
+        except TimeoutError:
+            raise full or NoCapacity("no turn came in time") from None
+
+    def admitted(self) -> None:
+        """It has found room: the next in the queue may try."""
+        self._backlog.leave(self)
+
+    def wake(self) -> None:
+        self._turn.set()
 
 
 class Backlog:
-    """A bounded queue in order of arrival. Only its head tries again, when Retry-After says so or
-    earlier if a request has ended; so a small request cannot starve a large one for ever."""
+    """A bounded queue, by priority (lower is earlier), then in order of arrival.
+
+    Only its first tries to find room, and whoever comes stands behind those that wait; so a small
+    request cannot starve a large one. What is in the queue is waiting or is the one that tries.
+    """
 
     def __init__(self, limit: int) -> None:
+        self.queue: list[Place] = []
         self._limit = limit
-        self._waiting: list[Place] = []
-        self._count = 0
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.queue)
 
-    async def wait(self, full: NoCapacity, *, arrived: float, deadline: float) -> None:
-        """Wait for the turn of a request that arrived at `arrived` (loop time) and met `full`.
-
-        Raises `full` if the queue is full or the turn does not come before `deadline`.
-        Cancellation gives up the place.
-        """
-        if len(self._waiting) >= self._limit:
-            raise full
-        self._count += 1
-        turn = asyncio.Event()
-        place = (arrived, self._count, turn)
-        bisect.insort(self._waiting, place, key=_order)
+    @contextmanager
+    def place(self, priority: int, arrived: float) -> Iterator[Place]:
+        """A place for as long as the body runs. `arrived`: loop time."""
+        place = Place(self, (priority, arrived, next(self._numbers)))
         try:
-            async with asyncio.timeout_at(deadline):
-                while self._waiting[0] is not place:
-                    await turn.wait()
-                    turn.clear()
-            await self._retry_after(turn, full, deadline)
-        except TimeoutError:
-            raise full from None
+            yield place
         finally:
-            self._waiting.remove(place)
-            self.freed()
+            self.leave(place)
 
     def freed(self) -> None:
         """A request has ended: the first in the queue may try again."""
-        if self._waiting:
-            self._waiting[0][2].set()
+        if self.queue:
+            self.queue[0].wake()
 
-    async def _retry_after(self, turn: asyncio.Event, full: NoCapacity, deadline: float) -> None:
-        now = asyncio.get_running_loop().time()
-        if now >= deadline:
-            raise TimeoutError
-        try:
-            async with asyncio.timeout_at(min(now + full.retry_after_s, deadline)):
-                await turn.wait()
-        except TimeoutError:
-            if now + full.retry_after_s > deadline:
-                raise
+    def enter(self, place: Place, full: NoCapacity | None) -> None:
+        """Raises `full`, or `NoCapacity`, if the queue is full."""
+        if len(self.queue) >= self._limit:
+            raise full or NoCapacity(f"{len(self.queue)} requests are waiting")
+        bisect.insort(self.queue, place, key=_order)
+
+    def leave(self, place: Place) -> None:
+        """Idempotent."""
+        if place in self.queue:
+            first = self.queue[0] is place
+            self.queue.remove(place)
+            if first:
+                self.freed()
 
 
-def _order(place: Place) -> tuple[float, int]:
-    return place[:2]
+def _order(place: Place) -> Order:
+    return place.order

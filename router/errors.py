@@ -5,7 +5,12 @@ MicroserveError
 │   └── EngineUnreachable  502  the router itself lost, or never had, this engine
 │       └── NobodyListens  502  its address refuses connections: no process is there
 ├── NoEngines              503  nothing to run on
-├── StrategyError          500  the strategy broke its contract; names the strategy
+├── StrategyError          500  the strategy broke its contract; names it and its generation
+│   ├── StrategyBlocked    500  it held up the event loop, and was interrupted
+│   └── StrategyStalled    504  it waited for something, and no engine was working for it
+├── NoCapacity
+│   └── RateLimited        429  over the limit of an API key
+├── SlowClient             408  the client did not send its body in time
 ├── ModelNotFound          404  the request names a model that is not served here
 ├── NotFound               404  no such thing to administer
 ├── Forbidden              403  an admin call from where none is taken
@@ -14,7 +19,7 @@ MicroserveError
 
 from __future__ import annotations
 
-from engine.protocol import MicroserveError, PeerUnreachable
+from engine.protocol import MicroserveError, NoCapacity, PeerUnreachable
 
 __all__ = [
     "Conflict",
@@ -25,7 +30,11 @@ __all__ = [
     "NoEngines",
     "NobodyListens",
     "NotFound",
+    "RateLimited",
+    "SlowClient",
+    "StrategyBlocked",
     "StrategyError",
+    "StrategyStalled",
     "root_cause",
 ]
 
@@ -46,6 +55,28 @@ class NoEngines(MicroserveError):
 class StrategyError(MicroserveError):
     type = "strategy_error"
     status = 500
+
+
+class StrategyBlocked(StrategyError):
+    type = "strategy_blocked"
+
+
+class StrategyStalled(StrategyError):
+    type = "strategy_stalled"
+    status = 504
+
+
+class RateLimited(NoCapacity):
+    type = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.limit = limit  # "requests" or "tokens"
+
+
+class SlowClient(MicroserveError):
+    type = "slow_client"
+    status = 408
 
 
 class ModelNotFound(MicroserveError):

@@ -12,10 +12,29 @@ from typing import Any, ParamSpec, TypeVar
 import orjson
 from aiohttp import web
 
-__all__ = ["begin_request", "json_response", "off_loop", "request_id", "trace_headers"]
+from router.keys import Key
+from router.receipts import Receipt
+from router.trace import Trace, Tracing
+
+__all__ = [
+    "CALLER",
+    "RECEIPT",
+    "TRACE",
+    "TRACING",
+    "begin_request",
+    "json_response",
+    "off_loop",
+    "request_id",
+    "trace_headers",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+CALLER = web.RequestKey("caller", Key)
+RECEIPT = web.RequestKey("receipt", Receipt)
+TRACE: web.RequestKey[Trace] = web.RequestKey("trace")
+TRACING: web.AppKey[Tracing] = web.AppKey("tracing")
 
 # Up to here, reading and tokenizing takes well under a millisecond or two: a thread costs more.
 SMALL_BODY = 8 * 1024
@@ -44,12 +63,9 @@ def request_id() -> str:
 
 
 def trace_headers(http: web.Request) -> dict[str, str]:
-    """What is passed on to the engines on every leg."""
-    headers = {"X-Request-Id": request_id()}
-    for name in ("traceparent", "tracestate"):
-        if value := http.headers.get(name):
-            headers[name] = value
-    return headers
+    """What is passed on to the engines on every leg. The request's span begins here."""
+    trace = http[TRACE] = http.app[TRACING].begin(http.headers)
+    return {"X-Request-Id": request_id(), **trace.headers}
 
 
 def json_response(body: Any, *, status: int = 200) -> web.Response:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from engine.protocol import EngineState, ModelInfo
-from router.engine_client import EngineClient
+from router.breaker import Breaker
+from router.calls import ChunkStream, EngineCalls
 from router.errors import EngineUnreachable
 from router.ids import EngineId
-from router.mux import Delivery
 
-__all__ = ["Load", "Member", "guard"]
+__all__ = ["ROLES", "Load", "Member", "Role", "Source", "guard"]
 
 T = TypeVar("T")
 Role = Literal["any", "prefill", "decode"]
+ROLES: tuple[Role, ...] = get_args(Role)
+Source = Literal["flag", "file", "admin", "heartbeat"]  # how the router came to know of it
 Status = Literal["unknown", "up", "suspect", "down"]
 
 # A running stream weighs like so many tokens of prefill still to be done: of the order of what a
@@ -32,6 +34,10 @@ class Load:
     def __init__(self) -> None:
         self.tokens = 0  # to be prefilled or sent, not done yet
         self.streams = 0  # generations, and leases that wait to become one
+
+    @property
+    def idle(self) -> bool:
+        return not self.tokens and not self.streams
 
     @property
     def weight(self) -> int:
@@ -53,23 +59,28 @@ class Member:
     reach the engine makes it suspect at once; a suspect is not chosen until it has answered again.
     """
 
-    def __init__(self, client: EngineClient, *, id: str = "", role: Role = "any") -> None:
+    def __init__(
+        self, client: EngineCalls, breaker: Breaker, *, id: str = "", source: Source = "flag"
+    ) -> None:
         self.client = client
+        self.breaker = breaker
         self.id = EngineId(id or client.url.split("//")[-1])
-        self.role: Role = role
+        self.source = source
+        self.role: Role = "any"
         self.role_pinned = False  # set by an admin: the engine's own word no longer counts
+        self.labels: Mapping[str, str] = {}
         self.status: Status = "unknown"
-        self.draining = False
+        self.draining = False  # by an admin: no new work
+        self.leaving = False  # no new work, and forgotten when what runs there has ended
         self.model: ModelInfo | None = None
         self.state: EngineState | None = None
         self.last_error = ""
         self.load = Load()
         self.asked = asyncio.Event()  # set: `status` is a poll's, neither unknown nor suspect
         self.probe = asyncio.Event()  # set: ask for its state now, not at the next tick
-        self.failures = 0  # failed legs in a row
-        self.open_until = 0.0  # the breaker: left alone until then (loop time)
+        self.heartbeat = 0.0  # its last word of itself (loop time)
         self._calls: set[asyncio.Timeout] = set()
-        self._streams: set[Delivery] = set()
+        self._streams: set[ChunkStream] = set()
 
     @property
     def url(self) -> str:
@@ -79,12 +90,7 @@ class Member:
     def usable(self) -> bool:
         """Whether new work may go there."""
         draining = self.draining or (self.state is not None and self.state.draining)
-        return self.status == "up" and not draining
-
-    @property
-    def resting(self) -> bool:
-        """Whether the breaker is open: it answers, but its last calls have failed."""
-        return asyncio.get_running_loop().time() < self.open_until
+        return self.status == "up" and not draining and not self.leaving
 
     def suspect(self, reason: str) -> None:
         """A leg could not reach it. Its other legs go on: they will notice themselves."""
@@ -109,7 +115,7 @@ class Member:
             stream.abort()
 
     @contextmanager
-    def watching(self, stream: Delivery) -> Iterator[None]:
+    def watching(self, stream: ChunkStream) -> Iterator[None]:
         """Abort `stream` if the engine goes down."""
         if self.status == "down":
             stream.abort()
@@ -136,8 +142,12 @@ class Member:
             "id": self.id,
             "url": self.url,
             "role": self.role,
+            "labels": dict(self.labels),
+            "source": self.source,
             "status": self.status,
-            "draining": self.draining,
+            "draining": self.draining or self.leaving,
+            "leaving": self.leaving,
+            "breaker": self.breaker.state,
             "model": self.model.name if self.model else None,
             "epoch": state.epoch if state else None,
             "load": {"tokens": self.load.tokens, "streams": self.load.streams},

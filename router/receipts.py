@@ -12,10 +12,12 @@ from typing import Any, Literal
 from engine.protocol import MicroserveError
 from router.errors import NotFound
 from router.ids import EngineId, EngineRequestId, GenerationNumber
+from router.lifetime import lifetime
 
 __all__ = ["Leg", "Receipt", "Receipts"]
 
-Call = Literal["prep_recv", "remote_send", "start_generate", "commit"]
+Phase = Literal["prefill", "migration", "decode"]
+Call = Literal["prep_recv", "remote_send", "start_generate", "commit", "pin", "unpin"]
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ class Leg:
     start_ms: float
     ms: float | None = None
     first_token_ms: float | None = None  # of a generation, since its start
-    match_len: int | None = None  # of prep_recv
+    match_len: int | None = None  # of prep_recv; of pin and unpin: tokens kept
     bytes: int = 0  # put
     sent_tokens: int = 0
     cached_tokens: int = 0
@@ -62,7 +64,9 @@ class Receipt:
     params: dict[str, Any]
     seed: int
     prompt_tokens: int
+    key: str = ""  # the name of the client's API key
     began: float = field(default_factory=time.monotonic)
+    _queueing: int = 0  # choices that wait for room now
     created: float = field(default_factory=time.time)
     status: Literal["running", "done", "failed", "cancelled"] = "running"
     ms: float | None = None
@@ -71,8 +75,53 @@ class Receipt:
     cached_tokens: int = 0
     retries: list[dict[str, Any]] = field(default_factory=list)
     waits: int = 0  # how often it waited for room on an engine
+    queued_ms: float = 0.0  # how long, over all choices
+    fallbacks: list[str] = field(default_factory=list)  # what was done otherwise than asked for
     legs: list[Leg] = field(default_factory=list)
     error: dict[str, Any] | None = None
+
+    def fallback(self, name: str) -> None:
+        """Name a fallback that was taken, once."""
+        if name not in self.fallbacks:
+            self.fallbacks.append(name)
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """The body waits for room."""
+        began = self.elapsed_ms()
+        self.waits += 1
+        self._queueing += 1
+        try:
+            yield
+        finally:
+            self._queueing -= 1
+            self.queued_ms += self.elapsed_ms() - began
+
+    @property
+    def phase(self) -> str:
+        """What it is doing now, for people: `queue`, `prefill`, `migration` or `decode`, and where.
+
+        The first of its legs that have not ended says it."""
+        if self._queueing:
+            return "queue"
+        for leg in self.legs:
+            if leg.ms is None:
+                return f"{self._phase_of(leg)} ({leg.call} on {leg.engine})"
+        return "decode" if self.first_token_ms is not None else "strategy"
+
+    @staticmethod
+    def _phase_of(leg: Leg) -> Phase:
+        if leg.call == "start_generate":
+            return "prefill" if leg.first_token_ms is None else "decode"
+        return "prefill" if leg.call == "remote_send" else "migration"
+
+    def per_token_ms(self) -> float | None:
+        """From the first to the last token, by token and sequence; `None` for a token or none."""
+        streams = {(leg.choice, leg.request_id) for leg in self.legs if leg.tokens}
+        later = self.completion_tokens - len(streams)
+        if self.ms is None or self.first_token_ms is None or later <= 0:
+            return None
+        return (self.ms - self.first_token_ms) * len(streams) / later
 
     def elapsed_ms(self) -> float:
         return (time.monotonic() - self.began) * 1e3
@@ -88,9 +137,31 @@ class Receipt:
         finally:
             leg.ms = self.elapsed_ms() - leg.start_ms
 
+    def fail(self, error: MicroserveError) -> None:
+        """The client is told of `error`."""
+        self.status = "failed"
+        self.error = {"type": error.type, "message": error.message}
+
+    def summary(self) -> dict[str, Any]:
+        """What a line in a log has room for."""
+        return {
+            "status": self.status,
+            "error": self.error["type"] if self.error else None,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "ms": self.ms,
+            "first_token_ms": self.first_token_ms,
+            "retries": len(self.retries),
+            "key": self.key,
+        }
+
     def describe(self) -> dict[str, Any]:
+        times = lifetime(self)
         fields = asdict(self)
-        del fields["began"]
+        del fields["began"], fields["_queueing"]
+        fields["events"] = times.events()
+        fields["breakdown_ms"] = times.breakdown()
         return fields
 
 

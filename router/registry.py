@@ -6,41 +6,50 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 
-from engine.protocol import EngineState, MicroserveError, ModelInfo
+from engine.protocol import EngineState, MicroserveError, ModelInfo, Timeout
+from router.breaker import Breaker
+from router.calls import EngineCalls
 from router.config import RouterConfig
-from router.engine_client import EngineClient
+from router.engines_file import EngineEntry
 from router.errors import Conflict, NobodyListens, NoEngines, NotFound
+from router.events import Events
 from router.ids import EngineId
-from router.member import Member, Role
+from router.member import Member, Role, Source
 from router.model import ServedModel
 
 __all__ = ["Registry"]
 
 log = logging.getLogger(__name__)
 
+LATE_S = 0.5  # a deadline that fires so late was missed by this process, not by the engine
+MODEL_S = 10.0  # megabytes, perhaps
+SECOND_OPINION_S = 0.05  # after an answer that is no good, and before the silence is long enough
+
 
 class Registry:
     """Adds, watches and removes engines; says which of them can be used now, and for what model.
 
     An engine is asked for its state every `health_interval_s`. One whose address refuses, or that
-    stays silent for `health_failures` polls, is down until it answers again.
+    has not answered for `health_timeout_s`, is down until it answers again.
     """
 
     def __init__(
         self,
         config: RouterConfig,
-        connect: Callable[[str], EngineClient],
+        connect: Callable[[str], EngineCalls],
         tasks: asyncio.TaskGroup,
+        events: Events,
     ) -> None:
-        """`connect` gives the calls to the engine at a URL."""
+        """`connect` gives the calls to the engine at a URL: over the wire, or simulated."""
         self._config = config
         self._connect = connect
         self._tasks = tasks
+        self._events = events
         self._members: dict[str, Member] = {}  # by URL
-        self._monitors: dict[str, asyncio.Task[None]] = {}
+        self._monitors: dict[Member, asyncio.Task[None]] = {}
         self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._model: ServedModel | None = None
         self._adopting = asyncio.Lock()  # of two engines with two models, the first one counts
@@ -55,29 +64,58 @@ class Registry:
                 return member
         raise NotFound(f"no engine {id!r}", param="id")
 
-    def add(self, url: str, *, id: str = "", role: Role | None = None) -> Member:
-        """Register the engine at `url`, or hear again of one that is registered (a heartbeat)."""
-        client = self._connect(url)
-        member = self._members.get(client.url)
+    def add(
+        self,
+        url: str,
+        *,
+        id: str = "",
+        role: Role | None = None,
+        labels: Mapping[str, str] | None = None,
+        source: Source = "flag",
+    ) -> Member:
+        """Register the engine at `url`, or hear again of one that is registered (a heartbeat).
+
+        One that was about to leave stays. `labels` replace those it has, where they are given.
+        """
+        url = url.rstrip("/")
+        member = self._members.get(url)
         if member is None:
-            member = self._members[client.url] = Member(client, id=id, role=role or "any")
-            monitor = self._tasks.create_task(self._monitor(member), name=f"monitor {client.url}")
-            self._monitors[client.url] = monitor
+            client = self._connect(url)
+            member = self._members[url] = Member(client, self._breaker(), id=id, source=source)
+            member.role = role or "any"
+            monitor = self._tasks.create_task(self._monitor(member), name=f"monitor {url}")
+            self._monitors[member] = monitor
         elif not member.usable:
             member.probe.set()
+        member.leaving = False
+        member.heartbeat = asyncio.get_running_loop().time()
+        if labels is not None:
+            member.labels = labels
         return member
 
     def remove(self, member: Member) -> None:
-        """Give it no more work. What runs on it goes on."""
-        self._members.pop(member.url, None)
-        if monitor := self._monitors.pop(member.url, None):
-            monitor.cancel()
+        """Give it no more work, and forget it when what runs there has ended."""
+        member.leaving = True
+        member.probe.set()
+        if member.load.idle:
+            self._forget(member)
+
+    def follow(self, entries: Iterable[EngineEntry]) -> None:
+        """Have just the engines of `entries`, besides those that came from elsewhere."""
+        wanted = {entry.url: entry for entry in entries}
+        for member in list(self):
+            if member.source == "file" and member.url not in wanted:
+                self.remove(member)
+        for url, entry in wanted.items():
+            member = self.add(url, role=entry.role, labels=entry.labels, source="file")
+            if entry.role is not None:
+                member.role, member.role_pinned = entry.role, True
 
     def usable(self, *, without: Collection[Member] = ()) -> list[Member]:
         """Engines for new work. Never empty where any is up: neither `without` (engines that have
         failed this request) nor open breakers may leave a request with no engine at all."""
         up = [member for member in self if member.usable]
-        rested = [member for member in up if not member.resting] or up
+        rested = [member for member in up if not member.breaker.resting] or up
         return [member for member in rested if member not in without] or rested
 
     def turn(self, pool: str) -> int:
@@ -102,34 +140,64 @@ class Registry:
         for monitor in self._monitors.values():
             monitor.cancel()
 
+    def _breaker(self) -> Breaker:
+        config, clock = self._config, asyncio.get_running_loop().time
+        return Breaker(config.breaker_failures, config.breaker_open_s, clock)
+
+    def _forget(self, member: Member) -> None:
+        self._members.pop(member.url, None)
+        if monitor := self._monitors.pop(member, None):
+            monitor.cancel()
+
     async def _monitor(self, member: Member) -> None:
-        silent = 0
+        config, loop = self._config, asyncio.get_running_loop()
+        give_up = loop.time() + config.health_timeout_s
         while True:
             member.probe.clear()
             try:
-                await self._poll(member)
-                silent = 0
+                async with asyncio.timeout_at(give_up):
+                    await member.client.health()
+                    state = await member.client.state()
+                await self._meet(member, state)
             except (MicroserveError, TimeoutError) as error:
-                silent += 1
-                gone = isinstance(error, NobodyListens) or silent >= self._config.health_failures
-                if gone and member.status != "down":
-                    reason = str(error) or "it is silent"
+                now = loop.time()
+                if isinstance(error, TimeoutError) and now > give_up + LATE_S:
+                    give_up = now + config.health_timeout_s
+                    continue  # it was this router that stood still: the answer may be here already
+                gone = isinstance(error, NobodyListens | Conflict) or now >= give_up
+                if not gone:
+                    await asyncio.sleep(SECOND_OPINION_S)
+                    continue
+                if member.status != "down":
+                    reason = str(error) or f"silent for {config.health_timeout_s:g} s"
                     log.warning("engine %s is down: %s", member.id, reason)
                     member.go_down(reason)
-                if not gone:
-                    continue  # a second opinion at once: a poll that timed out took long enough
+                    self._events.publish("engine", id=member.id, status="down", reason=reason)
             member.asked.set()
+            if self._has_left(member):
+                self._forget(member)
+                return
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.health_interval_s):
+                async with asyncio.timeout(config.health_interval_s):
                     await member.probe.wait()
+            give_up = loop.time() + config.health_timeout_s
 
-    async def _poll(self, member: Member) -> None:
-        async with asyncio.timeout(self._config.health_timeout_s):
-            await member.client.health()
-            state = await member.client.state()
+    def _has_left(self, member: Member) -> bool:
+        """Whether it is to be forgotten: it was to leave and nothing runs there any more, or it
+        had announced itself, is down, and has not been heard of for long."""
+        if member.source == "heartbeat" and member.status == "down":
+            silent = asyncio.get_running_loop().time() - member.heartbeat
+            member.leaving |= silent > self._config.forget_s
+        return member.leaving and member.load.idle
+
+    async def _meet(self, member: Member, state: EngineState) -> None:
+        """Note what an engine says of itself; of a new one, learn its model."""
         if member.model is None or member.state is None or member.state.epoch != state.epoch:
-            async with asyncio.timeout(self._config.health_timeout_s * 5):  # megabytes, perhaps
-                info = await member.client.model()
+            try:
+                async with asyncio.timeout(MODEL_S):
+                    info = await member.client.model()
+            except TimeoutError:
+                raise Timeout(f"it did not tell its model within {MODEL_S:g} s") from None
             async with self._adopting:
                 await self._adopt(member, info)
                 member.model = info
@@ -153,13 +221,17 @@ class Registry:
         self._model = await asyncio.to_thread(ServedModel, info)
 
     def _seen(self, member: Member, state: EngineState) -> None:
-        if member.status != "up":
-            log.info("engine %s is up at %s", state.engine_id, member.url)
+        came_up = member.status != "up"
         taken = any(other.id == state.engine_id for other in self if other is not member)
         if not taken:
             member.id = EngineId(state.engine_id)
         if not member.role_pinned:
             member.role = state.role
+        if member.state is not None and member.state.epoch != state.epoch:
+            member.breaker.success()  # another process: what the one before it did is no matter
         member.state = state
         member.status = "up"
         member.last_error = ""
+        if came_up:
+            log.info("engine %s is up at %s", member.id, member.url)
+            self._events.publish("engine", id=member.id, status="up", url=member.url)

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from router.attempt import Runtime
+from router.audit import Audit
 from router.backlog import Backlog
 from router.catalog import Catalog
 from router.config import RouterConfig
+from router.control import Control
+from router.drain import Drain
 from router.engine_client import EngineClient
+from router.engines_file import EngineEntry, engine_url, parse_engines
+from router.events import Events
 from router.generations import Generations
+from router.keys import Key, Keys, make_key, parse_keys
 from router.metrics import Metrics
+from router.rate_limit import RateLimits
 from router.receipts import Receipts
 from router.registry import Registry
 from router.release import Releaser
+from router.retry_budget import RetryBudget
+from router.tls import client_context
+from router.trace import Tracing, open_tracing
+from router.watched import WatchedFile
 from router.wire import Wire
 
 __all__ = ["Router"]
@@ -30,11 +42,23 @@ class Router:
     config: RouterConfig
     registry: Registry
     catalog: Catalog
-    generations: Generations
+    control: Control
     receipts: Receipts
     backlog: Backlog
     metrics: Metrics
     runtime: Runtime
+    keys: Keys
+    limits: RateLimits
+    tracing: Tracing
+    drain: Drain
+
+    @property
+    def generations(self) -> Generations:
+        return self.control.generations
+
+    @property
+    def events(self) -> Events:
+        return self.control.events
 
     @classmethod
     @asynccontextmanager
@@ -42,41 +66,98 @@ class Router:
         """A router that watches its engines. Leaving ends the watching, waits for releases that
         are under way (each is bounded), and closes all connections.
 
-        Raises `BadRequest` or `NotFound` if the configured strategy or its params are no good.
+        Raises `BadRequest` or `NotFound` if the configured strategy, its params or a configured
+        file are no good, and `OSError` if the audit log cannot be opened.
         """
+        engine_tls = client_context(config.engine_ca)
+        files = _Files.read(config)
+        tracing = open_tracing(os.environ)
         catalog = Catalog()
-        if config.strategy.endswith(".py"):
-            first = catalog.load_file(Path(config.strategy))
-        else:
-            first = catalog[config.strategy]
-        generations = Generations(first.bind(config.params))
-        metrics = Metrics()
+        first = catalog.find(config.strategy).bind(config.params)
+        metrics, events, audit = Metrics(), Events(), Audit(config.audit_log)
         with ExitStack() as wires:
-
-            def connect(url: str) -> EngineClient:
-                wire = Wire(
-                    url,
-                    api_key=config.engine_api_key,
-                    connect_timeout_s=config.connect_timeout_s,
-                )
-                wires.callback(wire.close)
-                return EngineClient(wire)
-
             async with asyncio.TaskGroup() as tasks:
-                registry = Registry(config, connect, tasks)
+                control = Control(
+                    catalog,
+                    first,
+                    metrics=metrics,
+                    events=events,
+                    audit=audit,
+                    strikes=config.block_strikes,
+                )
+
+                def connect(url: str) -> EngineClient:
+                    wire = Wire(
+                        url,
+                        api_key=config.engine_api_key,
+                        connect_timeout_s=config.connect_timeout_s,
+                        tls=engine_tls,
+                    )
+                    wires.callback(wire.close)
+                    return EngineClient(wire)
+
+                registry = Registry(config, connect, tasks, events)
                 releaser = Releaser(tasks, config.release_timeout_s)
+                clock = asyncio.get_running_loop().time
+                limits = RateLimits(config.requests_per_minute, config.tokens_per_minute, clock)
+                keys = Keys(files.all_keys(config))
+                watchers: list[asyncio.Task[None]] = []
                 try:
                     for url in config.engines:
-                        registry.add(url)
+                        registry.add(engine_url(url))
+                    if files.engines is not None:
+                        registry.follow(files.engines.value)
+                        watch = files.engines.watch(config.watch_s, registry.follow)
+                        watchers.append(tasks.create_task(watch, name="engines file"))
+                    if files.keys is not None:
+
+                        def renew(_: list[Key]) -> None:
+                            good = files.all_keys(config)
+                            keys.replace(good)
+                            limits.keep(good)
+
+                        watch = files.keys.watch(config.watch_s, renew)
+                        watchers.append(tasks.create_task(watch, name="keys file"))
                     yield cls(
                         config=config,
                         registry=registry,
                         catalog=catalog,
-                        generations=generations,
+                        control=control,
                         receipts=Receipts(config.max_receipts),
                         backlog=Backlog(config.max_queue),
                         metrics=metrics,
-                        runtime=Runtime(config, registry, releaser, metrics),
+                        runtime=Runtime(
+                            config, registry, releaser, metrics, RetryBudget(config.retry_share)
+                        ),
+                        keys=keys,
+                        limits=limits,
+                        tracing=tracing,
+                        drain=Drain(),
                     )
                 finally:
+                    for watcher in watchers:
+                        watcher.cancel()
+                    events.close()
+                    audit.close()
                     registry.close()
+                    await asyncio.to_thread(tracing.close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The watched files, as far as there are any. Reading raises `BadRequest`."""
+
+    engines: WatchedFile[list[EngineEntry]] | None
+    keys: WatchedFile[list[Key]] | None
+
+    @classmethod
+    def read(cls, config: RouterConfig) -> _Files:
+        engines, keys = config.engines_file, config.api_key_file
+        return cls(
+            WatchedFile(Path(engines), parse_engines) if engines else None,
+            WatchedFile(Path(keys), parse_keys) if keys else None,
+        )
+
+    def all_keys(self, config: RouterConfig) -> list[Key]:
+        own = [make_key(config.api_key)] if config.api_key else []
+        return [*own, *(self.keys.value if self.keys is not None else ())]

@@ -7,17 +7,16 @@ drive ──► Attempt 1 ──► strategy ──► legs          an engine d
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from engine.protocol import (
     BadAddress,
     BadRange,
     BadRequest,
+    Draining,
     Internal,
     MicroserveError,
     NoCapacity,
@@ -25,20 +24,18 @@ from engine.protocol import (
     Unauthorized,
 )
 from router.attempt import Attempt, Runtime
-from router.backlog import Backlog
-from router.cluster import Cluster
-from router.errors import NoEngines, StrategyError, root_cause
+from router.backlog import Backlog, Place
+from router.errors import EngineUnreachable, NoEngines, StrategyError
 from router.generations import Generation
 from router.ids import EngineRequestId
 from router.member import Member
 from router.receipts import Receipt
 from router.request import Chunk, Request
+from router.retry_budget import Claim
+from router.run import Emit, Run
 from router.token_stream import TokenStream
 
 __all__ = ["Scope"]
-
-log = logging.getLogger(__name__)
-Emit = Callable[[Chunk], Awaitable[None]]
 
 # Not worth a second try: the same request fails again anywhere.
 FINAL = (BadRequest, BadRange, BadAddress, Unauthorized, TooLarge, StrategyError, NoEngines)
@@ -57,51 +54,82 @@ class Scope:
     receipt: Receipt
     headers: Mapping[str, str]  # sent on every leg
     arrived: float  # loop time
+    priority: int = 0  # in the queue: lower is earlier
 
     async def drive(self, request: Request, emit: Emit) -> None:
         """Run the strategy for `request` until its stream is finished, `emit`ting its chunks.
 
         A failed attempt is followed by another one that goes on after what was emitted, on other
-        engines, `attempts` in all. No room on an engine is waited for. Raises the last error; a
-        strategy's own failure as `StrategyError`. Cancellation, and an `emit` that raises, end
-        every leg.
+        engines, `attempts` in all, as long as the budget for retries lasts. No room on an engine is
+        waited for. Raises the last error; a strategy's own failure as `StrategyError`.
+        Cancellation, and an `emit` that raises, end every leg.
         """
+        with (
+            self.backlog.place(self.priority, self.arrived) as place,
+            self.runtime.retries.request() as claim,
+        ):
+            await self._drive(request, emit, place, claim)
+
+    async def _drive(self, request: Request, emit: Emit, place: Place, claim: Claim) -> None:
         config = self.runtime.config
         failed: set[Member] = set()
+        full: NoCapacity | None = None
         tries = 1
         for number in itertools.count(1):
             if end := self._already_finished(request):
                 await emit(end)
                 return
-            attempt = await self._attempt(request, number, failed)
+            await self._turn(place, full)
+            attempt = await self._attempt(request, number, failed, place)
             try:
                 async with attempt:
                     if number > 1 or not await self._fork(attempt, request, emit):
-                        await self._run(attempt, request, emit)
+                        await Run(self.generation, attempt, request, emit).finish()
                 return
-            except NoCapacity as full:
-                self.receipt.waits += 1
-                deadline = self.arrived + config.queue_timeout_s
-                await self.backlog.wait(full, arrived=self.arrived, deadline=deadline)
+            except NoCapacity as error:
+                full = error
             except MicroserveError as error:
                 if isinstance(error, FINAL) or tries == config.attempts:
                     raise self._for_client(error) from error
+                if not self._affordable(error, tries, claim):
+                    raise self._for_client(error) from error
+                full = None
                 tries += 1
                 failed |= attempt.blamed
                 self._note_retry(error, attempt, request)
             request = replace(request)  # `tokens` is cached: the output has grown since
 
-    async def _attempt(self, request: Request, number: int, failed: set[Member]) -> Attempt:
+    async def _turn(self, place: Place, full: NoCapacity | None) -> None:
+        """Wait where there is no room, or where others wait already."""
+        if full is None and not len(self.backlog):
+            return
+        deadline = self.arrived + self.runtime.config.queue_timeout_s
+        with self.receipt.queueing():
+            await place.wait(full, deadline=deadline)
+
+    def _affordable(self, error: MicroserveError, tries: int, claim: Claim) -> bool:
+        if tries == 1 and isinstance(error, EngineUnreachable | Draining):
+            return True
+        if affordable := claim.spend():
+            return affordable
+        self.runtime.metrics.retries_denied.inc()
+        self.receipt.fallback("retry_denied")
+        return False
+
+    async def _attempt(
+        self, request: Request, number: int, failed: set[Member], place: Place
+    ) -> Attempt:
         config, registry = self.runtime.config, self.runtime.registry
         members = registry.usable(without=failed)
         if not members:
             # Those that just lost a connection may be well: a moment, not a failure.
-            await registry.settled(config.health_timeout_s * config.health_failures)
+            await registry.settled(config.health_timeout_s)
             members = registry.usable(without=failed)
         if not members:
             raise NoEngines("no engine is up")
         if len(members) == 1:
-            self.runtime.metrics.collapsed.inc()
+            self.runtime.metrics.fallbacks.labels("collapsed").inc()
+            self.receipt.fallback("collapsed")
         return Attempt(
             self.runtime,
             self.receipt,
@@ -110,55 +138,8 @@ class Scope:
             choice=request.sampling.choice,
             number=number,
             members=members,
+            accepted=place.admitted,
         )
-
-    async def _run(self, attempt: Attempt, request: Request, emit: Emit) -> None:
-        # The strategy sees what was emitted before it began, not what it emits.
-        given = replace(request, output=list(request.output))
-        chunks = self.generation.bound.run(given, Cluster(attempt))
-        finished = False
-        try:
-            while (chunk := await self._next(chunks)) is not None:
-                if finished:
-                    raise StrategyError(f"strategy {self._name} goes on after the stream's end")
-                finished = chunk.finish_reason is not None
-                request.output.extend(chunk.token_ids)
-                await emit(chunk)
-        finally:
-            await self._close(chunks)
-        if not finished:
-            raise StrategyError(f"strategy {self._name} ended before the stream did")
-
-    async def _next(self, chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
-        """The strategy's next chunk, `None` at its end; every failure of its own by its name."""
-        try:
-            chunk = await anext(chunks)
-        except StopAsyncIteration:
-            return None
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # Nobody cancelled us: the strategy awaited something that was.
-            raise StrategyError(f"strategy {self._name}: CancelledError") from error
-        except MicroserveError:
-            raise
-        except (Exception, SystemExit) as error:
-            cause = root_cause(error)
-            if isinstance(cause, MicroserveError):
-                raise cause from error
-            log.warning("strategy %s failed", self._name, exc_info=error)
-            what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
-            raise StrategyError(f"strategy {self._name}: {what}") from error
-        if not isinstance(chunk, Chunk):
-            raise StrategyError(f"strategy {self._name} yielded no chunk but {chunk!r:.80}")
-        return chunk
-
-    async def _close(self, chunks: AsyncGenerator[Chunk, None]) -> None:
-        try:
-            await chunks.aclose()
-        except Exception:  # it was on its way out; what it was left for is what counts
-            log.warning("strategy %s failed in its cleanup", self._name, exc_info=True)
 
     async def _fork(self, attempt: Attempt, request: Request, emit: Emit) -> bool:
         """Generate where the first of the request's choices was started, without the strategy.
@@ -196,10 +177,11 @@ class Scope:
         """What the client is told: what engines say of leases, keys and ranges is none of its own
         making, so it must not look like that."""
         if isinstance(error, BadRange):
-            return StrategyError(f"strategy {self._name}: {error.message}")
+            return StrategyError(f"{self.generation.label}: {error.message}")
         if error.status >= 500 or isinstance(error, BadRequest | TooLarge):
             return error
-        return Internal(f"strategy {self._name}: {error.type}: {error.message}", code=error.type)
+        label = self.generation.label
+        return Internal(f"{label}: {error.type}: {error.message}", code=error.type)
 
     def _note_retry(self, error: MicroserveError, attempt: Attempt, request: Request) -> None:
         self.runtime.metrics.retries.labels(error.type).inc()
@@ -212,7 +194,3 @@ class Scope:
                 "at_ms": self.receipt.elapsed_ms(),
             }
         )
-
-    @property
-    def _name(self) -> str:
-        return self.generation.bound.strategy.name

@@ -14,11 +14,18 @@ from aiohttp import web
 
 from router.app import make_app
 from router.config import RouterConfig
+from router.drain import Drain
+from router.offspring import adopting
 from router.router import Router
+from router.slow_clients import SlowClients
+from router.tls import server_context
+from router.watchdog import Watchdog
 
-__all__ = ["Server", "run", "serving"]
+__all__ = ["Server", "listen", "run", "serving"]
 
 FIRST_LOOK_S = 5.0
+KEEPALIVE_S = 75.0  # of connections that nobody uses
+LAST_WORDS_S = 1.0  # for answers that are being written when the requests have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,42 +38,75 @@ class Server:
 
 @asynccontextmanager
 async def serving(config: RouterConfig) -> AsyncIterator[Server]:
-    """Serve while the body runs. On leaving, requests may go on for `shutdown_s`, then they are
-    cancelled, which ends their leases and generations.
+    """Serve while the body runs. On leaving, the router still listens, to say that it is draining,
+    for as long as requests run, `shutdown_s` at most; then they are cancelled, which ends their
+    leases and generations.
 
-    Raises `OSError` if the address is taken, and what `Router.opened` raises.
+    Raises `OSError` if the address is taken, `BadRequest` if certificate and key are no good, and
+    what `Router.opened` raises.
     """
-    listener = _listen(config.host, config.port)
+    tls = server_context(config.tls_cert, config.tls_key)
+    listener = listen(config.host, config.port)
     async with Router.opened(config) as router:
         runner = web.AppRunner(
             make_app(router),
             handler_cancellation=True,  # a client that goes away cancels its request
             access_log=None,
-            shutdown_timeout=config.shutdown_s,
+            shutdown_timeout=min(LAST_WORDS_S, config.shutdown_s),
+            keepalive_timeout=KEEPALIVE_S,
         )
         await runner.setup()
-        try:
-            await web.SockSite(runner, listener, backlog=1024).start()
-            await router.registry.settled(FIRST_LOOK_S)
-            yield Server(_url(config.host, listener.getsockname()[1]), router)
-        finally:
-            await runner.cleanup()
-            listener.close()
+        watchdog = Watchdog(router.metrics, config.block_limit_s)
+        slow = SlowClients(
+            router.metrics, stall_s=config.client_stall_s, head_s=config.body_timeout_s
+        )
+        with watchdog.watching(), adopting(asyncio.get_running_loop()):
+            try:
+                await web.SockSite(runner, listener, backlog=1024, ssl_context=tls).start()
+                async with asyncio.TaskGroup() as tasks:
+                    watch = tasks.create_task(slow.watch(_server_of(runner)))
+                    await router.registry.settled(FIRST_LOOK_S)
+                    scheme = "https" if tls else "http"
+                    try:
+                        yield Server(_url(scheme, config.host, listener.getsockname()[1]), router)
+                        await router.drain.finish(config.shutdown_s)
+                    finally:
+                        watch.cancel()
+            finally:
+                await runner.cleanup()
+                listener.close()
+
+
+def _server_of(runner: web.AppRunner) -> web.Server:
+    if runner.server is None:
+        raise RuntimeError("the runner is not set up")
+    return runner.server
 
 
 async def run(config: RouterConfig) -> None:
     """Serve until SIGTERM, SIGINT or the parent's death; print one line when ready."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
+    drains: list[Drain] = []
+
+    def tell() -> None:
+        """Once: finish. Twice: at once."""
+        if stop.is_set():
+            for drain in drains:
+                drain.hurry()
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, tell)
     with _watching(config.parent_pid, stop):
         async with serving(config) as server:
+            drains.append(server.router.drain)
             print(f"router ready {server.url}", flush=True)
             await stop.wait()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to an address. Raises `OSError`, `OverflowError` for a port out of range."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -78,9 +118,10 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(host: str, port: int) -> str:
+def _url(scheme: str, host: str, port: int) -> str:
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    name = f"[{reachable}]" if ":" in reachable else reachable
+    return f"{scheme}://{name}:{port}"
 
 
 class _watching:

@@ -41,8 +41,17 @@ class Wire:
     `NobodyListens` where it refuses. Cancelled, a call closes its connection.
     """
 
-    def __init__(self, url: str, *, api_key: str = "", connect_timeout_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str = "",
+        connect_timeout_s: float = 2.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`tls`: for an https URL; by default the usual authorities are believed."""
         self.url = url.rstrip("/")
+        self._tls = tls
         self._connect_timeout_s = connect_timeout_s
         parts = urlsplit(self.url)
         self._path = parts.path
@@ -124,7 +133,7 @@ class Wire:
                     lambda: _Connection(self),
                     parts.hostname or "",
                     parts.port or (443 if secure else 80),
-                    ssl=ssl.create_default_context() if secure else None,
+                    ssl=(self._tls or ssl.create_default_context()) if secure else None,
                 )
         except TimeoutError:
             message = f"{self.url}: no connection within {self._connect_timeout_s:g} s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from typing import Any
@@ -13,9 +12,11 @@ import uvloop
 
 from engine.protocol import EngineConfig, MicroserveError
 from router.cli.options import config_options, given, read_params
+from router.cli.preflight import Mistake, check_strategy
 from router.config import RouterConfig
 from router.environment import child_environment
 from router.fleet import as_arguments
+from router.logs import set_up_logging
 from router.server import run
 
 __all__ = ["engine", "router"]
@@ -39,11 +40,11 @@ def engine(model: str, **flags: Any) -> None:
 def router(engines: tuple[str, ...], strategy: str, params: tuple[str, ...], **flags: Any) -> None:
     """Run the router in front of engines that already run."""
     config = RouterConfig(engines=engines, strategy=strategy, params=read_params(params), **flags)
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    if not config.parent_pid:  # `up` has done so already
+        check_strategy(strategy, config.params)
+    set_up_logging(config.log_level, config.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run(config))
-    except (MicroserveError, OSError) as error:
-        raise click.ClickException(str(error)) from None
+    except (MicroserveError, OSError, OverflowError) as error:
+        raise Mistake(str(error)) from None

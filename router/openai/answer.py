@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from aiohttp import web
 
-from engine.protocol import MicroserveError, Timeout, Usage
+from engine.protocol import MicroserveError, Usage
+from router.account import accounted, deadline_s, priority_of
 from router.errors import root_cause
-from router.http import off_loop, request_id, trace_headers
+from router.http import CALLER, off_loop, request_id, trace_headers
+from router.lifetime import server_timing
 from router.model import ServedModel
 from router.openai.errors import error_json
 from router.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, Format
@@ -58,7 +61,7 @@ async def _answer(
     read: Callable[[bytes, ServedModel, str], Ask],
     shape: type[Format],
 ) -> web.StreamResponse:
-    arrived = asyncio.get_running_loop().time()
+    arrived, began = asyncio.get_running_loop().time(), time.monotonic()
     body = await http.read()
     model = router.registry.model
     name = served_name(router)
@@ -68,9 +71,11 @@ async def _answer(
             id=request_id(),
             generation=generation.number,
             strategy=generation.bound.strategy.name,
-            params=generation.bound.params,
+            params=generation.bound.shown,
             seed=ask.samplings[0].seed,
             prompt_tokens=sum(len(tokens) for tokens in ask.prompts),
+            key=http[CALLER].name,
+            began=began,
         )
         router.receipts.add(receipt)
         scope = Scope(
@@ -80,6 +85,7 @@ async def _answer(
             receipt=receipt,
             headers=trace_headers(http),
             arrived=arrived,
+            priority=priority_of(http, ask.priority),
         )
         written = shape(
             receipt.id,
@@ -91,7 +97,8 @@ async def _answer(
             echoes=_echoes(ask, model) if ask.echo else (),
         )
         answer = _Answer(router, http, ask, receipt, scope, written)
-        return await (answer.stream() if ask.stream else answer.whole())
+        with router.control.watching(generation, receipt):
+            return await (answer.stream() if ask.stream else answer.whole())
 
 
 def _echoes(ask: Ask, model: ServedModel) -> list[str]:
@@ -170,37 +177,28 @@ class _Answer:
             await response.write_eof()
             return response
         last = self._format.usage(self._usage()) if self._ask.include_usage else b""
+        last += self._timing()
         await response.write(last + DONE)
         await response.write_eof()
         return response
 
+    def _timing(self) -> bytes:
+        """Where the time went, as a comment, for clients that say that they read event streams.
+
+        By the standard it is skipped; but many clients take each line for JSON, and do not say.
+        """
+        if "text/event-stream" not in self._http.headers.get("Accept", ""):
+            return b""
+        return f": server-timing {server_timing(self._receipt)}\n\n".encode()
+
     async def _drive(self, emit: Emit) -> None:
         """Run every choice of every prompt; the first failure cancels the others and is raised."""
-        receipt, metrics = self._receipt, self._router.metrics
-        metrics.in_flight.inc()
-        try:
-            async with asyncio.timeout(self._router.config.request_timeout_s):
-                await self._choices(emit)
-            receipt.status = "done"
-        except TimeoutError:
-            receipt.status = "failed"
-            limit = self._router.config.request_timeout_s
-            who = f"strategy {receipt.strategy}, generation {receipt.generation}"
-            raise Timeout(f"the request took longer than {limit:g} s ({who})") from None
-        except MicroserveError as error:
-            receipt.status = "failed"
-            receipt.error = {"type": error.type, "message": error.message}
-            raise
-        finally:
-            if receipt.status == "running":
-                receipt.status = "cancelled"
-            receipt.ms = receipt.elapsed_ms()
-            self._usage()
-            metrics.in_flight.dec()
-            metrics.seconds.observe(receipt.ms / 1e3)
-            metrics.prompt_tokens.inc(receipt.prompt_tokens)
-            metrics.tokens.inc(receipt.completion_tokens)
-            self._router.backlog.freed()
+        router, http, scope = self._router, self._http, self._scope
+        timeout_s = deadline_s(router.config, http, self._ask.timeout)
+        async with accounted(
+            router, http, scope.receipt, scope.arrived, timeout_s, tally=self._usage
+        ):
+            await self._choices(emit)
 
     async def _choices(self, emit: Emit) -> None:
         if len(self._tallies) == 1:
@@ -222,7 +220,6 @@ class _Answer:
                 tally.tokens += len(chunk.token_ids)
                 if receipt.first_token_ms is None:
                     receipt.first_token_ms = receipt.elapsed_ms()
-                    self._router.metrics.first_token.observe(receipt.first_token_ms / 1e3)
             if chunk.usage is not None:
                 tally.usage = chunk.usage
             await emit(index, chunk)

@@ -44,6 +44,8 @@ class Ask:
     include_usage: bool
     return_token_ids: bool
     echo: bool = False
+    priority: int | None = None  # in the queue: lower is earlier
+    timeout: float | None = None  # seconds that it may take in all
 
 
 B = TypeVar("B", bound=BaseModel)
@@ -215,6 +217,8 @@ def _ask(
         include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
         return_token_ids=bool(asked.return_token_ids),
         echo=bool(echo),
+        priority=asked.priority,
+        timeout=asked.timeout,
     )
 
 

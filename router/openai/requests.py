@@ -100,6 +100,8 @@ class GenerateRequest(_Body):
     """What completions and chat have in common. Left out and null are the same."""
 
     model: str | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower: earlier")
+    timeout: float | None = Field(None, gt=0, description="seconds it may take in all")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=128)

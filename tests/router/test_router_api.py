@@ -240,9 +240,13 @@ async def test_the_small_endpoints(route, fake):
         await r.post("/v1/completions", ASK)
         async with r.http.get(r.server.url + "/metrics") as response:
             text = await response.text()
-    assert 'microserve_requests_total{path="/v1/completions",status="200"} 1.0' in text
-    assert "microserve_generated_tokens_total 3.0" in text
-    assert 'microserve_engine_up{engine="a"} 1.0' in text
+    name = "microserve_router"
+    assert f'{name}_http_requests_total{{path="/v1/completions",status="200"}} 1.0' in text
+    labels = 'generation="1",status="done",strategy="data_parallel"'
+    assert f"{name}_requests_total{{{labels}}} 1.0" in text
+    assert f"{name}_generated_tokens_total 3.0" in text
+    assert f'{name}_engine_up{{engine="a"}} 1.0' in text
+    assert f'{name}_breaker_state{{engine="a"}} 0.0' in text
 
 
 async def test_long_prompts_are_read_off_the_event_loop(route, fake, monkeypatch):

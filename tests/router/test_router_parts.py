@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import pytest
 from pydantic import Field
 
 import router
-from engine.protocol import BadRequest, NoCapacity, TokenLogprob
-from router.backlog import Backlog
+from engine.protocol import BadRequest, TokenLogprob
 from router.catalog import Catalog
 from router.chat_template import ChatTemplate
 from router.cli.options import read_params
@@ -95,40 +93,6 @@ def test_the_history_of_generations_is_bounded():
         generations.rollback()
     with pytest.raises(Conflict):
         generations.rollback()
-
-
-async def test_the_backlog_is_served_in_order_of_arrival():
-    backlog, order = Backlog(10), []
-    now = asyncio.get_running_loop().time()
-    full = NoCapacity("full", retry_after_s=1000)
-
-    async def wait(arrived):
-        await backlog.wait(full, arrived=arrived, deadline=now + 2000)
-        order.append(arrived)
-
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        for arrived in (3, 1, 2):
-            tasks.create_task(wait(arrived))
-        await asyncio.sleep(0)
-        assert len(backlog) == 3
-        while len(backlog):
-            backlog.freed()
-            await asyncio.sleep(0)
-    assert order == [1, 2, 3]
-
-
-async def test_a_cancelled_wait_leaves_the_queue():
-    backlog = Backlog(1)
-    now = asyncio.get_running_loop().time()
-    full = NoCapacity("full", retry_after_s=1000)
-    waiting = asyncio.ensure_future(backlog.wait(full, arrived=now, deadline=now + 2000))
-    await asyncio.sleep(0)
-    with pytest.raises(NoCapacity):
-        await backlog.wait(full, arrived=now, deadline=now + 2000)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert not len(backlog)
 
 
 def test_receipts_are_bounded():

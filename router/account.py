@@ -1,0 +1,107 @@
+"""What is done around each request to the model, whatever becomes of it: its deadline, its end in
+the receipt, and all that is counted, logged and traced of it then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from engine.protocol import MicroserveError, Timeout
+from router.config import RouterConfig
+from router.http import CALLER, RECEIPT, TRACE
+from router.logs import serving
+from router.receipts import Receipt
+from router.router import Router
+
+__all__ = ["accounted", "deadline_s", "priority_of"]
+
+_PRIORITY = re.compile(r"-?[0-9]{1,9}")
+log = logging.getLogger(__name__)
+
+
+def deadline_s(config: RouterConfig, http: web.Request, asked: float | None) -> float:
+    """How long the request may take: as the client asks, but not longer than configured.
+
+    A header that is no positive number is as good as none.
+    """
+    limit = config.request_timeout_s
+    try:
+        header = float(http.headers.get("X-Request-Timeout", "inf"))
+    except ValueError:
+        header = limit
+    wished = [seconds for seconds in (asked, header) if seconds is not None and seconds > 0]
+    return min(limit, *wished)
+
+
+def priority_of(http: web.Request, asked: int | None) -> int:
+    """Its place in the queue, lower is earlier: as the body says, else as `X-Priority` does, else
+    0. A header that is no small number is as good as none."""
+    if asked is not None:
+        return asked
+    header = http.headers.get("X-Priority", "")
+    return int(header) if _PRIORITY.fullmatch(header) else 0
+
+
+@asynccontextmanager
+async def accounted(
+    router: Router,
+    http: web.Request,
+    receipt: Receipt,
+    arrived: float,
+    timeout_s: float,
+    *,
+    tally: Callable[[], object],
+) -> AsyncIterator[None]:
+    """Around the work on one request, cancelled `timeout_s` after it `arrived` (loop time).
+
+    Raises `Timeout` then, naming what it was doing. `tally` is called at the end, to fill in what
+    was emitted. Everything else raises through.
+    """
+    loop = asyncio.get_running_loop()
+    caller = http[CALLER]
+    phase = ""
+    http[RECEIPT] = receipt
+    router.metrics.in_flight.inc()
+    router.limits.charge(caller, receipt.prompt_tokens)
+    try:
+        with router.drain.request(), serving(receipt):
+            async with asyncio.timeout(None) as deadline:
+
+                def expire() -> None:
+                    nonlocal phase
+                    phase = receipt.phase  # now: all of its legs are about to end
+                    deadline.reschedule(loop.time())
+
+                timer = loop.call_at(arrived + timeout_s, expire)
+                try:
+                    yield
+                finally:
+                    timer.cancel()
+        receipt.status = "done"
+    except TimeoutError:
+        error = Timeout(
+            f"the request took longer than {timeout_s:g} s; it was in: {phase} "
+            f"(strategy {receipt.strategy}, generation {receipt.generation})"
+        )
+        receipt.fail(error)
+        raise error from None
+    except MicroserveError as error:
+        receipt.fail(error)
+        raise
+    finally:
+        if receipt.status == "running":
+            receipt.status = "cancelled"
+        receipt.ms = receipt.elapsed_ms()
+        tally()
+        router.metrics.in_flight.dec()
+        router.metrics.finished(receipt)
+        router.limits.charge(caller, receipt.completion_tokens)
+        router.backlog.freed()
+        http[TRACE].finish(receipt)
+        if log.isEnabledFor(logging.INFO):
+            log.info("request %s", receipt.status, extra={"receipt": receipt.summary()})

@@ -1,0 +1,114 @@
+"""API keys: who may call, under which name, and how much.
+
+A key is a secret: it is kept as its digest only, and no message, log or metric shows more of it
+than the first digits of that. Names are for people and may be shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.protocol import BadRequest, Unauthorized
+
+__all__ = ["ANYBODY", "Key", "Keys", "bearer", "make_key", "parse_keys"]
+
+_HASHED = re.compile(r"sha256:([0-9a-f]{64})")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key. Its limits are for a minute; 0: none, `None`: those of the configuration."""
+
+    name: str
+    digest: bytes
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+ANYBODY = Key("", b"")  # where no keys are asked for
+
+
+class Keys:
+    """Those that are good now."""
+
+    def __init__(self, keys: Iterable[Key]) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[Key]) -> None:
+        """From now on these are good, and no others."""
+        self._by_digest = {key.digest: key for key in keys}
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def identify(self, given: str) -> Key:
+        """Whose key that is. Raises `Unauthorized`.
+
+        Looked up by digest: how long that takes says something about the digest of a guess, which
+        nobody can steer, and the comparison of the digests themselves takes the same time always.
+        """
+        if not self._by_digest:
+            return ANYBODY
+        digest = _digest(given)
+        key = self._by_digest.get(digest)
+        if key is None or not hmac.compare_digest(digest, key.digest):
+            raise Unauthorized("a valid API key is needed", code="invalid_api_key")
+        return key
+
+
+def bearer(authorization: str) -> str:
+    """The key in the value of an `Authorization` header; empty if there is none."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def make_key(
+    secret: str,
+    name: str = "",
+    requests_per_minute: int | None = None,
+    tokens_per_minute: int | None = None,
+) -> Key:
+    """A key of its secret, or of `sha256:HEX`, the digest of it."""
+    hashed = _HASHED.fullmatch(secret)
+    digest = bytes.fromhex(hashed[1]) if hashed else _digest(secret)
+    return Key(name or digest.hex()[:8], digest, requests_per_minute, tokens_per_minute)
+
+
+def parse_keys(text: str) -> list[Key]:
+    """`KEY [name=N] [rpm=60] [tpm=100000]` a line; `#` begins a comment. KEY may be `sha256:HEX`.
+
+    Raises `BadRequest`, which names the line and never what is in it; also for a file without any
+    key, which would let everybody in.
+    """
+    keys: dict[bytes, Key] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            fields = dict(word.split("=", 1) for word in words[1:])
+            name, rpm, tpm = (fields.pop(field, None) for field in ("name", "rpm", "tpm"))
+            key = make_key(words[0], name or "", _limit(rpm), _limit(tpm))
+        except ValueError:
+            fields = {"": ""}
+        if fields or key.digest in keys:
+            why = "a key that was there before" if not fields else "not KEY [name=] [rpm=] [tpm=]"
+            raise BadRequest(f"line {number}: {why}")
+        keys[key.digest] = key
+    if not keys:
+        raise BadRequest("there is no key in it")
+    return list(keys.values())
+
+
+def _limit(value: str | None) -> int | None:
+    if value is not None and not value.isdecimal():
+        raise ValueError
+    return None if value is None else int(value)
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
