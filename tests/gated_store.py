@@ -18,10 +18,13 @@ class Gate:
     def __init__(self) -> None:
         self._open = threading.Event()
         self._open.set()
+        self._passes = 0
         self.reached = threading.Event()
 
-    def shut(self) -> None:
+    def shut(self, after: int = 0) -> None:
+        """Let `after` more copies through."""
         self.reached.clear()
+        self._passes = after
         self._open.clear()
 
     def open(self) -> None:
@@ -32,7 +35,9 @@ class Gate:
         assert self.reached.wait(PATIENCE_S)
 
     def pass_(self) -> None:
-        if not self._open.is_set():
+        if self._passes:
+            self._passes -= 1
+        elif not self._open.is_set():
             self.reached.set()
             assert self._open.wait(PATIENCE_S)
 
@@ -44,6 +49,7 @@ class GatedStore(HostStore):
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self.gate = Gate()
         self.fail_at: int | None = None  # the n-th copy from now, from 0, raises
+        self.filled: list[PageId] = []  # slots, in order
 
     def _pass(self) -> None:
         self.gate.pass_()
@@ -54,6 +60,7 @@ class GatedStore(HostStore):
                 raise OSError(5, "broken")
 
     def buffer(self, slot: PageId) -> torch.Tensor:
+        self.filled.append(slot)
         self._pass()
         return super().buffer(slot)
 

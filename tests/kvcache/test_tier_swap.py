@@ -144,11 +144,11 @@ def test_what_is_being_copied_is_neither_free_nor_used(cache: KVCache, store: Ga
         cache.grow(other, 5 * SIZE)
     store.gate.open()
     done(out)
+    with pytest.raises(NoCapacity):  # there are four pages, but `other` needs one to grow into
+        cache.swap_in(ONE)
     cache.grow(other, 5 * SIZE)
     store.gate.shut()
-    with pytest.raises(NoCapacity):  # `other` would have no room to grow
-        cache.swap_in(ONE)
-    cache.pop(other, 2 * SIZE)
+    cache.pop(other, SIZE)
     back = cache.swap_in(ONE)
     store.gate.one()
     cache.check_integrity()
@@ -218,6 +218,45 @@ def test_swaps_and_prefixes_take_turns(cache: KVCache):
     assert_content_of(cache, two, [8] * (2 * SIZE))
     for seq_id in (ONE, two):
         cache.remove_sequence(seq_id)
+
+
+def test_swaps_do_not_wait_for_prefixes(cache: KVCache, store: GatedStore):
+    store.gate.shut()
+    cached(cache, 2, list(range(4 * SIZE)))
+    store.gate.one()
+    out = cache.swap_out(ONE)
+    store.gate.open()
+    done(out)
+    quiet(cache)
+    behind = {slot for pages in next(iter(cache.tiers)).books.prefix.holders() for slot in pages}
+    assert [slot in behind for slot in store.filled] == [True] + [False] * 4 + [True] * 3
+    cache.remove_sequence(ONE)
+
+
+def test_a_prefix_whose_beginning_a_swap_has_evicted_is_not_kept(
+    new: Callable[..., KVCache],
+):
+    """Its third page would be found as its first."""
+    store = GatedStore(LAYOUT, 5)
+    cache = new(store)
+    sequence(cache, ONE, TOKENS)
+    store.gate.shut(after=2)
+    prompt = list(range(4 * SIZE))
+    cached(cache, 2, prompt)
+    store.gate.one()
+    out = cache.swap_out(ONE)  # takes all slots but the one that is being filled
+    store.gate.open()
+    done(out)
+    quiet(cache)
+    assert cache.tier_use()[0].swapped == 4
+    cache.remove_sequence(ONE)
+    cache.add_sequence(ONE)
+    cache.grow(ONE, 8 * SIZE)
+    cache.remove_sequence(ONE)
+    back = cache.promote(prompt)
+    assert back is not None and done(back) == SIZE  # its first page was copied again
+    assert_content_of(cache, sequence(cache, 3, prompt), prompt)
+    cache.remove_sequence(SeqId(3))
 
 
 def test_the_disk_takes_what_the_host_does_not(new: Callable[..., KVCache], tmp_path: Path):
