@@ -21,7 +21,6 @@ from engine.protocol import (
     BadAddress,
     BadRange,
     BadRequest,
-    Draining,
     DuplicateRequest,
     Internal,
     LeaseExpired,
@@ -31,7 +30,6 @@ from engine.protocol import (
 )
 from engine.service import MicroserveEngine
 from kvcache.transport import MemoryNetwork
-from kvcache.types import SeqId
 
 PROMPT = [(11 * n) % 250 for n in range(70)]
 END = len(PROMPT) - 1
@@ -222,23 +220,6 @@ async def test_a_lease_for_another_prompt(pair: Pair):
     decode.release(Release(lease_id=got.lease_id))
 
 
-async def test_a_send_without_pages_says_so_at_once():
-    network = MemoryNetwork()
-    async with running(network, pages=4) as prefill, running(network, name="d") as decode:
-        got = decode.prep_recv(prep(PROMPT, END))
-        with pytest.raises(BadRequest):  # never
-            await prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr))
-        decode.release(Release(lease_id=got.lease_id))
-        others = SeqId(1_000_000)
-        prefill.cache.add_sequence(others)
-        prefill.cache.grow(others, 40)  # three of the four pages
-        got = decode.prep_recv(prep(PROMPT, 60))
-        with pytest.raises(NoCapacity):  # now
-            await prefill.remote_send(sending(PROMPT, 0, 60, got.kv_addr))
-        prefill.cache.remove_sequence(others)
-        decode.release(Release(lease_id=got.lease_id))
-
-
 async def test_a_full_queue_says_so():
     async with running(max_live=2) as engine:
         streams = [
@@ -249,19 +230,6 @@ async def test_a_full_queue_says_so():
         for stream in streams:
             stream.close()
         assert len(await generate(engine, PROMPT)) == 8
-
-
-async def test_draining_refuses_what_is_new_and_lets_move_away(pair: Pair):
-    prefill, decode = pair
-    await generate(prefill, PROMPT)
-    prefill.draining = True
-    with pytest.raises(Draining):
-        await prefill.start_generate(start(PROMPT))
-    with pytest.raises(Draining):
-        prefill.prep_recv(prep(PROMPT, END))
-    got = decode.prep_recv(prep(PROMPT, END))
-    await prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr))
-    decode.release(Release(lease_id=got.lease_id))
 
 
 # Ends before the end
