@@ -16,7 +16,7 @@ from engine.protocol import BadRequest
 from router.errors import Conflict, NotFound, root_cause
 from router.strategy import Strategy
 
-__all__ = ["Catalog"]
+__all__ = ["Catalog", "read_source"]
 
 _modules = itertools.count()
 
@@ -41,36 +41,39 @@ class Catalog:
             raise NotFound(f"no strategy {name!r}; there are: {known}", param="name")
         return found
 
-    def load_file(self, path: Path) -> Strategy:
-        """Load the strategies in a file; the one returned is its only one, or named like it.
+    def find(self, name: str) -> Strategy:
+        """The strategy of this name, or in the file of this path, which ends in `.py`.
 
-        Raises `BadRequest` if the file cannot be read or is not what it should be.
+        Raises `NotFound`, and what `load` raises.
         """
-        try:
-            source = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadRequest(f"{path}: {error}", param="source") from None
-        return self.load_source(path.stem, source, where=str(path), only=True)
+        if not name.endswith(".py"):
+            return self[name]
+        return self.load(read_source(Path(name)), file=name)
 
-    def load_source(
-        self, name: str, source: str, *, where: str = "", only: bool = False
-    ) -> Strategy:
-        """Run `source` and list its strategies; returns the one called `name`.
+    def load(self, source: str, *, name: str = "", file: str = "") -> Strategy:
+        """Run `source` and list its strategies by their functions' names; returns the one meant.
 
-        `only`: where there is one strategy in it, any name will do. Raises `BadRequest` with what
-        went wrong, `Conflict` for the name of an installed strategy.
+        That is the one called `name`. Without `name` it is the only one, or of several the one
+        that is named like the file. Raises `BadRequest` with what went wrong and the line,
+        `Conflict` for the name of an installed strategy; nothing is listed then.
         """
-        where = where or f"<strategy {name}>"
+        where = file or f"<strategy {name}>"
         found = {one.name: one for one in _run(source, where)}
-        chosen = found.get(name)
-        if chosen is None and only and len(found) == 1:
+        chosen = found.get(name or Path(file).stem)
+        if chosen is None and not name and len(found) == 1:
             chosen = next(iter(found.values()))
         if chosen is None:
             has = ", ".join(sorted(found)) or "none"
-            raise BadRequest(f"{where}: no strategy {name!r} in it; it has: {has}", param="source")
+            wanted = name or Path(file).stem
+            raise BadRequest(
+                f"{where}: no strategy {wanted!r} in it; it has: {has}", param="source"
+            )
         if taken := sorted(found.keys() & self._installed.keys()):
             raise Conflict(f"{where}: {taken[0]} is the name of an installed strategy")
+        replaced = {self._loaded[one].function.__module__ for one in found if one in self._loaded}
         self._loaded.update(found)
+        for module in replaced - {one.function.__module__ for one in self._loaded.values()}:
+            sys.modules.pop(module, None)  # what still runs of it keeps what it needs
         return chosen
 
     def describe(self) -> list[dict[str, Any]]:
@@ -78,6 +81,28 @@ class Catalog:
             {**found.describe(), "installed": name in self._installed}
             for name, found in sorted({**self._installed, **self._loaded}.items())
         ]
+
+
+def read_source(path: Path) -> str:
+    """The text of a strategy file. Raises `BadRequest` if there is none."""
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise BadRequest(f"{path}: {error.strerror}", param="source") from None
+    except UnicodeDecodeError:
+        raise BadRequest(f"{path}: no text in UTF-8", param="source") from None
+
+
+def _explain(where: str, error: BaseException) -> str:
+    """`FILE:LINE: what went wrong`, in one line."""
+    line = error.lineno if isinstance(error, SyntaxError) else 0
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == where:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    said = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    return f"{where}:{line or 1}: {type(error).__name__}: {said}"
 
 
 class _Source(importlib.abc.InspectLoader):
@@ -102,7 +127,7 @@ def _run(source: str, where: str) -> list[Strategy]:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         cause = root_cause(error)
-        raise BadRequest(f"{where}: {type(cause).__name__}: {cause}", param="source") from error
+        raise BadRequest(_explain(where, cause), param="source") from error
     return [
         found
         for found in vars(module).values()

@@ -6,11 +6,11 @@ on every exit path what was begun.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, Literal
 
-from engine.protocol import BadRange, RemoteSendReply
+from engine.protocol import BadRange, NoCapacity, RemoteSendReply
 from router.ids import EngineId, LeaseId
 from router.lease import Lease
 from router.member import Member, Role
@@ -18,7 +18,7 @@ from router.request import Request
 from router.token_stream import TokenStream
 
 if TYPE_CHECKING:
-    from router.attempt import Attempt
+    from router.attempt import Attempt, Method
 
 __all__ = ["Engine"]
 
@@ -92,6 +92,7 @@ class Engine:
                 reply.end,
                 expected=expected,
             )
+            attempt.leases.append((member, lease))
             try:
                 yield lease
             finally:
@@ -157,8 +158,32 @@ class Engine:
             )
         kv.consumed = True
 
+    async def pin(self, prompt: Request | Sequence[int]) -> int:
+        """Keep from eviction what is cached here of a prompt, a request's or plain tokens.
+
+        Returns how many tokens that are (full pages); 0 also where the engine has no room for
+        another pin. Idempotent; lasts until `unpin` with the same prompt.
+        """
+        with suppress(NoCapacity):
+            return await self._pin("pin", self._member.client.pin, prompt)
+        return 0
+
+    async def unpin(self, prompt: Request | Sequence[int]) -> int:
+        """Keep it no longer; returns how many tokens were kept. Idempotent."""
+        return await self._pin("unpin", self._member.client.unpin, prompt)
+
+    async def _pin(
+        self, call: Literal["pin", "unpin"], method: Method[int], prompt: Request | Sequence[int]
+    ) -> int:
+        tokens = prompt.tokens if isinstance(prompt, Request) else list(prompt)
+        with self._attempt.leg(call, self._member, 0, len(tokens)) as leg:
+            kept = await self._attempt.call(self._member, method, {"prompt": tokens}, named=False)
+            leg.match_len = kept
+        return kept
+
     async def _end(self, lease: Lease) -> None:
-        if not lease.consumed and not lease.collapsed:
+        if lease.open:
+            lease.consumed = True
             await self._attempt.release(lease.engine._member, {"lease_id": lease.lease_id})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import orjson
@@ -16,12 +15,12 @@ from engine.protocol import (
     RemoteSendReply,
     error_from_body,
 )
+from router.calls import Headers
 from router.mux import Delivery, Mux
 from router.wire import Reply, Wire
 
 __all__ = ["EngineClient"]
 
-Headers = Mapping[str, str]
 R = TypeVar("R", bound=BaseModel)
 NO_HEADERS: Headers = {}
 

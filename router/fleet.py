@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import orjson
 
 from router.children import Child, StartFailed
@@ -45,6 +46,7 @@ class FleetConfig:
     admin_key: str = ""
     api_key: str = ""
     respawn: bool = True
+    health_deadline_s: float = 10.0
     state_file: Path | None = None
 
 
@@ -141,6 +143,8 @@ class Fleet:
         async with asyncio.TaskGroup() as keepers:
             for child in self._children():
                 keepers.create_task(self._keep(child, tasks))
+            if self._config.respawn and self._router is not None:
+                keepers.create_task(self._watch_health(self._router))
 
     async def _keep(self, child: Child, tasks: asyncio.TaskGroup) -> None:
         """Restart `child`, on its own port, whenever it ends."""
@@ -169,6 +173,29 @@ class Fleet:
                 continue
             self._note(f"{child.name} ready {child.url} (pid {child.pid})")
             self._write_state()
+
+    async def _watch_health(self, router: Child) -> None:
+        """Kill a router that has not answered for `health_deadline_s`; then it is restarted.
+
+        It may be held up by a strategy for good, in code that cannot be interrupted.
+        """
+        deadline = self._config.health_deadline_s
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+            silent_since = time.monotonic()
+            while True:
+                await asyncio.sleep(deadline / 10)
+                pid = router.pid
+                try:
+                    async with asyncio.timeout(deadline / 2), http.get(f"{router.url}/health"):
+                        silent_since = time.monotonic()
+                except (aiohttp.ClientConnectorError, ValueError):
+                    silent_since = time.monotonic()  # nobody there: it is being restarted anyway
+                except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+                    pass
+                if time.monotonic() - silent_since > deadline and router.pid == pid:
+                    self._note(f"router has not answered for {deadline:g} s and is killed")
+                    router.signal(signal.SIGKILL)
+                    silent_since = time.monotonic()
 
     async def _stop(self) -> None:
         """The router first: it ends the requests in flight while their engines are there."""

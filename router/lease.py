@@ -27,9 +27,14 @@ class Lease:
     kv_addr: str
     match_len: int
     end: int
-    consumed: bool = False  # a generation was started with it, or it was committed
+    consumed: bool = False  # a generation was started with it, or it was committed or released
     collapsed: bool = False
     expected: ExitStack = field(default_factory=ExitStack)  # the load of the stream to come
+
+    @property
+    def open(self) -> bool:
+        """Whether an engine holds room for it."""
+        return not self.consumed and not self.collapsed
 
     @classmethod
     def none(cls, engine: Engine, end: int) -> Lease:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-import typing
+import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
+from pydantic_core import to_jsonable_python
 
 from engine.protocol import BadRequest
+from router.params import Params
 from router.request import Chunk, Request
 
 if TYPE_CHECKING:
@@ -21,15 +23,20 @@ Function = Callable[..., AsyncGenerator[Chunk, None]]
 
 
 class Strategy:
-    """A named strategy with typed params. Made by `@strategy`; calling it calls the function."""
+    """A named strategy with typed params. Made by `@strategy`; calling it calls the function.
+
+    `source_sha256` tells one version from the next; empty if the source is not to be had.
+    """
 
     def __init__(self, function: Function) -> None:
+        name = getattr(function, "__name__", repr(function))
         if not inspect.isasyncgenfunction(function):
-            raise TypeError(f"{_name(function)}: a strategy is an async function that yields")
-        self.name = _name(function)
+            raise TypeError(f"{name}: a strategy is an async function that yields")
+        self.name = name
         self.doc = inspect.getdoc(function) or ""
         self.function: Function = function
-        self._params = _params_model(function)
+        self.source_sha256 = _digest(function.__module__)
+        self._params = Params(function)
 
     def __call__(
         self, request: Request, cluster: Cluster, **params: Any
@@ -39,18 +46,19 @@ class Strategy:
     def bind(self, params: Mapping[str, Any]) -> Bound:
         """This strategy with `params` validated. Raises `BadRequest` naming the first bad one."""
         try:
-            model = self._params.model_validate(dict(params))
-        except ValidationError as invalid:
-            first = invalid.errors(include_url=False, include_input=False)[0]
-            param = ".".join(str(part) for part in first["loc"])
-            message = f"strategy {self.name}: {param}: {first['msg']}"
-            raise BadRequest(message, param=f"params.{param}") from None
-        return Bound(self, {name: getattr(model, name) for name in self._params.model_fields})
+            return Bound(self, self._params.validate(params))
+        except BadRequest as wrong:
+            message = f"strategy {self.name}: {wrong.message}"
+            raise BadRequest(message, param=wrong.param) from None
 
     def describe(self) -> dict[str, Any]:
         """Name, help and the JSON schema of each param, for the admin API."""
-        schema = self._params.model_json_schema().get("properties", {})
-        return {"name": self.name, "doc": self.doc, "params": schema}
+        return {
+            "name": self.name,
+            "doc": self.doc,
+            "params": self._params.describe(),
+            "source_sha256": self.source_sha256,
+        }
 
 
 class Bound:
@@ -61,6 +69,11 @@ class Bound:
     def __init__(self, strategy: Strategy, params: dict[str, Any]) -> None:
         self.strategy = strategy
         self.params = params
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The params as JSON has them."""
+        return {name: to_jsonable_python(value) for name, value in self.params.items()}
 
     def run(self, request: Request, cluster: Cluster) -> AsyncGenerator[Chunk, None]:
         return self.strategy.function(request, cluster, **self.params)
@@ -76,29 +89,10 @@ def strategy(function: Function) -> Strategy:
     return Strategy(function)
 
 
-def _name(function: Function) -> str:
-    return getattr(function, "__name__", repr(function))
-
-
-def _params_model(function: Function) -> type[BaseModel]:
-    name = _name(function)
-    positional, fields = 0, {}
-    hints = typing.get_type_hints(function, include_extras=True)
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            positional += 1
-        elif parameter.kind is not parameter.KEYWORD_ONLY:
-            raise TypeError(f"{name}: a strategy takes no *args or **kwargs")
-        elif parameter.default is parameter.empty:
-            raise TypeError(f"{name}: the param {parameter.name} needs a default")
-        else:
-            fields[parameter.name] = (hints.get(parameter.name, Any), parameter.default)
-    if positional != 2:
-        raise TypeError(f"{name}: a strategy takes (request, cluster), then keyword-only params")
-    config = ConfigDict(extra="forbid", validate_default=True, arbitrary_types_allowed=False)
+def _digest(module: str) -> str:
+    loader = getattr(sys.modules.get(module), "__loader__", None)
     try:
-        model: type[BaseModel] = create_model(f"{name}_params", __config__=config, **fields)  # type: ignore[call-overload]
-        model()
-    except (PydanticUserError, ValidationError) as wrong:
-        raise TypeError(f"{name}: {wrong}") from None
-    return model
+        source = loader.get_source(module) if loader is not None else None
+    except (ImportError, OSError, AttributeError):  # no Python module, or no file
+        source = None
+    return hashlib.sha256(source.encode()).hexdigest() if source else ""

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from engine.protocol import MicroserveError
+from router.calls import ChunkStream
 from router.errors import EngineUnreachable
 from router.ids import EngineRequestId
 from router.lease import Lease
 from router.member import Member
-from router.mux import Delivery
 from router.receipts import Leg
 from router.request import Chunk, Request
 from router.siblings import Origin
@@ -50,7 +50,7 @@ class TokenStream:
         self._begin = begin
         self._kv = kv
         self._fork_of = fork_of
-        self._stream: Delivery | None = None
+        self._stream: ChunkStream | None = None
         self._leg: Leg | None = None
         self._over = False
         self._prefill = ExitStack()  # what lasts until the first token
@@ -107,7 +107,7 @@ class TokenStream:
     def member(self) -> Member:
         return self._member
 
-    async def _open(self) -> tuple[Delivery, Leg]:
+    async def _open(self) -> tuple[ChunkStream, Leg]:
         attempt, member, request = self._attempt, self._member, self._request
         total = len(request.tokens)
         self._leg = leg = attempt.begin_leg("start_generate", member, self._begin, total)

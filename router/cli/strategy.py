@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 import httpx
 
+from engine.protocol import MicroserveError
+from router.catalog import read_source
 from router.cli.options import read_params
+from router.cli.preflight import check_strategy
 
 __all__ = ["strategy"]
+
+WATCH_S = 0.2  # how often the file is looked at
+BOUNDS = {
+    "minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<",
+    "multipleOf": "multiple of", "minLength": "length ≥", "maxLength": "length ≤",
+    "pattern": "matches", "minItems": "items ≥", "maxItems": "items ≤",
+}  # fmt: skip
+params_option = click.option("--param", "params", multiple=True, metavar="K=V")
 
 
 @click.group()
@@ -18,7 +30,7 @@ __all__ = ["strategy"]
 @click.option("--admin-key", default="", help="of the router")
 @click.pass_context
 def strategy(context: click.Context, url: str, admin_key: str) -> None:
-    """Show, choose and load the strategies of a running router."""
+    """Show, choose, load and check strategies; all but `check` ask a running router."""
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
     context.obj = context.with_resource(httpx.Client(base_url=url, headers=headers, timeout=60.0))
 
@@ -37,51 +49,151 @@ def list_(client: httpx.Client) -> None:
 @click.argument("name", required=False)
 @click.pass_obj
 def show(client: httpx.Client, name: str | None) -> None:
-    """The help and params of NAME; without it, what is active and what still runs."""
+    """The help and params of NAME; without it, what is active, on trial and still running."""
     state = _call(client, "GET", "/admin/strategies")
     if name is None:
-        for one in state["generations"]:
-            click.echo(_generation(one) + f", {one['in_flight']} in flight")
+        _show_running(state)
         return
     for one in state["strategies"]:
         if one["name"] == name:
             click.echo(f"{name}\n\n{one['doc']}\n")
             for param, schema in one["params"].items():
-                click.echo(f"  {param} = {schema.get('default')}  {schema.get('description', '')}")
+                click.echo(f"  {param}: {_describe(schema)}")
             return
     raise click.ClickException(f"no strategy {name!r}")
 
 
 @strategy.command()
 @click.argument("name")
-@click.option("--param", "params", multiple=True, metavar="K=V")
+@params_option
 @click.option("--if-generation", type=int, help="only if this generation is active")
+@click.option(
+    "--canary", type=click.FloatRange(0, 100, min_open=True), metavar="PERCENT",
+    help="try it with so many percent of the requests first",
+)  # fmt: skip
+@click.option("--max-error-rate", type=float, help="of a canary: 0 to 1  [default: 0.01]")
+@click.option("--max-ttft-p99-ms", type=float, help="of a canary: time to first token")
+@click.option("--min-requests", type=int, help="of a canary: judged by so many  [default: 100]")
 @click.pass_obj
 def use(
-    client: httpx.Client, name: str, params: tuple[str, ...], if_generation: int | None
+    client: httpx.Client,
+    /,
+    name: str,
+    params: tuple[str, ...],
+    if_generation: int | None,
+    canary: float | None,
+    **rules: float | None,
 ) -> None:
     """Make NAME active for new requests."""
     body: dict[str, Any] = {"name": name, "params": read_params(params)}
     if if_generation is not None:
         body["if_generation"] = if_generation
-    click.echo(_generation(_call(client, "PUT", "/admin/strategy", body)))
+    given = {rule: value for rule, value in rules.items() if value is not None}
+    if canary is not None:
+        body["canary"] = {"percent": canary, **given}
+    elif given:
+        raise click.UsageError("these are rules of a canary: give --canary PERCENT")
+    state = _call(client, "PUT", "/admin/strategy", body)
+    click.echo(_generation(state) + (", a canary" if state["canary"] else ""))
 
 
 @strategy.command()
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--watch", is_flag=True, help="stay, and load it again whenever it is saved")
 @click.pass_obj
-def load(client: httpx.Client, file: Path) -> None:
-    """Load the strategy in FILE, whose name is the file's; `use` makes it active."""
-    body = {"name": file.stem, "source": file.read_text()}
-    loaded = _call(client, "POST", "/admin/strategies", body)
-    click.echo(f"loaded {loaded['name']}")
+def load(client: httpx.Client, file: Path, watch: bool) -> None:
+    """Load the strategy in FILE; `use` makes it active.
+
+    It is known by its function's name. Of several in FILE, the one meant is that named like FILE.
+    With --watch, a strategy that is active when its file is saved, is replaced by the new version
+    with the same params; a version that is no good changes nothing.
+    """
+    source = _load(client, file, None, keep_on=watch)
+    try:
+        while watch:
+            time.sleep(WATCH_S)
+            source = _load(client, file, source, keep_on=True)
+    except KeyboardInterrupt:
+        click.echo()
 
 
 @strategy.command()
 @click.pass_obj
 def rollback(client: httpx.Client) -> None:
-    """Back to what was active before."""
+    """End the canary if there is one, else go back to what was active before."""
     click.echo(_generation(_call(client, "POST", "/admin/rollback", {})))
+
+
+@strategy.command()
+@click.argument("file", metavar="FILE|NAME")
+@params_option
+def check(file: str, params: tuple[str, ...]) -> None:
+    """Run the strategy in FILE dry, here: no router and no engine is needed.
+
+    This is the dry run that a router makes before it lists what it loads: against simulated
+    engines, cold and warm, alone and several, cancelled on its way, and when an engine dies.
+    """
+    requests = check_strategy(file, read_params(params))
+    click.echo(f"{file}: dry run ok, {requests} requests against simulated engines")
+
+
+def _load(client: httpx.Client, file: Path, before: str | None, *, keep_on: bool) -> str | None:
+    """Load `file` if it is not `before`; returns its source. `keep_on`: after an error as well."""
+    try:
+        source = read_source(file)
+    except MicroserveError as error:
+        if keep_on and before is not None:
+            return before  # an editor is just replacing it
+        raise click.ClickException(error.message) from None
+    if source == before:
+        return source
+    try:
+        loaded = _call(client, "POST", "/admin/strategies", {"source": source, "file": str(file)})
+        click.echo(f"loaded {loaded['name']}")
+        if before is not None:
+            _refresh(client, loaded["name"])
+    except click.ClickException as error:
+        if not keep_on:
+            raise
+        click.echo(f"not loaded, nothing is changed: {error.message}", err=True)
+    return source
+
+
+def _refresh(client: httpx.Client, name: str) -> None:
+    """Have the new version run, if the old one is active."""
+    active = _call(client, "GET", "/admin/strategies")["active"]
+    if active["name"] == name:
+        body = {
+            "name": name, "params": active["params"], "if_generation": active["generation"],
+        }  # fmt: skip
+        click.echo(_generation(_call(client, "PUT", "/admin/strategy", body)))
+
+
+def _show_running(state: dict[str, Any]) -> None:
+    canary = state["canary"] or {}
+    for one in state["generations"]:
+        line = _generation(one) + f", {one['in_flight']} in flight"
+        if one["generation"] == canary.get("generation"):
+            line += f", a canary with {canary['percent']:g} %: "
+            line += (
+                f"{canary['ended']} of {canary['min_requests']} ended, {canary['failed']} failed"
+            )
+        for kind, count in one["offences"].items():
+            line += f", {kind} {count}×"
+        click.echo(line)
+    if last := state["last_canary"]:
+        click.echo(f"generation {last['generation']} was {last['decision']}: {last['why']}")
+
+
+def _describe(schema: dict[str, Any]) -> str:
+    """A param's JSON schema in a line: type, bounds, default, help."""
+    kinds = schema.get("anyOf", [schema])
+    text = " or ".join(str(kind.get("type", "any")) for kind in kinds)
+    if "enum" in schema:
+        text = " | ".join(map(str, schema["enum"]))
+    bounds = [f"{sign} {schema[key]}" for key, sign in BOUNDS.items() if key in schema]
+    text += "".join(f" {bound}" for bound in bounds) + f" = {schema['default']}"
+    return text + (f"  {schema['description']}" if "description" in schema else "")
 
 
 def _generation(one: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import click
 
 from engine.protocol import EngineConfig
 from router.cli.options import config_options, given, read_params
+from router.cli.preflight import check_address, check_folder, check_strategy
 from router.config import RouterConfig
 from router.errors import root_cause
 from router.fleet import Fleet, FleetConfig, StartFailed
@@ -35,6 +36,14 @@ OWN = ("host", "port", "role", "router", "engine_id", "api_key", "admin_key", "p
 @click.option("--api-key", default="", help="key that clients must send; empty: none")
 @click.option("--admin-key", default="", help="key of the admin API; empty: loopback only")
 @click.option("--allow-upload", is_flag=True, help="let the admin API load strategies from source")
+@click.option(
+    "--audit-log", type=click.Path(dir_okay=False, path_type=Path),
+    help="file that every change of strategy is appended to",
+)  # fmt: skip
+@click.option(
+    "--health-deadline-s", type=click.FloatRange(min=1.0), default=10.0, show_default=True,
+    help="a router that does not answer for so long is restarted (s)",
+)  # fmt: skip
 @click.option("--no-respawn", is_flag=True, help="do not restart what dies")
 @click.option(
     "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="written once ready"
@@ -48,6 +57,8 @@ def up(
     strategy: str,
     params: tuple[str, ...],
     allow_upload: bool,
+    audit_log: Path | None,
+    health_deadline_s: float,
     no_respawn: bool,
     host: str,
     port: int,
@@ -64,7 +75,10 @@ def up(
     if engines is not None and (prefill or decode):
         raise click.UsageError("--engines or --prefill and --decode, not both")
     roles = ("prefill",) * prefill + ("decode",) * decode or ("any",) * (engines or 2)
-    read_params(params)  # complain before anything is started
+    check_address(host, port)
+    check_folder("--state-file", state_file)
+    check_folder("--audit-log", audit_log)
+    check_strategy(strategy, read_params(params))
     router_args = ["--strategy", strategy]
     for pair in params:
         router_args += ["--param", pair]
@@ -72,6 +86,8 @@ def up(
         router_args += ["--served-model-name", served_model_name]
     if allow_upload:
         router_args.append("--allow-upload")
+    if audit_log is not None:
+        router_args += ["--audit-log", str(audit_log)]
     config = FleetConfig(
         model=model,
         roles=roles,
@@ -82,6 +98,7 @@ def up(
         admin_key=admin_key,
         api_key=api_key,
         respawn=not no_respawn,
+        health_deadline_s=health_deadline_s,
         state_file=state_file,
     )
     fleet = Fleet(config, say=click.echo, note=lambda line: click.echo(line, err=True))

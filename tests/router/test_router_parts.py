@@ -176,13 +176,13 @@ def test_the_catalog_has_the_built_in_strategies(tmp_path):
         "from router import strategy\n\n@strategy\nasync def {}(request, cluster):\n    yield\n"
     )
     file.write_text(source.format("mine"))
-    assert catalog.load_file(file).name == "mine"
+    assert catalog.find(str(file)).name == "mine"
     assert catalog["mine"].name == "mine"
     file.write_text(source.format("balanced"))
     with pytest.raises(Conflict):
-        catalog.load_file(file)
+        catalog.find(str(file))
     with pytest.raises(BadRequest):
-        catalog.load_file(tmp_path / "absent.py")
+        catalog.find(str(tmp_path / "absent.py"))
 
 
 def test_service_links_are_dropped_and_children_get_no_twins(monkeypatch):

@@ -1,0 +1,53 @@
+"""Who changed what runs here, and when: an append-only log of one JSON object a line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+__all__ = ["Audit"]
+
+log = logging.getLogger(__name__)
+KEPT = 1000
+
+
+class Audit:
+    """The newest entries in memory, and all of them in a file, if there is one.
+
+    The file is opened for appending only and readable by its owner only. Raises `OSError` if it
+    cannot be opened. A line that cannot be written is logged: what it tells of has happened.
+    """
+
+    def __init__(self, path: str = "") -> None:
+        self._entries: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._file: int | None = None
+        if path:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._file = os.open(path, flags, 0o600)
+            os.fchmod(self._file, 0o600)  # it may have been there before
+
+    def note(self, who: str, what: str, **fields: Any) -> None:
+        """`who`: the key's name, a loopback address, or `router` itself."""
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        entry = {"at": at, "who": who, "what": what, **fields}
+        self._entries.append(entry)
+        if self._file is None:
+            return
+        try:
+            os.write(self._file, orjson.dumps(entry, option=orjson.OPT_NON_STR_KEYS) + b"\n")
+        except OSError:
+            log.exception("the audit log cannot be written: %s", entry)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The newest ones, oldest first."""
+        return list(self._entries)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

@@ -1,0 +1,84 @@
+"""A canary: a new generation on trial with a share of the requests, judged by what it may spend.
+
+Of its first `min_requests` requests, `max_error_rate` may fail, and one in a hundred may be slower
+than `max_ttft_p99_ms`. So there are two budgets. Once one of them is overspent, nothing that comes
+can mend it: the canary is rolled back at once. If `min_requests` have ended within both, which is
+the same as an error rate and a p99 (nearest rank) within their limits, it is promoted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["Canary", "CanaryRules", "Verdict"]
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryRules:
+    """What a canary gets, and what it must keep to. Rates from 0 to 1, times in milliseconds."""
+
+    percent: float = 5.0
+    max_error_rate: float = 0.01
+    max_ttft_p99_ms: float | None = None  # no limit
+    min_requests: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a canary, and why, for people."""
+
+    decision: Literal["promoted", "rolled_back"]
+    why: str
+
+
+class Canary:
+    """The share and the account of one canary."""
+
+    def __init__(self, rules: CanaryRules) -> None:
+        self.rules = rules
+        self.ended = 0
+        self.failed = 0
+        self.slow = 0
+        self._share = 0.0
+        self._may_fail = math.floor(rules.max_error_rate * rules.min_requests + 1e-9)
+        self._may_be_slow = rules.min_requests - math.ceil(0.99 * rules.min_requests - 1e-9)
+
+    def takes_next(self) -> bool:
+        """Whether the next new request is its own: exactly `percent` of them, evenly spread."""
+        self._share += self.rules.percent
+        if self._share < 100.0:
+            return False
+        self._share -= 100.0
+        return True
+
+    def note(self, *, failed: bool, ttft_ms: float | None) -> Verdict | None:
+        """One of its requests has ended; `ttft_ms`: how long its first token took, or has been
+        waited for in vain. Returns the verdict, once there is one."""
+        rules = self.rules
+        self.ended += 1
+        self.failed += failed
+        limit = rules.max_ttft_p99_ms
+        if not failed and limit is not None and ttft_ms is not None and ttft_ms > limit:
+            self.slow += 1
+        if self.failed > self._may_fail:
+            return Verdict(
+                "rolled_back",
+                f"{self.failed} of {self.ended} requests failed; of {rules.min_requests} at most "
+                f"{self._may_fail} may",
+            )
+        if self.slow > self._may_be_slow:
+            return Verdict(
+                "rolled_back",
+                f"{self.slow} of {self.ended} requests took over {limit:g} ms to their first "
+                f"token; of {rules.min_requests} at most {self._may_be_slow} may (p99)",
+            )
+        if self.ended >= rules.min_requests:
+            slow = "" if limit is None else f", {self.slow} took over {limit:g} ms to a token"
+            return Verdict("promoted", f"{self.failed} of {self.ended} requests failed{slow}")
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        account = {"ended": self.ended, "failed": self.failed, "slow": self.slow}
+        return {**asdict(self.rules), **account}

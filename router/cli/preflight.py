@@ -1,0 +1,59 @@
+"""Mistakes that can be told before anything is started: one line each, exit code 2."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engine.protocol import MicroserveError
+from router.audition import audition_of
+from router.server import listen
+
+__all__ = ["Mistake", "check_address", "check_folder", "check_strategy"]
+
+
+class Mistake(click.ClickException):
+    """Something is wrong with what was asked for."""
+
+    exit_code = 2
+
+
+def check_strategy(strategy: str, params: Mapping[str, Any]) -> int:
+    """Run a strategy dry, by its name or its file; returns for how many requests.
+
+    Raises `Mistake`.
+    """
+    try:
+        requests: int = asyncio.run(audition_of(strategy, params))["requests"]
+    except MicroserveError as error:
+        raise Mistake(error.message) from None
+    return requests
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises `Mistake` if nobody could listen there."""
+    try:
+        listen(host, port).close()
+    except socket.gaierror as error:
+        raise Mistake(f"--host {host}: {error.strerror}") from None
+    except OSError as error:
+        raise Mistake(f"--host {host} --port {port}: {error.strerror}") from None
+    except OverflowError:
+        raise Mistake(f"--port {port}: ports are from 0 to 65535") from None
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Raises `Mistake` if no file can be written at `path`."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise Mistake(f"{option} {path}: there is no folder {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise Mistake(f"{option} {path}: the folder {folder} cannot be written to")

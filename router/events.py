@@ -1,0 +1,101 @@
+"""What happens in the router, told to whoever listens: server-sent events for dashboards."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import orjson
+
+__all__ = ["EventKind", "Events", "Listener"]
+
+EventKind = Literal[
+    "swap",  # another generation is active
+    "canary",  # begun, promoted or rolled back
+    "load",  # a strategy was loaded
+    "offence",  # a strategy did what it must not
+    "engine",  # up or down
+    "request_begun",
+    "request_ended",
+]
+QUEUE = 1024
+
+
+class Listener:
+    """One listener's bounded queue, already in wire form. One that falls behind is cut off."""
+
+    def __init__(self, limit: int, cut_off: Callable[[], object]) -> None:
+        self._limit = limit
+        self._cut_off = cut_off
+        self._frames: deque[bytes] = deque()
+        self._ready = asyncio.Event()
+        self._over = False
+
+    def put(self, frame: bytes) -> None:
+        if self._over:
+            return
+        if len(self._frames) >= self._limit:
+            self._frames.clear()
+            self.end()
+            self._cut_off()
+        else:
+            self._frames.append(frame)
+            self._ready.set()
+
+    def end(self) -> None:
+        """No more; what is here is still given out."""
+        self._over = True
+        self._ready.set()
+
+    async def frames(self, idle_s: float) -> AsyncIterator[bytes]:
+        """What has come, all at once; empty after `idle_s` seconds without any. Until the end."""
+        while not self._over or self._frames:
+            try:
+                async with asyncio.timeout(idle_s):
+                    await self._ready.wait()
+            except TimeoutError:
+                yield b""
+                continue
+            self._ready.clear()
+            together = b"".join(self._frames)
+            self._frames.clear()
+            if together:
+                yield together
+
+
+class Events:
+    """Publishing costs nothing where nobody listens, and never waits."""
+
+    def __init__(self, limit: int = QUEUE) -> None:
+        self._limit = limit
+        self._listeners: set[Listener] = set()
+        self._numbers = itertools.count(1)
+
+    def publish(self, event: EventKind, /, **fields: Any) -> None:
+        if not self._listeners:
+            return
+        data = orjson.dumps({"at": time.time(), **fields}, option=orjson.OPT_NON_STR_KEYS)
+        frame = b"id: %d\nevent: %b\ndata: %b\n\n" % (next(self._numbers), event.encode(), data)
+        for listener in self._listeners:
+            listener.put(frame)
+
+    @contextmanager
+    def listening(self, cut_off: Callable[[], object]) -> Iterator[Listener]:
+        """A listener to all that is published while the body runs; `cut_off` is called if it does
+        not keep up."""
+        listener = Listener(self._limit, cut_off)
+        self._listeners.add(listener)
+        try:
+            yield listener
+        finally:
+            self._listeners.discard(listener)
+
+    def close(self) -> None:
+        """End all listening: the router ends."""
+        for listener in self._listeners:
+            listener.end()

@@ -1,0 +1,92 @@
+"""The parameters of a strategy: its function's keyword-only ones, typed by their annotations."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError, to_json
+
+from engine.protocol import BadRequest
+
+__all__ = ["Params"]
+
+
+class Params:
+    """Made of a strategy's function; raises `TypeError` if that has not the shape of one.
+
+    Bounds and help are in the annotation, as `Annotated[float, Field(ge=0, le=1, description=…)]`,
+    and choices are a `Literal`. Values are taken as JSON is, strictly: `"1"` is no number, and
+    neither is `true`.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        name = getattr(function, "__name__", repr(function))
+        self._types: dict[str, TypeAdapter[Any]] = {}
+        self._defaults: dict[str, Any] = {}
+        hints = typing.get_type_hints(function, include_extras=True)
+        positional = 0
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                positional += 1
+            elif parameter.kind is not parameter.KEYWORD_ONLY:
+                raise TypeError(f"{name}: a strategy takes no *args or **kwargs")
+            elif parameter.default is parameter.empty:
+                raise TypeError(f"{name}: the param {parameter.name} needs a default")
+            else:
+                self._add(name, parameter.name, hints.get(parameter.name, Any), parameter.default)
+        if positional != 2:
+            raise TypeError(
+                f"{name}: a strategy takes (request, cluster), then keyword-only params"
+            )
+
+    def _add(self, function: str, name: str, hint: Any, default: Any) -> None:
+        try:
+            kind: TypeAdapter[Any] = TypeAdapter(hint)
+            kind.json_schema()
+            self._types[name] = kind
+            self._defaults[name] = self._read(name, default)
+        except (PydanticUserError, PydanticSerializationError) as wrong:
+            message = str(wrong).partition("\n")[0]
+            raise TypeError(f"{function}: the param {name}: {message}") from None
+        except ValidationError as wrong:
+            raise TypeError(f"{function}: the default of {name}: {_says(wrong)}") from None
+
+    def validate(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """`values`, with defaults for the rest. Raises `BadRequest`, naming the first bad one."""
+        checked = dict(self._defaults)
+        for name, value in values.items():
+            if name not in self._types:
+                known = ", ".join(self._types) or "none"
+                raise BadRequest(
+                    f"no parameter {name!r}; there are: {known}", param=f"params.{name}"
+                )
+            try:
+                checked[name] = self._read(name, value)
+            except (ValidationError, PydanticSerializationError) as wrong:
+                says = _says(wrong) if isinstance(wrong, ValidationError) else str(wrong)
+                raise BadRequest(f"{name}={value!r}: {says}", param=f"params.{name}") from None
+        return checked
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """The JSON schema of each: `type`, `default`, bounds (`minimum`, `enum`, …) and help
+        (`description`)."""
+        described = {}
+        for name, kind in self._types.items():
+            schema = kind.json_schema()
+            schema.pop("title", None)
+            default = kind.dump_python(self._defaults[name], mode="json")
+            described[name] = {**schema, "default": default}
+        return described
+
+    def _read(self, name: str, value: Any) -> Any:
+        return self._types[name].validate_json(to_json(value), strict=True)
+
+
+def _says(invalid: ValidationError) -> str:
+    first = invalid.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else str(first["msg"])

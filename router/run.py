@@ -1,0 +1,194 @@
+"""One run of a strategy for one choice: whatever it does, its request ends, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from engine.protocol import MicroserveError
+from router.attempt import Attempt
+from router.cluster import Cluster
+from router.culprit import line_in, waits_at
+from router.errors import StrategyBlocked, StrategyError, StrategyStalled, root_cause
+from router.generations import Generation
+from router.leash import Interrupted, Leash
+from router.offences import Kind
+from router.offspring import Offspring
+from router.request import Chunk, Request
+
+__all__ = ["Emit", "Run"]
+
+Emit = Callable[[Chunk], Awaitable[None]]
+
+
+class Run:
+    """Runs the strategy of `generation` once, on a leash, in a task of its own: whoever cancels the
+    request cannot be mistaken for the strategy's own timeouts and task groups.
+
+    Every failure of the strategy's own is raised as `StrategyError`, which names strategy,
+    generation and line, and is noted as an offence of the generation. Errors of engines go through.
+    """
+
+    def __init__(
+        self, generation: Generation, attempt: Attempt, request: Request, emit: Emit
+    ) -> None:
+        config = attempt.runtime.config
+        self._generation = generation
+        self._attempt = attempt
+        self._request = request
+        self._emit = emit
+        self._grace = config.grace_s
+        self._stall = config.stall_s
+        held: dict[str, Any] = {
+            "grace": self._grace, "on_ignored": self._ignored, "holder": generation,
+        }  # fmt: skip
+        self._offspring = Offspring(**held)
+        self._leash = Leash(self._run(), **held)
+        # The strategy sees what was emitted before it began, not what it emits.
+        given = replace(request, output=list(request.output))
+        self._chunks = generation.bound.run(given, Cluster(attempt))
+        self._seen = (-1, -1)
+
+    async def finish(self) -> None:
+        """Run it to its end. Cancellation ends it within `grace_s`, whether it likes that or not;
+        so does making no progress for `stall_s`. Tasks that it has started end here too."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._stall, self._look)
+        try:
+            with self._offspring.mine():
+                task = self._leash.start(loop)
+            await self._end_of(task)
+        except Interrupted:
+            raise self._blocked() from None
+        finally:
+            self._timer.cancel()
+            if left := await self._offspring.end():
+                self._offend("left_tasks", f"leaves {left} task{'s' * (left > 1)} behind")
+            del self._leash, self._offspring  # they know us: nothing here is for the collector
+
+    async def _end_of(self, task: asyncio.Task[None]) -> None:
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._leash.end()
+            except BaseException:  # noqa: BLE001  the task's own: see below
+                break
+        if cancelled is not None:
+            raise cancelled
+        task.result()
+
+    async def _run(self) -> None:
+        chunks, request, emit, leash = self._chunks, self._request, self._emit, self._leash
+        finished = False
+        try:
+            step = _first(chunks)
+            while True:
+                try:
+                    chunk = await step
+                except StopAsyncIteration:
+                    break
+                except BaseException as error:
+                    failure = self._failure(error)
+                    own = isinstance(failure, StrategyError)
+                    if finished and isinstance(failure, MicroserveError) and not own:
+                        break  # an engine's, after the last token: the leg in the receipt tells
+                    if failure is error:
+                        raise
+                    raise failure from error
+                if finished:
+                    raise self._offend("went_on", "goes on after the stream's end")
+                if not isinstance(chunk, Chunk):
+                    raise self._offend("no_chunk", f"yielded no chunk but {chunk!r:.80}")
+                if leash.ending:
+                    self._offend("ignored_cancellation", "yields after its cancellation")
+                    raise asyncio.CancelledError
+                finished = chunk.finish_reason is not None
+                request.output.extend(chunk.token_ids)
+                await emit(chunk)
+                step = anext(chunks)
+        except GeneratorExit:  # the leash has let go: nothing can be awaited
+            raise
+        except BaseException:
+            await self._close()
+            raise
+        if leash.ending:
+            self._offend("ignored_cancellation", "swallowed its cancellation")
+        elif not finished:
+            raise self._offend("ended_early", "ended before the stream did")
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """What an error that it raised is raised as: an engine's as itself, its own by its name."""
+        cause = root_cause(error)
+        if isinstance(cause, MicroserveError | GeneratorExit | KeyboardInterrupt):
+            return cause
+        if isinstance(cause, Interrupted):
+            return self._blocked()
+        if isinstance(error, asyncio.CancelledError):
+            # If nobody cancelled us, the strategy awaited something that was.
+            return error if self._leash.ending else self._offend("raised", "CancelledError")
+        what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+        return self._offend("raised", what, line_in(error.__traceback__))
+
+    async def _close(self) -> None:
+        """Have it leave its `async with`s. What it was left for is what counts, not how it goes."""
+        loop = asyncio.get_running_loop()
+        error = StrategyError(f"{self._generation.label} does not end")
+        timer = loop.call_later(self._grace, self._leash.end, error)
+        try:
+            await self._chunks.aclose()
+        except asyncio.CancelledError:
+            if self._leash.ending:
+                raise
+            self._offend("cleanup", "CancelledError in its cleanup")
+        except Exception as wrong:  # noqa: BLE001
+            what = f"{type(wrong).__name__}: {wrong}"
+            if isinstance(wrong, RuntimeError) and "GeneratorExit" in str(wrong):
+                what = "yields when it is to end"
+            self._offend("cleanup", f"{what} in its cleanup", line_in(wrong.__traceback__))
+        finally:
+            timer.cancel()
+
+    def _look(self) -> None:
+        """End it if it has done nothing since the last look, and no engine works for it.
+
+        What counts is what the strategy waits for: not a client that does not read.
+        """
+        legs = self._attempt.receipt.legs
+        seen = (len(legs), len(self._request.output))
+        working = any(leg.ms is None and leg.request_id == self._attempt.request_id for leg in legs)
+        waiting = getattr(self._chunks, "ag_running", True)
+        if waiting and not working and seen == self._seen:
+            message = f"made no progress for {self._stall:g} s"
+            self._offend("stalled", message, waits_at(self._chunks))
+            self._leash.end(StrategyStalled(f"{self._generation.label} {message}"))
+            return
+        self._seen = seen
+        self._timer = asyncio.get_running_loop().call_later(self._stall, self._look)
+
+    def _ignored(self) -> None:
+        self._offend("ignored_cancellation", "does not end when cancelled", waits_at(self._chunks))
+
+    def _blocked(self) -> StrategyBlocked:
+        return StrategyBlocked(f"{self._generation.label} held up the event loop")
+
+    def _offend(self, kind: Kind, what: str, line: str = "") -> StrategyError:
+        """Note an offence; the error that tells of it."""
+        message = f"{what} ({line})" if line else what
+        self._generation.offend(kind, message)
+        return StrategyError(f"{self._generation.label}: {message}")
+
+
+def _first(chunks: AsyncGenerator[Chunk, None]) -> Awaitable[Chunk]:
+    """Its first step, without asyncio's hooks: a run ends its generator itself, or cannot."""
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
+    try:
+        return anext(chunks)
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
