@@ -50,6 +50,11 @@ def test_defaults_are_those_of_the_config():
         ["--lease-ms", "0"],
         ["--pool-pages", "-1"],
         ["--threads", "-1"],
+        ["--host-pages", "-1"],
+        ["--disk-pages", "-1", "--disk-dir", "/"],
+        ["--disk-pages", "5"],
+        ["--disk-dir", "/"],
+        ["--preemption", "never"],
     ],
 )
 def test_bad_flags_exit_with_2_and_say_why(flags: list[str], capsys: pytest.CaptureFixture[str]):
@@ -71,6 +76,9 @@ def test_cpus():
         (["no/such/model.gguf"], 2, "no/such/model.gguf"),
         (["tiny", "--page-size", "48", "--port", "0"], 2, "page size"),
         (["tiny", "--host", "999.9.9.9"], 2, "--api-key"),
+        (["tiny", "--port", "0", "--host-pages", str(1 << 40)], 2, "--host-pages"),
+        (["tiny", "--port", "0", "--disk-pages", str(1 << 40), "--disk-dir", "."], 2, "no room"),
+        (["tiny", "--port", "0", "--disk-pages", "1", "--disk-dir", "no/such"], 2, "no/such"),
     ],
 )
 def test_what_cannot_start_says_why(
