@@ -60,6 +60,7 @@ def same_key(given: str | None, key: str) -> bool:
 def routes(router: Router) -> list[web.RouteDef]:
     """The handlers of `/admin/requests`, over `router`."""
 
+    @documented()
     async def receipt(http: web.Request) -> web.Response:
         """What was done for a request: every leg, its times, bytes and retries."""
         return json_response(router.receipts[http.match_info["id"]].describe())

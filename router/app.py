@@ -9,7 +9,7 @@ from importlib.metadata import version
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from router import admin, admin_strategies, middleware
+from router import admin, admin_engines, admin_strategies, middleware
 from router.http import json_response
 from router.openai.answer import chat_completions, completions
 from router.openai.models import models, one_model
@@ -24,7 +24,12 @@ def make_app(router: Router) -> web.Application:
     app = web.Application(client_max_size=router.config.max_body_mb * 2**20)
     middleware.install(app, router)
     app.router.add_routes(
-        [*_routes(router), *admin.routes(router), *admin_strategies.routes(router)]
+        [
+            *_routes(router),
+            *admin.routes(router),
+            *admin_engines.routes(router),
+            *admin_strategies.routes(router),
+        ]
     )
     app.on_shutdown.append(_end_listening(router))
     return app

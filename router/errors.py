@@ -4,6 +4,8 @@ MicroserveError
 ├── PeerUnreachable
 │   └── EngineUnreachable  502  the router itself lost, or never had, this engine
 │       └── NobodyListens  502  its address refuses connections: no process is there
+├── Draining
+│   └── Moved              503  the request goes on elsewhere: its engine is to be empty
 ├── NoEngines              503  nothing to run on
 ├── StrategyError          500  the strategy broke its contract; names it and its generation
 │   ├── StrategyBlocked    500  it held up the event loop, and was interrupted
@@ -19,7 +21,7 @@ MicroserveError
 
 from __future__ import annotations
 
-from engine.protocol import MicroserveError, NoCapacity, PeerUnreachable
+from engine.protocol import Draining, MicroserveError, NoCapacity, PeerUnreachable
 
 __all__ = [
     "Conflict",
@@ -27,6 +29,7 @@ __all__ = [
     "Forbidden",
     "MethodNotAllowed",
     "ModelNotFound",
+    "Moved",
     "NoEngines",
     "NobodyListens",
     "NotFound",
@@ -44,6 +47,10 @@ class EngineUnreachable(PeerUnreachable):
 
 
 class NobodyListens(EngineUnreachable):
+    pass
+
+
+class Moved(Draining):
     pass
 
 

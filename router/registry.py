@@ -19,6 +19,7 @@ from router.events import Events
 from router.ids import EngineId
 from router.member import Member, Role, Source
 from router.model import ServedModel
+from router.moves import Moves
 
 __all__ = ["Registry"]
 
@@ -51,6 +52,7 @@ class Registry:
         self._members: dict[str, Member] = {}  # by URL
         self._monitors: dict[Member, asyncio.Task[None]] = {}
         self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self.moves = Moves()
         self._model: ServedModel | None = None
         self._adopting = asyncio.Lock()  # of two engines with two models, the first one counts
 
@@ -93,12 +95,20 @@ class Registry:
             member.labels = labels
         return member
 
-    def remove(self, member: Member) -> None:
-        """Give it no more work, and forget it when what runs there has ended."""
+    def drain(self, member: Member, draining: bool) -> int:
+        """Give it no more work, and have what runs there go on elsewhere, if there is another
+        engine; or use it again. Returns how many attempts are moved."""
+        member.draining = draining
+        return self._empty(member) if draining else 0
+
+    def remove(self, member: Member) -> int:
+        """Drain it, and forget it when what runs there has ended; returns as `drain` does."""
         member.leaving = True
         member.probe.set()
         if member.load.idle:
             self._forget(member)
+            return 0
+        return self._empty(member)
 
     def follow(self, entries: Iterable[EngineEntry]) -> None:
         """Have just the engines of `entries`, besides those that came from elsewhere."""
@@ -139,6 +149,9 @@ class Registry:
     def close(self) -> None:
         for monitor in self._monitors.values():
             monitor.cancel()
+
+    def _empty(self, member: Member) -> int:
+        return self.moves.leave(member) if self.usable() else 0
 
     def _breaker(self) -> Breaker:
         config, clock = self._config, asyncio.get_running_loop().time

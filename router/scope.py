@@ -25,7 +25,7 @@ from engine.protocol import (
 )
 from router.attempt import Attempt, Runtime
 from router.backlog import Backlog, Place
-from router.errors import EngineUnreachable, NoEngines, StrategyError
+from router.errors import EngineUnreachable, Moved, NoEngines, StrategyError
 from router.generations import Generation
 from router.ids import EngineRequestId
 from router.member import Member
@@ -71,7 +71,6 @@ class Scope:
             await self._drive(request, emit, place, claim)
 
     async def _drive(self, request: Request, emit: Emit, place: Place, claim: Claim) -> None:
-        config = self.runtime.config
         failed: set[Member] = set()
         full: NoCapacity | None = None
         tries = 1
@@ -82,19 +81,17 @@ class Scope:
             await self._turn(place, full)
             attempt = await self._attempt(request, number, failed, place)
             try:
-                async with attempt:
+                async with attempt, self.runtime.registry.moves.movable(attempt):
                     if number > 1 or not await self._fork(attempt, request, emit):
                         await Run(self.generation, attempt, request, emit).finish()
                 return
             except NoCapacity as error:
                 full = error
             except MicroserveError as error:
-                if isinstance(error, FINAL) or tries == config.attempts:
-                    raise self._for_client(error) from error
-                if not self._affordable(error, tries, claim):
+                if not self._again(error, tries, claim):
                     raise self._for_client(error) from error
                 full = None
-                tries += 1
+                tries += not isinstance(error, Moved)
                 failed |= attempt.blamed
                 self._note_retry(error, attempt, request)
             request = replace(request)  # `tokens` is cached: the output has grown since
@@ -107,11 +104,17 @@ class Scope:
         with self.receipt.queueing():
             await place.wait(full, deadline=deadline)
 
-    def _affordable(self, error: MicroserveError, tries: int, claim: Claim) -> bool:
+    def _again(self, error: MicroserveError, tries: int, claim: Claim) -> bool:
+        """Whether to try again after `error`, which ended the attempt number `tries`."""
+        if isinstance(error, Moved):
+            return True  # it has not failed
+        if isinstance(error, FINAL) or tries == self.runtime.config.attempts:
+            return False
+        # The first time that an engine is lost: many are hit at once, and are not to blame.
         if tries == 1 and isinstance(error, EngineUnreachable | Draining):
             return True
-        if affordable := claim.spend():
-            return affordable
+        if claim.spend():
+            return True
         self.runtime.metrics.retries_denied.inc()
         self.receipt.fallback("retry_denied")
         return False
