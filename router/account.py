@@ -35,7 +35,7 @@ def deadline_s(config: RouterConfig, http: web.Request, asked: float | None) -> 
     except ValueError:
         header = limit
     wished = [seconds for seconds in (asked, header) if seconds is not None and seconds > 0]
-    return min(limit, *wished)
+    return min([limit, *wished])
 
 
 def priority_of(http: web.Request, asked: int | None) -> int:
@@ -62,46 +62,53 @@ async def accounted(
     Raises `Timeout` then, naming what it was doing. `tally` is called at the end, to fill in what
     was emitted. Everything else raises through.
     """
-    loop = asyncio.get_running_loop()
-    caller = http[CALLER]
-    phase = ""
     http[RECEIPT] = receipt
     router.metrics.in_flight.inc()
-    router.limits.charge(caller, receipt.prompt_tokens)
+    router.limits.charge(http[CALLER], receipt.prompt_tokens)
+    with router.drain.request(), serving(receipt):
+        try:
+            async with _deadline(receipt, arrived + timeout_s, timeout_s):
+                yield
+            receipt.status = "done"
+        except MicroserveError as error:
+            receipt.fail(error)
+            raise
+        finally:
+            if receipt.status == "running":
+                receipt.status = "cancelled"
+            receipt.ms = receipt.elapsed_ms()
+            tally()
+            router.metrics.in_flight.dec()
+            router.metrics.finished(receipt)
+            router.limits.charge(http[CALLER], receipt.completion_tokens)
+            router.backlog.freed()
+            http[TRACE].finish(receipt)
+            if log.isEnabledFor(logging.INFO):
+                log.info("request %s", receipt.status, extra={"receipt": receipt.summary()})
+
+
+@asynccontextmanager
+async def _deadline(receipt: Receipt, due: float, timeout_s: float) -> AsyncIterator[None]:
+    """Cancels the body at `due` (loop time). Raises `Timeout` then."""
+    loop = asyncio.get_running_loop()
+    phase = ""
     try:
-        with router.drain.request(), serving(receipt):
-            async with asyncio.timeout(None) as deadline:
+        async with asyncio.timeout(None) as deadline:
 
-                def expire() -> None:
-                    nonlocal phase
-                    phase = receipt.phase  # now: all of its legs are about to end
-                    deadline.reschedule(loop.time())
+            def expire() -> None:
+                nonlocal phase
+                phase = receipt.phase  # now: all of its legs are about to end
+                deadline.reschedule(loop.time())
 
-                timer = loop.call_at(arrived + timeout_s, expire)
-                try:
-                    yield
-                finally:
-                    timer.cancel()
-        receipt.status = "done"
+            timer = loop.call_at(due, expire)
+            try:
+                yield
+            finally:
+                timer.cancel()
     except TimeoutError:
-        error = Timeout(
+        if not deadline.expired():
+            raise
+        raise Timeout(
             f"the request took longer than {timeout_s:g} s; it was in: {phase} "
             f"(strategy {receipt.strategy}, generation {receipt.generation})"
-        )
-        receipt.fail(error)
-        raise error from None
-    except MicroserveError as error:
-        receipt.fail(error)
-        raise
-    finally:
-        if receipt.status == "running":
-            receipt.status = "cancelled"
-        receipt.ms = receipt.elapsed_ms()
-        tally()
-        router.metrics.in_flight.dec()
-        router.metrics.finished(receipt)
-        router.limits.charge(caller, receipt.completion_tokens)
-        router.backlog.freed()
-        http[TRACE].finish(receipt)
-        if log.isEnabledFor(logging.INFO):
-            log.info("request %s", receipt.status, extra={"receipt": receipt.summary()})
+        ) from None

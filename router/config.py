@@ -14,6 +14,11 @@ def flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+def secret(help: str) -> Any:
+    """A flag that nothing may show."""
+    return field(default="", repr=False, metadata={"help": help})
+
+
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """One router, as started. Times are seconds."""
@@ -27,14 +32,14 @@ class RouterConfig:
     tls_cert: str = flag("", "certificate chain (PEM); with --tls-key: https")
     tls_key: str = flag("", "its key (PEM)")
     engine_ca: str = flag("", "certificates (PEM) that those of https engines are signed by")
-    api_key: str = flag("", "key that clients must send; empty: none")
+    api_key: str = secret("key that clients must send; empty: none")
     api_key_file: str = flag(
         "", "file of such keys, 'KEY [name=N] [rpm=N] [tpm=N]' a line; watched"
     )
     requests_per_minute: int = flag(0, "of each API key, or of all without keys; 0: no limit")
     tokens_per_minute: int = flag(0, "tokens in and out, likewise; 0: no limit")
-    admin_key: str = flag("", "key of the admin API; empty: it answers on loopback only")
-    engine_api_key: str = flag("", "key that the engines ask for")
+    admin_key: str = secret("key of the admin API; empty: it answers on loopback only")
+    engine_api_key: str = secret("key that the engines ask for")
     allow_upload: bool = flag(False, "let the admin API load strategies from source")
     max_body_mb: int = flag(16, "largest request body (MiB)")
     body_timeout_s: float = flag(30.0, "how long a client may take to send it, or a head (s)")

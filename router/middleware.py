@@ -56,6 +56,8 @@ def _outermost(router: Router) -> Middleware:
         router.metrics.http.labels(path, response.status).inc()
         if not response.prepared:
             response.headers["X-Request-Id"] = request_id
+            if router.drain.begun:
+                response.force_close()
         return response
 
     return outermost
@@ -108,8 +110,6 @@ def _headers(router: Router):  # type: ignore[no-untyped-def]  # aiohttp's signa
             response.headers["Server-Timing"] = server_timing(receipt)
         if caller := request.get(CALLER):
             response.headers.update(router.limits.headers(caller))
-        if router.drain.begun:
-            response.force_close()
 
     return add
 
