@@ -71,6 +71,7 @@ class FakeEngine:
     leases: set[str] = field(default_factory=set)
     running: int = 0
     silent: bool = False
+    text: str = ""  # of each token; empty: its word
     url: str = ""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _muxes: dict[str, tuple[web.Request, web.StreamResponse]] = field(default_factory=dict)
@@ -180,7 +181,7 @@ class FakeEngine:
                 await emit(error_body(fail[1]))
                 return
             token = token_at(prompt + done + count)
-            event: dict[str, Any] = {"token_ids": [token], "text": f"w{token} "}
+            event: dict[str, Any] = {"token_ids": [token], "text": self.text or f"w{token} "}
             if count == 0:
                 event["begin"] = body["begin"]
             if done + count == limit - 1:
