@@ -7,6 +7,7 @@ the port, the memory and the signals are real, and each is a process group of it
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing as mp
 import os
@@ -58,6 +59,9 @@ class Forked:
             target=_run, args=(program, flags, environment, theirs, self._log.name)
         )
         self._process.start()
+        # One that a test has lost would be waited for at the end. Not `daemon`, which must not have
+        # children.
+        atexit.register(self._process.kill)
         theirs.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -103,6 +107,7 @@ class Forked:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        atexit.unregister(self._process.kill)
         self._output.close()
         self._log.close()
 
