@@ -53,7 +53,7 @@ def documented(
     errors: tuple[int, ...] = (),
 ) -> Callable[[H], H]:
     """Say of a handler which type its `body` is read as, what it replies, and which statuses its
-    errors have beside those of every route (400 and 413 with a body, 401, under /admin 403)."""
+    errors have beside those that follow from its path and from having a body."""
 
     def mark(handler: H) -> H:
         handler.__api__ = _Api(body, reply, status, media, errors)  # type: ignore[attr-defined]
@@ -107,8 +107,14 @@ def _operation(
 ) -> dict[str, Any]:
     summary, _, description = (inspect.getdoc(handler) or handler.__name__).partition("\n\n")
     error = {"content": {JSON: {"schema": made[(str(ErrorObject), "serialization")]}}}
-    statuses = {*api.errors, 401, *((400, 413) if api.body is not None else ())}
-    statuses |= {403} if path.startswith("/admin/") else set()
+    statuses = {*api.errors, 401}
+    for applies, more in (
+        (api.body is not None, {400, 408, 413}),
+        (path.startswith("/admin/"), {403}),
+        ("{" in path, {404}),
+        (path.startswith("/v1/") and method == "post", {429, 503}),  # limits, and shutting down
+    ):
+        statuses |= more if applies else set()
     replies = {
         media: {"schema": made[(str(api.reply), "serialization")]} if media == JSON else {}
         for media in api.media

@@ -187,12 +187,12 @@ class CompletionFormat(Format):
             return None
         offset = self._offsets.setdefault(index, _Offset())
         return {
-            "tokens": [token["token"] for token in logprobs],
+            "tokens": [_name(token) for token in logprobs],
             "token_logprobs": [token["logprob"] for token in logprobs],
             "top_logprobs": [
                 {
-                    token["token"]: token["logprob"],
-                    **{other["token"]: other["logprob"] for other in token["top"]},
+                    _name(token): token["logprob"],
+                    **{_name(other): other["logprob"] for other in token["top"]},
                 }
                 for token in logprobs
             ],
@@ -206,6 +206,14 @@ class CompletionFormat(Format):
         )
 
 
+def _name(token: dict[str, Any]) -> str:
+    """A token's text; of a part of a character its bytes, by which it can be told from others."""
+    text: str = token["token"]
+    if "\ufffd" not in text:
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token["bytes"])
+
+
 class _Offset:
     """Where in the text tokens begin: one may be a part of a character only."""
 
@@ -215,7 +223,9 @@ class _Offset:
 
     def next(self, token: bytes) -> int:
         """The offset of `token`, which follows those before it."""
-        at = self._at
+        goes_on = bool(token) and 0x80 <= token[0] < 0xC0
+        # A part of a character that does not go on is one by itself.
+        at = self._at + (bool(self._decoder.getstate()[0]) and not goes_on)
         self._at += len(self._decoder.decode(token))
         return at
 

@@ -1,0 +1,81 @@
+"""What `/openapi.json` promises, held against a running router by schemathesis.
+
+python tests/router/openapi_fuzz.py URL EXAMPLES    # by hand, as long as you like
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import hypothesis
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+SMALL = {"max_tokens": 2, "max_completion_tokens": 2, "min_tokens": 1, "n": 2}
+
+
+def fuzz(url: str, examples: int) -> int:
+    """Call every operation with `examples` bodies that it allows, and as many that it does not.
+
+    Returns the number of calls. Raises what schemathesis finds.
+    """
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    calls = 0
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        replies = operation.definition.raw["responses"]
+        done = next(reply for status, reply in replies.items() if status.startswith("2"))
+        if list(done["content"]) == ["text/event-stream"]:
+            continue  # it has no end
+        for mode in GenerationMode:
+            if operation.method == "get" and mode is GenerationMode.NEGATIVE:
+                continue  # nothing to get wrong
+
+            @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+            @hypothesis.settings(
+                max_examples=examples,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                suppress_health_check=list(hypothesis.HealthCheck),
+            )
+            def run(case: Any) -> None:
+                nonlocal calls
+                calls += 1
+                _shorten(case)
+                case.call_and_validate(checks=CHECKS, timeout=60)
+
+            try:
+                run()
+            except hypothesis.errors.Unsatisfiable:
+                continue  # nothing that the operation takes can be wrong
+    return calls
+
+
+def _shorten(case: Any) -> None:
+    """Long outputs take long, and are what other tests are for."""
+    body = case.body
+    if not isinstance(body, dict) or "completions" not in case.path:
+        return
+    for name, most in SMALL.items():
+        if type(body.get(name)) is int:
+            body[name] = min(body[name], most)
+    if "chat" in case.path and not body.get("max_tokens"):
+        body.setdefault("max_completion_tokens", 2)
+
+
+if __name__ == "__main__":
+    print(fuzz(sys.argv[1], int(sys.argv[2])), "calls")

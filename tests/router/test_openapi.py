@@ -1,0 +1,80 @@
+"""`/openapi.json` is true: of every route, of what it takes, and of what it replies."""
+
+from __future__ import annotations
+
+import asyncio
+
+import jsonschema_rs
+import pytest
+from openapi_fuzz import fuzz
+
+
+@pytest.mark.slow
+async def test_schemathesis_finds_nothing(route_real):
+    async with route_real() as r:
+        calls = await asyncio.to_thread(fuzz, r.server.url, 4)
+    assert calls > 40
+
+
+async def test_every_route_is_described(route_real):
+    async with route_real() as r:
+        document = await r.get("/openapi.json")
+        paths = document["paths"]
+        for path in (
+            "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{id}", "/tokenize",
+            "/detokenize", "/health", "/metrics", "/version", "/openapi.json", "/docs",
+            "/admin/strategies", "/admin/strategy", "/admin/engines/{id}", "/admin/requests/{id}",
+        ):  # fmt: skip
+            assert path in paths
+        for path, operations in paths.items():
+            for method, operation in operations.items():
+                assert operation["summary"].endswith("."), (path, "has no docstring")
+                if method in ("post", "put", "patch") and path != "/admin/rollback":
+                    assert "requestBody" in operation, (method, path)
+        async with r.http.get(r.server.url + "/docs") as page:
+            assert "/openapi.json" in await page.text()
+
+
+ACCEPTED = [
+    {"prompt": "a"},
+    {"prompt": [1, 2], "stop": "x", "n": None},
+    {"prompt": ["a", [1]], "stop": ["x"], "logit_bias": {"3": -1}},
+    {"prompt": "a", "response_format": {"type": "text"}, "seed": 2**64 - 1},
+    {"prompt": "a", "structured_outputs": {"choice": ["a"]}, "something_else": 1},
+]
+REFUSED = [
+    {},
+    {"prompt": 3},
+    {"prompt": ["a", 3]},
+    {"prompt": ""},
+    {"prompt": []},
+    {"prompt": "a", "n": 0},
+    {"prompt": "a", "temperature": "hot"},
+    {"prompt": "a", "temperature": 2.5},
+    {"prompt": "a", "stop": [""]},
+    {"prompt": "a", "stop": ["a"] * 17},
+    {"prompt": "a", "logit_bias": {"3": 200}},
+    {"prompt": "a", "response_format": {"type": "yaml"}},
+    {"prompt": "a", "response_format": {"type": "json_schema"}},
+    {"prompt": "a", "structured_outputs": {"regex": ""}},
+    {"prompt": "a", "structured_outputs": {"xml": "x"}},
+    {"prompt": "a", "seed": 2**64},
+    {"prompt": "a", "guided_choice": [1]},
+]
+
+
+async def test_the_schema_and_the_router_agree(route_real):
+    """What one accepts the other does: they are made of the same types."""
+    async with route_real() as r:
+        document = await r.get("/openapi.json")
+        body = document["paths"]["/v1/completions"]["post"]["requestBody"]
+        schema = body["content"]["application/json"]["schema"]
+        validator = jsonschema_rs.validator_for({**schema, "components": document["components"]})
+        for fields, status in [(one, 200) for one in ACCEPTED] + [(one, 400) for one in REFUSED]:
+            got, answer = await r.post("/v1/completions", {"max_tokens": 1, **fields})
+            assert got == status, (fields, answer)
+            assert validator.is_valid(fields) == (status == 200), fields
+            if status == 400:
+                error = document["components"]["schemas"]["ErrorObject"]
+                reply = {**error, "components": document["components"]}
+                assert jsonschema_rs.validator_for(reply).is_valid(answer)
