@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import uvicorn
 
 from engine.protocol.config import EngineConfig
-from engine.registration import announce
+from engine.registration import announce, read_labels
 
 if TYPE_CHECKING:
     from engine.service import MicroserveEngine
@@ -76,9 +76,12 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         options: dict[str, Any] = {"type": kind}
         if choices := get_args(kind):
             options = {"choices": choices}
+        default = flag.default
+        if flag.metadata.get("secret"):  # an argument can be read by everybody on the machine
+            default = os.environ.get(f"MICROSERVE_ENGINE_{flag.name.upper()}", default)
         parser.add_argument(
             "--" + flag.name.replace("_", "-"),
-            default=flag.default,
+            default=default,
             help=f"{flag.metadata['help']} (default: {flag.default!r})".replace("%", "%%"),
             **options,
         )
@@ -108,6 +111,12 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
     ):
         if getattr(config, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
+    if bool(config.tls_cert) != bool(config.tls_key):
+        parser.error("--tls-cert and --tls-key go together")
+    try:
+        read_labels(config.labels)
+    except ValueError as error:
+        parser.error(str(error))
     if bool(config.disk_dir) != bool(config.disk_pages):
         parser.error("--disk-dir and --disk-pages go together")
     if not 0 <= config.port < 2**16:
@@ -163,8 +172,10 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
                     lifespan="off",
                     timeout_graceful_shutdown=1,
                     timeout_keep_alive=75,
+                    ssl_certfile=config.tls_cert or None,
+                    ssl_keyfile=config.tls_key or None,
                 ),
-                f"engine {config.engine_id} ready http://{host}:{port}",
+                f"engine {config.engine_id} ready {_listening(config)}",
             )
             async with asyncio.TaskGroup() as tasks:
                 heartbeats = tasks.create_task(announce(config)) if config.router else None
@@ -211,6 +222,11 @@ def _server(engine: MicroserveEngine, config: uvicorn.Config, ready: str) -> uvi
             yield
 
     return Server(config)
+
+
+def _listening(config: EngineConfig) -> str:
+    """Where it listens, whatever it advertises."""
+    return dataclasses.replace(config, advertise="").url
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from engine.protocol import RemoteSendReply
 
@@ -15,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineMetrics"]
 
+Reading = tuple[str, str, Callable[[], float]]  # name, help, what to call
+LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -36,6 +42,17 @@ class EngineMetrics:
         self._inter_token = self._histogram(
             "vllm:inter_token_latency_seconds", "Between two tokens of a request"
         )
+        self._seconds = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From the call to the end"
+        )
+        self._prompts = self._histogram("vllm:request_prompt_tokens", "Prompts", LENGTHS)
+        self._completions = self._histogram("vllm:request_generation_tokens", "Answers", LENGTHS)
+        self._successes = Counter(
+            "vllm:request_success",
+            "Generations that came to their end",
+            [*self._label, "finished_reason"],
+            registry=self.registry,
+        )
         self._sent_bytes = self._counter("microserve:kv_sent_bytes", "KV put to peers")
         self._sends = self._counter("microserve:remote_sends", "remote_send calls that completed")
         self._mirrors_stopped = Counter(
@@ -44,6 +61,13 @@ class EngineMetrics:
             [*self._label, "reason"],
             registry=self.registry,
         )
+
+    def finished(self, reason: str, prompt: int, completion: int, seconds: float) -> None:
+        """A generation has come to its end `seconds` after the call."""
+        self._successes.labels(**self._label, finished_reason=reason).inc()
+        self._seconds.observe(seconds)
+        self._prompts.observe(prompt)
+        self._completions.observe(completion)
 
     def prefix(self, tokens: int, hits: int) -> None:
         """`tokens` were looked up in the prefix cache, `hits` of them found."""
@@ -66,7 +90,7 @@ class EngineMetrics:
     def watch(self, engine: MicroserveEngine) -> None:
         """Read these from the engine whenever somebody asks."""
         cache, stats = engine.cache, engine.loop.stats
-        for name, help, read in (
+        gauges: tuple[Reading, ...] = (
             ("vllm:num_requests_running", "Generations being computed", lambda: engine.running),
             ("vllm:num_requests_waiting", "Generations that wait", lambda: engine.waiting),
             ("vllm:kv_cache_usage_perc", "Share of pages in use, 0 to 1", lambda: usage(engine)),
@@ -77,6 +101,8 @@ class EngineMetrics:
                 lambda: cache.page_use().quarantined,
             ),
             ("microserve:mirrors_running", "Generations mirrored", lambda: engine.mirrors.running),
+        )
+        counters: tuple[Reading, ...] = (
             ("microserve:mirrored_tokens", "Tokens mirrored", lambda: engine.mirrors.sent),
             ("microserve:steps", "Steps since the start", lambda: stats.steps),
             ("microserve:step_seconds", "Time in steps", lambda: stats.step_s),
@@ -86,9 +112,8 @@ class EngineMetrics:
             ("vllm:prompt_tokens", "Prompt tokens computed", lambda: stats.prompt_tokens),
             ("vllm:generation_tokens", "Tokens drawn", lambda: stats.generation_tokens),
             ("vllm:num_preemptions", "Generations put back", lambda: engine.preemptions),
-        ):
-            gauge = Gauge(name, help, list(self._label), registry=self.registry)
-            gauge.labels(**self._label).set_function(read)
+        )
+        self.registry.register(_Readings(self._label, gauges, counters))
         self._watch_tiers(cache)
 
     def _watch_tiers(self, cache: KVCache) -> None:
@@ -124,11 +149,33 @@ class EngineMetrics:
         counter = Counter(name, help, list(self._label), registry=self.registry)
         return counter.labels(**self._label)
 
-    def _histogram(self, name: str, help: str) -> Histogram:
+    def _histogram(self, name: str, help: str, buckets: Sequence[float] = LATENCY_S) -> Histogram:
         histogram = Histogram(
-            name, help, list(self._label), buckets=LATENCY_S, registry=self.registry
+            name, help, list(self._label), buckets=buckets, registry=self.registry
         )
         return histogram.labels(**self._label)
+
+
+class _Readings(Collector):
+    """What the engine counts itself, read when somebody asks."""
+
+    def __init__(
+        self, label: dict[str, str], gauges: Sequence[Reading], counters: Sequence[Reading]
+    ) -> None:
+        self._label = label
+        self._gauges = gauges
+        self._counters = counters
+
+    def collect(self) -> Iterator[Metric]:
+        names, values = list(self._label), list(self._label.values())
+        for name, help, read in self._gauges:
+            gauge = GaugeMetricFamily(name, help, labels=names)
+            gauge.add_metric(values, read())
+            yield gauge
+        for name, help, read in self._counters:
+            counter = CounterMetricFamily(name, help, labels=names)
+            counter.add_metric(values, read())
+            yield counter
 
 
 def usage(engine: MicroserveEngine) -> float:

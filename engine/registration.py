@@ -4,38 +4,69 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
+from contextlib import suppress
+from typing import Any
+from urllib.parse import quote
 
 import httpx
 
 from engine.protocol.config import EngineConfig
 
-__all__ = ["announce"]
+__all__ = ["announce", "read_labels"]
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
+FAREWELL_S = 1.0
 
 
 async def announce(config: EngineConfig) -> None:
-    """Register with the router, again and again, until cancelled.
+    """Register with the router, again and again, until cancelled; then take leave of it.
 
     A router that is not there yet, or is restarted, hears of this engine with the next heartbeat;
     each change between reaching it and not is logged.
     """
-    body = {"url": config.url, "id": config.engine_id, "role": config.role}
+    body: dict[str, Any] = {"url": config.url, "id": config.engine_id, "role": config.role}
+    body["labels"] = read_labels(config.labels)
+    body["heartbeat"] = True
     headers = {"Authorization": f"Bearer {config.admin_key}"} if config.admin_key else {}
     trouble: str | None = ""
-    async with httpx.AsyncClient(base_url=config.router, headers=headers, timeout=5.0) as client:
-        while True:
-            try:
-                reply = await client.post("/admin/engines", json=body)
-                now = None if reply.is_success else f"{reply.status_code} {reply.text[:200]}"
-            except httpx.HTTPError as error:
-                now = str(error) or type(error).__name__
-            if now != trouble:
-                trouble = now
-                if trouble is None:
-                    log.info("registered with %s", config.router)
-                else:
-                    log.warning("cannot register with %s: %s", config.router, trouble)
-            await asyncio.sleep(HEARTBEAT_S)
+    known_as = ""
+    verify = ssl.create_default_context(cafile=config.router_ca or None)
+    async with httpx.AsyncClient(
+        base_url=config.router, headers=headers, timeout=5.0, verify=verify
+    ) as client:
+        try:
+            while True:
+                try:
+                    reply = await client.post("/admin/engines", json=body)
+                    now = None if reply.is_success else f"{reply.status_code} {reply.text[:200]}"
+                    if reply.is_success:
+                        known_as = reply.json()["id"]
+                except (httpx.HTTPError, ValueError, KeyError) as error:
+                    now = str(error) or type(error).__name__
+                if now != trouble:
+                    trouble = now
+                    if trouble is None:
+                        log.info("registered with %s", config.router)
+                    else:
+                        log.warning("cannot register with %s: %s", config.router, trouble)
+                await asyncio.sleep(HEARTBEAT_S)
+        finally:
+            if known_as and trouble is None:
+                # Without it the router would find out too, by a connection that is refused.
+                with suppress(httpx.HTTPError, TimeoutError):
+                    async with asyncio.timeout(FAREWELL_S):
+                        await client.delete(f"/admin/engines/{quote(known_as, safe='')}")
+
+
+def read_labels(text: str) -> dict[str, str]:
+    """`zone=a,rack=7` as a dict. Raises `ValueError`."""
+    labels = {}
+    for part in text.split(",") if text else ():
+        name, equals, value = part.partition("=")
+        if not name or not equals:
+            raise ValueError(f"--labels {text}: want labels as in zone=a,rack=7")
+        labels[name] = value
+    return labels

@@ -55,7 +55,8 @@ class GenerationStream:
         )
         self._drawn: asyncio.Queue[Drawn] = asyncio.Queue()
         self._sink: Callable[[Event], None] | None = None
-        self._previous = time.monotonic()  # when the call, or its last token, came
+        self._began = time.monotonic()
+        self._previous = self._began  # when the call, or its last token, came
         self._first_token = self._first_event = True
         self._over = False
         self._told: Mirrored | None = None  # of the mirror
@@ -145,6 +146,10 @@ class GenerationStream:
                 prompt_tokens=generation.prompt_len,
                 completion_tokens=self._completion,
                 cached_tokens=min(generation.cached, generation.prompt_len),
+            )
+            seconds = time.monotonic() - self._began
+            self._metrics.finished(
+                event.finish_reason, generation.prompt_len, self._completion, seconds
             )
         return event
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
-__all__ = ["PREFIX", "child_environment", "drop_service_links"]
+__all__ = ["PREFIX", "child_environment", "drop_service_links", "hide_keys"]
 
 PREFIX = "MICROSERVE"
-COMMANDS = ("UP", "ENGINE", "ROUTER", "CHAT", "STRATEGY")
+COMMANDS = ("UP", "ENGINE", "ROUTER", "CHAT", "STRATEGY", "BENCH")
+KEYS = ("--api-key", "--admin-key", "--engine-api-key")
 
 
 def drop_service_links() -> None:
@@ -21,3 +24,25 @@ def child_environment() -> dict[str, str]:
     """Our environment without the twins of flags: a child has flags of its own."""
     twins = tuple(f"{PREFIX}_{command}_" for command in COMMANDS)
     return {name: value for name, value in os.environ.items() if not name.startswith(twins)}
+
+
+def hide_keys() -> None:
+    """Start again with keys in the environment, if they came as arguments of this process.
+
+    Arguments can be read by everybody on the machine, the environment only by the same user.
+    """
+    command, rest, keys = sys.argv[1:2], iter(sys.argv[2:]), {}
+    shown = Path("/proc/self/cmdline").read_bytes().split(b"\0") if command else []
+    arguments = []
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name not in KEYS:
+            arguments.append(argument)
+            continue
+        value = value if equals else next(rest, "")
+        if argument.encode() not in shown:
+            return  # not this process's arguments: called by a program
+        keys[f"{PREFIX}_{command[0]}_{name[2:]}".replace("-", "_").upper()] = value
+    if keys:
+        argv = [sys.executable, "-m", "router", *command, *arguments]
+        os.execve(sys.executable, argv, {**os.environ, **keys})  # noqa: S606  no shell is wanted

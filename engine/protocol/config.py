@@ -13,6 +13,11 @@ def flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+def secret(help: str) -> Any:
+    """A flag that nothing may show. Its environment twin is read by the engine itself."""
+    return field(default="", repr=False, metadata={"help": help, "secret": True})
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """One engine, as started. `model` is an alias, a folder, a .gguf file or a hub id."""
@@ -46,14 +51,21 @@ class EngineConfig:
         50.0, "of the model mock: prompt tokens that it computes in 1 ms; 0: no time at all"
     )
     router: str = flag("", "URL of a router to register with")
-    admin_key: str = flag("", "key of that router's admin API")
+    router_ca: str = flag("", "certificates (PEM) that an https router's is signed by")
+    admin_key: str = secret("key of that router's admin API")
+    advertise: str = flag("", "URL that routers and engines reach this one by; empty: host:port")
+    labels: str = flag("", "what the router's admin API shows of it, as in zone=a,rack=7")
     engine_id: str = flag("", "name in the fleet; empty: host:port")
-    api_key: str = flag("", "key that callers must send; needed on any address but loopback")
+    api_key: str = secret("key that callers must send; needed on any address but loopback")
+    tls_cert: str = flag("", "certificate chain (PEM); with --tls-key: https")
+    tls_key: str = flag("", "its key (PEM)")
     log_level: Literal["debug", "info", "warning", "error"] = flag("warning", "what to log")
     parent_pid: int = flag(0, "die when this process dies; 0: do not")
 
     @property
     def url(self) -> str:
         """Where routers and other engines reach it, once `port` is known."""
+        if self.advertise:
+            return self.advertise.rstrip("/")
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'https' if self.tls_cert else 'http'}://{host}:{self.port}"

@@ -8,7 +8,7 @@ from router.cli.chat import chat
 from router.cli.serve import engine, router
 from router.cli.strategy import strategy
 from router.cli.up import up
-from router.environment import PREFIX, drop_service_links
+from router.environment import PREFIX, drop_service_links, hide_keys
 
 __all__ = ["main"]
 
@@ -26,4 +26,5 @@ for command in (up, engine, router, chat, strategy):
 def main() -> None:
     """The console script. Every flag has a twin `MICROSERVE_<COMMAND>_<FLAG>`."""
     drop_service_links()
+    hide_keys()
     cli(prog_name="microserve", auto_envvar_prefix=PREFIX)

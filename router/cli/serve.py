@@ -14,7 +14,7 @@ from engine.protocol import EngineConfig, MicroserveError
 from router.cli.options import config_options, given, read_params
 from router.cli.preflight import Mistake, check_strategy
 from router.config import RouterConfig
-from router.environment import child_environment
+from router.environment import PREFIX, child_environment
 from router.fleet import as_arguments
 from router.logs import set_up_logging
 from router.server import run
@@ -27,9 +27,14 @@ __all__ = ["engine", "router"]
 @config_options(EngineConfig)
 def engine(model: str, **flags: Any) -> None:
     """Run one engine. MODEL: smollm2, tiny, a folder, a .gguf file or a hub id."""
-    arguments = as_arguments(given(EngineConfig, flags))
-    argv = [sys.executable, "-m", "engine", model, *arguments]
-    os.execve(sys.executable, argv, child_environment())  # noqa: S606  no shell is wanted
+    flags = given(EngineConfig, flags)
+    keys = {
+        f"{PREFIX}_ENGINE_{name.upper()}": flags.pop(name)
+        for name in ("api_key", "admin_key")
+        if name in flags
+    }
+    argv = [sys.executable, "-m", "engine", model, *as_arguments(flags)]
+    os.execve(sys.executable, argv, {**child_environment(), **keys})  # noqa: S606  no shell wanted
 
 
 @click.command()

@@ -20,7 +20,10 @@ __all__ = ["up"]
 
 ENGINE, ROUTER = EngineConfig(), RouterConfig()  # for their defaults
 # Of the engine's flags, those that `up` decides itself or that mean the router here.
-OWN = ("host", "port", "role", "router", "engine_id", "api_key", "admin_key", "parent_pid")
+OWN = (
+    "host", "port", "role", "router", "router_ca", "advertise", "labels", "engine_id", "api_key",
+    "admin_key", "tls_cert", "tls_key", "parent_pid",
+)  # fmt: skip
 
 
 @click.command()

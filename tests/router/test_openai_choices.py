@@ -27,7 +27,7 @@ async def computed(router) -> int:
     for member in router.server.router.registry:
         async with router.http.get(member.url + "/metrics") as response:
             text = await response.text()
-        total += int(float(re.search(r"^vllm:prompt_tokens{.*} (.+)$", text, re.M)[1]))
+        total += int(float(re.search(r"^vllm:prompt_tokens_total{.*} (.+)$", text, re.M)[1]))
     return total
 
 
