@@ -47,6 +47,7 @@ class FleetConfig:
     api_key: str = ""
     respawn: bool = True
     health_deadline_s: float = 10.0
+    served_model_name: str = ""
     state_file: Path | None = None
 
 
@@ -132,10 +133,11 @@ class Fleet:
     def _announce(self) -> None:
         url = self._router.url if self._router else ""
         key = '-H "Authorization: Bearer $API_KEY" ' if self._config.api_key else ""
+        name = self._config.served_model_name or self._config.model
         self._say(f"ready {url}")
         self._say(
             f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d "
-            f'\'{{"model": "{self._config.model}", "temperature": 0, '
+            f'\'{{"model": "{name}", "temperature": 0, '
             '"messages": [{"role": "user", "content": "What is the capital of France?"}]}\''
         )
 

@@ -100,6 +100,7 @@ def up(
         engine_flags=given(EngineConfig, flags),
         admin_key=admin_key,
         api_key=api_key,
+        served_model_name=served_model_name,
         respawn=not no_respawn,
         health_deadline_s=health_deadline_s,
         state_file=state_file,

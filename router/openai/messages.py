@@ -162,9 +162,9 @@ def read_messages(
 
 
 def _read(kind: type[B], fields: dict[str, Any], name: str) -> B:
-    for field, harmless in _UNSUPPORTED.items():
-        value = fields.get(field)
-        if value is not None and not harmless(value):
+    for field, value in fields.items():
+        harmless = _UNSUPPORTED.get(field)
+        if harmless is not None and value is not None and not harmless(value):
             raise _unsupported(field, f"{field} is not supported")
     asked = read_body(kind, fields)
     check_model(getattr(asked, "model", None), name)
