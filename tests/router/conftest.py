@@ -373,3 +373,9 @@ def real_engines() -> Iterator[list[str]]:
 def route_real(real_engines: list[str]) -> Route:
     """As `route`, over the real engines."""
     return lambda **config: routed(real_engines, **config)
+
+
+@pytest.fixture
+def routed_to() -> Route:
+    """As `route`, over engines that run already, by their URLs."""
+    return routed
