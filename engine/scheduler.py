@@ -91,6 +91,9 @@ class Scheduler:
                 break
             if not self._make_room(job):
                 continue
+            if isinstance(job, Generation):
+                # What is computed of a prompt can be shared, and copied to a tier, from now on.
+                self._cache.publish(job.seq_id, job.tokens)
             count = min(self._missing(job), budget, share)
             chosen.append((job, self._chunk(job, count)))
             budget -= count

@@ -26,7 +26,6 @@ import numpy.typing as npt
 import torch
 
 from kvcache.books import Books
-from kvcache.errors import NoCapacity
 from kvcache.prefix import Tokens
 from kvcache.tier_store import DevicePages, Store
 from kvcache.types import PageId
@@ -262,18 +261,17 @@ class Tier:
     def _missing(self, tokens: npt.NDArray[np.int32]) -> tuple[int, PageId] | None:
         """Which page of `tokens` is missing here, and where it is above; takes a slot for it."""
         there = self._above.books.prefix.match(tokens, use=False)
-        here = self.books.share(self.books.prefix.match(tokens))
-        try:
-            if len(here) >= len(there):
-                return None
-            if not self.books.pages.free:
-                self.books.prefix.evict(EVICT)
-            self._filling = self.books.take(1)
-        except NoCapacity:
+        here = self.books.prefix.match(tokens)
+        if len(here) >= len(there):
+            return None
+        if not self.books.pages.free:
+            self.books.share(here)  # so that it does not evict what it continues
+            self.books.prefix.evict(EVICT)
+            self.books.drop(here)
+        if not self.books.pages.free:
             self.stats.skipped += 1
             return None
-        finally:
-            self.books.drop(here)
+        self._filling = self.books.take(1)
         return len(here), there[len(here)]
 
     def _copied(self, copy: Callable[[], None]) -> bool:
