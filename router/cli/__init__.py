@@ -1,9 +1,10 @@
-"""The command line: `microserve up | engine | router | chat | strategy`."""
+"""The command line: `microserve up | engine | router | chat | strategy | bench`."""
 
 from __future__ import annotations
 
 import click
 
+from router.cli.bench import bench
 from router.cli.chat import chat
 from router.cli.serve import engine, router
 from router.cli.strategy import strategy
@@ -19,7 +20,7 @@ def cli() -> None:
     """A programmable router over LLM microserving engines."""
 
 
-for command in (up, engine, router, chat, strategy):
+for command in (up, engine, router, chat, strategy, bench):
     cli.add_command(command)
 
 

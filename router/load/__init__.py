@@ -1,0 +1,1 @@
+"""Load on any OpenAI-style server: what `microserve bench` does."""

@@ -1,0 +1,150 @@
+"""Asking, and noting when what came: one streamed request at a time, or many by a schedule."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+from router.load.workload import Ask
+
+__all__ = ["Outcome", "Target", "closed_loop", "open_loop"]
+
+REJECTED = frozenset({429, 503})
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request. Times are seconds since it was due: where the client itself is
+    late, or has no connection left, that is part of what a user would have waited."""
+
+    input_tokens: int | None
+    due_s: float  # since the start
+    status: int = 0  # 0: no answer at all
+    error: str = ""
+    first_token_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)  # between two pieces that had tokens
+    end_s: float = 0.0
+    output_tokens: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200 and not self.error and self.first_token_s is not None
+
+    @property
+    def rejected(self) -> bool:
+        """The server said at once that it has no room."""
+        return self.status in REJECTED
+
+    @property
+    def per_token_s(self) -> float | None:
+        """From the first token to the last one, by token; `None` with one token or none."""
+        if self.first_token_s is None or self.output_tokens < 2:
+            return None
+        return sum(self.gaps_s) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where to ask, and what goes with each request."""
+
+    session: aiohttp.ClientSession
+    url: str
+    model: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 600.0
+
+    async def ask(self, ask: Ask, due: float, began: float) -> Outcome:
+        """Make a request that is due at `due`, of a run that began at `began` (loop time).
+
+        Every failure is an outcome. Cancellation closes the connection.
+        """
+        outcome = Outcome(ask.input_tokens, due - began)
+        loop = asyncio.get_running_loop()
+        body = {
+            "model": self.model, "stream": True, "stream_options": {"include_usage": True},
+            **self.extra, **ask.body,
+        }  # fmt: skip
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        try:
+            async with (
+                asyncio.timeout(self.timeout_s),
+                self.session.post(self.url + path, data=orjson.dumps(body)) as reply,
+            ):
+                outcome.status = reply.status
+                if reply.status != 200:
+                    outcome.error = _why(await reply.read())
+                else:
+                    await self._read(reply, outcome, due)
+        except TimeoutError:
+            outcome.error = f"no end within {self.timeout_s:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+        outcome.end_s = loop.time() - due
+        return outcome
+
+    async def _read(self, reply: aiohttp.ClientResponse, outcome: Outcome, due: float) -> None:
+        loop = asyncio.get_running_loop()
+        last, pieces, told = 0.0, 0, None
+        async for line in reply.content:
+            if not line.startswith(b"data: {"):
+                continue
+            now = loop.time()
+            event = orjson.loads(line[6:])
+            if "error" in event:
+                outcome.error = _why(line[6:])
+                return
+            told = (event.get("usage") or {}).get("completion_tokens", told)
+            if not any(_has_tokens(choice) for choice in event.get("choices", ())):
+                continue
+            pieces += 1
+            if outcome.first_token_s is None:
+                outcome.first_token_s = now - due
+            else:
+                outcome.gaps_s.append(now - last)
+            last = now
+        # A server that does not tell its usage is taken to send a token a piece.
+        outcome.output_tokens = told if told is not None else pieces
+
+
+async def open_loop(target: Target, asks: Iterator[Ask], times: Iterator[float]) -> list[Outcome]:
+    """Each at its time, whatever has become of those before it."""
+    began = asyncio.get_running_loop().time()
+    running: list[asyncio.Task[Outcome]] = []
+    async with asyncio.TaskGroup() as tasks:
+        for ask, at in zip(asks, times, strict=False):
+            await asyncio.sleep(began + at - asyncio.get_running_loop().time())
+            running.append(tasks.create_task(target.ask(ask, began + at, began)))
+    return [task.result() for task in running]
+
+
+async def closed_loop(target: Target, asks: Iterator[Ask], concurrency: int) -> list[Outcome]:
+    """`concurrency` clients, each of which asks again when it has its answer."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    outcomes: list[Outcome] = []
+
+    async def work() -> None:
+        for ask in asks:  # one iterator for all of them
+            outcomes.append(await target.ask(ask, loop.time(), began))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(concurrency):
+            tasks.create_task(work())
+    return outcomes
+
+
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or choice
+    return bool(delta.get("text") or delta.get("content") or delta.get("reasoning_content"))
+
+
+def _why(body: bytes) -> str:
+    try:
+        return str(orjson.loads(body)["error"]["message"])[:200]
+    except (ValueError, LookupError, TypeError):
+        return body[:200].decode(errors="replace")

@@ -1,0 +1,103 @@
+"""What the outcomes of a run say: latencies, goodput, rejections."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from router.load.client import Outcome
+
+__all__ = ["Slo", "percentile", "show", "summarize"]
+
+QUANTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request has to meet to count as good (ms); `None`: nothing."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """By nearest rank: one of the values, `None` if there are none."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def summarize(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
+    """The figures of a run, in milliseconds and per second.
+
+    Attainment is a share of all requests made: one that was rejected or has failed has met nothing.
+    Goodput counts those that meet both objectives at once (DistServe §2).
+    """
+    good = [outcome for outcome in outcomes if outcome.ok]
+    took_s = max((outcome.due_s + outcome.end_s for outcome in outcomes), default=0.0)
+    ttft = [_meets(outcome.first_token_s, slo.ttft_ms) for outcome in good]
+    tpot = [_meets(outcome.per_token_s, slo.tpot_ms) for outcome in good]
+    both = sum(map(all, zip(ttft, tpot, strict=True)))
+    failed = [o for o in outcomes if not o.ok and not o.rejected]
+    tokens_in = sum(outcome.input_tokens or 0 for outcome in good)
+    tokens_out = sum(outcome.output_tokens for outcome in good)
+    return {
+        "requests": len(outcomes),
+        "completed": len(good),
+        "rejected": sum(outcome.rejected for outcome in outcomes),
+        "errors": len(failed),
+        "error_messages": dict(Counter(o.error or "no token" for o in failed).most_common(5)),
+        "seconds": took_s,
+        "requests_per_s": _per(len(good), took_s),
+        "input_tokens_per_s": _per(tokens_in, took_s),
+        "output_tokens_per_s": _per(tokens_out, took_s),
+        "ttft_ms": _quantiles(outcome.first_token_s for outcome in good),
+        "tpot_ms": _quantiles(outcome.per_token_s for outcome in good),
+        "itl_ms": _quantiles(gap for outcome in good for gap in outcome.gaps_s),
+        "jct_ms": _quantiles(outcome.end_s for outcome in good),
+        "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms},
+        "attained": _per(both, len(outcomes)),
+        "attained_ttft": _per(sum(ttft), len(outcomes)),
+        "attained_tpot": _per(sum(tpot), len(outcomes)),
+        "goodput_per_s": _per(both, took_s),
+    }
+
+
+def show(title: str, figures: dict[str, Any], console: Console) -> None:
+    """Two tables: what became of the requests, and how long they took."""
+    counts = Table(title=title, title_justify="left", show_header=False)
+    for name in (
+        "requests", "completed", "rejected", "errors", "requests_per_s", "output_tokens_per_s",
+        "attained", "goodput_per_s",
+    ):  # fmt: skip
+        value = figures[name]
+        counts.add_row(name, f"{value:.3g}" if isinstance(value, float) else str(value))
+    console.print(counts)
+    times = Table()
+    times.add_column("ms")
+    for percent in QUANTILES:
+        times.add_column(f"p{percent}", justify="right")
+    for name in ("ttft", "tpot", "itl", "jct"):
+        row = figures[f"{name}_ms"].values()
+        times.add_row(name.upper(), *("–" if ms is None else f"{ms:.1f}" for ms in row))
+    console.print(times)
+
+
+def _meets(seconds: float | None, limit_ms: float | None) -> bool:
+    return limit_ms is None or seconds is None or seconds * 1e3 <= limit_ms
+
+
+def _quantiles(seconds: Iterable[float | None]) -> dict[str, float | None]:
+    values = [value * 1e3 for value in seconds if value is not None]
+    return {f"p{percent}": percentile(values, percent) for percent in QUANTILES}
+
+
+def _per(count: float, of: float) -> float:
+    return count / of if of else 0.0
