@@ -13,6 +13,7 @@ import torch
 
 from engine.job import Generation, Sampled
 from engine.models.mock import mock_tokens
+from engine.protocol import BadRequest
 from engine.runner import Chunk
 from kvcache.cache import KVCache
 
@@ -64,7 +65,11 @@ def mock_sample(logits: torch.Tensor, generations: Sequence[Generation]) -> list
     for generation in generations:
         token = _TOKENS[len(generation.tokens) % len(_TOKENS)]
         logprobs = generation.sampling.logprobs
-        if logprobs is None:
+        if generation.sampling.structure is not None:
+            param = generation.sampling.structure.param
+            failure = BadRequest("mock says what it says, and follows no grammar", param=param)
+            drawn.append(Sampled(token, failure=failure))
+        elif logprobs is None:
             drawn.append(Sampled(token))
         else:
             drawn.append(Sampled(token, 0.0, [(token, 0.0)] if logprobs else []))

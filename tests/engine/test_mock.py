@@ -102,3 +102,10 @@ def test_a_client_that_goes_away_ends_its_completion():
         engine.at_rest()
     finally:
         engine.kill()
+
+
+def test_it_follows_no_grammar_and_says_so(mocks: list[EngineProcess]):
+    wanted = {"kind": "regex", "source": "a", "param": "guided_regex"}
+    (event,) = mocks[0].generate([1, 2, 3], structure=wanted)
+    assert event["error"]["param"] == "guided_regex"
+    assert event["error"]["type"] == "bad_request"

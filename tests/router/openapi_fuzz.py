@@ -73,6 +73,8 @@ def _shorten(case: Any) -> None:
     for name, most in SMALL.items():
         if type(body.get(name)) is int:
             body[name] = min(body[name], most)
+    if type(body.get("timeout")) in (int, float) and body["timeout"] > 0:
+        body["timeout"] = 60  # a 504 is what it may well ask for
     if "chat" in case.path and not body.get("max_tokens"):
         body.setdefault("max_completion_tokens", 2)
 

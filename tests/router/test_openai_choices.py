@@ -8,6 +8,7 @@ import re
 
 import aiohttp
 import pytest
+from engine_process import EngineProcess
 
 PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(150)]
 SAMPLING = {
@@ -145,3 +146,49 @@ async def test_many_prompts_with_many_choices(route_real):
         _, answer = await r.post("/v1/completions", {"prompt": texts, **SAMPLING})
     assert [choice["prompt_token_ids"] for choice in answer["choices"]] != []
     assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+async def test_choices_survive_the_death_of_their_engine(routed_to, strategy):
+    """Each goes on by itself where its stream has stopped, with the tokens it would have had."""
+    flags = ("--pool-pages", "1024")
+    first, second = EngineProcess(*flags), EngineProcess(*flags)
+    survivor = None
+    prompt = fresh(120)
+    body = {"prompt": prompt, "n": 3, **SAMPLING, "max_tokens": 120, "stream": True}
+    try:
+        async with routed_to([first.url, second.url], strategy=strategy) as r:
+            tokens: list[list[int]] = [[], [], []]
+            headers = {"X-Request-Id": "survivor"}
+            url = r.server.url + "/v1/completions"
+            async with r.http.post(url, json=body, headers=headers) as response:
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    event = json.loads(line[6:])
+                    assert "error" not in event, event
+                    for choice in event["choices"]:
+                        tokens[choice["index"]] += choice["token_ids"]
+                    if survivor is None and min(map(len, tokens)) > 5:
+                        legs = (await r.receipt("survivor"))["legs"]
+                        busy = [leg for leg in legs if leg["call"] == "start_generate"]
+                        (engine,) = {leg["engine"] for leg in busy}
+                        first_is_busy = first.url.endswith(engine.split(":")[-1])
+                        survivor, victim = (second, first) if first_is_busy else (first, second)
+                        victim.kill()
+            receipt = await r.receipt("survivor")
+            assert {retry["choice"] for retry in receipt["retries"]} == {0, 1, 2}
+            assert survivor is not None
+            whole = [
+                survivor.generate(prompt, choice=choice, **_engine_sampling(120))
+                for choice in range(3)
+            ]
+            await asyncio.to_thread(survivor.at_rest)
+    finally:
+        first.kill()
+        second.kill()
+    assert tokens == [[token for event in one for token in event["token_ids"]] for one in whole]
+
+
+def _engine_sampling(max_tokens: int) -> dict[str, object]:
+    return {"temperature": 1.0, "seed": 11, "max_tokens": max_tokens, "ignore_eos": True}
