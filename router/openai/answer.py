@@ -19,6 +19,7 @@ from router.openai.errors import error_json
 from router.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, Format
 from router.openai.messages import Ask, read_chat, read_completion
 from router.openai.models import served_name
+from router.openai.replies import ChatReply, CompletionReply
 from router.openai.requests import ChatRequest, CompletionRequest
 from router.openapi import documented
 from router.receipts import Receipt
@@ -43,13 +44,13 @@ GENERATES = (404, 429, 500, 502, 503, 504)
 MEDIA = ("application/json", "text/event-stream")
 
 
-@documented(body=CompletionRequest, media=MEDIA, errors=GENERATES)
+@documented(body=CompletionRequest, reply=CompletionReply, media=MEDIA, errors=GENERATES)
 async def completions(router: Router, http: web.Request) -> web.StreamResponse:
     """Answers to prompts, whole or as server-sent events."""
     return await _answer(router, http, read_completion, CompletionFormat)
 
 
-@documented(body=ChatRequest, media=MEDIA, errors=GENERATES)
+@documented(body=ChatRequest, reply=ChatReply, media=MEDIA, errors=GENERATES)
 async def chat_completions(router: Router, http: web.Request) -> web.StreamResponse:
     """Answers to a conversation, whole or as server-sent events."""
     return await _answer(router, http, read_chat, ChatFormat)

@@ -109,9 +109,10 @@ class Format(ABC):
             one["stop_reason"] = choice.stop_reason
             if self._ids:
                 one["token_ids"] = choice.token_ids
-                one["prompt_token_ids"] = prompts[index]
             written.append(one)
         body = {**self._base, "object": self.object_whole, "choices": written, "usage": usage}
+        if self._ids:
+            self.add_prompt_ids(body, prompts)
         return orjson.dumps(body)
 
     @abstractmethod
@@ -121,6 +122,10 @@ class Format(ABC):
     @abstractmethod
     def content(self, text: str) -> dict[str, Any]:
         """What a whole answer says of `text`."""
+
+    @abstractmethod
+    def add_prompt_ids(self, body: dict[str, Any], prompts: list[list[int]]) -> None:
+        """Say in a whole answer which tokens its prompts were: where vLLM says it."""
 
     @abstractmethod
     def logprobs(self, index: int, logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
@@ -151,6 +156,9 @@ class ChatFormat(Format):
     def content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
+    def add_prompt_ids(self, body: dict[str, Any], prompts: list[list[int]]) -> None:
+        body["prompt_token_ids"] = prompts[0]
+
     def logprobs(self, index: int, logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
         if logprobs is None:
             return None
@@ -180,6 +188,10 @@ class CompletionFormat(Format):
 
     def content(self, text: str) -> dict[str, Any]:
         return {"text": text}
+
+    def add_prompt_ids(self, body: dict[str, Any], prompts: list[list[int]]) -> None:
+        for choice, prompt in zip(body["choices"], prompts, strict=True):
+            choice["prompt_token_ids"] = prompt
 
     def logprobs(self, index: int, logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
         """Parallel lists; `text_offset` counts characters of the answer, over all its chunks."""

@@ -144,7 +144,12 @@ async def test_many_prompts_with_many_choices(route_real):
     texts = ["".join(map(chr, range(97, 110))), "another"]
     async with route_real() as r:
         _, answer = await r.post("/v1/completions", {"prompt": texts, **SAMPLING})
-    assert [choice["prompt_token_ids"] for choice in answer["choices"]] != []
+        for choice, text in zip(answer["choices"], texts, strict=True):
+            _, tokenized = await r.post("/tokenize", {"prompt": text, "return_token_strs": True})
+            assert choice["prompt_token_ids"] == tokenized["tokens"]
+            assert tokenized["token_strs"] == list(text)
+            _, back = await r.post("/detokenize", {"tokens": tokenized["tokens"]})
+            assert back == {"prompt": text}
     assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
 
 

@@ -78,3 +78,38 @@ async def test_the_schema_and_the_router_agree(route_real):
                 error = document["components"]["schemas"]["ErrorObject"]
                 reply = {**error, "components": document["components"]}
                 assert jsonschema_rs.validator_for(reply).is_valid(answer)
+
+
+RICH = {"max_tokens": 6, "n": 2, "return_token_ids": True, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": ["é", "b"], "logprobs": 2}),
+        ("/v1/completions", {"prompt": "b", "stop": ["<"], "echo": True}),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2}),
+        ("/v1/chat/completions", {"stop_token_ids": list(range(300))}),
+    ],
+)
+async def test_whole_answers_are_as_described(route_real, path, fields):
+    body = {**RICH, **fields}
+    if "chat" in path:
+        body["messages"] = [{"role": "user", "content": "hi"}]
+    async with route_real() as r:
+        document = await r.get("/openapi.json")
+        reply = document["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]
+        schema = closed({**reply["schema"], "components": document["components"]})
+        status, answer = await r.post(path, body)
+        assert status == 200, answer
+        jsonschema_rs.validator_for(schema).validate(answer)
+
+
+def closed(schema):
+    """`schema` without room for fields that it does not name."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: closed(part) for key, part in schema.items()}
+    return {"additionalProperties": False, **inner} if "properties" in schema else inner
