@@ -88,6 +88,7 @@ class Attempt:
         # First begin all releases, then wait: waiting may be cancelled, beginning cannot.
         releases = [(stream.member, stream.stop()) for stream in self.streams]
         for member, lease in self.leases:
+            lease.expected.close()
             if lease.open:  # of a strategy that would not leave its `async with`
                 lease.consumed = True
                 body = {"lease_id": lease.lease_id}

@@ -76,27 +76,21 @@ class Leash(Coroutine[Any, Any, Any]):
             return self._coroutine.send(value)
         except Interrupted as late:
             return self._pass_on(late)
-        except StopIteration as done:
-            raise self._outcome(done) from None
         except BaseException as error:
-            if (outcome := self._outcome(error)) is error:
-                raise
-            raise outcome from error
+            self._ended(error)
+            raise
 
     def throw(self, error: Any, value: Any = None, traceback: Any = None) -> Any:
-        if self._let_go:
-            self._on_ignored()
-            raise self._outcome(error) from None
         try:
+            if self._let_go:
+                self._on_ignored()
+                raise error
             return self._coroutine.throw(error)
         except Interrupted as late:
             return self._pass_on(late)
-        except StopIteration as done:
-            raise self._outcome(done) from None
         except BaseException as failure:
-            if (outcome := self._outcome(failure)) is failure:
-                raise
-            raise outcome from failure
+            self._ended(failure)
+            raise
 
     def close(self) -> None:
         self._coroutine.close()
@@ -110,14 +104,14 @@ class Leash(Coroutine[Any, Any, Any]):
             raise late
         return self._coroutine.throw(late)
 
-    def _outcome(self, ended: BaseException) -> BaseException:
-        """What the task ends in. Called on every way out, so that an `Interrupted` which is still
-        on its way arrives here at the latest, and not in somebody else's code."""
+    def _ended(self, how: BaseException) -> None:
+        """Raises what the task ends in, if that is something else. Called on every way out, so that
+        an `Interrupted` which is still on its way arrives here at the latest, and not in somebody
+        else's code."""
         if self.ending:
-            return self._error or asyncio.CancelledError()
-        if isinstance(ended, SystemExit):  # a task that exits, takes the event loop with it
-            return RuntimeError("SystemExit")
-        return ended
+            raise self._error or asyncio.CancelledError() from None
+        if isinstance(how, SystemExit):  # a task that exits, takes the event loop with it
+            raise RuntimeError("SystemExit") from how
 
     def _overdue(self) -> None:
         if not self.task.done():

@@ -25,6 +25,7 @@ class Offspring:
         self._on_ignored = on_ignored
         self._holder = holder
         self._leashes: dict[asyncio.Task[Any], Leash] = {}
+        self._ending = False
 
     @contextmanager
     def mine(self) -> Iterator[None]:
@@ -42,16 +43,24 @@ class Offspring:
         task = leash.start(loop, **options)
         self._leashes[task] = leash
         task.add_done_callback(self._leashes.pop)
+        if self._ending:
+            leash.end()
         return task
+
+    def begin_end(self) -> list[asyncio.Task[Any]]:
+        """Cancel all that still run; returns them. What they start from now on ends at once."""
+        self._ending = True
+        left = [task for task in self._leashes if not task.done()]
+        for task in left:
+            self._leashes[task].end()
+        return left
 
     async def end(self) -> int:
         """Cancel all that still run and wait for them; returns how many that were.
 
         Takes no longer than a leash's grace. Cancelled, it stops waiting: they end all the same.
         """
-        left = [task for task in self._leashes if not task.done()]
-        for task in left:
-            self._leashes[task].end()
+        left = self.begin_end()
         if left:
             await asyncio.wait(left)
         for task in left:
@@ -81,4 +90,3 @@ def _factory(
     if offspring is None or not asked_by_user(sys._getframe(1)):
         return asyncio.Task(work, loop=loop, **options)
     return offspring.spawn(loop, work, **options)
-

@@ -59,29 +59,33 @@ class Run:
         self._timer = loop.call_later(self._stall, self._look)
         try:
             with self._offspring.mine():
-                task = self._leash.start(loop)
-            await self._end_of(task)
+                self._leash.start(loop)
+            await self._end_of(self._leash.task)
         except Interrupted:
             raise self._blocked() from None
         finally:
             self._timer.cancel()
-            if left := await self._offspring.end():
+            left = await self._offspring.end()
+            if left and not self._leash.ending:
                 self._offend("left_tasks", f"leaves {left} task{'s' * (left > 1)} behind")
             del self._leash, self._offspring  # they know us: nothing here is for the collector
 
     async def _end_of(self, task: asyncio.Task[None]) -> None:
         cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError as error:
-                cancelled = error
-                self._leash.end()
-            except BaseException:  # noqa: BLE001  the task's own: see below
-                break
-        if cancelled is not None:
-            raise cancelled
-        task.result()
+        try:
+            while not task.done():
+                try:
+                    await asyncio.shield(task)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    self._end()
+                except BaseException:  # noqa: BLE001  the task's own: see below
+                    break
+            if cancelled is not None:
+                raise cancelled
+            task.result()
+        finally:
+            del task, cancelled  # they know the errors that know this frame
 
     async def _run(self) -> None:
         chunks, request, emit, leash = self._chunks, self._request, self._emit, self._leash
@@ -94,13 +98,10 @@ class Run:
                 except StopAsyncIteration:
                     break
                 except BaseException as error:
-                    failure = self._failure(error)
-                    own = isinstance(failure, StrategyError)
-                    if finished and isinstance(failure, MicroserveError) and not own:
-                        break  # an engine's, after the last token: the leg in the receipt tells
-                    if failure is error:
-                        raise
-                    raise failure from error
+                    if finished and _is_engines(error):
+                        break  # the client has it all; the leg in the receipt tells of the error
+                    self._raise_own(error)
+                    raise
                 if finished:
                     raise self._offend("went_on", "goes on after the stream's end")
                 if not isinstance(chunk, Chunk):
@@ -122,24 +123,31 @@ class Run:
         elif not finished:
             raise self._offend("ended_early", "ended before the stream did")
 
-    def _failure(self, error: BaseException) -> BaseException:
-        """What an error that it raised is raised as: an engine's as itself, its own by its name."""
+    def _raise_own(self, error: BaseException) -> None:
+        """Raise an error of the strategy's own by its name; return for those that pass as they are.
+
+        It is raised here so that no frame keeps what it raises, and with it all it refers to.
+        """
         cause = root_cause(error)
-        if isinstance(cause, MicroserveError | GeneratorExit | KeyboardInterrupt):
-            return cause
         if isinstance(cause, Interrupted):
-            return self._blocked()
+            raise self._blocked() from None
+        if isinstance(cause, MicroserveError | GeneratorExit | KeyboardInterrupt):
+            if cause is not error:
+                raise cause from error
+            return
         if isinstance(error, asyncio.CancelledError):
-            # If nobody cancelled us, the strategy awaited something that was.
-            return error if self._leash.ending else self._offend("raised", "CancelledError")
+            if self._leash.ending:
+                return
+            # Nobody cancelled us: the strategy awaited something that was.
+            raise self._offend("raised", "CancelledError") from error
         what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
-        return self._offend("raised", what, line_in(error.__traceback__))
+        raise self._offend("raised", what, line_in(error.__traceback__)) from error
 
     async def _close(self) -> None:
         """Have it leave its `async with`s. What it was left for is what counts, not how it goes."""
         loop = asyncio.get_running_loop()
         error = StrategyError(f"{self._generation.label} does not end")
-        timer = loop.call_later(self._grace, self._leash.end, error)
+        timer = loop.call_later(self._grace, self._end, error)
         try:
             await self._chunks.aclose()
         except asyncio.CancelledError:
@@ -166,10 +174,15 @@ class Run:
         if waiting and not working and seen == self._seen:
             message = f"made no progress for {self._stall:g} s"
             self._offend("stalled", message, waits_at(self._chunks))
-            self._leash.end(StrategyStalled(f"{self._generation.label} {message}"))
+            self._end(StrategyStalled(f"{self._generation.label} {message}"))
             return
         self._seen = seen
         self._timer = asyncio.get_running_loop().call_later(self._stall, self._look)
+
+    def _end(self, error: Exception | None = None) -> None:
+        """Whatever waits for whatever: a task that waits for another passes its cancellation on."""
+        self._leash.end(error)
+        self._offspring.begin_end()
 
     def _ignored(self) -> None:
         self._offend("ignored_cancellation", "does not end when cancelled", waits_at(self._chunks))
@@ -182,6 +195,11 @@ class Run:
         message = f"{what} ({line})" if line else what
         self._generation.offend(kind, message)
         return StrategyError(f"{self._generation.label}: {message}")
+
+
+def _is_engines(error: BaseException) -> bool:
+    cause = root_cause(error)
+    return isinstance(cause, MicroserveError) and not isinstance(cause, StrategyError)
 
 
 def _first(chunks: AsyncGenerator[Chunk, None]) -> Awaitable[Chunk]:

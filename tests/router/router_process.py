@@ -1,0 +1,56 @@
+"""A real router process in front of engines, and the calls that tests make to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from forked import Forked, microserve
+
+
+class RouterProcess(Forked):
+    """`microserve router`, ready to be called."""
+
+    def __init__(self, engines: list[str], strategy: str | Path, *flags: str) -> None:
+        urls = [part for url in engines for part in ("--engine", url)]
+        super().__init__(
+            microserve, "router", *urls, "--strategy", str(strategy), "--port", "0", *flags
+        )
+        self.url = self.line().split()[-1]
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def ask(self, prompt: list[int], max_tokens: int = 4, **fields: Any) -> httpx.Response:
+        body = {
+            "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, **fields,
+        }  # fmt: skip
+        return self.http.post("/v1/completions", json=body)
+
+    def tokens(self, prompt: list[int], max_tokens: int = 4) -> list[int]:
+        reply = self.ask(prompt, max_tokens)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["token_ids"]
+
+    def use(self, name: str, **params: Any) -> int:
+        reply = self.http.put("/admin/strategy", json={"name": name, "params": params})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["generation"]
+
+    def strategies(self) -> dict[str, Any]:
+        return self.http.get("/admin/strategies").json()
+
+    def kill(self) -> None:
+        self.http.close()
+        super().kill()
+
+
+def until(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
+    """What other processes do tells nobody: look again until it is so."""
+    deadline = time.monotonic() + timeout
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found

@@ -1,0 +1,298 @@
+"""Strategies that do what they must not: each harms its own request only, and is named."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.protocol import NoCapacity
+from router import Chunk, strategy
+
+PROMPT = list(range(1, 41))
+ASK = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+TOKENS = [140, 141, 142, 143, 144]
+QUICK = {"grace_s": 0.1, "stall_s": 0.1}
+
+
+async def swallows_and_waits(request, cluster):
+    """In a lease, so that there is something to leak."""
+    engine = cluster.decode.round_robin()
+    async with engine.prep_recv(request, end=10):
+        yield Chunk(token_ids=[1], text="x")
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+
+async def swallows_everything(request, cluster):
+    engine = cluster.decode.round_robin()
+    async with engine.prep_recv(request, end=10):
+        yield Chunk(token_ids=[1], text="x")
+        for _ in range(100):  # not `while True`: the interpreter has to get rid of it at last
+            try:  # noqa: SIM105
+                await asyncio.Event().wait()
+            except BaseException:  # noqa: BLE001, S110
+                pass
+
+
+async def yields_after_cancellation(request, cluster):
+    engine = cluster.decode.round_robin()
+    async with engine.prep_recv(request, end=10):
+        while True:
+            try:
+                yield Chunk(token_ids=[1], text="x")
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+
+async def returns_after_cancellation(request, cluster):
+    engine = cluster.decode.round_robin()
+    async with engine.prep_recv(request, end=10):
+        yield Chunk(token_ids=[1], text="x")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return
+
+
+async def child_swallows(request, cluster):
+    async def stubborn():
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+    engine = cluster.decode.round_robin()
+    async with engine.prep_recv(request, end=10):
+        yield Chunk(token_ids=[1], text="x")
+        await asyncio.create_task(stubborn())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [swallows_and_waits, swallows_everything, yields_after_cancellation,
+     returns_after_cancellation, child_swallows],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_cancellation_always_wins(route, fake, function):
+    """The client goes away; nothing of its request is left, whatever the strategy thinks of it."""
+    a, b = fake("a"), fake("b", role="decode")
+    async with route(a, b, **QUICK) as r:
+        r.use(strategy(function))
+        generation = r.server.router.generations.active
+        url = r.server.url + "/v1/completions"
+        async with r.http.post(url, json={**ASK, "stream": True}) as response:
+            await response.content.readany()
+            assert b.leases
+            response.close()
+        await b.until(lambda: not b.leases)
+        await r.settled()
+        assert set(generation.offences) & {"ignored_cancellation", "left_tasks"}
+        r.use(r.server.router.catalog["data_parallel"])
+        assert (await r.post("/v1/completions", ASK))[0] == 200
+
+
+async def catches_generator_exit(request, cluster):
+    engine = cluster.decode.round_robin()
+    async with engine.prep_recv(request, end=10):
+        try:
+            yield "no chunk"
+        except GeneratorExit:
+            yield Chunk(token_ids=[1], text="x")
+
+
+async def hangs_in_its_cleanup(request, cluster):
+    engine = cluster.decode.round_robin()
+    async with engine.prep_recv(request, end=10):
+        try:
+            yield "no chunk"
+        finally:
+            await asyncio.Event().wait()
+
+
+async def fails_in_its_cleanup(request, cluster):
+    engine = cluster.decode.round_robin()
+    async with engine.prep_recv(request, end=10):
+        try:
+            yield "no chunk"
+        finally:
+            raise KeyError("cleanup")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [catches_generator_exit, hangs_in_its_cleanup, fails_in_its_cleanup],
+    ids=lambda f: f.__name__,
+)
+async def test_whatever_it_does_when_it_is_to_end(route, fake, function):
+    a, b = fake("a"), fake("b", role="decode")
+    async with route(a, b, **QUICK) as r:
+        r.use(strategy(function))
+        generation = r.server.router.generations.active
+        status, body = await r.post("/v1/completions", ASK)
+        assert (status, body["error"]["type"]) == (500, "strategy_error")
+        assert generation.label in body["error"]["message"]
+        assert generation.offences["no_chunk"] == 1
+        assert b.named("prep_recv")
+        await b.until(lambda: not b.leases)
+        await r.settled()
+
+
+async def test_an_error_names_strategy_generation_and_line(route, fake, caplog):
+    async def careless(request, cluster):
+        yield Chunk(token_ids=[1 // len(request.output)])
+
+    async with route(fake("a")) as r:
+        r.use(strategy(careless))
+        status, body = await r.post("/v1/completions", ASK)
+        text = await (await r.http.get(r.server.url + "/metrics")).text()
+        listed = (await r.get("/admin/strategies"))["active"]
+    line = careless.__code__.co_firstlineno + 1
+    where = f"test_misbehaviour.py:{line}"
+    assert status == 500
+    told = "strategy careless (generation 2): ZeroDivisionError: integer division or modulo by zero"
+    assert body["error"]["message"] == f"{told} ({where})"
+    assert where in caplog.text
+    assert "careless (generation 2)" in caplog.text
+    assert listed["offences"] == {"raised": 1}
+    (offence,) = [
+        (sample.labels, sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.endswith("strategy_offences_total")
+    ]
+    assert offence == ({"strategy": "careless", "generation": "2", "kind": "raised"}, 1.0)
+
+
+async def test_a_strategy_without_progress_ends_and_says_where_it_waits(route, fake):
+    async def waits(request, cluster):
+        engine = cluster.decode.round_robin()
+        async with engine.prep_recv(request, end=10):
+            await asyncio.Event().wait()
+            yield Chunk()
+
+    a, b = fake("a"), fake("b", role="decode")
+    async with route(a, b, **QUICK) as r:
+        r.use(strategy(waits))
+        status, body = await r.post("/v1/completions", ASK)
+        assert (status, body["error"]["type"]) == (504, "strategy_stalled")
+        assert "waits (generation 2)" in body["error"]["message"]
+        assert b.named("prep_recv")
+        assert not b.leases
+        (kind,) = r.server.router.generations.active.offences
+        assert kind == "stalled"
+        await r.settled()
+
+
+async def test_an_engine_that_takes_its_time_is_no_stall(route, fake):
+    a = fake("a", gate=asyncio.Event())
+    async with route(a, **QUICK) as r:
+        ask = asyncio.create_task(r.post("/v1/completions", ASK))
+        await a.until(lambda: a.running == 1)
+        generation = r.server.router.generations.active
+        loop = asyncio.get_running_loop()
+        looks = loop.time() + 4 * QUICK["stall_s"]
+        async with asyncio.timeout(10):
+            while loop.time() < looks:
+                await asyncio.sleep(0.01)
+        a.gate.set()
+        assert (await ask)[0] == 200
+        assert not generation.offences
+
+
+async def test_tasks_that_are_left_behind_end_with_the_request(route, fake):
+    ended = asyncio.Event()
+
+    async def lingers():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    @strategy
+    async def leaves(request, cluster):
+        leaves.task = asyncio.create_task(lingers())
+        async for chunk in cluster.engines.round_robin().start_generate(request):
+            yield chunk
+
+    async with route(fake("a"), **QUICK) as r:
+        r.use(leaves)
+        status, body = await r.post("/v1/completions", ASK)
+        assert (status, body["choices"][0]["token_ids"]) == (200, TOKENS)
+        assert ended.is_set()
+        assert leaves.task.cancelled()
+        assert r.server.router.generations.active.offences == Counter({"left_tasks": 1})
+
+
+async def test_a_task_that_exits_does_not_take_the_router_along(route, fake):
+    async def leave():
+        raise SystemExit(3)
+
+    @strategy
+    async def exits(request, cluster):
+        await asyncio.create_task(leave())
+        yield Chunk()
+
+    async with route(fake("a")) as r:
+        r.use(exits)
+        status, body = await r.post("/v1/completions", ASK)
+        assert (status, body["error"]["type"]) == (500, "strategy_error")
+        assert "SystemExit" in body["error"]["message"]
+
+
+async def test_its_own_timeouts_and_groups_are_nobody_elses_business(route, fake):
+    """What a strategy cancels itself, and gets over, is no cancellation of the request."""
+    a, b = fake("a"), fake("b")
+    a.refuse["remote_send"] = [NoCapacity("full")] * 9
+
+    @strategy
+    async def resilient(request, cluster):
+        try:
+            async with asyncio.timeout(0.01):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            pass
+        engines = sorted(cluster.engines, key=lambda engine: engine.id)
+        try:
+            async with engines[1].prep_recv(request, end=20) as kv, asyncio.TaskGroup() as legs:
+                legs.create_task(engines[0].remote_send(request, kv, begin=0, end=10))
+                legs.create_task(asyncio.Event().wait())
+        except* NoCapacity:
+            pass
+        async for chunk in engines[1].start_generate(request):
+            yield chunk
+
+    async with route(a, b) as r:
+        r.use(resilient)
+        status, body = await r.post("/v1/completions", ASK)
+        assert (status, body["choices"][0]["token_ids"]) == (200, TOKENS)
+        assert not r.server.router.generations.active.offences
+        await r.settled()
+
+
+async def test_an_engines_error_after_the_last_token_is_not_the_clients(route, fake):
+    a, b = fake("a"), fake("b", role="decode")
+
+    @strategy
+    async def afterwards(request, cluster):
+        engine = cluster.decode.round_robin()
+        async for chunk in engine.start_generate(request):
+            yield chunk
+        await engine.prep_recv(request, end=10).__aenter__()
+
+    b.refuse["prep_recv"] = [NoCapacity("full")]
+    async with route(a, b) as r:
+        r.use(afterwards)
+        events = await r.events("/v1/completions", ASK, headers={"X-Request-Id": "x"})
+        assert events[-1] == "[DONE]"
+        assert len([e for e in events[:-1] if e["choices"][0]["finish_reason"]]) == 1
+        receipt = await r.receipt("x")
+        assert (receipt["status"], receipt["legs"][-1]["error"]["type"]) == ("done", "no_capacity")
