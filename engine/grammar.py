@@ -33,8 +33,8 @@ _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 COMPILE_S = 10.0  # the longest that a caller waits for its grammar
 MOST_NESTED = 100  # brackets; xgrammar's time grows with the square of a schema's depth
-MOST_KEPT = 64  # compiled grammars, the latest used
-MOST_BYTES = 64 << 20  # of one compiled grammar
+MOST_KEPT = 32  # compiled grammars, the latest used
+MOST_BYTES = 16 << 20  # of one compiled grammar
 MOST_BLANKS = 16  # between two JSON tokens: small models would go on with them for ever
 TRIED_TOKENS = 32  # what a new grammar is tried out on
 SLOW_S = 0.1  # of processor time for one token: whoever is in the same step waits for it

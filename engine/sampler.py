@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.job import Generation, Sampled
-from engine.protocol import Internal, Sampling
+from engine.protocol import BadRequest, Sampling
 
 __all__ = ["sample"]
 
@@ -36,7 +36,10 @@ def sample(logits: torch.Tensor, generations: Sequence[Generation]) -> list[Samp
                 adjusted = adjusted + _gumbel(sampling, len(generation.tokens), len(row))
             result = Sampled(int(adjusted.argmax()))
         if generation.matcher is not None and not generation.matcher.accept(result.token):
-            result.failure = Internal("no token can continue the grammar, or it takes too long")
+            # The request's fault: elsewhere it would fail as well, and no engine is to be blamed.
+            message = "no token can continue the grammar, or it takes too long to find one"
+            param = sampling.structure.param if sampling.structure is not None else None
+            result.failure = BadRequest(message, param=param)
         elif sampling.logprobs is not None:
             _add_logprobs(result, row, sampling.logprobs)
         sampled.append(result)
@@ -80,7 +83,8 @@ def _penalised(row: torch.Tensor, generation: Generation) -> torch.Tensor:
         allowed = torch.from_numpy(generation.matcher.allowed()).to(row.device)
         row.masked_fill_(~allowed, -torch.inf)
     if _too_short(generation):
-        longer = row.index_fill(0, torch.tensor(list(generation.stop_ids)), -torch.inf)
+        stops = torch.tensor(list(generation.stop_ids), device=row.device)
+        longer = row.index_fill(0, stops, -torch.inf)
         # A grammar that is at its end is: nothing else could be drawn.
         if generation.matcher is None or bool(longer.isfinite().any()):
             row = longer

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from engine import grammar as grammar_module
 from engine.grammar import Grammars
-from engine.protocol import BadRequest, Internal, Structure
+from engine.protocol import BadRequest, Structure
 from engine.service import MicroserveEngine
 
 PROMPT = [(11 * n) % 250 for n in range(40)]
@@ -185,7 +185,7 @@ async def test_a_grammar_that_becomes_slow_fails_its_own_request_alone(
     monkeypatch.setattr(grammar_module, "SLOW_S", 0.0)
     stream = await engine.start_generate(start(PROMPT, "slow", structure=digits, max_tokens=60))
     other = asyncio.create_task(generate(engine, PROMPT, "other"))
-    with pytest.raises(Internal, match="grammar"):
+    with pytest.raises(BadRequest, match="grammar"):  # the client's fault, not this engine's
         await collect(stream)
     assert len(await other) == 8
     assert engine.loop.stats.failed_steps == 0

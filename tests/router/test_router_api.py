@@ -43,6 +43,7 @@ async def test_chat_uses_the_models_template(route, fake):
         "w102 w103 w104 "
     )
     reasons = [event["choices"][0]["finish_reason"] for event in events[:-2]]
+    assert [event["usage"] for event in events[:-2]] == [None] * len(reasons)
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
     assert events[-2]["choices"] == []
     assert events[-2]["usage"]["completion_tokens"] == 3
