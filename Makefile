@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo serve test check bench-strategies bench-put bench-router peers clean
+.PHONY: demo serve test check bench-strategies bench-put bench-router peers soak clean
 
 demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
 	@$(RUN) examples/demo.py
@@ -31,6 +31,9 @@ bench-put: $(VENV)/demo.stamp peers  ## KV into a peer's pool, against memcpy an
 
 bench-router: $(VENV)/demo.stamp peers  ## what a request costs in the router, against vllm-router
 	@$(RUN) -m bench.router
+
+soak: $(VENV)/test.stamp  ## half an hour under load (SOAK_MINUTES=30): nothing may be left over
+	@$(RUN) tests/e2e/soak.py --minutes $(or $(SOAK_MINUTES),30)
 
 peers: .peers/nixl/stamp .peers/vllm-router/stamp  ## what the benches measure against, in environments of its own
 

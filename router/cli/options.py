@@ -53,13 +53,16 @@ def read_params(pairs: Collection[str]) -> dict[str, Any]:
 
 def _option(field: dataclasses.Field[Any], hint: Any) -> Callable[[F], F]:
     name = "--" + field.name.replace("_", "-")
+    names = [name, field.name]
+    if name.endswith("-s"):  # seconds: what is typed need not say so
+        names.insert(0, name.removesuffix("-s"))
     kind: Any = hint
     if hint is bool:
         return click.option(name, is_flag=True, default=field.default, help=field.metadata["help"])
     if typing.get_origin(hint) is Literal:
         kind = click.Choice(typing.get_args(hint))
     return click.option(
-        name,
+        *names,
         type=kind,
         default=field.default,
         show_default=field.default != "",

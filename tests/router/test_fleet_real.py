@@ -6,8 +6,10 @@ import asyncio
 import signal
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from engine_process import EngineProcess
+from forked import Forked, microserve
 
 from router.config import RouterConfig
 
@@ -80,4 +82,32 @@ async def test_a_long_step_is_no_hang(routed_to):
             receipt = await r.receipt("x")
             assert receipt["retries"] == [] and receipt["ms"] > 2500
     finally:
+        engine.kill()
+
+
+@pytest.mark.slow
+def test_a_router_that_is_told_to_stop_lets_its_requests_end():
+    engine = EngineProcess(*FLAGS, model="mock")
+    router = Forked(
+        microserve, "router", "--port", "0", "--engine", engine.url, "--shutdown", "20"
+    )  # fmt: skip
+    try:
+        url = router.line().split()[-1]
+        body = {**ASK, "stream": True, "max_tokens": 150}
+        with httpx.Client(base_url=url, timeout=20, verify=False) as client:
+            with client.stream("POST", "/v1/completions", json=body) as reply:
+                lines = (line for line in reply.iter_lines() if line)
+                read = [next(lines)]
+                router.signal(signal.SIGTERM)
+                while httpx.get(f"{url}/health", verify=False).status_code != 503:
+                    pass
+                refused = client.post("/v1/completions", json=ASK)
+                assert refused.status_code == 503
+                assert refused.headers["Connection"] == "close"
+                read += lines
+            assert read[-1] == "data: [DONE]"
+        assert router.wait() == 0
+        engine.at_rest()
+    finally:
+        router.kill()
         engine.kill()

@@ -11,6 +11,7 @@ import logging
 import pytest
 
 from engine.protocol import NoCapacity
+from router import cli
 from router.logs import JsonFormatter, TextFormatter
 
 ASK = {"prompt": list(range(1, 41)), "max_tokens": 5, "temperature": 0, "return_token_ids": True}
@@ -65,6 +66,12 @@ async def test_clients_cannot_ask_for_more_than_is_configured(route, fake):
             status, _ = await r.post("/v1/completions", {**ASK, **body}, headers=headers)
             assert status == 504
         assert (await r.post("/v1/completions", {**ASK, "timeout": 0}))[0] == 400
+
+
+def test_times_are_typed_with_and_without_their_unit():
+    for flag in ("--request-timeout", "--request-timeout-s"):
+        with cli.router.make_context("router", [flag, "5"]) as context:
+            assert context.params["request_timeout_s"] == 5.0
 
 
 # Keys and limits

@@ -1,0 +1,246 @@
+"""A long time under load: what a leak, a slow one even, cannot hide from.
+
+`make soak` starts a real deployment and puts clients on it that come in all sizes, some of which
+vanish, while the strategies change. At the end everything must be as at the beginning: no request,
+load, lease or page left, no memory or descriptor more; and every whole answer must have had the
+very tokens that a quiet engine gives. Prints a table and, as the last line, one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from e2e_deployment import Deployment, launch
+from rich.console import Console
+from rich.table import Table
+
+CLIENTS = 8
+WARM_UP = 2200  # requests: more than the router keeps receipts of
+SWAP_S = 1.0
+SAMPLE_S = 2.0
+SLOPE_MIB_MIN = 1.0  # more than this, for certain, is a leak
+STRATEGIES: list[dict[str, Any]] = [
+    {"name": "data_parallel"},
+    {"name": "prefill_decode"},
+    {"name": "balanced", "params": {"ratio": 0.3}},
+]
+
+
+@dataclass
+class Sizes:
+    """Memory of one process that it does not share (MiB), and descriptors, over time (s)."""
+
+    process: psutil.Process
+    at: list[float] = field(default_factory=list)
+    mib: list[float] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)
+
+    def sample(self) -> None:
+        memory = self.process.memory_info()
+        self.at.append(time.monotonic())
+        self.mib.append((memory.rss - memory.shared) / 2**20)
+        self.fds.append(self.process.num_fds())
+
+    def slope(self) -> tuple[float, float]:
+        """MiB a minute over the last two thirds, and its standard error."""
+        skip = len(self.at) // 3
+        at = [(moment - self.at[0]) / 60 for moment in self.at[skip:]]
+        mib = self.mib[skip:]
+        line = statistics.linear_regression(at, mib)
+        rest = [y - line.slope * x - line.intercept for x, y in zip(at, mib, strict=True)]
+        spread = statistics.variance(at) * (len(at) - 1)
+        error = (sum(r * r for r in rest) / max(1, len(at) - 2) / spread) ** 0.5
+        return line.slope, error
+
+
+class Soak:
+    """The clients of one deployment of `model`."""
+
+    def __init__(self, deployment: Deployment, model: str, http: httpx.AsyncClient) -> None:
+        self._deployment = deployment
+        self._model = model
+        self._http = http
+        self._numbers = itertools.count()
+        self.outcomes: Counter[str] = Counter()
+        self.swaps = 0
+        source = random.Random(0)
+        self._prompts = [
+            [source.randrange(10, 290) for _ in range(source.choice((5, 40, 200, 700)))]
+            for _ in range(24)
+        ]
+        self._wanted: list[list[int]] = []
+
+    def learn(self) -> None:
+        """What the quiet deployment answers."""
+        for prompt in self._prompts:
+            answer = self._deployment.complete(prompt, greedy=40, model=self._model)
+            self._wanted.append(answer["choices"][0]["token_ids"])
+
+    async def warm_up(self) -> None:
+        async def one(_: int) -> None:
+            body = {"model": self._model, "prompt": [11, 12, 13], "max_tokens": 1}
+            (await self._http.post("/v1/completions", json=body)).raise_for_status()
+
+        for _ in range(WARM_UP // 32):
+            await asyncio.gather(*map(one, range(32)))
+
+    async def client(self, until: float) -> None:
+        while time.monotonic() < until:
+            self.outcomes[await self._one(random.Random(next(self._numbers)))] += 1
+
+    async def swapper(self, until: float) -> None:
+        for strategy in itertools.cycle(STRATEGIES):
+            if time.monotonic() >= until:
+                return
+            reply = await self._http.put(
+                "/admin/strategy", json=strategy, headers=self._deployment.admin
+            )
+            reply.raise_for_status()
+            self.swaps += 1
+            await asyncio.sleep(SWAP_S)
+
+    async def _one(self, source: random.Random) -> str:
+        index = source.randrange(len(self._prompts))
+        length = source.randrange(1, 41)
+        body = {
+            "model": self._model, "prompt": self._prompts[index], "max_tokens": length,
+            "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+            "stream": source.random() < 0.7,
+        }  # fmt: skip
+        vanish_after = source.expovariate(2.0) if source.random() < 0.3 else None
+        tokens: list[int] = []
+        try:
+            async with (
+                asyncio.timeout(vanish_after),
+                self._http.stream("POST", "/v1/completions", json=body) as reply,
+            ):
+                if reply.status_code != 200:
+                    return f"status {reply.status_code}: {(await reply.aread())[:200]!r}"
+                async for line in reply.aiter_lines():
+                    text = line.removeprefix("data: ")
+                    if not text.startswith("{"):
+                        continue
+                    event = json.loads(text)
+                    if "error" in event:
+                        return f"error: {event['error']['message'][:200]}"
+                    for choice in event["choices"]:
+                        tokens += choice["token_ids"]
+        except TimeoutError:
+            return "vanished"
+        return "whole" if tokens == self._wanted[index][:length] else "differing"
+
+
+def leftovers(deployment: Deployment) -> dict[str, Any]:
+    """What the router still counts, once that should be nothing; the engines prove theirs."""
+    deadline = time.monotonic() + 20
+    while True:
+        text = httpx.get(f"{deployment.url}/metrics", timeout=30).text
+        left: dict[str, Any] = {
+            name: float(value)
+            for name in ("requests_in_flight", "requests_waiting")
+            for value in re.findall(rf"^microserve_router_{name} (\S+)$", text, re.M)
+            if float(value)
+        }
+        for member in deployment.members():
+            if any(member["load"].values()):
+                left[member["id"]] = member["load"]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    for engine in deployment.engines:
+        engine.check_at_rest()
+    return left
+
+
+async def load(soak: Soak, sizes: dict[str, Sizes], minutes: float) -> None:
+    await soak.warm_up()
+    until = time.monotonic() + 60 * minutes
+
+    async def sampler() -> None:
+        while time.monotonic() < until:
+            for size in sizes.values():
+                size.sample()
+            await asyncio.sleep(SAMPLE_S)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(CLIENTS):
+            tasks.create_task(soak.client(until))
+        tasks.create_task(soak.swapper(until))
+        tasks.create_task(sampler())
+
+
+async def run(deployment: Deployment, model: str, minutes: float) -> dict[str, Any]:
+    pids = {"router": deployment.pid, **{e.id: e.pid for e in deployment.engines}}
+    sizes = {name: Sizes(psutil.Process(pid)) for name, pid in pids.items()}
+    limits = httpx.Limits(max_connections=64)
+    async with httpx.AsyncClient(
+        base_url=deployment.url, timeout=120, limits=limits, verify=False
+    ) as http:
+        soak = Soak(deployment, model, http)
+        await asyncio.to_thread(soak.learn)
+        await load(soak, sizes, minutes)
+    left = await asyncio.to_thread(leftovers, deployment)
+    failures = [f"left over: {left}"] if left else []
+    processes = {}
+    for name, size in sizes.items():
+        slope, error = size.slope()
+        if slope - 2 * error > SLOPE_MIB_MIN:
+            failures.append(f"{name} grows by {slope:.2f} ± {error:.2f} MiB a minute")
+        third = len(size.fds) // 3
+        early, late = max(size.fds[: 2 * third]), statistics.median(size.fds[2 * third :])
+        if late > early:
+            failures.append(f"{name} has {late} descriptors, {early} at most before")
+        processes[name] = {
+            "mib_first": round(size.mib[0], 1), "mib_last": round(size.mib[-1], 1),
+            "mib_per_minute": round(slope, 3), "error": round(error, 3), "fds": size.fds[-1],
+        }  # fmt: skip
+    strange = set(soak.outcomes) - {"whole", "vanished"}
+    failures += [f"{soak.outcomes[outcome]} × {outcome}" for outcome in strange]
+    return {
+        "soak_minutes": minutes, "model": model, "outcomes": dict(soak.outcomes),
+        "swaps": soak.swaps, "processes": processes, "failures": failures,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--model", default="tiny", help="tiny or mock")
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        deployment = launch(Path(folder), flags.model, "--engines", "2", "--pool-pages", "512")
+        try:
+            document = asyncio.run(run(deployment, flags.model, flags.minutes))
+        finally:
+            deployment.up.terminate()
+            deployment.up.wait(60)
+    table = Table(title="soak", title_justify="left")
+    for column in ("process", "MiB first", "MiB last", "MiB/min", "descriptors"):
+        table.add_column(column)
+    for name, row in document["processes"].items():
+        per_minute = f"{row['mib_per_minute']} ± {row['error']}"
+        first, last = str(row["mib_first"]), str(row["mib_last"])
+        table.add_row(name, first, last, per_minute, str(row["fds"]))
+    console = Console(width=100)
+    console.print(table, document["outcomes"], document["failures"] or "nothing is left over")
+    print(json.dumps(document))
+    return 1 if document["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
