@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, get_args
 
 from engine.protocol import EngineState, ModelInfo
@@ -114,27 +114,15 @@ class Member:
         for stream in self._streams:
             stream.abort()
 
-    @contextmanager
-    def watching(self, stream: ChunkStream) -> Iterator[None]:
-        """Abort `stream` if the engine goes down."""
+    def watch(self, stream: ChunkStream) -> None:
+        """Abort `stream` if the engine goes down, until `unwatch`."""
         if self.status == "down":
             stream.abort()
         self._streams.add(stream)
-        try:
-            yield
-        finally:
-            self._streams.discard(stream)
 
-    @contextmanager
-    def cutting(self, call: asyncio.Timeout) -> Iterator[None]:
-        """Let `call` expire if the engine goes down."""
-        if self.status == "down":
-            raise EngineUnreachable(f"engine {self.id} is down: {self.last_error}")
-        self._calls.add(call)
-        try:
-            yield
-        finally:
-            self._calls.discard(call)
+    def unwatch(self, stream: ChunkStream) -> None:
+        """Idempotent."""
+        self._streams.discard(stream)
 
     def describe(self) -> dict[str, Any]:
         state = self.state
@@ -160,10 +148,16 @@ async def guard(call: Coroutine[Any, Any, T], *members: Member) -> T:
     """Await `call`, but no longer than all `members` are there. Raises `EngineUnreachable` then."""
     try:
         async with asyncio.timeout(None) as cut:
-            with ExitStack() as cuts:
-                for member in members:
-                    cuts.enter_context(member.cutting(cut))
+            for member in members:
+                if member.status == "down":
+                    raise EngineUnreachable(f"engine {member.id} is down: {member.last_error}")
+            for member in members:
+                member._calls.add(cut)
+            try:
                 return await call
+            finally:
+                for member in members:
+                    member._calls.discard(cut)
     except TimeoutError:
         gone = next((member for member in members if member.status == "down"), members[0])
         raise EngineUnreachable(f"engine {gone.id} went down: {gone.last_error}") from None

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from router.breaker import BreakerState
 from router.member import Member
 from router.receipts import Receipt
+from router.series import Counter, Gauge, Histogram
 
 __all__ = ["Metrics"]
 
@@ -117,12 +118,16 @@ class Metrics:
         return self._series[generation]
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(f"microserve_router_{name}", help, labels, registry=self.registry)
+        counter = Counter(f"microserve_router_{name}", help, labels)
+        self.registry.register(counter)
+        return counter
 
     def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
-        return Gauge(f"microserve_router_{name}", help, labels, registry=self.registry)
+        gauge = Gauge(f"microserve_router_{name}", help, labels)
+        self.registry.register(gauge)
+        return gauge
 
     def _histogram(self, name: str, help: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(
-            f"microserve_router_{name}", help, labels, buckets=buckets, registry=self.registry
-        )
+        histogram = Histogram(f"microserve_router_{name}", help, labels, buckets)
+        self.registry.register(histogram)
+        return histogram

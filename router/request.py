@@ -54,6 +54,7 @@ class Request:
     sampling: Sampling
     output: list[int] = field(default_factory=list)
     session: str | None = None  # the client's X-Session-ID, for affinity
+    chunk_tokens: int = 1  # how many an engine may gather: a client may want all at once
     siblings: Siblings | None = field(default=None, repr=False, compare=False)  # with n > 1
 
     @cached_property

@@ -21,7 +21,8 @@ from router.request import Chunk, Request
 
 __all__ = ["Emit", "Run"]
 
-Emit = Callable[[Chunk], Awaitable[None]]
+# What it returns is to be awaited, if it is not None: then the client is to read first.
+Emit = Callable[[Chunk], Awaitable[None] | None]
 
 
 class Run:
@@ -111,7 +112,8 @@ class Run:
                     raise asyncio.CancelledError
                 finished = chunk.finish_reason is not None
                 request.output.extend(chunk.token_ids)
-                await emit(chunk)
+                if (reading := emit(chunk)) is not None:
+                    await reading
                 step = anext(chunks)
         except GeneratorExit:  # the leash has let go: nothing can be awaited
             raise

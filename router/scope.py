@@ -76,7 +76,8 @@ class Scope:
         tries = 1
         for number in itertools.count(1):
             if end := self._already_finished(request):
-                await emit(end)
+                if (reading := emit(end)) is not None:
+                    await reading
                 return
             await self._turn(place, full)
             attempt = await self._attempt(request, number, failed, place)
@@ -159,7 +160,8 @@ class Scope:
         stream = TokenStream(attempt, origin.member, request, begin, None, origin.request_id)
         async for chunk in stream:
             request.output.extend(chunk.token_ids)
-            await emit(chunk)
+            if (reading := emit(chunk)) is not None:
+                await reading
         return True
 
     def _already_finished(self, request: Request) -> Chunk | None:

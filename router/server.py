@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -101,8 +102,17 @@ async def run(config: RouterConfig) -> None:
     with _watching(config.parent_pid, stop):
         async with serving(config) as server:
             drains.append(server.router.drain)
+            _spare_the_collector()
             print(f"router ready {server.url}", flush=True)
             await stop.wait()
+
+
+def _spare_the_collector() -> None:
+    """What is here now stays. Of what comes, little is in cycles: looking for those less often
+    saves some percent of the CPU."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from engine.protocol import MicroserveError
@@ -30,8 +29,8 @@ class TokenStream:
     """
 
     __slots__ = (
-        "_attempt", "_begin", "_fork_of", "_kv", "_leg", "_member", "_over", "_prefill", "_request",
-        "_scopes", "_stream",
+        "_attempt", "_begin", "_fork_of", "_kv", "_leg", "_load", "_member", "_over", "_request",
+        "_stream",
     )  # fmt: skip
 
     def __init__(
@@ -53,8 +52,7 @@ class TokenStream:
         self._stream: ChunkStream | None = None
         self._leg: Leg | None = None
         self._over = False
-        self._prefill = ExitStack()  # what lasts until the first token
-        self._scopes = ExitStack()  # what lasts until the end
+        self._load = (0, 0)  # tokens to be prefilled and streams, as counted at the member
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -83,7 +81,7 @@ class TokenStream:
             leg.begin = chunk.begin
         if leg.first_token_ms is None and chunk.token_ids:
             leg.first_token_ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
-            self._prefill.close()
+            self._count(0, 1)
         leg.tokens += len(chunk.token_ids)
         if chunk.finish_reason is not None:
             self._finish(chunk, leg)
@@ -112,15 +110,16 @@ class TokenStream:
         total = len(request.tokens)
         self._leg = leg = attempt.begin_leg("start_generate", member, self._begin, total)
         attempt.streams.append(self)
-        self._scopes.enter_context(member.load.work(streams=1))
+        self._count(max(0, total - self._begin), 1)
         if self._kv is not None:
             self._kv.expected.close()  # it is here now, and counted
-        self._prefill.enter_context(member.load.work(tokens=max(0, total - self._begin)))
         body = request.sampling.model_dump(exclude_defaults=True)
         body["prompt"] = request.prompt
         body["begin"] = self._begin
         if request.output:
             body["output"] = request.output
+        if request.chunk_tokens > 1:
+            body["stream_tokens"] = request.chunk_tokens
         if self._kv is not None:
             body["lease_id"] = self._kv.lease_id
         if self._fork_of is not None:
@@ -133,8 +132,18 @@ class TokenStream:
             siblings.started(choice, Origin(member, attempt.request_id))
         if self._kv is not None:
             self._kv.consumed = True
-        self._scopes.enter_context(member.watching(stream))
+        if self._over:  # stopped meanwhile
+            stream.abort()
+        else:
+            member.watch(stream)
         return stream, leg
+
+    def _count(self, tokens: int, streams: int) -> None:
+        """From now on this is what the member has of it to do."""
+        load, (old_tokens, old_streams) = self._member.load, self._load
+        load.tokens += tokens - old_tokens
+        load.streams += streams - old_streams
+        self._load = (tokens, streams)
 
     def _finish(self, chunk: Chunk, leg: Leg) -> None:
         self._over = True
@@ -149,7 +158,8 @@ class TokenStream:
 
     def _close(self, leg: Leg) -> None:
         leg.ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
-        self._prefill.close()
-        self._scopes.close()
-        if self._stream is not None and leg.error is not None:
-            self._stream.abort()
+        self._count(0, 0)
+        if self._stream is not None:
+            self._member.unwatch(self._stream)
+            if leg.error is not None:
+                self._stream.abort()

@@ -21,6 +21,7 @@ from router.openai.messages import Ask, read_chat, read_completion
 from router.openai.models import served_name
 from router.openai.replies import ChatReply, CompletionReply
 from router.openai.requests import ChatRequest, CompletionRequest
+from router.openai.sse import EventWriter
 from router.openapi import documented
 from router.receipts import Receipt
 from router.request import Chunk, Request
@@ -30,15 +31,12 @@ from router.siblings import Siblings
 
 __all__ = ["chat_completions", "completions"]
 
-Emit = Callable[[int, Chunk], Awaitable[None]]
-
-STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+Emit = Callable[[int, Chunk], Awaitable[None] | None]
 
 
+# Tokens that an engine gathers for a client who waits for all of them. If it dies, so many are
+# computed again.
+WHOLE_CHUNK = 64
 # Of requests that engines work on.
 GENERATES = (404, 429, 500, 502, 503, 504)
 MEDIA = ("application/json", "text/event-stream")
@@ -140,7 +138,7 @@ class _Answer:
         """The answer in one piece. Raises what went wrong; nothing has been sent then."""
         choices = [Choice() for _ in self._tallies]
 
-        async def emit(index: int, chunk: Chunk) -> None:
+        def emit(index: int, chunk: Chunk) -> None:
             choices[index].add(chunk)
 
         await self._drive(emit)
@@ -154,34 +152,28 @@ class _Answer:
         Raises what goes wrong before the first chunk, so that it has an HTTP status; later it is
         an error event, and the stream has no proper end.
         """
-        response = web.StreamResponse(headers=STREAM_HEADERS)
-        response.headers["X-Request-Id"] = self._receipt.id
+        events = EventWriter(self._http, {"X-Request-Id": self._receipt.id})
         opened: set[int] = set()
 
-        async def emit(index: int, chunk: Chunk) -> None:
+        def emit(index: int, chunk: Chunk) -> Awaitable[None] | None:
             data = self._format.chunk(index, chunk)
             if not data:
-                return
+                return None
             if index not in opened:
-                if not opened:
-                    await response.prepare(self._http)
                 opened.add(index)
                 data = self._format.opening(index) + data
-            await response.write(data)
+            return events.write(data)
 
         try:
             await self._drive(emit)
         except MicroserveError as error:
-            if not response.prepared:
+            if not events.response.prepared:
                 raise
-            await response.write(b"data: %b\n\n" % error_json(error))
-            await response.write_eof()
-            return response
+            await events.end(b"data: %b\n\n" % error_json(error))
+            return events.response
         last = self._format.usage(self._usage()) if self._ask.include_usage else b""
-        last += self._timing()
-        await response.write(last + DONE)
-        await response.write_eof()
-        return response
+        await events.end(last + self._timing() + DONE)
+        return events.response
 
     def _timing(self) -> bytes:
         """Where the time went, as a comment, for clients that say that they read event streams.
@@ -216,14 +208,14 @@ class _Answer:
         prompt, choice = divmod(index, self._ask.n)
         tally, receipt = self._tallies[index], self._receipt
 
-        async def count(chunk: Chunk) -> None:
+        def count(chunk: Chunk) -> Awaitable[None] | None:
             if chunk.token_ids:
                 tally.tokens += len(chunk.token_ids)
                 if receipt.first_token_ms is None:
                     receipt.first_token_ms = receipt.elapsed_ms()
             if chunk.usage is not None:
                 tally.usage = chunk.usage
-            await emit(index, chunk)
+            return emit(index, chunk)
 
         sampling = self._ask.samplings[prompt]
         request = Request(
@@ -232,6 +224,7 @@ class _Answer:
             sampling=sampling.model_copy(update={"choice": choice}) if choice else sampling,
             session=self._http.headers.get("X-Session-ID"),
             siblings=self._siblings[prompt],
+            chunk_tokens=1 if self._ask.stream else WHOLE_CHUNK,
         )
         try:
             await self._scope.drive(request, count)
