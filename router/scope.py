@@ -134,6 +134,9 @@ class Scope:
         if len(members) == 1:
             self.runtime.metrics.fallbacks.labels("collapsed").inc()
             self.receipt.fallback("collapsed")
+        elif members[0].breaker.resting:  # never among others that are not
+            self.runtime.metrics.fallbacks.labels("breakers_open").inc()
+            self.receipt.fallback("breakers_open")
         return Attempt(
             self.runtime,
             self.receipt,

@@ -92,6 +92,11 @@ class Soak:
             self._wanted.append(answer["choices"][0]["token_ids"])
 
     async def warm_up(self) -> None:
+        """Until the router's memory has what it keeps of requests: receipts of three legs each."""
+        strategy, admin = {"name": "prefill_decode"}, self._deployment.admin
+        reply = await self._http.put("/admin/strategy", json=strategy, headers=admin)
+        reply.raise_for_status()
+
         async def one(_: int) -> None:
             body = {"model": self._model, "prompt": [11, 12, 13], "max_tokens": 1}
             (await self._http.post("/v1/completions", json=body)).raise_for_status()
