@@ -154,8 +154,8 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
         from engine.mock_openai import build_mock_app as new_app
 
     with socket.create_server((config.host, config.port), backlog=512) as listener:
-        # asyncio sets it on sockets that name their protocol only: each small answer, and each event,
-        # would wait 40 ms for the caller's acknowledgement of what was written before.
+        # asyncio sets it on sockets that name their protocol only: each small answer, and each
+        # event, would wait 40 ms for the caller's acknowledgement of what was written before.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         host, port = listener.getsockname()[:2]
         config = dataclasses.replace(
