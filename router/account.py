@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import TracebackType
 
 from aiohttp import web
 
@@ -67,7 +68,7 @@ async def accounted(
     router.limits.charge(http[CALLER], receipt.prompt_tokens)
     with router.drain.request(), serving(receipt):
         try:
-            async with _deadline(receipt, arrived + timeout_s, timeout_s):
+            async with _Deadline(receipt, arrived + timeout_s, timeout_s):
                 yield
             receipt.status = "done"
         except MicroserveError as error:
@@ -87,28 +88,38 @@ async def accounted(
                 log.info("request %s", receipt.status, extra={"receipt": receipt.summary()})
 
 
-@asynccontextmanager
-async def _deadline(receipt: Receipt, due: float, timeout_s: float) -> AsyncIterator[None]:
-    """Cancels the body at `due` (loop time). Raises `Timeout` then."""
-    loop = asyncio.get_running_loop()
-    phase = ""
-    try:
-        async with asyncio.timeout(None) as deadline:
+class _Deadline:
+    """Cancels its body at `due` (loop time). Raises `Timeout` then, which names the phase."""
 
-            def expire() -> None:
-                nonlocal phase
-                phase = receipt.phase  # now: all of its legs are about to end
-                deadline.reschedule(loop.time())
+    __slots__ = ("_cut", "_due", "_phase", "_receipt", "_timeout_s", "_timer")
 
-            timer = loop.call_at(due, expire)
-            try:
-                yield
-            finally:
-                timer.cancel()
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-        raise Timeout(
-            f"the request took longer than {timeout_s:g} s; it was in: {phase} "
-            f"(strategy {receipt.strategy}, generation {receipt.generation})"
-        ) from None
+    def __init__(self, receipt: Receipt, due: float, timeout_s: float) -> None:
+        self._receipt = receipt
+        self._due = due
+        self._timeout_s = timeout_s
+        self._phase = ""
+        self._cut = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._cut.__aenter__()
+        self._timer = asyncio.get_running_loop().call_at(self._due, self._expire)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        try:
+            await self._cut.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            receipt = self._receipt
+            raise Timeout(
+                f"the request took longer than {self._timeout_s:g} s; it was in: {self._phase} "
+                f"(strategy {receipt.strategy}, generation {receipt.generation})"
+            ) from None
+
+    def _expire(self) -> None:
+        self._phase = self._receipt.phase  # now: all of its legs are about to end
+        self._cut.reschedule(self._due)

@@ -10,7 +10,6 @@ so its time counts as prefill, and only a send of what was cached as migration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,9 +69,12 @@ def lifetime(receipt: Receipt) -> Lifetime:
 
 def server_timing(receipt: Receipt) -> str:
     """The value of a `Server-Timing` header: what has been so far."""
-    phases = lifetime(receipt).breakdown()
-    total = receipt.ms if receipt.ms is not None else receipt.elapsed_ms()
-    return ", ".join(f"{name};dur={ms:.1f}" for name, ms in [*phases.items(), ("total", total)])
+    it = lifetime(receipt)
+    return (
+        f"queue;dur={it.prefill_begin:.1f}, prefill;dur={it.prefill_end - it.prefill_begin:.1f}, "
+        f"migration;dur={it.migration_end - it.migration_begin:.1f}, "
+        f"decode;dur={it.decode_end - it.decode_begin:.1f}, total;dur={it.decode_end:.1f}"
+    )
 
 
 def _first_token(leg: Leg) -> float:
@@ -80,14 +82,8 @@ def _first_token(leg: Leg) -> float:
 
 
 def _of(begin: float, prefilled: float, migrated: float, total: float) -> Lifetime:
-    begin, prefilled, migrated, total = _rising((begin, prefilled, migrated, total), total)
-    return Lifetime(0.0, begin, prefilled, prefilled, migrated, migrated, total)
-
-
-def _rising(times: Iterable[float], most: float) -> list[float]:
     """Clocks are read one after another: what is a hair before its predecessor is as late."""
-    rising, last = [], 0.0
-    for time in times:
-        last = min(max(last, time), max(most, last))
-        rising.append(last)
-    return rising
+    begin = min(max(begin, 0.0), total)
+    prefilled = min(max(begin, prefilled), total)
+    migrated = min(max(prefilled, migrated), total)
+    return Lifetime(0.0, begin, prefilled, prefilled, migrated, migrated, total)

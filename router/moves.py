@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from router.errors import Moved
@@ -22,20 +21,9 @@ class Moves:
     def __init__(self) -> None:
         self._running: dict[Attempt, asyncio.Timeout] = {}
 
-    @asynccontextmanager
-    async def movable(self, attempt: Attempt) -> AsyncIterator[None]:
-        """Around an attempt's work. Raises `Moved` if it has to go on elsewhere."""
-        try:
-            async with asyncio.timeout(None) as cut:
-                self._running[attempt] = cut
-                try:
-                    yield
-                finally:
-                    del self._running[attempt]
-        except TimeoutError:
-            if not cut.expired():
-                raise
-            raise Moved("the engine is to be empty") from None
+    def movable(self, attempt: Attempt) -> _Movable:
+        """Around an attempt's work: `async with`. Raises `Moved` if it has to go on elsewhere."""
+        return _Movable(self._running, attempt)
 
     def leave(self, member: Member) -> int:
         """Cut short all that waits for tokens of `member`, or is about to; returns how many.
@@ -48,6 +36,31 @@ class Moves:
                 cut.reschedule(now)
                 moved += 1
         return moved
+
+
+class _Movable:
+    __slots__ = ("_attempt", "_cut", "_running")
+
+    def __init__(self, running: dict[Attempt, asyncio.Timeout], attempt: Attempt) -> None:
+        self._running = running
+        self._attempt = attempt
+        self._cut = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._cut.__aenter__()
+        self._running[self._attempt] = self._cut
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        del self._running[self._attempt]
+        try:
+            await self._cut.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise Moved("the engine is to be empty") from None
 
 
 def _lives_on(attempt: Attempt, member: Member) -> bool:

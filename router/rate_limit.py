@@ -54,11 +54,14 @@ class RateLimits:
         self, requests_per_minute: int, tokens_per_minute: int, clock: Callable[[], float]
     ) -> None:
         self._defaults = (requests_per_minute, tokens_per_minute)
+        self._limited = any(self._defaults)
         self._clock = clock
         self._allowances: dict[Key, _Allowance] = {}
 
     def admit(self, key: Key) -> None:
         """Count a request. Raises `RateLimited`, with the time to wait, if it is one too many."""
+        if not self._limits(key):
+            return
         allowance, now = self._allowance(key), self._clock()
         for what, bucket, needed in (
             ("requests", allowance.requests, 1.0),
@@ -75,13 +78,15 @@ class RateLimits:
 
     def charge(self, key: Key, tokens: int) -> None:
         """Count tokens."""
-        if (bucket := self._allowance(key).tokens) is not None:
+        if self._limits(key) and (bucket := self._allowance(key).tokens) is not None:
             bucket.take(tokens, self._clock())
 
     def headers(self, key: Key) -> dict[str, str]:
         """OpenAI's `x-ratelimit-*`, of those limits that there are."""
+        headers: dict[str, str] = {}
+        if not self._limits(key):
+            return headers
         allowance, now = self._allowance(key), self._clock()
-        headers = {}
         for what, bucket in (("requests", allowance.requests), ("tokens", allowance.tokens)):
             if bucket is not None:
                 headers[f"x-ratelimit-limit-{what}"] = str(bucket.limit)
@@ -94,6 +99,10 @@ class RateLimits:
         good = {*keys, ANYBODY}
         for key in [key for key in self._allowances if key not in good]:
             del self._allowances[key]
+
+    def _limits(self, key: Key) -> bool:
+        """Whether there may be any for `key`: mostly there are none."""
+        return self._limited or bool(key.requests_per_minute or key.tokens_per_minute)
 
     def _allowance(self, key: Key) -> _Allowance:
         if (known := self._allowances.get(key)) is None:
