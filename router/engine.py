@@ -6,7 +6,7 @@ on every exit path what was begun.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,6 +44,11 @@ class Engine:
     @property
     def role(self) -> Role:
         return self._member.role
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What the operator says of it, as `zone=eu-1`."""
+        return self._member.labels
 
     @property
     def load(self) -> int:

@@ -101,6 +101,14 @@ class TokenStream:
         self._close(self._leg)
         return self._attempt.spawn_release(self._member)
 
+    async def aclose(self) -> None:
+        """End it now: the engine is told, and stops. Idempotent; for `contextlib.aclosing`.
+
+        Not needed for the last stream of a strategy: it ends with the strategy.
+        """
+        if (release := self.stop()) is not None:
+            await self._attempt.runtime.releaser.wait(self._member, release)
+
     @property
     def member(self) -> Member:
         return self._member

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from engine_process import EngineProcess
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from engine.protocol import ModelInfo, NoCapacity, error_body
@@ -349,24 +347,16 @@ def catalog() -> Catalog:
 @pytest.fixture(scope="session")
 def real_engines() -> Iterator[list[str]]:
     """URLs of two engine processes with the model `tiny`."""
-    env = {**os.environ, "MICROSERVE_SECRET": "5e" * 32}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "engine", "tiny", "--port", "0", "--threads", "1",
-             "--pool-pages", "2048", "--engine-id", f"engine-{i}",
-             "--parent-pid", str(os.getpid())],
-            stdout=subprocess.PIPE, text=True, env=env,
-        )
+    engines = [
+        EngineProcess("--pool-pages", "2048", "--engine-id", f"engine-{i}", secret="5e" * 32)
         for i in range(2)
-    ]  # fmt: skip
+    ]
     try:
-        yield [process.stdout.readline().split()[-1] for process in processes]
+        yield [engine.url for engine in engines]
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(20)
-            process.stdout.close()
+        for engine in engines:
+            engine.stop()
+            engine.kill()
 
 
 @pytest.fixture
