@@ -218,7 +218,7 @@ async def test_more_room_is_asked_for_before_it_is_used_up(reserve: int):
         assert rest.begin >= min(first.mirror.landed, END + len(first.tokens) - 1)
 
 
-async def test_who_has_no_more_room_says_so_and_the_stream_goes_on():
+async def test_mirror_that_is_refused_room_stops_and_the_stream_goes_on():
     network = MemoryNetwork()
     async with (
         running(network) as source,

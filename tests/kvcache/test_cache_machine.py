@@ -1,24 +1,41 @@
-"""Any history of two caches that put into each other, with time that jumps: whatever happens, every
-page has the owner that the books say, and every sequence has the KV of its own tokens.
+"""Any history of two caches that put into each other, with time that jumps, writers that stop and
+caches that begin anew: whatever happens, every page has the owner that the books say, and every
+sequence has the KV of its own tokens.
 
 The model computes KV from (layer, position, token), so a page that got into the wrong hands shows.
+`make fuzz` runs thousands of examples, other ones each time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
     consumes,
+    initialize,
     invariant,
     multiple,
     rule,
 )
-from kv_helpers import Clock, assert_content, compute, memory_cache, send
+from kv_helpers import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    Clock,
+    assert_content,
+    compute,
+    kv_of,
+    memory_cache,
+    send,
+)
 
 from kvcache.cache import KVCache
 from kvcache.errors import (
@@ -28,20 +45,43 @@ from kvcache.errors import (
     LeaseExpired,
     MicroserveError,
     NoCapacity,
+    StaleEpoch,
+    Timeout,
+    UnknownLease,
 )
-from kvcache.transport import MemoryNetwork, Put
+from kvcache.sending import Mirror
+from kvcache.transport import MemoryNetwork, MemoryTransport, Put
 from kvcache.types import LeaseId, SeqId
 
 PAGES, LEASE_S = 16, 1.5
 # Beginnings of few prompts that share their first pages, so that prefixes meet and branch.
 PROMPTS = [[*range(8), *(100 * n + i for i in range(n % 2 * 4, 16))] for n in range(4)]
 TOKENS = st.builds(lambda prompt, n: prompt[:n], st.sampled_from(PROMPTS), st.integers(1, 24))
+OUTPUT = st.lists(st.integers(0, 3), min_size=1, max_size=9)
 SIDE = st.sampled_from([0, 1])
+FAILS_AFTER = st.sampled_from([None, None, None, 0, 1, 2])
+GONE = (LeaseExpired, UnknownLease)  # the latter where its cache has begun anew
+LATE = -7.0  # what a writer that was stopped writes when it goes on
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small are waited for longer than they take."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that is stopped holds its right for longer than anybody waits."""
+    monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 0.0)
 
 
 @dataclass(eq=False)
 class Seq:
-    side: int
+    cache: KVCache
     seq_id: SeqId
     tokens: list[int]
     live: bool = True
@@ -49,37 +89,64 @@ class Seq:
 
 @dataclass(eq=False)
 class Lease:
-    side: int
+    cache: KVCache
     lease_id: LeaseId
     address: str
     prompt: list[int]
     end: int
+    room: int
+    tokens: list[int]  # the prompt, and what was mirrored after it
+    stopped: Stopped | None = None
 
 
 @dataclass(eq=False)
 class Sending:
     """A put under way, and the sequence that it sends."""
 
-    side: int
+    cache: KVCache
     put: Put
-    seq_id: SeqId
+    seq: Seq
     lease: Lease
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
     live: bool = True
+
+
+@dataclass(eq=False)
+class Mirroring:
+    """A mirror, and the sequence that it follows."""
+
+    cache: KVCache
+    mirror: Mirror
+    seq: Seq
+    lease: Lease
+    live: bool = True
+
+
+@dataclass(eq=False)
+class Stopped:
+    """A writer that was stopped in the middle of a copy: it has the right, and will write."""
+
+    cache: KVCache
+    slot: int
+    places: list[tuple[int, int]] = field(default_factory=list)  # page, slot in it
 
 
 class TwoCaches(RuleBasedStateMachine):
     sequences, leases, sendings = Bundle("sequences"), Bundle("leases"), Bundle("sendings")
+    mirrorings, stops = Bundle("mirrorings"), Bundle("stops")
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock, network = Clock(), MemoryNetwork()
+        self.clock, self.network = Clock(), MemoryNetwork()
         self.caches: list[KVCache] = [
-            memory_cache(network, PAGES, name=name, clock=self.clock) for name in "ab"
+            memory_cache(self.network, PAGES, name=name, clock=self.clock) for name in "ab"
         ]
+        self.dead: list[KVCache] = []
         self.ids = iter(range(1, 10**6))
         self.seqs: list[Seq] = []
         self.open: list[Sending] = []
+        self.mirrors: list[Mirroring] = []
+        self.stopped: list[Stopped] = []
 
     def _keep(self, seq: Seq) -> Seq:
         self.seqs.append(seq)
@@ -87,6 +154,14 @@ class TwoCaches(RuleBasedStateMachine):
 
     def _new_id(self) -> SeqId:
         return SeqId(next(self.ids))
+
+    # Something to begin with, so that few steps lead far
+
+    @initialize(target=leases, side=SIDE, prompt=TOKENS, reserve=st.integers(0, 12))
+    def first_lease(self, side: int, prompt: list[int], reserve: int):
+        return self._prepare(side, prompt, len(prompt), min(reserve, 32 - len(prompt)))
+
+    # Sequences
 
     @rule(target=sequences, side=SIDE, tokens=TOKENS)
     def add(self, side: int, tokens: list[int]):
@@ -96,17 +171,12 @@ class TwoCaches(RuleBasedStateMachine):
             compute(cache, seq_id, tokens[length:])
         except NoCapacity:
             tokens = tokens[:length]
-        return self._keep(Seq(side, seq_id, tokens))
+        return self._keep(Seq(cache, seq_id, tokens))
 
-    @rule(seq=sequences, tokens=TOKENS)
-    def grow_and_compute(self, seq: Seq, tokens: list[int]):
-        if not seq.live:
-            return
-        try:
-            compute(self.caches[seq.side], seq.seq_id, tokens)
-        except NoCapacity:
-            return
-        seq.tokens = seq.tokens + tokens
+    @rule(seq=sequences, tokens=TOKENS, fails_after=FAILS_AFTER)
+    def grow_and_compute(self, seq: Seq, tokens: list[int], fails_after: int | None):
+        if seq.live:
+            self._step(seq, tokens, fails_after)
 
     @rule(target=sequences, seq=sequences, data=st.data())
     def fork(self, seq: Seq, data: st.DataObject):
@@ -114,10 +184,10 @@ class TwoCaches(RuleBasedStateMachine):
             return multiple()
         length, child = data.draw(st.integers(0, len(seq.tokens))), self._new_id()
         try:
-            self.caches[seq.side].fork_sequence(seq.seq_id, child, length)
+            seq.cache.fork_sequence(seq.seq_id, child, length)
         except NoCapacity:
             return multiple()
-        return self._keep(Seq(seq.side, child, seq.tokens[:length]))
+        return self._keep(Seq(seq.cache, child, seq.tokens[:length]))
 
     @rule(seq=sequences, data=st.data())
     def pop(self, seq: Seq, data: st.DataObject):
@@ -125,130 +195,327 @@ class TwoCaches(RuleBasedStateMachine):
             return
         count = data.draw(st.integers(0, len(seq.tokens)))
         try:
-            self.caches[seq.side].pop(seq.seq_id, count)
+            seq.cache.pop(seq.seq_id, count)
         except BadRange:
             return
         seq.tokens = seq.tokens[: len(seq.tokens) - count]
 
     @rule(seq=sequences)
     def publish(self, seq: Seq):
-        if not seq.live:
-            return
-        self.caches[seq.side].publish(seq.seq_id, seq.tokens)
+        if seq.live:
+            seq.cache.publish(seq.seq_id, seq.tokens)
 
     @rule(seq=consumes(sequences))
     def remove(self, seq: Seq):
-        if not seq.live:
-            return
-        self.caches[seq.side].remove_sequence(seq.seq_id)
+        if seq.live:
+            self._remove(seq)
+
+    def _remove(self, seq: Seq) -> None:
+        seq.cache.remove_sequence(seq.seq_id)
         seq.live = False
         self.seqs.remove(seq)
 
-    @rule(target=leases, side=SIDE, prompt=TOKENS, reserve=st.integers(0, 5), data=st.data())
-    def prep_recv(self, side: int, prompt: list[int], reserve: int, data: st.DataObject):
-        end = data.draw(st.integers(0, len(prompt)))
+    def _compute(self, seq: Seq, tokens: list[int]) -> bool:
         try:
-            lease, address = self.caches[side].prep_recv("r", prompt, end, reserve, LEASE_S)
-        except (NoCapacity, BadRequest):
-            return multiple()
-        return Lease(side, lease.lease_id, address, prompt, end)
+            compute(seq.cache, seq.seq_id, tokens)
+        except NoCapacity:
+            return False
+        seq.tokens = seq.tokens + tokens
+        return True
 
-    @rule(target=sendings, lease=leases, side=SIDE, data=st.data())
-    def open_put(self, lease: Lease, side: int, data: st.DataObject):
-        try:
-            begin = self.caches[lease.side].lease(lease.lease_id).landed
-        except LeaseExpired:
-            begin = 0
-        if begin >= lease.end:
-            return multiple()
-        end = data.draw(st.integers(begin + 1, lease.end))
-        cache, seq_id = self.caches[side], self._new_id()
-        try:
-            put = cache.open_put(lease.address, lease.prompt, begin, end)
-        except (LeaseExpired, BadRange):
-            return multiple()
-        here = cache.add_sequence(seq_id, lease.prompt[:end])
-        cache.mark_send(seq_id, put, begin, end)
-        put.close().exception(timeout=10)  # done by now: the same history, the same result
-        sending = Sending(side, put, seq_id, lease, lease.prompt[:end])
-        self.open.append(sending)
-        self.seqs.append(Seq(side, seq_id, lease.prompt[:here]))
-        return sending
-
-    @rule(sending=sendings, count=st.integers(1, 6))
-    def send_a_chunk(self, sending: Sending, count: int):
-        if not sending.live:
+    def _step(self, seq: Seq, tokens: list[int], fails_after: int | None) -> None:
+        """One that fails after so many layers: its tokens are not there, nor said to be."""
+        if fails_after is None:
+            self._compute(seq, tokens)
             return
-        cache = self.caches[sending.side]
-        (seq,) = [seq for seq in self.seqs if seq.seq_id == sending.seq_id]
-        chunk = sending.tokens[len(seq.tokens) : len(seq.tokens) + count]
-        if not chunk:
-            return
+        cache, start = seq.cache, len(seq.tokens)
         try:
-            compute(cache, sending.seq_id, chunk)
+            cache.grow(seq.seq_id, start + len(tokens))
         except NoCapacity:
             return
-        sending.put.close().exception(timeout=10)
-        seq.tokens = seq.tokens + chunk
+        cache.begin_forward([seq.seq_id], [len(tokens)])
+        for layer in range(fails_after):
+            kv = kv_of(tokens, layer, start) + 0.5  # not what will stand there
+            query = torch.zeros(len(tokens), HEADS, DIM)
+            cache.attention(layer, query, kv[:, 0].view(-1, KV_HEADS, DIM), kv[:, 1])
+        cache.abort_forward()
 
-    @rule(sending=consumes(sendings), publish=st.booleans())
-    def close_put(self, sending: Sending, publish: bool):
-        if not sending.live:
+    # Pins
+
+    @rule(side=SIDE, tokens=TOKENS, keep=st.booleans())
+    def pin(self, side: int, tokens: list[int], keep: bool):
+        cache = self.caches[side]
+        if not keep:
+            cache.unpin(tokens)
+            assert cache.unpin(tokens) == 0
             return
-        self._close(sending, publish)
-
-    def _close(self, sending: Sending, publish: bool) -> None:
-        sending.live = False
-        self.open.remove(sending)
-        cache = self.caches[sending.side]
-        cache.clear_mark(sending.seq_id)
-        (seq,) = [seq for seq in self.seqs if seq.seq_id == sending.seq_id]
-        error = sending.put.close().exception(timeout=10)
-        assert error is None or isinstance(error, LeaseExpired)
-        if publish and error is None:
-            cache.publish(sending.seq_id, seq.tokens)
-        cache.remove_sequence(sending.seq_id)
-        self.seqs.remove(seq)
-
-    @rule(lease=leases, side=SIDE, chunk=st.integers(1, 20))
-    def send_the_rest(self, lease: Lease, side: int, chunk: int):
         try:
-            begin = self.caches[lease.side].lease(lease.lease_id).landed
-            if begin < lease.end:
-                send(self.caches[side], lease.address, lease.prompt, begin, lease.end, chunk)
-        except (LeaseExpired, NoCapacity):
+            kept = cache.pin(tokens)
+        except NoCapacity:
             return
+        assert kept <= len(tokens)
+        assert cache.page_use().pinned <= PAGES // 2
 
-    @rule(target=sequences, lease=consumes(leases), data=st.data())
-    def start(self, lease: Lease, data: st.DataObject):
-        begin = data.draw(st.none() | st.integers(0, lease.end))
-        seq_id, tokens = self._new_id(), [*lease.prompt, 1]
+    # Leases
+
+    @rule(target=leases, side=SIDE, prompt=TOKENS, reserve=st.integers(0, 12), data=st.data())
+    def prep_recv(self, side: int, prompt: list[int], reserve: int, data: st.DataObject):
+        return self._prepare(side, prompt, data.draw(st.integers(0, len(prompt))), reserve)
+
+    def _prepare(self, side: int, prompt: list[int], end: int, reserve: int):
+        cache = self.caches[side]
         try:
-            length = self.caches[lease.side].start_lease(lease.lease_id, seq_id, tokens, begin)
-        except (KVIncomplete, LeaseExpired):
+            lease, address = cache.prep_recv("r", prompt, end, reserve, LEASE_S)
+        except (NoCapacity, BadRequest):
             return multiple()
-        return self._keep(Seq(lease.side, seq_id, tokens[:length]))
+        return Lease(cache, lease.lease_id, address, prompt, end, end + reserve, prompt[:end])
+
+    @rule(lease=leases, reserve=st.integers(1, 12))
+    def extend(self, lease: Lease, reserve: int):
+        try:
+            real, lease.address = lease.cache.extend(lease.address, reserve)
+        except (NoCapacity, BadRequest, *GONE):
+            return
+        lease.room += reserve
+        assert real.room == lease.room
+
+    @rule(target=sequences, lease=consumes(leases), fence=st.booleans(), data=st.data())
+    def start(self, lease: Lease, fence: bool, data: st.DataObject):
+        begin = data.draw(st.none() | st.integers(0, lease.room))
+        heard = data.draw(st.integers(lease.end, max(len(lease.tokens), lease.end)))
+        seq_id, tokens = self._new_id(), [*lease.tokens[:heard], 1]
+        before = lease.cache.page_use()
+        try:
+            length = lease.cache.start_lease(lease.lease_id, seq_id, tokens, begin, fence=fence)
+        except (KVIncomplete, NoCapacity, *GONE) as error:
+            assert fence or not isinstance(error, NoCapacity)
+            assert lease.cache.page_use() == before
+            return multiple()
+        assert length < len(tokens)
+        return self._keep(Seq(lease.cache, seq_id, tokens[:length]))
 
     @rule(lease=leases)
     def commit(self, lease: Lease):
         try:
-            tokens = self.caches[lease.side].commit(lease.lease_id)
-        except (KVIncomplete, LeaseExpired):
+            tokens = lease.cache.commit(lease.lease_id)
+        except (KVIncomplete, *GONE):
             return
         assert tokens <= lease.end
 
     @rule(lease=consumes(leases))
     def release(self, lease: Lease):
         try:
-            self.caches[lease.side].release(lease.lease_id)
+            lease.cache.release(lease.lease_id)
         except MicroserveError as error:
-            assert isinstance(error, LeaseExpired)
+            assert isinstance(error, GONE)
 
     @rule(seconds=st.sampled_from([0.1, 0.9, 30.0]))
     def time_passes(self, seconds: float):
         self.clock.now += seconds
         for cache in self.caches:
             cache.sweep()
+
+    # Sends
+
+    @rule(target=sendings, lease=leases, side=SIDE, data=st.data())
+    def open_put(self, lease: Lease, side: int, data: st.DataObject):
+        begin = self._landed(lease)
+        if begin >= lease.end:
+            return multiple()
+        end = data.draw(st.integers(begin + 1, lease.end))
+        cache, seq_id = self.caches[side], self._new_id()
+        with self._may_be_refused(lease) as refused:
+            put = cache.open_put(lease.address, lease.prompt, begin, end)
+        if refused:
+            return multiple()
+        here = cache.add_sequence(seq_id, lease.prompt[:end])
+        cache.mark_send(seq_id, put, begin, end)
+        put.close().exception(timeout=10)  # done by now: the same history, the same result
+        seq = self._keep(Seq(cache, seq_id, lease.prompt[:here]))
+        sending = Sending(cache, put, seq, lease, lease.prompt[:end])
+        self.open.append(sending)
+        return sending
+
+    @rule(sending=sendings, count=st.integers(1, 6), fails_after=FAILS_AFTER)
+    def send_a_chunk(self, sending: Sending, count: int, fails_after: int | None):
+        chunk = sending.tokens[len(sending.seq.tokens) :][:count]
+        if sending.live and chunk:
+            self._step(sending.seq, chunk, fails_after)
+            sending.put.close().exception(timeout=10)
+
+    @rule(sending=sendings)
+    def cancel_put(self, sending: Sending):
+        """What is computed afterwards goes nowhere."""
+        sending.put.cancel()
+
+    @rule(sending=consumes(sendings), publish=st.booleans())
+    def close_put(self, sending: Sending, publish: bool):
+        if sending.live:
+            self._close(sending, publish)
+
+    def _close(self, sending: Sending, publish: bool) -> None:
+        sending.live = False
+        self.open.remove(sending)
+        sending.cache.clear_mark(sending.seq.seq_id)
+        error = sending.put.close().exception(timeout=10)
+        assert error is None or isinstance(error, (LeaseExpired, Timeout))
+        if publish and error is None:
+            sending.cache.publish(sending.seq.seq_id, sending.seq.tokens)
+        self._remove(sending.seq)
+
+    @rule(lease=leases, side=SIDE, chunk=st.integers(1, 20))
+    def send_the_rest(self, lease: Lease, side: int, chunk: int):
+        begin = self._landed(lease)
+        if begin < lease.end:
+            with self._may_be_refused(lease):
+                send(self.caches[side], lease.address, lease.prompt, begin, lease.end, chunk)
+
+    # Mirrors
+
+    @initialize(target=mirrorings, lease=leases, side=SIDE)
+    def first_mirror(self, lease: Lease, side: int):
+        return self._open_mirror(lease, side)
+
+    @rule(target=mirrorings, lease=leases, side=SIDE)
+    def open_mirror(self, lease: Lease, side: int):
+        return self._open_mirror(lease, side)
+
+    def _open_mirror(self, lease: Lease, side: int):
+        cache, seq_id = self.caches[side], self._new_id()
+        with self._may_be_refused(lease) as refused:
+            mirror = cache.open_mirror(lease.address, lease.tokens)
+        if refused:
+            return multiple()
+        length = cache.add_sequence(seq_id, lease.prompt[: lease.end])
+        seq = self._keep(Seq(cache, seq_id, lease.prompt[:length]))
+        mirroring = Mirroring(cache, mirror, seq, lease)
+        self.mirrors.append(mirroring)
+        return mirroring
+
+    @rule(mirroring=mirrorings, output=OUTPUT, every=st.integers(1, 5))
+    def mirror(self, mirroring: Mirroring, output: list[int], every: int):
+        """The prompt is computed if need be, then some output; what is new is put."""
+        lease, seq = mirroring.lease, mirroring.seq
+        if not mirroring.live:
+            return
+        if not self._compute(seq, lease.prompt[len(seq.tokens) : lease.end] + output):
+            return
+        mirroring.cache.mirror(seq.seq_id, mirroring.mirror, every)
+        self._settle(mirroring)
+
+    @rule(mirroring=mirrorings)
+    def extend_mirror(self, mirroring: Mirroring):
+        if not mirroring.live or mirroring.mirror.put is None:
+            return
+        with self._may_be_refused(mirroring.lease):
+            mirroring.cache.extend_mirror(mirroring.mirror, mirroring.lease.address)
+
+    @rule(mirroring=consumes(mirrorings))
+    def close_mirror(self, mirroring: Mirroring):
+        if mirroring.live:
+            self._close_mirror(mirroring)
+
+    def _settle(self, mirroring: Mirroring) -> None:
+        """What is under way is done by now; what the lease has beyond its prompt is known."""
+        mirror = mirroring.mirror
+        if mirror.put is not None:
+            mirror.put.close().exception(timeout=10)
+        assert mirror.held == []
+        assert mirror.failure is None or isinstance(mirror.failure, (LeaseExpired, Timeout))
+        assert mirror.landed <= mirror.room
+        # The one that has landed anything beyond the prompt is the only one that ever can.
+        if mirror.landed > mirroring.lease.end:
+            mirroring.lease.tokens = mirroring.seq.tokens[: mirror.landed]
+
+    def _close_mirror(self, mirroring: Mirroring) -> None:
+        mirroring.live = False
+        self.mirrors.remove(mirroring)
+        mirroring.cache.close_mirror(mirroring.mirror)
+        self._remove(mirroring.seq)
+
+    # Writers that stop
+
+    @rule(target=stops, lease=leases)
+    def stop_a_writer(self, lease: Lease):
+        """It has the right, and what it will write lies behind the watermark."""
+        try:
+            real = lease.cache.lease(lease.lease_id)
+        except GONE:
+            return multiple()
+        region, size = lease.cache.transport.region, lease.cache.layout.page_size
+        if not region.try_right(real.slot):
+            return multiple()
+        behind = range(real.landed - real.begin, real.room - real.begin)
+        places = [(real.own[at // size], at % size) for at in behind]
+        stopped = Stopped(lease.cache, real.slot, places)
+        self.stopped.append(stopped)
+        return stopped
+
+    @rule(stopped=consumes(stops), writes=st.booleans())
+    def a_writer_goes_on(self, stopped: Stopped, writes: bool):
+        if stopped in self.stopped:
+            self._go_on(stopped, writes)
+
+    def _go_on(self, stopped: Stopped, writes: bool) -> None:
+        self.stopped.remove(stopped)
+        if writes:
+            for page, slot in stopped.places:
+                stopped.cache.pool[:, page, :, slot] = LATE
+        stopped.cache.transport.region.drop_right(stopped.slot)
+
+    # Caches that begin anew
+
+    @rule(side=SIDE, lease=leases, dice=st.integers(0, 3))
+    def restart(self, side: int, lease: Lease, dice: int):
+        """Nothing of it is left but its name and where it is reached. Seldom: it ends much."""
+        if dice:
+            return
+        old = self.caches[side]
+        for stopped in [stopped for stopped in self.stopped if stopped.cache is old]:
+            self._go_on(stopped, writes=False)
+        for sending in [sending for sending in self.open if sending.cache is old]:
+            self._close(sending, publish=False)
+        for mirroring in [mirroring for mirroring in self.mirrors if mirroring.cache is old]:
+            self._close_mirror(mirroring)
+        for seq in [seq for seq in self.seqs if seq.cache is old]:
+            seq.live = False
+            self.seqs.remove(seq)
+        new = memory_cache(
+            self.network, PAGES, name="ab"[side], clock=self.clock, epoch=old.identity.epoch + 1
+        )
+        self.dead.append(old)
+        self.caches[side] = new
+        assert isinstance(old.transport, MemoryTransport)
+        self.network.members[old.transport.endpoint] = new.transport  # type: ignore[assignment]
+        if lease.cache is old:
+            for cache in self.caches:
+                with pytest.raises((StaleEpoch, BadRange)):
+                    cache.open_put(lease.address, lease.prompt, 0, lease.end)
+                with pytest.raises(StaleEpoch):
+                    cache.open_mirror(lease.address, lease.prompt)
+            with pytest.raises(StaleEpoch):
+                new.extend(lease.address, 1)
+
+    def _landed(self, lease: Lease) -> int:
+        try:
+            return lease.cache.lease(lease.lease_id).landed
+        except GONE:
+            return 0
+
+    @contextmanager
+    def _may_be_refused(self, lease: Lease) -> Iterator[list[bool]]:
+        """For a reason that there is; what is yielded is true then."""
+        refused: list[bool] = []
+        try:
+            yield refused
+        except (LeaseExpired, BadRange, NoCapacity):
+            refused.append(True)
+        except Timeout:
+            assert any(stopped.cache is lease.cache for stopped in self.stopped)
+            refused.append(True)
+        except StaleEpoch:
+            assert lease.cache in self.dead
+            refused.append(True)
 
     @rule(side=SIDE)
     def evict_all(self, side: int):
@@ -266,17 +533,23 @@ class TwoCaches(RuleBasedStateMachine):
             cache.check_integrity()
             use = cache.page_use()
             assert min(use.free, use.cached, use.leased, use.active, use.quarantined) >= 0
+            assert use.leased + use.quarantined <= use.total // 2
 
     @invariant()
     def every_sequence_has_its_own_content(self):
         for seq in self.seqs:
-            assert_content(self.caches[seq.side], seq.seq_id, seq.tokens)
+            assert_content(seq.cache, seq.seq_id, seq.tokens)
 
     def teardown(self):
+        for stopped in list(self.stopped):
+            self._go_on(stopped, writes=True)
         for sending in list(self.open):
             self._close(sending, publish=False)
-        for seq in self.seqs:
-            self.caches[seq.side].remove_sequence(seq.seq_id)
+        for mirroring in list(self.mirrors):
+            self._close_mirror(mirroring)
+        self.every_sequence_has_its_own_content()
+        for seq in list(self.seqs):
+            self._remove(seq)
         for cache in self.caches:
             for lease in cache.leases():
                 cache.release(lease.lease_id)
@@ -284,14 +557,14 @@ class TwoCaches(RuleBasedStateMachine):
             cache.check_integrity()
             use = cache.page_use()
             assert use.free + use.cached == use.total
+        for cache in [*self.caches, *self.dead]:
             cache.transport.close()
 
 
 TestTwoCaches = TwoCaches.TestCase
 TestTwoCaches.settings = settings(
-    max_examples=80,
+    settings.default,
+    max_examples=max(settings.default.max_examples, 300),
     stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
