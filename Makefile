@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo serve test check bench-strategies bench-put bench-router peers soak clean
+.PHONY: demo serve test check bench-strategies bench-put bench-router peers soak clean fuzz
 
 demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
 	@$(RUN) examples/demo.py
@@ -16,6 +16,9 @@ serve: $(VENV)/demo.stamp  ## the same, to play with: http://127.0.0.1:8000
 
 test: $(VENV)/test.stamp  ## all tests
 	@$(RUN) -m pytest $(PYTEST)
+
+fuzz: $(VENV)/test.stamp  ## thousands of histories of two caches, other ones each time
+	@$(RUN) -m pytest tests/kvcache/test_cache_machine.py --hypothesis-profile=fuzz --timeout=0
 
 check: $(VENV)/test.stamp  ## style, types and layers
 	@$(RUN) -m ruff format --check .

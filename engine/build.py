@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import ssl
 from pathlib import Path
 
 import torch
 
 from engine.loop import Draw, StepLoop
 from engine.metrics import EngineMetrics
+from engine.mirrors import Mirrors
 from engine.mock import MockRunner, mock_sample
 from engine.models import LoadedModel, load_model
 from engine.protocol import BadRequest
@@ -75,7 +77,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         metrics,
         max_live=config.max_batch + config.max_waiting,
         lease_ms=config.lease_ms,
-        api_key=config.api_key,
+        mirrors=Mirrors(cache, metrics, config.api_key, _peer_tls(config)),
     )
     runner, draw = _runner(model, config, cache)
     engine.loop = StepLoop(
@@ -83,6 +85,13 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     )
     metrics.watch(engine)
     return engine
+
+
+def _peer_tls(config: EngineConfig) -> ssl.SSLContext | None:
+    """What verifies peers, which are reached by https where this engine is."""
+    if not config.url.startswith("https:"):
+        return None
+    return ssl.create_default_context(cafile=config.router_ca or None)
 
 
 def _runner(

@@ -36,19 +36,25 @@ class Mirrors:
     Lives on one asyncio event loop. What goes wrong with a mirror stops it and nothing else.
     """
 
-    def __init__(self, cache: KVCache, metrics: EngineMetrics, api_key: str) -> None:
-        """`api_key` is ours and that of our peers; empty: none is needed."""
+    def __init__(
+        self,
+        cache: KVCache,
+        metrics: EngineMetrics,
+        api_key: str = "",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`api_key` is ours and that of our peers; empty: none is needed. `tls` verifies peers that
+        are reached by https; None: there are none."""
         self._cache = cache
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[asyncio.Task[None], Mirroring] = {}
         self._sent = 0  # tokens, by mirrors that are over
-        # Peers' URLs are plain HTTP: to load the certificates of the world would take longer than
-        # a call, and stop the event loop meanwhile.
+        # An empty context: to load the certificates of the world would take longer than a call.
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=ASK_TIMEOUT_S,
-            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+            verify=tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         )
 
     @property

@@ -68,19 +68,16 @@ class MicroserveEngine:
         *,
         max_live: int,
         lease_ms: int,
-        api_key: str = "",
+        mirrors: Mirrors | None = None,
     ) -> None:
-        """At most `max_live` generations, and as many sends, run or wait at a time.
-
-        `api_key` is what peers are called with.
-        """
+        """At most `max_live` generations, and as many sends, run or wait at a time."""
         self.model = model
         self.cache = cache
         self.metrics = metrics
         self.tokenizer: Tokenizer = Tokenizer.from_str(model.tokenizer_json)
         self.eos = frozenset(model.eos_token_ids)
         self.draining = False
-        self.mirrors = Mirrors(cache, metrics, api_key)
+        self.mirrors = mirrors or Mirrors(cache, metrics)
         self.loop: StepLoop
         self._scheduler = scheduler
         self._limits = Limits(model.config, cache.page_use().total * cache.layout.page_size)

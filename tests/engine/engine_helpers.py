@@ -15,6 +15,7 @@ import uvicorn
 from engine.job import Generation
 from engine.loop import StepLoop
 from engine.metrics import EngineMetrics
+from engine.mirrors import Mirrors
 from engine.models import LoadedModel, load_model
 from engine.protocol import EngineConfig, Event, PrepRecv, RemoteSend, Sampling, StartGenerate
 from engine.runner import ModelRunner
@@ -95,14 +96,15 @@ async def running(
     """One engine, whose books must balance when it has come to rest."""
     cache = make_cache(network, pages, name, url, stores)
     scheduler = Scheduler(cache, token_budget=token_budget, max_batch=max_batch, swap=swap)
+    metrics = EngineMetrics("tiny")
     engine = MicroserveEngine(
         tiny(),
         cache,
         scheduler,
-        EngineMetrics("tiny"),
+        metrics,
         max_live=max_live,
         lease_ms=lease_ms,
-        api_key=api_key,
+        mirrors=Mirrors(cache, metrics, api_key),
     )
     runner = ModelRunner(tiny(), cache)
     engine.loop = StepLoop(cache, runner, scheduler, engine.deliver, engine.died, threads=1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,14 +86,21 @@ def to(got: PrepRecvReply, every: int = 4) -> Mirror:
 async def take_right(replica: MicroserveEngine, slot: int) -> Region:
     """Take a lease's write right, as a writer has it that is stopped in the middle of a copy."""
     region = replica.cache.transport.region
-    async with asyncio.timeout(10):
+    await until(lambda: region.try_right(slot))
+    return region
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
         while True:
-            if region.try_right(slot):
-                return region
-            await asyncio.sleep(0)
+            if condition():
+                return
+            await asyncio.sleep(0.001)
 
 
-def slower_than_its_mirrors(engine: MicroserveEngine) -> MicroserveEngine:
+def slower_than_its_mirrors(
+    engine: MicroserveEngine, until: threading.Event | None = None
+) -> MicroserveEngine:
     """Let each step wait for what the mirrors do: as where it takes longer than a put or a call."""
     run = engine.loop._runner.run
 
@@ -104,7 +112,7 @@ def slower_than_its_mirrors(engine: MicroserveEngine) -> MicroserveEngine:
 
     def wait_and_run(chunks: Any) -> Any:
         give_up = time.monotonic() + 10
-        while busy():
+        while busy() and not (until is not None and until.is_set()):
             assert time.monotonic() < give_up
             time.sleep(0.0002)
         return run(chunks)
@@ -334,13 +342,20 @@ async def test_a_mirror_that_is_stuck_keeps_its_pages_and_delays_nobody(
 async def stuck(source: MicroserveEngine, replica: MicroserveEngine) -> None:
     got = lease(replica, reserve=400)
     (held,) = replica.cache.leases()
+    run, taken = source.loop._runner.run, threading.Event()
+
+    def wait_for_the_right_to_be_taken(chunks: Any) -> Any:
+        assert not source.mirrors.sent or taken.wait(20)
+        return run(chunks)
+
+    source.loop._runner.run = wait_for_the_right_to_be_taken  # type: ignore[method-assign]
+    slower_than_its_mirrors(source, until=taken)
     stream = await source.start_generate(start(PROMPT, max_tokens=400, mirror=to(got)))
-    events = stream.events()
-    part = Part()
-    while part.mirror is None or not part.mirror.landed:
-        part.add(await anext(events))
+    await until(lambda: source.mirrors.sent > 0)
     region = await take_right(replica, held.slot)
-    async for event in events:
+    taken.set()
+    part = Part()
+    for event in await collect(stream):
         part.add(event)
     assert len(part.tokens) == 400
     assert source.running == 0
