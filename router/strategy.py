@@ -6,6 +6,8 @@ import hashlib
 import inspect
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from importlib.abc import InspectLoader
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
@@ -89,10 +91,13 @@ def strategy(function: Function) -> Strategy:
     return Strategy(function)
 
 
-def _digest(module: str) -> str:
-    loader = getattr(sys.modules.get(module), "__loader__", None)
-    try:
-        source = loader.get_source(module) if loader is not None else None
-    except (ImportError, OSError, AttributeError):  # no Python module, or no file
-        source = None
+def _digest(name: str) -> str:
+    module = sys.modules.get(name)
+    loader = getattr(module, "__loader__", None)
+    source = None
+    with suppress(ImportError, OSError, TypeError):  # no Python module, or no file
+        if isinstance(loader, InspectLoader):
+            source = loader.get_source(name)
+        elif module is not None:
+            source = inspect.getsource(module)
     return hashlib.sha256(source.encode()).hexdigest() if source else ""
