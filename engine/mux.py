@@ -4,12 +4,16 @@ A frame is one line of JSON, `{"REQUEST_ID": EVENT, …}`; an empty line says no
 router does not read, no frame is written: what further steps emit is appended to the events that
 wait, so that a slow reader is sent fewer and larger frames, and never two events of a request in
 one. A reader that lags too far behind is cut off.
+
+A request may ask for its events at a distance. All that do share one beat, so that what has waited
+goes out as one frame; tokens that come further apart than a beat do not wait at all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +38,8 @@ class _Delivery:
 
     stream: GenerationStream
     every: int  # tokens that an event should have, but for the first and the last
-    begun: bool = False
+    beat_s: float  # and the time between two events
+    due: float = -math.inf  # no further event before (loop time); -inf: it is the first
 
 
 class Mux:
@@ -47,14 +52,19 @@ class Mux:
         self._ready: dict[str, Event] = {}
         self._waiting = 0  # tokens and characters in both
         self._wake = asyncio.Event()
+        self._beat: asyncio.TimerHandle | None = None  # set: something waits for it
+        self._loop = asyncio.get_running_loop()
         self._ended = False
 
-    def deliver(self, request_id: str, stream: GenerationStream, every: int = 1) -> None:
-        """Send the events of `stream` here, its failure too. Ends it if nobody reads any more."""
+    def deliver(
+        self, request_id: str, stream: GenerationStream, every: int = 1, beat_s: float = 0.0
+    ) -> None:
+        """Send the events of `stream` here, its failure too: `every` so many tokens, and once in
+        `beat_s` seconds at most, but for the first and the last. Ends it if nobody reads."""
         if self._ended:
             stream.close()
             raise _unknown(self.id)
-        self._deliveries[request_id] = _Delivery(stream, every)
+        self._deliveries[request_id] = _Delivery(stream, every, beat_s)
         stream.deliver(partial(self._take, request_id))
 
     async def frames(self) -> AsyncIterator[bytes]:
@@ -82,6 +92,8 @@ class Mux:
         deliveries, self._deliveries = self._deliveries, {}
         self._held.clear()
         self._ready.clear()
+        if self._beat is not None:
+            self._beat.cancel()
         for delivery in deliveries.values():
             delivery.stream.close()
 
@@ -95,17 +107,43 @@ class Mux:
         self._waiting += _size(event)
         earlier = self._ready.get(request_id) or self._held.pop(request_id, None)
         event = event if earlier is None else _joined(earlier, event)
-        if over or not delivery.begun or len(event.token_ids) >= delivery.every:
-            delivery.begun = True
+        if request_id in self._ready:
             self._ready[request_id] = event
-            self._wake.set()
-        elif request_id in self._ready:
-            self._ready[request_id] = event
+        elif over or self._may_go(delivery, event):
+            self._send(request_id, delivery, event)
         else:
             self._held[request_id] = event
+            if self._beat is None and delivery.beat_s and len(event.token_ids) >= delivery.every:
+                self._beat = self._loop.call_at(delivery.due, self._flush)
         if self._waiting > MOST_WAITING and not self._ended:
             log.warning("the router that reads stream %s is too slow: cut off", self.id)
             self.close()
+
+    def _may_go(self, delivery: _Delivery, event: Event) -> bool:
+        if delivery.due == -math.inf:
+            return True
+        return len(event.token_ids) >= delivery.every and self._loop.time() >= delivery.due
+
+    def _send(self, request_id: str, delivery: _Delivery, event: Event) -> None:
+        self._ready[request_id] = event
+        self._wake.set()
+        delivery.due = 0.0
+        if delivery.beat_s:  # the next of the beats that all have in common
+            delivery.due = (self._loop.time() // delivery.beat_s + 1) * delivery.beat_s
+
+    def _flush(self) -> None:
+        """Send what has waited for this beat; there is another one if something waits for it."""
+        self._beat = None
+        later = math.inf
+        for request_id, event in list(self._held.items()):
+            delivery = self._deliveries[request_id]
+            if self._may_go(delivery, event):
+                del self._held[request_id]
+                self._send(request_id, delivery, event)
+            elif delivery.beat_s and len(event.token_ids) >= delivery.every:
+                later = min(later, delivery.due)
+        if later < math.inf:
+            self._beat = self._loop.call_at(later, self._flush)
 
 
 class Muxes:

@@ -100,7 +100,7 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         stream = await _unless_disconnected(request, engine.start_generate(call))
         if mux is None:
             return EventStream(stream)
-        mux.deliver(call.request_id, stream, call.stream_tokens)
+        mux.deliver(call.request_id, stream, call.stream_tokens, call.stream_ms / 1e3)
         return JSONResponse({"request_id": call.request_id})
 
     add_stream(app, engine.muxes)

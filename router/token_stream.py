@@ -128,6 +128,8 @@ class TokenStream:
             body["output"] = request.output
         if request.chunk_tokens > 1:
             body["stream_tokens"] = request.chunk_tokens
+        elif interval := attempt.runtime.config.stream_interval_ms:
+            body["stream_ms"] = interval
         if self._kv is not None:
             body["lease_id"] = self._kv.lease_id
         if self._fork_of is not None:

@@ -154,7 +154,8 @@ class StartGenerate(Sampling):
     also of its last page. A hint: whoever finds nothing to fork from computes what it needs.
 
     With `stream` "mux" the call answers once the generation is taken on, and its events go to the
-    open stream `stream_id`, `stream_tokens` at a time (but for the first and the last).
+    open stream `stream_id`, `stream_tokens` at a time, and once in `stream_ms` at most (but for the
+    first and the last).
 
     `mirror` keeps a replica of the KV, from which another engine can go on with its lease and
     `output`, `begin` omitted. It never delays or fails the stream.
@@ -170,6 +171,7 @@ class StartGenerate(Sampling):
     stream: Literal["events", "mux"] = "events"
     stream_id: str | None = None
     stream_tokens: int = Field(default=1, ge=1)
+    stream_ms: float = Field(default=0.0, ge=0.0, le=10_000.0)
     mirror: Mirror | None = None
 
 
