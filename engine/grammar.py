@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["Grammars", "Matcher"]
 
 log = logging.getLogger(__name__)
+_Key = tuple[str, str, bool]
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
-COMPILE_S = 10.0  # the longest that a caller waits for its grammar
+COMPILE_S = 10.0  # the longest that a grammar may take; waiting for others does not count
 MOST_NESTED = 100  # brackets; xgrammar's time grows with the square of a schema's depth
 MOST_KEPT = 32  # compiled grammars, the latest used
 MOST_BYTES = 16 << 20  # of one compiled grammar
@@ -76,6 +77,10 @@ class Matcher:
         """Go on by a token; False, and no further, where the grammar does not allow it."""
         return not self._broken and bool(self._matcher.accept_token(token))
 
+    def accept_all(self, tokens: Sequence[int]) -> bool:
+        """Go on by many; False if the grammar does not allow one of them."""
+        return all(self.accept(token) for token in tokens)
+
     @property
     def finished(self) -> bool:
         """Whether the output has been ended."""
@@ -94,7 +99,8 @@ class Grammars:
         self._compiler: xgrammar.GrammarCompiler | None = None
         self._any = np.ones(vocab, dtype=np.bool_)
         self._json = self._any  # without control characters, which JSON does not allow in strings
-        self._kept: OrderedDict[tuple[str, str, bool], asyncio.Future[Any]] = OrderedDict()
+        self._kept: OrderedDict[_Key, asyncio.Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._busy: tuple[_Key | None, float] = (None, 0.0)  # what is compiled since when, seconds
         self._thread: ThreadPoolExecutor | None = None
 
     async def matcher(self, structure: Structure, output: Sequence[int]) -> Matcher:
@@ -107,7 +113,7 @@ class Grammars:
             matcher = self._matcher(await self._compiled(structure), structure)
         except BadRequest as error:  # kept, and shared with others who call it by another name
             raise BadRequest(error.message, param=structure.param, code=error.code) from error
-        if not all(matcher.accept(token) for token in output):
+        if output and not await asyncio.to_thread(matcher.accept_all, output):
             raise BadRequest("output does not follow the grammar", param="output")
         if matcher.finished:
             raise BadRequest("output is complete already", param="output")
@@ -121,26 +127,32 @@ class Grammars:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
             loop = asyncio.get_running_loop()
-            kept = self._kept[key] = loop.run_in_executor(self._thread, self._compile, structure)
+            kept = self._kept[key] = loop.run_in_executor(self._thread, self._work, key, structure)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
-        try:
-            # Shielded: others may be waiting for the same one.
-            async with asyncio.timeout(COMPILE_S):
-                return await asyncio.shield(kept)
-        except TimeoutError:
-            raise BadRequest(f"the grammar takes over {COMPILE_S:g} s to compile") from None
-        except BaseException:
-            # Nobody gains from keeping a failure, or a caller who went away.
-            if kept.done() and self._kept.get(key) is kept and _failed(kept):
-                del self._kept[key]
-            raise
+        while not kept.done():
+            await asyncio.wait(
+                (kept,), timeout=COMPILE_S
+            )  # cancels nothing: others wait for it too
+            busy, since = self._busy
+            if not kept.done() and busy == key and time.monotonic() - since > COMPILE_S:
+                raise BadRequest(f"the grammar takes over {COMPILE_S:g} s to compile")
+        if kept.exception() is not None and self._kept.get(key) is kept:
+            del self._kept[key]
+        return kept.result()
 
     # On the thread
 
-    def _compile(self, structure: Structure) -> xgrammar.CompiledGrammar:
-        compiler = self._compiler or self._start()
+    def _work(self, key: _Key, structure: Structure) -> xgrammar.CompiledGrammar:
+        if self._compiler is None:
+            self._compiler = self._start()
+        self._busy = (key, time.monotonic())
+        return self._compile(self._compiler, structure)
+
+    def _compile(
+        self, compiler: xgrammar.GrammarCompiler, structure: Structure
+    ) -> xgrammar.CompiledGrammar:
         try:
             if structure.kind == "json_schema":
                 compiled = compiler.compile_json_schema(
@@ -187,8 +199,7 @@ class Grammars:
         info = xgrammar.TokenizerInfo(
             pieces, xgrammar.VocabType.RAW, vocab_size=len(pieces), stop_token_ids=self._eos
         )
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        return self._compiler
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def _try_out(self, matcher: Matcher) -> None:
         """Follow a new grammar for some tokens: one that has no way to go, or that takes long to
@@ -210,10 +221,6 @@ def _check_nesting(source: str) -> None:
         deepest = max(deepest, depth)
     if deepest > MOST_NESTED:
         raise BadRequest(f"the grammar is too large: nested over {MOST_NESTED} deep")
-
-
-def _failed(future: asyncio.Future[Any]) -> bool:
-    return future.cancelled() or future.exception() is not None
 
 
 def _complaint(error: Exception) -> str:

@@ -197,9 +197,9 @@ async def test_a_grammar_is_compiled_once_and_off_the_event_loop(
     threads: list[threading.Thread] = []
     compile_ = Grammars._compile
 
-    def noted(self: Grammars, wanted: Structure) -> object:
+    def noted(self: Grammars, compiler: object, wanted: Structure) -> object:
         threads.append(threading.current_thread())
-        return compile_(self, wanted)
+        return compile_(self, compiler, wanted)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Grammars, "_compile", noted)
     fresh = structure("regex", "x{3}")
@@ -213,12 +213,27 @@ async def test_a_grammar_that_takes_too_long_is_refused(
 ):
     go = threading.Event()
     monkeypatch.setattr(grammar_module, "COMPILE_S", 0.05)
-    monkeypatch.setattr(Grammars, "_compile", lambda self, wanted: go.wait(10))
+    compile_ = Grammars._compile
+
+    def slow(self: Grammars, compiler: object, wanted: Structure) -> object:
+        if wanted.source == "slow":
+            go.wait(10)
+        return compile_(self, compiler, wanted)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Grammars, "_compile", slow)
+    refused = asyncio.create_task(
+        engine.start_generate(start(PROMPT, structure=structure("regex", "slow")))
+    )
+    while not engine._grammars._kept:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    behind = asyncio.create_task(written(engine, structure("regex", "b"), request_id="behind"))
     try:
         with pytest.raises(BadRequest, match=r"0\.05 s"):
-            await engine.start_generate(start(PROMPT, structure=structure("regex", "slow")))
+            await refused
+        assert not behind.done()  # its own time has not begun
     finally:
         go.set()
+    assert await behind == "b"
     assert engine.waiting == 0
 
 
