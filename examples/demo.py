@@ -79,8 +79,8 @@ def ask(
     max_tokens: int,
     after: tuple[int, Callable[[], None]] | None = None,
 ) -> Answer:
-    """Stream an answer to the terminal. `after`: what to do once so many chunks have come."""
-    answer, chunks = Answer(request_id), 0
+    """Stream an answer to the terminal. `after`: what to do once so many tokens have come."""
+    answer = Answer(request_id)
     body = {
         "messages": [{"role": "user", "content": prompt}],
         "stream": True,
@@ -105,9 +105,9 @@ def ask(
                 console.print(text, end="", markup=False, style="green", soft_wrap=True)
                 answer.text += text
                 answer.token_ids += choice.get("token_ids", [])
-            chunks += 1
-            if after is not None and chunks == after[0]:
+            if after is not None and len(answer.token_ids) >= after[0]:
                 after[1]()
+                after = None
     console.print("\n")
     return answer
 

@@ -194,7 +194,7 @@ async def test_priorities(route, fake):
             body = {**ASK, "priority": -2} if name == "first" else ASK
             headers = {"X-Request-Id": name, **how.get("headers", {})}
             asks.append(asyncio.create_task(r.post("/v1/completions", body, headers=headers)))
-            await until(lambda: len(r.server.router.backlog) == len(asks))  # noqa: B023
+            await until(lambda: len(r.server.router.backlog) == len(asks))
         a.refuse.clear()
         r.server.router.backlog.freed()
         a.gate.set()

@@ -148,11 +148,11 @@ def logprob(token: str) -> dict:
 
 def test_logprobs_in_both_shapes():
     options = {"with_logprobs": True, "with_ids": False, "with_usage": False}
-    completion = CompletionFormat("x", "m", **options)
+    completion = CompletionFormat("x", "m", "fp", **options)
     first = completion.logprobs(0, [logprob("aa")])
     assert first["top_logprobs"] == [{"aa": -1.0, "b": -2.0}]
     assert completion.logprobs(0, [logprob("a"), logprob("a")])["text_offset"] == [2, 3]
-    chat = ChatFormat("x", "m", **options).logprobs(0, [logprob("a")])
+    chat = ChatFormat("x", "m", "fp", **options).logprobs(0, [logprob("a")])
     assert chat["content"][0]["top_logprobs"] == [{"token": "b", "logprob": -2.0, "bytes": [98]}]
 
 

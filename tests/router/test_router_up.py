@@ -127,7 +127,7 @@ def test_the_port_of_another_is_an_error_in_one_line(tmp_path):
         port = state["router"]["url"].rpartition(":")[2]
         command = [sys.executable, "-m", "router", "router", "--port", port]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert "Address already in use" in done.stderr.splitlines()[-1]
         assert "Traceback" not in done.stderr
 
