@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo serve test check bench-strategies bench-put bench-router peers soak clean fuzz
+.PHONY: demo serve test fuzz check bench-strategies bench-put bench-router bench-aiperf peers soak clean
 
 demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
 	@$(RUN) examples/demo.py
@@ -29,27 +29,28 @@ check: $(VENV)/test.stamp  ## style, types and layers
 bench-strategies: $(VENV)/demo.stamp  ## time to first token and per token, strategy by strategy
 	@$(RUN) -m bench.strategies
 
-bench-put: $(VENV)/demo.stamp peers  ## KV into a peer's pool, against memcpy and NIXL
+bench-put: $(VENV)/demo.stamp .peers/nixl/stamp  ## KV into a peer's pool, against memcpy and NIXL
 	@$(RUN) -m bench.put
 
-bench-router: $(VENV)/demo.stamp peers  ## what a request costs in the router, against vllm-router
+bench-router: $(VENV)/demo.stamp .peers/vllm-router/stamp  ## what a request costs in the router, against vllm-router
 	@$(RUN) -m bench.router
+
+bench-aiperf: $(VENV)/demo.stamp .peers/aiperf/stamp  ## a stranger's load tool, unmodified, against the router
+	@$(RUN) -m bench.aiperf
 
 soak: $(VENV)/test.stamp  ## half an hour under load (SOAK_MINUTES=30): nothing may be left over
 	@$(RUN) tests/e2e/soak.py --minutes $(or $(SOAK_MINUTES),30)
 
-peers: .peers/nixl/stamp .peers/vllm-router/stamp  ## what the benches measure against, in environments of its own
+peers: .peers/nixl/stamp .peers/vllm-router/stamp .peers/aiperf/stamp  ## what the benches measure against, in environments of its own
 
-.peers/nixl/stamp: constraints.txt
-	@echo "setting up the peer NIXL" >&2
-	@$(PYTHON) -m venv .peers/nixl
-	@.peers/nixl/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt nixl-cu12
-	@touch $@
+.peers/nixl/stamp: PACKAGE := nixl-cu12
+.peers/vllm-router/stamp: PACKAGE := vllm-router
+.peers/aiperf/stamp: PACKAGE := aiperf==0.13.0
 
-.peers/vllm-router/stamp: constraints.txt
-	@echo "setting up the peer vllm-router" >&2
-	@$(PYTHON) -m venv .peers/vllm-router
-	@.peers/vllm-router/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt vllm-router
+.peers/%/stamp: constraints.txt
+	@echo "setting up the peer $*" >&2
+	@$(PYTHON) -m venv .peers/$*
+	@.peers/$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(findstring ==,$(PACKAGE)),,--constraint constraints.txt) $(PACKAGE)
 	@touch $@
 
 clean:  ## back to a fresh clone

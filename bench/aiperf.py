@@ -1,0 +1,115 @@
+"""NVIDIA's AIPerf, unmodified, against the router: does a stranger's client find what it expects?
+
+Purpose: load tools are the strictest users of an OpenAI-style API. AIPerf measures streams of chat
+and of completions, counts tokens both by itself and by the server's `usage`, and reports errors.
+
+How: `microserve up tiny` with two engines; AIPerf in an environment of its own (`make peers`), with
+the model's tokenizer, `REQUESTS` requests of each kind, `CONCURRENCY` at a time. AIPerf's own
+figures are shown; what counts is that each request succeeded with as many tokens as were asked for.
+
+Run: `make bench-aiperf`, or `python -m bench.aiperf [--save]`; exits 1 if a request failed.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.report import publish, table
+
+REQUESTS, CONCURRENCY, PROMPT_TOKENS, TOKENS = 100, 8, 64, 16
+AIPERF = Path(__file__).parent.parent / ".peers" / "aiperf" / "bin" / "aiperf"
+START_S = 120.0
+
+
+@contextmanager
+def deployment(folder: Path) -> Iterator[dict[str, Any]]:
+    """Two engines and a router; yields what its state file says."""
+    state = folder / "state.json"
+    command = [sys.executable, "-m", "router", "up", "tiny", "--engines", "2", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--state-file", str(state)], stdout=subprocess.DEVNULL
+    ) as process:
+        try:
+            give_up = time.monotonic() + START_S
+            while not state.exists():
+                if process.poll() is not None or time.monotonic() > give_up:
+                    raise RuntimeError("microserve up did not get ready")
+                time.sleep(0.1)
+            yield json.loads(state.read_text())
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+
+
+def save_tokenizer(engine: str, folder: Path) -> None:
+    """What transformers needs to load the model's tokenizer from `folder`."""
+    model = httpx.get(f"{engine}/microserving/model").json()
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(model["tokenizer_json"])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model["eos_token"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def profile(router: str, kind: str, folder: Path) -> dict[str, Any]:
+    """Run AIPerf on one endpoint; returns the document that it writes."""
+    out = folder / kind
+    subprocess.run(
+        [
+            *(str(AIPERF), "profile", "--model", "tiny", "--url", router),
+            *("--endpoint-type", kind, "--streaming", "--tokenizer", str(folder / "tokenizer")),
+            *("--synthetic-input-tokens-mean", str(PROMPT_TOKENS)),
+            *("--output-tokens-mean", str(TOKENS), "--extra-inputs", "ignore_eos:true"),
+            *("--request-count", str(REQUESTS), "--concurrency", str(CONCURRENCY)),
+            *("--use-server-token-count", "--ui", "none", "--output-artifact-dir", str(out)),
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    document: dict[str, Any] = json.loads((out / "profile_export_aiperf.json").read_text())
+    return document
+
+
+def figures(document: dict[str, Any]) -> dict[str, float]:
+    """What matters of AIPerf's document."""
+    errors = sum(error["count"] for error in document.get("error_summary") or [])
+    return {
+        "succeeded": document["request_count"]["avg"],
+        "failed": errors,
+        "tokens": document["output_sequence_length"]["avg"],
+        "ttft_ms_p50": document["time_to_first_token"]["p50"],
+        "itl_ms_p50": document["inter_token_latency"]["p50"],
+    }
+
+
+def main() -> int:
+    if not AIPERF.exists():
+        print("AIPerf is not set up: make peers", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as name, deployment(Path(name)) as state:
+        save_tokenizer(state["engines"][0]["url"], Path(name) / "tokenizer")
+        kinds = {
+            kind: figures(profile(state["router"]["url"], kind, Path(name)))
+            for kind in ("chat", "completions")
+        }
+    columns = list(kinds["chat"])
+    rows = [[kind, *(f"{row[column]:.1f}" for column in columns)] for kind, row in kinds.items()]
+    table(f"AIPerf, {REQUESTS} requests of {TOKENS} tokens", ["endpoint", *columns], rows)
+    publish("aiperf", kinds)
+    good = {"succeeded": REQUESTS, "failed": 0, "tokens": TOKENS}
+    return int(any({key: row[key] for key in good} != good for row in kinds.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
