@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = ["VirtualLoop"]
 
-# Where only a far timer is left, threads and sockets, which live in real time, get so long.
-FAR_S = 1.0
+# Threads and sockets live in real time: before the clock jumps, those under way get so long.
 REAL_S = 0.05
 
 
@@ -24,18 +23,31 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock.now
 
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        future = super().run_in_executor(executor, func, *args)
+        self._clock.threads += 1
+        future.add_done_callback(self._clock.thread_ended)
+        return future
+
 
 class _JumpingSelector(selectors.BaseSelector):
     """Where a selector would wait, this one lets the clock go on."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.threads = 0
         self._real = selectors.DefaultSelector()
+
+    def thread_ended(self, _: asyncio.Future[Any]) -> None:
+        self.threads -= 1
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout <= 0:
             return self._real.select(timeout)
-        ready = self._real.select(REAL_S if timeout > FAR_S else 0)
+        sockets = len(self._real.get_map()) - 1  # besides the one that the loop wakes itself by
+        ready = self._real.select(REAL_S if self.threads or sockets else 0)
         if not ready:
             self.now += timeout
         return ready

@@ -12,7 +12,7 @@ import uvloop
 
 from engine.protocol import EngineConfig, MicroserveError
 from router.cli.options import config_options, given, read_params
-from router.cli.preflight import Mistake, check_strategy
+from router.cli.preflight import Mistake, check_address, check_strategy
 from router.config import RouterConfig
 from router.environment import PREFIX, child_environment
 from router.fleet import as_arguments
@@ -45,7 +45,8 @@ def engine(model: str, **flags: Any) -> None:
 def router(engines: tuple[str, ...], strategy: str, params: tuple[str, ...], **flags: Any) -> None:
     """Run the router in front of engines that already run."""
     config = RouterConfig(engines=engines, strategy=strategy, params=read_params(params), **flags)
-    if not config.parent_pid:  # `up` has done so already
+    if not config.parent_pid:  # else `up` has done so already
+        check_address(config.host, config.port)
         check_strategy(strategy, config.params)
     set_up_logging(config.log_level, config.log_format)
     try:
