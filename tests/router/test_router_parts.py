@@ -151,7 +151,7 @@ def test_logprobs_in_both_shapes():
     completion = CompletionFormat("x", "m", "fp", **options)
     first = completion.logprobs(0, [logprob("aa")])
     assert first["top_logprobs"] == [{"aa": -1.0, "b": -2.0}]
-    assert completion.logprobs(0, [logprob("a"), logprob("a")])["text_offset"] == [2, 3]
+    assert completion.logprobs(0, [logprob("a"), logprob("a")])["text_offset"] == [1, 2]
     chat = ChatFormat("x", "m", "fp", **options).logprobs(0, [logprob("a")])
     assert chat["content"][0]["top_logprobs"] == [{"token": "b", "logprob": -2.0, "bytes": [98]}]
 
