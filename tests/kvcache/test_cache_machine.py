@@ -9,7 +9,7 @@ The model computes KV from (layer, position, token), so a page that got into the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -96,7 +96,7 @@ class Lease:
     end: int
     room: int
     tokens: list[int]  # the prompt, and what was mirrored after it
-    stopped: Stopped | None = None
+    landed: int = 0  # as last seen
 
 
 @dataclass(eq=False)
@@ -144,6 +144,7 @@ class TwoCaches(RuleBasedStateMachine):
         self.dead: list[KVCache] = []
         self.ids = iter(range(1, 10**6))
         self.seqs: list[Seq] = []
+        self.receiving: list[Lease] = []
         self.open: list[Sending] = []
         self.mirrors: list[Mirroring] = []
         self.stopped: list[Stopped] = []
@@ -157,9 +158,12 @@ class TwoCaches(RuleBasedStateMachine):
 
     # Something to begin with, so that few steps lead far
 
-    @initialize(target=leases, side=SIDE, prompt=TOKENS, reserve=st.integers(0, 12))
-    def first_lease(self, side: int, prompt: list[int], reserve: int):
-        return self._prepare(side, prompt, len(prompt), min(reserve, 32 - len(prompt)))
+    @initialize(target=leases, side=SIDE, prompt=TOKENS, other=TOKENS, reserve=st.integers(0, 12))
+    def first_leases(self, side: int, prompt: list[int], other: list[int], reserve: int):
+        """One on each side."""
+        first = self._prepare(side, prompt, len(prompt), min(reserve, 32 - len(prompt)))
+        second = self._prepare(1 - side, other, len(other), min(reserve, 32 - len(other)))
+        return multiple(first, second)
 
     # Sequences
 
@@ -268,7 +272,9 @@ class TwoCaches(RuleBasedStateMachine):
             lease, address = cache.prep_recv("r", prompt, end, reserve, LEASE_S)
         except (NoCapacity, BadRequest):
             return multiple()
-        return Lease(cache, lease.lease_id, address, prompt, end, end + reserve, prompt[:end])
+        made = Lease(cache, lease.lease_id, address, prompt, end, end + reserve, prompt[:end])
+        self.receiving.append(made)
+        return made
 
     @rule(lease=leases, reserve=st.integers(1, 12))
     def extend(self, lease: Lease, reserve: int):
@@ -281,6 +287,9 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(target=sequences, lease=consumes(leases), fence=st.booleans(), data=st.data())
     def start(self, lease: Lease, fence: bool, data: st.DataObject):
+        return self._start(lease, fence, data)
+
+    def _start(self, lease: Lease, fence: bool, data: st.DataObject):
         begin = data.draw(st.none() | st.integers(0, lease.room))
         heard = data.draw(st.integers(lease.end, max(len(lease.tokens), lease.end)))
         seq_id, tokens = self._new_id(), [*lease.tokens[:heard], 1]
@@ -319,6 +328,9 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(target=sendings, lease=leases, side=SIDE, data=st.data())
     def open_put(self, lease: Lease, side: int, data: st.DataObject):
+        return self._open_put(lease, side, data)
+
+    def _open_put(self, lease: Lease, side: int, data: st.DataObject):
         begin = self._landed(lease)
         if begin >= lease.end:
             return multiple()
@@ -338,6 +350,9 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(sending=sendings, count=st.integers(1, 6), fails_after=FAILS_AFTER)
     def send_a_chunk(self, sending: Sending, count: int, fails_after: int | None):
+        self._send_a_chunk(sending, count, fails_after)
+
+    def _send_a_chunk(self, sending: Sending, count: int, fails_after: int | None) -> None:
         chunk = sending.tokens[len(sending.seq.tokens) :][:count]
         if sending.live and chunk:
             self._step(sending.seq, chunk, fails_after)
@@ -365,12 +380,19 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(lease=leases, side=SIDE, chunk=st.integers(1, 20))
     def send_the_rest(self, lease: Lease, side: int, chunk: int):
+        self._send_the_rest(lease, side, chunk)
+
+    def _send_the_rest(self, lease: Lease, side: int, chunk: int) -> None:
         begin = self._landed(lease)
         if begin < lease.end:
             with self._may_be_refused(lease):
                 send(self.caches[side], lease.address, lease.prompt, begin, lease.end, chunk)
 
     # Mirrors
+
+    @initialize(target=sendings, lease=leases, side=SIDE, data=st.data())
+    def first_put(self, lease: Lease, side: int, data: st.DataObject):
+        return self._open_put(lease, side, data)
 
     @initialize(target=mirrorings, lease=leases, side=SIDE)
     def first_mirror(self, lease: Lease, side: int):
@@ -395,6 +417,9 @@ class TwoCaches(RuleBasedStateMachine):
     @rule(mirroring=mirrorings, output=OUTPUT, every=st.integers(1, 5))
     def mirror(self, mirroring: Mirroring, output: list[int], every: int):
         """The prompt is computed if need be, then some output; what is new is put."""
+        self._mirror(mirroring, output, every)
+
+    def _mirror(self, mirroring: Mirroring, output: list[int], every: int) -> None:
         lease, seq = mirroring.lease, mirroring.seq
         if not mirroring.live:
             return
@@ -432,6 +457,48 @@ class TwoCaches(RuleBasedStateMachine):
         self.mirrors.remove(mirroring)
         mirroring.cache.close_mirror(mirroring.mirror)
         self._remove(mirroring.seq)
+
+    # Histories of several steps, which chance would seldom string together
+
+    @rule(
+        target=sequences,
+        mirroring=consumes(mirrorings),
+        parts=st.lists(OUTPUT, max_size=3),
+        every=st.integers(1, 5),
+        data=st.data(),
+    )
+    def mirror_and_start(
+        self, mirroring: Mirroring, parts: list[list[int]], every: int, data: st.DataObject
+    ):
+        """Part by part, and then the replica goes on, from an output that may be shorter."""
+        for output in parts:
+            self._mirror(mirroring, output, every)
+        return self._start(mirroring.lease, False, data)
+
+    @rule(sending=sendings, count=st.integers(1, 6))
+    def a_lease_ends_under_its_put(self, sending: Sending, count: int):
+        """Its pages get another owner at once; the sender has not noticed and sends on."""
+        lease = sending.lease
+        if not sending.live or lease.cache not in self.caches:
+            return
+        with suppress(*GONE):
+            lease.cache.release(lease.lease_id)
+        seq = self._keep(Seq(lease.cache, self._new_id(), []))
+        lease.cache.add_sequence(seq.seq_id)
+        self._compute(seq, [7] * (lease.cache.available * lease.cache.layout.page_size))
+        chunk = sending.tokens[len(sending.seq.tokens) :][:count]
+        if chunk:
+            self._step(sending.seq, chunk, None)
+        sending.put.close().exception(timeout=10)
+        assert_content(seq.cache, seq.seq_id, seq.tokens)
+        self._remove(seq)
+
+    @rule(sending=sendings, side=SIDE, chunk=st.integers(1, 20), count=st.integers(1, 6))
+    def another_sender_takes_over(self, sending: Sending, side: int, chunk: int, count: int):
+        """The first has not noticed and sends on."""
+        if sending.live:
+            self._send_the_rest(sending.lease, side, chunk)
+            self._send_a_chunk(sending, count, None)
 
     # Writers that stop
 
@@ -539,6 +606,14 @@ class TwoCaches(RuleBasedStateMachine):
     def every_sequence_has_its_own_content(self):
         for seq in self.seqs:
             assert_content(seq.cache, seq.seq_id, seq.tokens)
+
+    @invariant()
+    def no_watermark_falls(self):
+        for lease in self.receiving:
+            with suppress(*GONE):
+                landed = lease.cache.lease(lease.lease_id).landed
+                assert lease.landed <= landed <= lease.room
+                lease.landed = landed
 
     def teardown(self):
         for stopped in list(self.stopped):
