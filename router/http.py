@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
@@ -52,7 +52,7 @@ async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.k
 def begin_request(http: web.Request) -> str:
     """Take the client's `X-Request-Id`; make one where there is none or an unprintable one."""
     given = http.headers.get("X-Request-Id", "")
-    known = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    known = given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
     _request_id.set(known)
     return known
 

@@ -160,7 +160,8 @@ class TokenStream:
         if chunk.usage is not None:
             # What was put here by this attempt is not cached but computed, only elsewhere.
             cached = max(0, chunk.usage.cached_tokens - self._attempt.put_computed)
-            chunk.usage = chunk.usage.model_copy(update={"cached_tokens": cached})
+            if cached != chunk.usage.cached_tokens:
+                chunk.usage = chunk.usage.model_copy(update={"cached_tokens": cached})
             leg.cached_tokens = cached
         leg.computed_tokens = max(0, leg.end - leg.begin)
         self._close(leg)
