@@ -58,6 +58,7 @@ class GenerationStream:
         self._began = time.monotonic()
         self._previous = self._began  # when the call, or its last token, came
         self._first_token = self._first_event = True
+        self._leased = generation.started  # its prefix was looked up for the lease, and counted
         self._over = False
         self._told: Mirrored | None = None  # of the mirror
         self._completion = len(generation.output)  # what was delivered; the loop may be ahead
@@ -127,6 +128,9 @@ class GenerationStream:
         event = self._event(drawn, released)
         if self._first_event:
             event.begin, self._first_event = self._generation.begin, False
+            if not self._leased:
+                cached = min(self._generation.cached, self._generation.prompt_len)
+                self._metrics.prefix(self._generation.prompt_len, cached)
         return event
 
     def _event(self, drawn: Drawn, released: Released) -> Event:

@@ -6,7 +6,7 @@ import orjson
 from pydantic import ValidationError
 from typing_extensions import TypedDict
 
-from engine.protocol import BadRequest, MicroserveError, NoCapacity
+from engine.protocol import BadRequest, Draining, MicroserveError, NoCapacity
 from router.errors import NoEngines
 
 __all__ = ["ErrorObject", "error_headers", "error_json", "error_object", "invalid"]
@@ -58,7 +58,7 @@ def error_headers(error: MicroserveError) -> dict[str, str]:
     """`Retry-After`, in whole seconds, where trying again is what to do."""
     if isinstance(error, NoCapacity):
         return {"Retry-After": str(max(1, round(error.retry_after_s)))}
-    if isinstance(error, NoEngines):
+    if isinstance(error, NoEngines | Draining):
         return {"Retry-After": "1"}
     return {}
 

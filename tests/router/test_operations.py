@@ -166,6 +166,8 @@ async def test_a_router_that_is_to_stop_finishes_what_runs(route, fake):
             assert reply.headers["Connection"] == "close"
         status, body = await r.post("/v1/completions", ASK)
         assert (status, body["error"]["code"]) == (503, "draining")
+        async with r.http.post(r.server.url + "/v1/completions", json=ASK) as reply:
+            assert reply.headers["Retry-After"] == "1"
         assert not drained.done()
         a.gate.set()
         assert (await ask)[-1] == "[DONE]"
