@@ -76,6 +76,7 @@ class Send:
     arrived: float  # seconds, monotonic
     started: bool  # the sequence exists in the cache, with pages for all of `tokens`
     failure: MicroserveError | None = None
+    computed_at: float = 0.0  # seconds, monotonic: from then on it only waits for its puts
 
     @property
     def target(self) -> int:

@@ -275,6 +275,7 @@ class StepLoop:
         """No more of this send is computed; its pages go when the last put has drained."""
         self._scheduler.remove(send)
         self._closing.add(send)
+        send.computed_at = time.monotonic()
         self._cache.clear_mark(send.seq_id)
         send.put.close().add_done_callback(
             lambda closed: self._post(lambda: self._drained(send, closed.exception()))
@@ -291,12 +292,14 @@ class StepLoop:
             send.done.set_exception(failure)
             return
         sent_cached = max(min(send.cached, send.target) - send.begin, 0)
+        now = time.monotonic()
         send.done.set_result(
             RemoteSendReply(
                 sent_tokens=send.target - send.begin,
                 cached_tokens=sent_cached,
                 computed_tokens=send.target - send.cached,
                 bytes=send.put.bytes_sent,
-                ms=(time.monotonic() - send.arrived) * 1000,
+                ms=(now - send.arrived) * 1000,
+                put_ms=(now - send.computed_at) * 1000,
             )
         )

@@ -131,6 +131,7 @@ class Engine:
                     member, member.client.remote_send, body, receiver=kv.engine._member
                 )
             leg.bytes = reply.bytes
+            leg.put_ms = reply.put_ms
             leg.sent_tokens = reply.sent_tokens
             leg.cached_tokens = reply.cached_tokens
             leg.computed_tokens = reply.computed_tokens

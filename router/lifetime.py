@@ -5,7 +5,7 @@ issued ── queue ── prefill_begin ── prefill_end ── migration_beg
 it, and the phases between them add up to the whole.
 
 They are those of the first choice that had a token. A send puts layer by layer while it computes,
-so its time counts as prefill, and only a send of what was cached as migration.
+so only what is left to put then is migration: what the disaggregation has cost.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def lifetime(receipt: Receipt) -> Lifetime:
     if not sends:
         first = _first_token(answer)
         return _of(begin, first, first, total)
-    landed = max(leg.start_ms + (leg.ms or 0.0) for leg in sends)
-    computing = [leg.start_ms + (leg.ms or 0.0) for leg in sends if leg.computed_tokens]
-    computed = max(computing, default=min(leg.start_ms for leg in sends))
+    last = max(sends, key=_end)
+    landed = _end(last)
+    computed = landed - min(last.put_ms, last.ms or 0.0)
     return _of(begin, computed, landed, total)
 
 
@@ -79,6 +79,10 @@ def server_timing(receipt: Receipt) -> str:
 
 def _first_token(leg: Leg) -> float:
     return leg.start_ms + (leg.first_token_ms or 0.0)
+
+
+def _end(leg: Leg) -> float:
+    return leg.start_ms + (leg.ms or 0.0)
 
 
 def _of(begin: float, prefilled: float, migrated: float, total: float) -> Lifetime:

@@ -40,6 +40,7 @@ class Leg:
     first_token_ms: float | None = None  # of a generation, since its start
     match_len: int | None = None  # of prep_recv; of pin and unpin: tokens kept
     bytes: int = 0  # put
+    put_ms: float = 0.0  # of a send: at its end, when only puts were left
     sent_tokens: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0

@@ -90,6 +90,7 @@ class RemoteSendReply(Message):
     computed_tokens: int
     bytes: int
     ms: float
+    put_ms: float = 0.0  # of these, when all was computed and only puts were left
 
 
 class Structure(Message):
