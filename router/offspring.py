@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 from router.culprit import asked_by_user
@@ -27,14 +27,15 @@ class Offspring:
         self._leashes: dict[asyncio.Task[Any], Leash] = {}
         self._ending = False
 
-    @contextmanager
-    def mine(self) -> Iterator[None]:
-        """What the user's code starts in the body, and in tasks started there, belongs here."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+    def __len__(self) -> int:
+        """How many still run."""
+        return len(self._leashes)
+
+    def context(self) -> Context:
+        """What the user's code starts in this context, and in tasks started there, belongs here."""
+        context = copy_context()
+        context.run(_current.set, self)
+        return context
 
     def spawn(
         self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from engine.protocol import MicroserveError
@@ -59,29 +60,29 @@ class Run:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._stall, self._look)
         try:
-            with self._offspring.mine():
-                self._leash.start(loop)
-            await self._end_of(self._leash.task)
+            await self._end_of(self._leash.start(loop, context=self._offspring.context()))
         except Interrupted:
             raise self._blocked() from None
         finally:
             self._timer.cancel()
-            left = await self._offspring.end()
+            left = await self._offspring.end() if self._offspring else 0
             if left and not self._leash.ending:
                 self._offend("left_tasks", f"leaves {left} task{'s' * (left > 1)} behind")
             del self._leash, self._offspring  # they know us: nothing here is for the collector
 
     async def _end_of(self, task: asyncio.Task[None]) -> None:
+        """Wait for `task`, and raise what it raises. Cancellation ends it, and is raised then."""
         cancelled: asyncio.CancelledError | None = None
         try:
             while not task.done():
+                # Not `await task`, which would pass our cancellation on, and wait for what it does.
+                ended = task.get_loop().create_future()
+                task.add_done_callback(partial(_wake, ended))
                 try:
-                    await asyncio.shield(task)
+                    await ended
                 except asyncio.CancelledError as error:
                     cancelled = error
                     self._end()
-                except BaseException:  # noqa: BLE001  the task's own: see below
-                    break
             if cancelled is not None:
                 raise cancelled
             task.result()
@@ -197,6 +198,11 @@ class Run:
         message = f"{what} ({line})" if line else what
         self._generation.offend(kind, message)
         return StrategyError(f"{self._generation.label}: {message}")
+
+
+def _wake(waiter: asyncio.Future[None], _: asyncio.Task[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _is_engines(error: BaseException) -> bool:
