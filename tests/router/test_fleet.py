@@ -138,7 +138,7 @@ async def test_all_engines_dead_is_503_at_once_and_mends_itself(route, fake):
             (member,) = r.server.router.registry
             await until(lambda: member.usable)
             assert (await r.post("/v1/completions", ASK))[0] == 200
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(1.5):
             status, body = await r.post("/v1/completions", ASK)
         assert (status, body["error"]["type"]) == (503, "no_engines")
         async with fake("a", epoch=2).serving(int(a.url.rpartition(":")[2])):
@@ -146,7 +146,7 @@ async def test_all_engines_dead_is_503_at_once_and_mends_itself(route, fake):
             assert (await r.post("/v1/completions", ASK))[0] == 200
 
 
-async def test_engines_come_and_go_with_their_file(route, fake, tmp_path):
+async def test_engines_come_and_go_with_their_file(route, fake, tmp_path, caplog):
     a, b = fake("a"), fake("b", gate=asyncio.Event())
     path = tmp_path / "engines"
     async with a.serving(), b.serving():
@@ -157,7 +157,7 @@ async def test_engines_come_and_go_with_their_file(route, fake, tmp_path):
                 ("a", "prefill", "file"), ("b", "any", "file"),
             }  # fmt: skip
             path.write_text("nonsense\n")
-            await asyncio.sleep(0.05)  # time enough to read it
+            await until(lambda: "stays in force" in caplog.text)
             assert {member.id for member in registry} == {"a", "b"}
             asking = [asyncio.create_task(r.events("/v1/completions", ASK)) for _ in range(2)]
             await b.until(lambda: b.running >= 1)

@@ -51,7 +51,7 @@ async def test_an_engine_that_dies_or_hangs_is_noticed(mocks, routed_to, number,
         async with asyncio.timeout(20):
             while registry["m0"].status != "down":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert loop.time() - began <= within_s + 0.5  # the half is this machine's, not the router's
+        assert loop.time() - began <= within_s + 1  # a second for a machine that is busy
         for ask in asking:
             assert tokens_of(await ask) == whole
         await r.settled()

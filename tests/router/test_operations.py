@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_times_are_typed_with_and_without_their_unit():
 # Keys and limits
 
 
-async def test_keys_are_rotated_without_a_restart(route, fake, tmp_path):
+async def test_keys_are_rotated_without_a_restart(route, fake, tmp_path, caplog):
     path = tmp_path / "keys"
     hashed = hashlib.sha256(b"second").hexdigest()
     path.write_text(f"first name=ann\nsha256:{hashed} name=bob # hers\n")
@@ -94,7 +95,7 @@ async def test_keys_are_rotated_without_a_restart(route, fake, tmp_path):
         for key, wanted in good.items():
             assert (await r.post("/v1/completions", ASK, headers=bearer(key)))[0] == wanted
         path.write_text("a b c\n")
-        await asyncio.sleep(0.05)  # time enough to read it
+        await until(lambda: "stays in force" in caplog.text)
         for key, wanted in good.items():
             assert (await r.post("/v1/completions", ASK, headers=bearer(key)))[0] == wanted
         strange = {"Authorization": "Bearer \udcff\udc80"}
@@ -132,7 +133,7 @@ async def test_requests_a_minute(route, fake):
             error = (await reply.json())["error"]
             assert (reply.status, error["code"]) == (429, "rate_limit_exceeded")
             assert 20 <= int(reply.headers["Retry-After"]) <= 30
-            assert reply.headers["x-ratelimit-reset-requests"] in ("1m0s", "59.9s", "59.8s")
+            assert re.fullmatch(r"1m0s|[45]\d(\.\d)?s", reply.headers["x-ratelimit-reset-requests"])
         assert (await r.get("/v1/models", headers=headers))["data"]  # these do not count
         assert 'rate_limited_total{limit="requests"} 1.0' in await metrics(r)
 

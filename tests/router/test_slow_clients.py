@@ -63,7 +63,7 @@ async def test_a_slow_reader_is_not_dropped(route, fake):
     a = fake("a")
     a.info = a.info.model_copy(update={"context_length": 10**6})
     a.text = "x" * 2**12
-    async with route(a, client_stall_s=0.3) as r, connected(r, receive_buffer=4096) as (
+    async with route(a, client_stall_s=1.0) as r, connected(r, receive_buffer=4096) as (
         reader, writer,
     ):  # fmt: skip
         ask = {**ASK, "max_tokens": 1000, "stream": True}
