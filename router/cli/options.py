@@ -15,13 +15,17 @@ __all__ = ["config_options", "given", "read_params"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def config_options(config: type[Any], *, without: Collection[str] = ()) -> Callable[[F], F]:
-    """A decorator that adds an option for every field of the dataclass that has a help text."""
+def config_options(
+    config: type[Any], *, without: Collection[str] = (), only: Collection[str] | None = None
+) -> Callable[[F], F]:
+    """A decorator that adds an option for every field of the dataclass that has a help text, or for
+    those of them that are named by `only`."""
     hints = typing.get_type_hints(config)
 
     def add(command: F) -> F:
         for field in reversed(dataclasses.fields(config)):
-            if "help" in field.metadata and field.name not in without:
+            wanted = field.name not in without if only is None else field.name in only
+            if "help" in field.metadata and wanted:
                 command = _option(field, hints[field.name])(command)
         return command
 

@@ -14,7 +14,7 @@ from router.cli.options import config_options, given, read_params
 from router.cli.preflight import check_address, check_folder, check_strategy
 from router.config import RouterConfig
 from router.errors import root_cause
-from router.fleet import Fleet, FleetConfig, StartFailed
+from router.fleet import Fleet, FleetConfig, StartFailed, as_arguments
 
 __all__ = ["up"]
 
@@ -23,6 +23,13 @@ ENGINE, ROUTER = EngineConfig(), RouterConfig()  # for their defaults
 OWN = (
     "host", "port", "role", "router", "router_ca", "advertise", "labels", "engine_id", "api_key",
     "admin_key", "tls_cert", "tls_key", "parent_pid",
+)  # fmt: skip
+
+
+# The router's flags that `up` takes besides its own, and passes on.
+PASSED_ON = (
+    "api_key_file", "requests_per_minute", "tokens_per_minute", "max_queue", "queue_timeout_s",
+    "request_timeout_s", "client_stall_s", "shutdown_s", "log_format",
 )  # fmt: skip
 
 
@@ -51,6 +58,7 @@ OWN = (
 @click.option(
     "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="written once ready"
 )
+@config_options(RouterConfig, only=PASSED_ON)
 @config_options(EngineConfig, without=OWN)
 def up(
     model: str,
@@ -85,6 +93,7 @@ def up(
     router_args = ["--strategy", strategy]
     for pair in params:
         router_args += ["--param", pair]
+    router_args += as_arguments(given(RouterConfig, {name: flags[name] for name in PASSED_ON}))
     if served_model_name:
         router_args += ["--served-model-name", served_model_name]
     if allow_upload:
