@@ -188,7 +188,10 @@ class Fleet:
                 await asyncio.sleep(deadline / 10)
                 pid = router.pid
                 try:
-                    async with asyncio.timeout(deadline / 2), http.get(f"{router.url}/health", ssl=False):
+                    async with (
+                        asyncio.timeout(deadline / 2),
+                        http.get(f"{router.url}/health", ssl=False),
+                    ):
                         silent_since = time.monotonic()
                 except (aiohttp.ClientConnectorError, ValueError):
                     silent_since = time.monotonic()  # nobody there: it is being restarted anyway
