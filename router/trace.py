@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import os
 import re
 from collections.abc import Mapping
 from typing import Protocol
@@ -14,8 +14,6 @@ __all__ = ["Trace", "Tracing", "Untraced", "open_tracing"]
 _TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}.*"
 )
-
-_ids = random.Random()  # noqa: S311  they are to differ, not to be secret
 
 
 class Trace(Protocol):
@@ -57,8 +55,8 @@ class Untraced:
         parent = headers.get("traceparent", "")
         if not _TRACEPARENT.fullmatch(parent):
             # The last bit says whether anybody records it.
-            made = f"00-{_ids.getrandbits(128):032x}-{_ids.getrandbits(64):016x}-00"
-            return _Passed({"traceparent": made})
+            made = os.urandom(24).hex()
+            return _Passed({"traceparent": f"00-{made[:32]}-{made[32:]}-00"})
         state = headers.get("tracestate")
         return _Passed({"traceparent": parent, **({"tracestate": state} if state else {})})
 
