@@ -6,6 +6,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import itertools
+import logging
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,6 +19,7 @@ from router.strategy import Strategy
 
 __all__ = ["Catalog", "read_source"]
 
+log = logging.getLogger(__name__)
 _modules = itertools.count()
 
 
@@ -28,10 +30,15 @@ class Catalog:
         self._installed: dict[str, Strategy] = {}
         self._loaded: dict[str, Strategy] = {}
         for entry in entry_points(group="microserve.strategies"):
-            found = entry.load()
-            if not isinstance(found, Strategy):
-                raise TypeError(f"the entry point {entry.name} is no strategy but {found!r}")
-            self._installed[entry.name] = found
+            try:
+                found = entry.load()
+            except Exception as error:  # noqa: BLE001  one bad package leaves the others usable
+                log.warning("the strategy %s is not there: %s", entry.value, error)
+                continue
+            if isinstance(found, Strategy):
+                self._installed[entry.name] = found
+            else:
+                log.warning("the entry point %s is no strategy: %r", entry.value, found)
 
     def __getitem__(self, name: str) -> Strategy:
         """Raises `NotFound`, naming what there is."""

@@ -37,7 +37,7 @@ from router.strategy import Bound
 from router.virtual import VirtualLoop
 from router.watchdog import Watchdog
 
-__all__ = ["RehearsalFailed", "rehearse"]
+__all__ = ["RehearsalFailed", "Stage", "rehearse", "staged"]
 
 LENGTHS = (1, 7, 16, 17, 100, 700)
 NEW = 6
@@ -74,7 +74,7 @@ async def _all(bound: Bound) -> int:
     watchdog = Watchdog(Metrics(), BLOCK_LIMIT_S)
     with adopting(asyncio.get_running_loop()), watchdog.watching():
         for roles in CLUSTERS:
-            async with _stage(bound, roles) as stage:
+            async with staged(bound, roles) as stage:
                 for length in LENGTHS:
                     for state in ("cold", "warm"):
                         await stage.play(f"{length} tokens, {state}", [_prompt(length)])
@@ -82,7 +82,7 @@ async def _all(bound: Bound) -> int:
                 requests += stage.requests
         for roles in CLUSTERS[1:3]:
             requests += await _cancellations(bound, roles)
-            async with _stage(bound, roles, fate=[NEW // 2]) as stage:
+            async with staged(bound, roles, fate=[NEW // 2]) as stage:
                 await stage.play("an engine dies in mid-stream", [_prompt(50)])
                 requests += stage.requests
     return requests
@@ -91,14 +91,14 @@ async def _all(bound: Bound) -> int:
 async def _cancellations(bound: Bound, roles: Sequence[Role]) -> int:
     """Cancel a request at every point of its way."""
     for number in range(CANCELLATIONS):
-        async with _stage(bound, roles) as stage:
+        async with staged(bound, roles) as stage:
             if await stage.cancel(number * CANCEL_STEP_S):
                 return number
     return CANCELLATIONS
 
 
 @dataclass(slots=True)
-class _Stage:
+class Stage:
     """A router without HTTP in front of simulated engines."""
 
     bound: Bound
@@ -113,7 +113,7 @@ class _Stage:
         """Requests that are to succeed, at once."""
         self.requests += len(prompts)
         answers = await asyncio.gather(
-            *(self._ask(prompt) for prompt in prompts), return_exceptions=True
+            *(self.ask(prompt) for prompt in prompts), return_exceptions=True
         )
         for prompt, answer in zip(prompts, answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, MicroserveError):
@@ -129,7 +129,7 @@ class _Stage:
         """Cancel a request after so long; whether it had ended by then."""
         scene = f"cancelled after {after_s * 1e3:.1f} ms"
         self.requests += 1
-        asking = asyncio.ensure_future(self._ask(_prompt(50)))
+        asking = asyncio.ensure_future(self.ask(_prompt(50)))
         done, _ = await asyncio.wait([asking], timeout=after_s)
         if done:
             return True
@@ -140,7 +140,8 @@ class _Stage:
             self._fail(scene, f"it ended with {asking.exception()!r}")
         return False
 
-    async def _ask(self, prompt: list[int]) -> list[int]:
+    async def ask(self, prompt: list[int]) -> list[int]:
+        """One request; its tokens. Raises what a client would be told."""
         emitted: list[int] = []
 
         async def emit(chunk: Chunk) -> None:
@@ -175,9 +176,10 @@ class _Stage:
 
 
 @asynccontextmanager
-async def _stage(
+async def staged(
     bound: Bound, roles: Sequence[Role], fate: list[int] | None = None
-) -> AsyncIterator[_Stage]:
+) -> AsyncIterator[Stage]:
+    """A router's parts before simulated engines with `roles`; `fate` as of `SimEngine`."""
     peers: dict[str, SimEngine] = {}
     offences: list[str] = []
 
@@ -196,7 +198,7 @@ async def _stage(
                 await asyncio.sleep(0)
             runtime = Runtime(CONFIG, registry, Releaser(tasks, 2.0), metrics, RetryBudget(1.0))
             generation = Generation(GenerationNumber(1), bound, None, offended)
-            yield _Stage(bound, roles, runtime, engines, generation, offences)
+            yield Stage(bound, roles, runtime, engines, generation, offences)
         finally:
             registry.close()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,14 @@ import httpx
 import pytest
 from forked import Forked, microserve
 from router_process import RouterProcess, until
+
+from router.catalog import Catalog
+from router.errors import StrategyBlocked
+from router.leash import Interrupted
+from router.metrics import Metrics
+from router.offspring import adopting
+from router.rehearsal import staged
+from router.watchdog import Watchdog
 
 # What each does when the first token of the prompt is 499, which no dry run's is.
 STRATEGY = '''
@@ -109,6 +120,54 @@ def test_a_call_that_cannot_be_interrupted_is_named_while_it_lasts(router):
     assert router.tokens(GOOD)
     assert router.strategies()["active"]["offences"] == {"blocked": 1}
     assert "strategy_blocked" in router.ask(BAD).text
+
+
+LATE = """
+import random, time
+from router import strategy
+
+@strategy
+async def late(request, cluster):
+    until = time.perf_counter() + random.uniform(0, 0.06)
+    while time.perf_counter() < until:
+        pass
+    if random.random() < 0.3:
+        3**200000
+    async for chunk in cluster.engines.least_loaded().start_generate(request):
+        yield chunk
+"""
+
+
+@pytest.mark.slow
+async def test_nobody_else_is_hit():
+    """Strategies that stop just when they are about to be interrupted, or have just gone to wait:
+    what is raised for them arrives in them or not at all."""
+    random.seed(1)
+    late, stray, beats = Catalog().load(LATE, file="late.py").bind({}), [], 0
+    over = asyncio.Event()
+
+    async def innocent():
+        nonlocal beats
+        while not over.is_set():
+            try:
+                beats += sum(1 for _ in range(100))
+                await asyncio.sleep(0)
+            except Interrupted:
+                stray.append(beats)
+
+    loop, outcomes = asyncio.get_running_loop(), Counter()
+    loop.set_exception_handler(lambda loop, context: stray.append(context))
+    with adopting(loop), Watchdog(Metrics(), 0.02).watching():
+        async with staged(late, ("any", "any")) as stage, asyncio.TaskGroup() as others:
+            others.create_task(innocent())
+            for _ in range(40):
+                asks = [stage.ask(list(range(1, 20 + i))) for i in range(3)]
+                for answer in await asyncio.gather(*asks, return_exceptions=True):
+                    outcomes[type(answer)] += 1
+            over.set()
+    assert not stray
+    assert set(outcomes) == {list, StrategyBlocked}, outcomes
+    assert beats
 
 
 @pytest.mark.slow

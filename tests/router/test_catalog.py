@@ -63,6 +63,28 @@ def test_installed_names_are_taken_and_files_must_be_readable(catalog, tmp_path)
         catalog.find(str(tmp_path / "binary.py"))
 
 
+def test_a_bad_package_leaves_the_others_usable(tmp_path, monkeypatch, caplog):
+    """Strategies are found by entry point; one that cannot be imported is named, and left out."""
+    (tmp_path / "third_party.py").write_text(HEAD + ONE.format("theirs"))
+    (tmp_path / "broken_party.py").write_text("1/0\n")
+    metadata = tmp_path / "third_party-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[microserve.strategies]\n"
+        "theirs = third_party:theirs\nbad = broken_party:x\nodd = third_party:strategy\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    catalog = Catalog()
+    assert catalog["theirs"].name == "theirs"
+    assert catalog["balanced"].name == "balanced"
+    for name in ("bad", "odd"):
+        with pytest.raises(NotFound):
+            catalog[name]
+    assert "broken_party:x is not there: division by zero" in caplog.text
+    assert "third_party:strategy is no strategy" in caplog.text
+
+
 def test_versions_that_are_replaced_do_not_pile_up(catalog):
     def modules() -> int:
         return sum(name.startswith("microserve_strategy_") for name in sys.modules)
