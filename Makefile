@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo serve test fuzz check bench-strategies bench-put bench-router bench-aiperf peers soak clean
+.PHONY: demo serve test fuzz check bench-strategies bench-put bench-router bench-router-idle bench-aiperf peers soak clean
 
 demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
 	@$(RUN) examples/demo.py
@@ -40,6 +40,9 @@ bench-aiperf: $(VENV)/demo.stamp .peers/aiperf/stamp  ## a stranger's load tool,
 
 soak: $(VENV)/test.stamp  ## half an hour under load (SOAK_MINUTES=30): nothing may be left over
 	@$(RUN) tests/e2e/soak.py --minutes $(or $(SOAK_MINUTES),30)
+
+bench-router-idle: $(VENV)/demo.stamp  ## what 10,000 idle streams cost the router
+	@$(RUN) -m bench.router_idle
 
 peers: .peers/nixl/stamp .peers/vllm-router/stamp .peers/aiperf/stamp  ## what the benches measure against, in environments of its own
 

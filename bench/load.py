@@ -53,6 +53,11 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
         return await self._done
 
+    @property
+    def begun(self) -> bool:
+        """Whether the body of the answer has begun to come."""
+        return bool(self._body)
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()

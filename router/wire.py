@@ -23,6 +23,7 @@ __all__ = ["Reply", "Wire"]
 # Servers close idle connections after 5 s or more; a request on a connection that is just being
 # closed fails. So we drop ours first.
 KEEPALIVE_S = 3.0
+MOST_IDLE = 64  # kept between calls; more are left by a burst only
 Sink = Callable[[bytes], None]
 
 
@@ -71,7 +72,7 @@ class Wire:
         except BaseException:
             connection.close()
             raise
-        if connection.reusable:
+        if connection.reusable and len(self._idle) < MOST_IDLE:
             connection.idle_since = asyncio.get_running_loop().time()
             self._idle.append(connection)
         else:
