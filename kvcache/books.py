@@ -43,11 +43,14 @@ class Books:
         """`count` pages, each now held once; cached ones make way.
 
         Raises `NoCapacity`, also where fewer than `leaving` pages would be available afterwards.
+        What can never be had evicts nothing: one that waits for room asks again at each step.
         """
         if leaving and self.available < count + leaving:
             raise NoCapacity(f"{count} pages wanted, {self.available} available")
         missing = count - self.pages.free
         if missing > 0:
+            if missing > self.prefix.evictable:
+                raise NoCapacity(f"{count} pages wanted, {self.available} available")
             self.prefix.evict(missing)
         return self.pages.take(count)
 
@@ -78,7 +81,11 @@ class Books:
 
     @property
     def available(self) -> int:
-        """Pages that are free or can be made so by eviction."""
+        """Pages that are free or can be made so by eviction, at most.
+
+        It may be fewer: what nobody else holds cannot go while somebody holds what continues it,
+        as a sequence does that has a duplicate of the former.
+        """
         return self.pages.free + self.prefix.evictable
 
     def check(self, holders: Iterable[Sequence[PageId]]) -> None:

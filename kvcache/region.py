@@ -161,6 +161,9 @@ class SharedSlots:
             layout = replace(like, pages=pages)
             if os.fstat(own).st_size < cls._size(layout):
                 raise StaleEpoch("the peer's memory has another layout")
+        except OSError as error:  # as of a pipe that another process has there
+            os.close(own)
+            raise StaleEpoch(f"the engine's memory is gone: {error}") from error
         except BaseException:
             os.close(own)
             raise

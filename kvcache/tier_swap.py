@@ -63,10 +63,10 @@ class Swap:
             landed(move.pages, self.length)
             return self.length
 
-        self._move = Move(False, pages, self.slots, 0, finish)
+        self._move = move = Move(False, pages, self.slots, 0, finish)
         self.slots = []
-        self.tier.move(self._move)
-        return self._move.ended
+        self.tier.move(move)  # which ends it at once if the tier is closed
+        return move.ended
 
     def abandon(self) -> None:
         """Let go of it: at once, or when the page that is being copied is."""

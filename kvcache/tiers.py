@@ -68,14 +68,14 @@ class Tiers:
         if count <= 0:
             self._books.drop(here)
             return None
+        try:
+            fresh = self._books.take(count)
+        except NoCapacity:  # fewer were available than it said
+            self._books.drop(here)
+            return None
         slots = tier.books.share(there[len(here) :][:count])
-        move = Move(
-            False,
-            here + self._books.take(count),
-            slots,
-            len(here),
-            self._landing(tier, tokens, key),
-        )
+        landing = self._landing(tier, tokens, key)
+        move = Move(False, here + fresh, slots, len(here), landing)
         self._promoting[key] = move.ended
         tier.move(move)
         return move.ended

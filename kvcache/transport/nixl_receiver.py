@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 OWNER: Final = 0
 PARTIES: Final = 120  # the owner and the senders that can be connected at a time
 ROW: Final = WORDS + PARTIES  # words
+ACCEPT_AGAIN_S: Final = 0.1  # after a failure, as where this process has no descriptor left
 
 
 class FlaggedRegion(LocalRegion):
@@ -88,6 +89,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._free = list(range(PARTIES - 1, OWNER, -1))
         self._senders: dict[socket.socket, threading.Thread] = {}
+        self._closed = threading.Event()
         self._listener = socket.create_server((host, port), backlog=PARTIES)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._accepting = threading.Thread(target=self._accept, name="nixl-accept", daemon=True)
@@ -95,6 +97,7 @@ class Receiver:
 
     def close(self) -> None:
         """Turn all senders out; nothing is written afterwards."""
+        self._closed.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
         self._listener.close()
@@ -110,8 +113,11 @@ class Receiver:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._closed.wait(ACCEPT_AGAIN_S):
+                    return
+                log.warning("a sender could not be accepted: %s", error)
+                continue
             thread = threading.Thread(
                 target=self._attend, args=(connection,), name="nixl-sender", daemon=True
             )

@@ -85,6 +85,18 @@ def test_growth_that_fails_changes_nothing(cache: KVCache):
     assert len(pages_of(cache, seq)) == 32
 
 
+def test_growth_that_fails_evicts_nothing(cache: KVCache):
+    """Who waits for room asks again and again; the others' prefixes are not to pay for it."""
+    cached(cache, 1, PROMPT)
+    sequence(cache, 2, range(1000, 1000 + 8 * SIZE))
+    cache.add_sequence(SeqId(3))
+    with pytest.raises(NoCapacity):
+        cache.grow(SeqId(3), 25 * SIZE)
+    assert cache.prefix_tokens == 20
+    cache.grow(SeqId(3), 24 * SIZE)
+    assert cache.prefix_tokens == 0
+
+
 def test_growth_evicts_what_nobody_uses(cache: KVCache):
     cached(cache, 1, PROMPT)
     sequence(cache, 2, range(31 * SIZE))

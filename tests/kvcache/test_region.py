@@ -108,6 +108,17 @@ def test_another_file_is_stale():
     os.close(other)
 
 
+def test_a_pipe_is_stale():
+    """As what another process has there, whose number was the peer's."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    ends = os.pipe()
+    with pytest.raises(StaleEpoch):
+        SharedRegion.attach(os.getpid(), ends[0], 5, LAYOUT)
+    for end in ends:
+        os.close(end)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_nobody_there_is_unreachable(shared: SharedRegion):
     with pytest.raises(PeerUnreachable):
         SharedRegion.attach(os.getpid(), 9999, 5, LAYOUT)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gated_store import PATIENCE_S, GatedStore
-from kv_helpers import SIZE, assert_content, cached, sequence, small_layout
+from kv_helpers import SIZE, assert_content, cached, compute, sequence, small_layout
 from tier_helpers import at_rest, quiet, tiered
 
 from kvcache.cache import KVCache
@@ -177,6 +177,25 @@ def test_running_sequences_keep_a_page_to_grow_into(cache: KVCache):
     assert promoted(cache.promote(PROMPT)) == 2 * SIZE  # as much as there is room for
     cache.grow(SeqId(5), 6 * SIZE)
     cache.remove_sequence(SeqId(5))
+
+
+def test_a_promotion_that_finds_less_room_than_it_thought_leaves_nothing(cache: KVCache):
+    """A cached page that nobody else has stays while somebody has the one behind it."""
+    evicted(cache)
+    prompt = OTHER[: 3 * SIZE]
+    for number in (1, 2):  # both compute the first two pages, and each has its own
+        cache.add_sequence(SeqId(number), prompt)
+    compute(cache, SeqId(1), prompt[: 2 * SIZE])
+    compute(cache, SeqId(2), prompt)
+    cache.publish(SeqId(1), prompt[: 2 * SIZE])
+    cache.publish(SeqId(2), prompt)
+    cache.remove_sequence(SeqId(1))
+    quiet(cache)
+    assert cache.available == 5  # of which 3 can be had
+    assert cache.promote(PROMPT) is None
+    cache.check_integrity()
+    cache.remove_sequence(SeqId(2))
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)
 
 
 def test_pages_in_a_promotion_are_nobody_elses(cache: KVCache, store: GatedStore):

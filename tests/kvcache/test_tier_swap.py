@@ -269,6 +269,17 @@ def test_the_disk_takes_what_the_host_does_not(new: Callable[..., KVCache], tmp_
     cache.remove_sequence(ONE)
 
 
+def test_a_tier_without_room_keeps_its_prefixes(new: Callable[..., KVCache], tmp_path: Path):
+    cache = new(HostStore(LAYOUT, 3), DiskStore(LAYOUT, 8, tmp_path))
+    cached(cache, 1, TOKENS[: 3 * SIZE])
+    quiet(cache)
+    sequence(cache, ONE, TOKENS)
+    done(cache.swap_out(ONE))
+    assert [tier.cached for tier in cache.tier_use()] == [3, 3]
+    assert [tier.swapped for tier in cache.tier_use()] == [0, 4]
+    cache.remove_sequence(ONE)
+
+
 @pytest.mark.parametrize("page", range(4))
 def test_what_cannot_be_written_is_cut_off(cache: KVCache, store: GatedStore, page: int):
     store.fail_at = page
@@ -358,5 +369,15 @@ def test_closing_ends_it_with_what_is_copied(store: GatedStore, direction: str):
     cache.check_integrity()
     if direction == "in":
         assert cache.length(ONE) == SIZE
+    cache.remove_sequence(ONE)
+    at_rest(cache)
+
+
+def test_after_the_end_nothing_comes_back(store: GatedStore):
+    cache = tiered(store)
+    sequence(cache, ONE, TOKENS)
+    done(cache.swap_out(ONE))
+    cache.close()
+    assert done(cache.swap_in(ONE)) == 0
     cache.remove_sequence(ONE)
     at_rest(cache)

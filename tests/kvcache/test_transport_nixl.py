@@ -6,6 +6,7 @@ what is tested here is that neither costs a page or a byte.
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib.util
 import os
@@ -271,6 +272,23 @@ def test_who_says_nothing_is_turned_out(
     with socket.create_connection((host, int(port)), 10) as connection:
         assert connection.recv(1 << 16)  # the challenge
         assert connection.recv(1) == b""
+
+
+def test_senders_come_in_again_after_descriptors_ran_out(
+    new: Callable[..., KVCache], monkeypatch: pytest.MonkeyPatch
+):
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "too many open files")]
+
+    def short_of_descriptors(listener: socket.socket) -> object:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", short_of_descriptors)
+    _, host, port = new("r").transport.endpoint.split(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        assert connection.recv(1 << 16)  # the challenge
+    assert not failures
 
 
 def test_it_is_found_by_the_name_in_its_endpoint():
