@@ -52,8 +52,10 @@ class Deployment:
 
 
 @contextmanager
-def deployed(*engine_flags: str, engines: int = 2, peer: bool = True) -> Iterator[Deployment]:
-    """Start everything, and end it on leaving."""
+def deployed(
+    *engine_flags: str, engines: int = 2, peer: bool = True, router_flags: Sequence[str] = ()
+) -> Iterator[Deployment]:
+    """Start everything, and end it on leaving. `router_flags` are for our router."""
     with ExitStack() as stack:
         python = [sys.executable, "-m"]
         flags = ["mock", "--port", "0", "--threads", "1", *engine_flags]
@@ -61,7 +63,7 @@ def deployed(*engine_flags: str, engines: int = 2, peer: bool = True) -> Iterato
             stack.enter_context(_started([*python, "engine", *flags])) for _ in range(engines)
         ]
         urls = [worker.url for worker in workers]
-        ours = [*python, "router", "router", "--port", "0"]
+        ours = [*python, "router", "router", "--port", "0", *router_flags]
         for url in urls:
             ours += ["--engine", url]
         theirs = None

@@ -66,9 +66,10 @@ class Wire:
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> Reply:
         """Send a request and wait for all of its reply, whatever its status is."""
+        request = self._request(method, path, body, headers or {})
         connection = self._reuse() or await self._connect()
         try:
-            reply = await connection.ask(self._request(method, path, body, headers or {}))
+            reply = await connection.ask(request)
         except BaseException:
             connection.close()
             raise
