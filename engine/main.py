@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import uvicorn
@@ -193,6 +194,8 @@ async def _running(
     """The engine with its model loaded and its step loop turning; all of it is gone afterwards."""
     from engine.build import build_engine
 
+    # A claim may wait for a stopped peer: so many may, until others have to wait for them.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64, "claim"))
     engine = build_engine(config, secret, epoch)
     engine.loop.start()
     try:

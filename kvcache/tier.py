@@ -180,7 +180,12 @@ class Tier:
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
-            work()
+            try:
+                work()
+            except Exception:  # whatever it is, it must not end the thread, nor come again
+                log.exception("the %s tier", self.name)
+                with self._work:
+                    self._offer = None
 
     def _next(self) -> Callable[[], None] | None:
         """The next page's worth of work; waits for it. None: closed."""

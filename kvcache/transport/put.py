@@ -147,7 +147,13 @@ class QueuedPut:
             if self._busy:
                 return
             self._busy = True
-        self._worker.submit(self._turn)
+        try:
+            self._worker.submit(self._turn)
+        except Internal:  # the transport is closed: nobody will take it
+            with self._lock:
+                self._queue.clear()
+                self._busy = False
+            raise
 
     def _turn(self) -> float | None:
         """Do some of what is queued. Returns as `Worker` wants it."""

@@ -403,3 +403,20 @@ def test_closing_ends_what_is_being_copied(store: GatedStore):
     assert future is None or promoted(future) == 0
     at_rest(cache)
     assert not any("tier" in thread.name for thread in threading.enumerate())
+
+
+def test_a_defect_in_one_copy_does_not_end_the_others(
+    cache: KVCache, monkeypatch: pytest.MonkeyPatch
+):
+    (tier,) = cache.tiers
+    usual = tier.books.prefix.match
+
+    def fails_once(*_: object, **__: object) -> None:
+        monkeypatch.setattr(tier.books.prefix, "match", usual)
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(tier.books.prefix, "match", fails_once)
+    cached(cache, 1, OTHER[:SIZE])
+    quiet(cache)
+    evicted(cache)
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)

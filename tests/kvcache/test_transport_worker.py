@@ -5,8 +5,10 @@ import threading
 import weakref
 
 import pytest
+from kv_helpers import memory_cache
 
 from kvcache.errors import Internal
+from kvcache.transport import MemoryNetwork
 from kvcache.transport.worker import Worker
 
 WAIT_S = 20.0
@@ -95,3 +97,15 @@ def test_its_thread_ends_with_it():
     assert gone() is None
     thread.join(WAIT_S)
     assert not thread.is_alive()
+
+
+def test_what_comes_to_a_put_after_its_transport_was_closed_is_refused():
+    network = MemoryNetwork()
+    sender, receiver = memory_cache(network, name="a"), memory_cache(network, name="b")
+    _, address = receiver.prep_recv("r", [1, 2, 3, 4], 4, 0, 60.0)
+    put = sender.open_put(address, [1, 2, 3, 4], 0, 4)
+    sender.close()
+    for _ in range(2):
+        with pytest.raises(Internal, match="closed"):
+            put.close()
+    receiver.close()
