@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import click
-import uvloop
 
 from engine.protocol import EngineConfig, MicroserveError
 from router.cli.options import config_options, given, read_params
@@ -26,7 +25,7 @@ __all__ = ["engine", "router"]
 @click.argument("model")
 @config_options(EngineConfig)
 def engine(model: str, **flags: Any) -> None:
-    """Run one engine. MODEL: smollm2, tiny, a folder, a .gguf file or a hub id."""
+    """Run one engine. MODEL: smollm2, tiny, mock, a folder, a .gguf file or a hub id."""
     flags = given(EngineConfig, flags)
     keys = {
         f"{PREFIX}_ENGINE_{name.upper()}": flags.pop(name)
@@ -35,6 +34,15 @@ def engine(model: str, **flags: Any) -> None:
     }
     argv = [sys.executable, "-m", "engine", model, *as_arguments(flags)]
     os.execve(sys.executable, argv, {**child_environment(), **keys})  # noqa: S606  no shell wanted
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, on platforms that have it."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 @click.command()
@@ -50,7 +58,7 @@ def router(engines: tuple[str, ...], strategy: str, params: tuple[str, ...], **f
         check_strategy(strategy, config.params)
     set_up_logging(config.log_level, config.log_format)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             runner.run(run(config))
     except (MicroserveError, OSError, OverflowError) as error:
         raise Mistake(str(error)) from None

@@ -81,7 +81,7 @@ def up(
 ) -> None:
     """Start engines and a router on this machine; Ctrl-C ends all of them.
 
-    MODEL: smollm2 (the default), tiny, a folder, a .gguf file or a hub id.
+    MODEL: smollm2 (the default), tiny, mock, a folder, a .gguf file or a hub id.
     """
     if engines is not None and (prefill or decode):
         raise click.UsageError("--engines or --prefill and --decode, not both")
