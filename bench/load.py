@@ -71,10 +71,11 @@ class Connection(asyncio.Protocol):
             if not end:
                 return
             self._read_head(head)
-        if data and not self._body:
-            self._first = time.perf_counter() - self._due
-        self._body.append(data)
-        self._size += len(data)
+        if data:
+            if not self._body:
+                self._first = time.perf_counter() - self._due
+            self._body.append(data)
+            self._size += len(data)
         if self._length is None:
             tail = data if len(data) >= len(LAST_CHUNK) else b"".join(self._body[-5:])
             if not tail.endswith(LAST_CHUNK):
