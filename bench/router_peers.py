@@ -58,12 +58,13 @@ def deployed(
     """Start everything, and end it on leaving. `router_flags` are for our router."""
     with ExitStack() as stack:
         python = [sys.executable, "-m"]
-        flags = ["mock", "--port", "0", "--threads", "1", *engine_flags]
+        orphan = ["--parent-pid", str(os.getpid())]  # this may be killed
+        flags = ["mock", "--port", "0", "--threads", "1", *orphan, *engine_flags]
         workers = [
             stack.enter_context(_started([*python, "engine", *flags])) for _ in range(engines)
         ]
         urls = [worker.url for worker in workers]
-        ours = [*python, "router", "router", "--port", "0", *router_flags]
+        ours = [*python, "router", "router", "--port", "0", *orphan, *router_flags]
         for url in urls:
             ours += ["--engine", url]
         theirs = None
