@@ -230,7 +230,7 @@ class KVCache:
             return self._receiver.extend(kv_addr, reserve)
 
     def commit(self, lease_id: LeaseId) -> int:
-        """Publish the full pages of a lease to the prefix cache and end it.
+        """Publish the full pages of a lease to the prefix cache and end it. Idempotent.
 
         Returns the tokens published, matched ones included. Raises `LeaseExpired`, `UnknownLease`,
         and `KVIncomplete` where not all has landed; the lease lives on then.

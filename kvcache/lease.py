@@ -78,8 +78,18 @@ class LeaseTable:
         self._region = region
         self._slots = list(range(SLOTS - 1, -1, -1))
         self._live: dict[LeaseId, ReceiveLease] = {}
-        self._ended: dict[LeaseId, None] = {}
+        self._ended: dict[LeaseId, int | None] = {}  # what was committed, if it was
         self._quarantine: list[tuple[int, list[PageId]]] = []
+
+    def committed(self, lease_id: LeaseId) -> int | None:
+        """How many tokens were published of a lease that was committed; None if it was not."""
+        return self._ended.get(lease_id)
+
+    def commit(self, lease: ReceiveLease, tokens: int) -> list[PageId]:
+        """`take_over`, and remember how many tokens are published of it."""
+        own = self.take_over(lease)
+        self._ended[lease.lease_id] = tokens
+        return own
 
     def open(
         self,

@@ -122,13 +122,15 @@ class Receiver:
 
     def commit(self, lease_id: LeaseId) -> int:
         """See `KVCache.commit`."""
+        before = self.leases.committed(lease_id)
+        if before is not None:
+            return before
         lease = self.leases.get(lease_id)
         if lease.landed < lease.end:
             raise KVIncomplete(f"{lease.landed} of {lease.end} tokens have landed")
-        self.leases.take_over(lease)
-        pages = lease.matched + lease.own
         full = lease.end // self._layout.page_size
         tokens = full * self._layout.page_size
+        pages = lease.matched + self.leases.commit(lease, tokens)
         self._books.publish(lease.tokens[:tokens], pages[:full])
         self._books.drop(pages)
         return tokens

@@ -168,8 +168,8 @@ def test_an_engine_sends_to_itself(server: EngineProcess):
     assert server.state()["leases"][0]["state"] == "landed"
     again = server.post("remote_send", **body, kv_addr=got["kv_addr"])
     assert error_of(again)[:2] == (400, "bad_range")
-    assert server.post("commit", lease_id=got["lease_id"]).json() == {"committed_tokens": 32}
-    assert error_of(server.post("commit", lease_id=got["lease_id"]))[:2] == (410, "lease_expired")
+    for _ in range(2):  # idempotent: the first reply may have been lost
+        assert server.post("commit", lease_id=got["lease_id"]).json() == {"committed_tokens": 32}
     late = server.post("remote_send", **body, kv_addr=got["kv_addr"])
     assert error_of(late)[:2] == (410, "lease_expired")
 

@@ -1,6 +1,6 @@
 """Any history of two caches that put into each other, with time that jumps, writers that stop and
-caches that begin anew: whatever happens, every page has the owner that the books say, and every
-sequence has the KV of its own tokens.
+caches that begin anew, over tiers that fail: whatever happens, every page has the owner that the
+books say, and every sequence has the KV of its own tokens.
 
 The model computes KV from (layer, position, token), so a page that got into the wrong hands shows.
 `make fuzz` runs thousands of examples, other ones each time.
@@ -9,11 +9,13 @@ The model computes KV from (layer, position, token), so a page that got into the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from gated_store import PATIENCE_S, GatedStore
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -35,12 +37,15 @@ from kv_helpers import (
     kv_of,
     memory_cache,
     send,
+    small_layout,
 )
+from tier_helpers import at_rest, quiet
 
 from kvcache.cache import KVCache
 from kvcache.errors import (
     BadRange,
     BadRequest,
+    Internal,
     KVIncomplete,
     LeaseExpired,
     MicroserveError,
@@ -53,7 +58,7 @@ from kvcache.sending import Mirror
 from kvcache.transport import MemoryNetwork, MemoryTransport, Put
 from kvcache.types import LeaseId, SeqId
 
-PAGES, LEASE_S = 16, 1.5
+PAGES, SLOTS, LEASE_S = 16, 10, 1.5
 # Beginnings of few prompts that share their first pages, so that prefixes meet and branch.
 PROMPTS = [[*range(8), *(100 * n + i for i in range(n % 2 * 4, 16))] for n in range(4)]
 TOKENS = st.builds(lambda prompt, n: prompt[:n], st.sampled_from(PROMPTS), st.integers(1, 24))
@@ -85,6 +90,11 @@ class Seq:
     seq_id: SeqId
     tokens: list[int]
     live: bool = True
+    away: bool = False  # swapped out
+
+    @property
+    def here(self) -> bool:
+        return self.live and not self.away
 
 
 @dataclass(eq=False)
@@ -138,9 +148,8 @@ class TwoCaches(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock, self.network = Clock(), MemoryNetwork()
-        self.caches: list[KVCache] = [
-            memory_cache(self.network, PAGES, name=name, clock=self.clock) for name in "ab"
-        ]
+        self.stores: dict[KVCache, GatedStore] = {}
+        self.caches: list[KVCache] = [self._new_cache(side, epoch=1) for side in (0, 1)]
         self.dead: list[KVCache] = []
         self.ids = iter(range(1, 10**6))
         self.seqs: list[Seq] = []
@@ -148,6 +157,14 @@ class TwoCaches(RuleBasedStateMachine):
         self.open: list[Sending] = []
         self.mirrors: list[Mirroring] = []
         self.stopped: list[Stopped] = []
+
+    def _new_cache(self, side: int, epoch: int) -> KVCache:
+        store = GatedStore(small_layout(1), SLOTS)
+        cache = memory_cache(
+            self.network, PAGES, name="ab"[side], clock=self.clock, epoch=epoch, stores=(store,)
+        )
+        self.stores[cache] = store
+        return cache
 
     def _keep(self, seq: Seq) -> Seq:
         self.seqs.append(seq)
@@ -179,12 +196,12 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(seq=sequences, tokens=TOKENS, fails_after=FAILS_AFTER)
     def grow_and_compute(self, seq: Seq, tokens: list[int], fails_after: int | None):
-        if seq.live:
+        if seq.here:
             self._step(seq, tokens, fails_after)
 
     @rule(target=sequences, seq=sequences, data=st.data())
     def fork(self, seq: Seq, data: st.DataObject):
-        if not seq.live:
+        if not seq.here:
             return multiple()
         length, child = data.draw(st.integers(0, len(seq.tokens))), self._new_id()
         try:
@@ -195,7 +212,7 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(seq=sequences, data=st.data())
     def pop(self, seq: Seq, data: st.DataObject):
-        if not seq.live:
+        if not seq.here:
             return
         count = data.draw(st.integers(0, len(seq.tokens)))
         try:
@@ -206,7 +223,7 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(seq=sequences)
     def publish(self, seq: Seq):
-        if seq.live:
+        if seq.here:
             seq.cache.publish(seq.seq_id, seq.tokens)
 
     @rule(seq=consumes(sequences))
@@ -243,6 +260,69 @@ class TwoCaches(RuleBasedStateMachine):
             query = torch.zeros(len(tokens), HEADS, DIM)
             cache.attention(layer, query, kv[:, 0].view(-1, KV_HEADS, DIM), kv[:, 1])
         cache.abort_forward()
+
+    # Tiers
+
+    @rule(seq=sequences)
+    def swap_out(self, seq: Seq):
+        if not seq.here:
+            return
+        before = seq.cache.page_use()
+        try:
+            moved = seq.cache.swap_out(seq.seq_id)
+        except NoCapacity:
+            assert seq.cache.page_use() == before
+            return
+        seq.away = True
+        for use in (seq.cache.length, lambda seq_id: seq.cache.grow(seq_id, 1)):
+            with pytest.raises(Internal, match="swapped out"):
+                use(seq.seq_id)
+        self._moved(seq, moved)
+
+    @rule(seq=sequences, further=st.integers(0, 8))
+    def swap_in(self, seq: Seq, further: int):
+        if not (seq.live and seq.away):
+            return
+        before = seq.cache.page_use()
+        try:
+            moved = seq.cache.swap_in(seq.seq_id, len(seq.tokens) + further)
+        except NoCapacity:
+            assert seq.cache.page_use() == before
+            return
+        self._moved(seq, moved)
+        seq.away = False
+
+    @rule(seq=consumes(sequences), further=st.integers(0, 8))
+    def remove_while_it_moves(self, seq: Seq, further: int):
+        """Out, or back if it is out."""
+        if not seq.live:
+            return
+        with suppress(NoCapacity):
+            if seq.away:
+                seq.cache.swap_in(seq.seq_id, len(seq.tokens) + further)
+            else:
+                seq.cache.swap_out(seq.seq_id)
+        self._remove(seq)
+
+    @rule(side=SIDE, tokens=TOKENS)
+    def promote(self, side: int, tokens: list[int]):
+        quiet(self.caches[side])
+        before = self.caches[side].prefix_tokens
+        landing = self.caches[side].promote(tokens)
+        if landing is not None:
+            landed = landing.result(PATIENCE_S)
+            assert landed <= len(tokens)
+            assert self.caches[side].prefix_tokens == before + landed
+
+    @rule(side=SIDE, after=st.integers(0, 2))
+    def a_tier_will_fail(self, side: int, after: int):
+        self.stores[self.caches[side]].fail_at = after
+
+    def _moved(self, seq: Seq, moved: Future[int]) -> None:
+        """What a failing tier has lost is cut off."""
+        length = moved.result(PATIENCE_S)
+        assert length <= len(seq.tokens)
+        seq.tokens = seq.tokens[:length]
 
     # Pins
 
@@ -548,9 +628,7 @@ class TwoCaches(RuleBasedStateMachine):
         for seq in [seq for seq in self.seqs if seq.cache is old]:
             seq.live = False
             self.seqs.remove(seq)
-        new = memory_cache(
-            self.network, PAGES, name="ab"[side], clock=self.clock, epoch=old.identity.epoch + 1
-        )
+        new = self._new_cache(side, old.identity.epoch + 1)
         self.dead.append(old)
         self.caches[side] = new
         assert isinstance(old.transport, MemoryTransport)
@@ -604,7 +682,13 @@ class TwoCaches(RuleBasedStateMachine):
     @invariant()
     def every_page_has_its_owner(self):
         for cache in self.caches:
+            quiet(cache)  # copies are made by threads: the same history, the same result
             cache.check_integrity()
+            (tier,) = cache.tiers.use()
+            assert tier.free + tier.cached + tier.swapped == tier.total == SLOTS
+            away = [seq for seq in self.seqs if seq.cache is cache and seq.away]
+            pages = sum(cache.layout.pages_for(len(seq.tokens)) for seq in away)
+            assert tier.swapped == pages
             use = cache.page_use()
             assert min(use.free, use.cached, use.leased, use.active, use.quarantined) >= 0
             assert use.leased + use.quarantined <= use.total // 2
@@ -612,7 +696,8 @@ class TwoCaches(RuleBasedStateMachine):
     @invariant()
     def every_sequence_has_its_own_content(self):
         for seq in self.seqs:
-            assert_content(seq.cache, seq.seq_id, seq.tokens)
+            if seq.here:
+                assert_content(seq.cache, seq.seq_id, seq.tokens)
 
     @invariant()
     def no_watermark_falls(self):
@@ -636,11 +721,9 @@ class TwoCaches(RuleBasedStateMachine):
             for lease in cache.leases():
                 cache.release(lease.lease_id)
             cache.sweep()
-            cache.check_integrity()
-            use = cache.page_use()
-            assert use.free + use.cached == use.total
+            at_rest(cache)
         for cache in [*self.caches, *self.dead]:
-            cache.transport.close()
+            cache.close()
 
 
 TestTwoCaches = TwoCaches.TestCase

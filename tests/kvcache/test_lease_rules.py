@@ -766,7 +766,7 @@ def test_pages_that_are_full_are_published_and_the_tail_dropped(pair: tuple[KVCa
     use = receiver.page_use()
     assert (use.cached, use.free + use.cached) == (5, use.total)
     with pytest.raises(LeaseExpired):
-        receiver.commit(lease.lease_id)
+        receiver.lease(lease.lease_id)
     assert receiver.add_sequence(ONE, PROMPT) == 20
     assert_content(receiver, ONE, PROMPT[:20])
 
@@ -778,6 +778,17 @@ def test_pages_that_a_lease_matched_are_held(cache: KVCache):
         sequence(cache, 2, range(28 * SIZE))
     assert cache.prefix_tokens == 20
     cache.remove_sequence(TWO)
+
+
+def test_pages_are_committed_once_however_often_it_is_asked_for(pair: Pair):
+    sender, receiver = pair
+    lease, address = receiver.prep_recv("r", PROMPT, 17, 0, 10.0)
+    send(sender, address, PROMPT, 0, 17)
+    assert [receiver.commit(lease.lease_id) for _ in range(2)] == [16, 16]
+    with pytest.raises(LeaseExpired):
+        receiver.release(lease.lease_id)
+    assert receiver.commit(lease.lease_id) == 16
+    assert receiver.prefix_tokens == 16
 
 
 def test_pages_of_a_commit_that_meets_its_prefix_are_freed(pair: tuple[KVCache, KVCache]):
