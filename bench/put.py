@@ -6,12 +6,14 @@ prefix: page tables, write right, claim and watermark included, on the one threa
 And a put of one token, as a mirror does it, should cost little more than to wake that thread.
 
 Theory: the limit is one `memcpy` of the same bytes between the same two mappings. Contiguous pages
-can approach it. Scattered ones (each 16-token page elsewhere, on both sides) pay for a run a page,
-24 KiB in float32, the engines' default, and 12 KiB in bfloat16: bare copies of such runs reach 0.6
-of it here, for their cold starts. NIXL's WRITE over shared memory is the peer. It moves the same
-runs, so like is compared with like: contiguous with contiguous, which is `vs_nixl_shm`, and
-scattered with scattered, `vs_nixl_shm_scattered`. Both from page tables, or an array of runs, to
-the last byte. NIXL's transfer without the making of its descriptors is given too. Within a host it
+can approach it; so can scattered ones (each 16-token page elsewhere, on both sides), since a page's
+layers lie together: 720 KiB in float32, the engines' default. What is put layer by layer, while it
+is computed, is a run a page and layer, 24 KiB: bare copies of such runs reach 0.6 of memcpy here,
+for their cold starts. NIXL's WRITE over shared memory is the peer; it is stopped while it is not
+its turn, as its threads spin. It moves the same runs, so like is compared with like: contiguous
+with contiguous, which is `vs_nixl_shm`, and scattered with scattered, `vs_nixl_shm_scattered`. Both
+from page tables, or an array of runs, to the last byte. NIXL's transfer without the making of its
+descriptors is given too. Within a host it
 copies through the kernel (`process_vm_writev`); where that is more than half as fast as memcpy, no
 thread can be twice as fast as NIXL, and a ratio under 2 is what there is to have.
 
@@ -24,7 +26,9 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing
+import os
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -157,17 +161,22 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def measure(dtype: torch.dtype, scattered: bool) -> Rates:
-    """Puts, memcpy and NIXL, alternating."""
+def measure(dtype: torch.dtype, scattered: bool, by_layer: bool) -> Rates:
+    """Puts, memcpy and, but for puts `by_layer`, NIXL, alternating."""
     pair, rates = Pair(dtype, scattered), Rates()
     cache, size = pair.cache, pair.size
     to, of = pair.peer_pool.data_ptr(), cache.pool.data_ptr()
-    with nixl(cache.layout.nbytes, pair.runs()) as transfer:
+    with nixl(cache.layout.nbytes, [] if by_layer else pair.runs()) as transfer:
         for repeat in range(REPEATS + 1):
             put = pair.open()
 
             def send(put: Any = put) -> None:
-                cache.mark_send(SEQUENCE, put, 0, TOKENS)
+                if by_layer:
+                    for layer in range(LAYERS):
+                        put.write(range(layer, layer + 1), pair.pages, 0, TOKENS)
+                    put.signal(TOKENS)
+                else:
+                    cache.mark_send(SEQUENCE, put, 0, TOKENS)
                 put.close().result()
 
             put_s = seconds(send)
@@ -189,27 +198,35 @@ def measure(dtype: torch.dtype, scattered: bool) -> Rates:
 @contextmanager
 def nixl(size: int, runs: list[list[int]]) -> Iterator[Callable[[], list[float]] | None]:
     """What makes NIXL move the same runs, and returns its seconds, in all and of the transfer."""
-    if not PEER.exists():
+    if not PEER.exists() or not runs:
         yield None
         return
     script = [str(PEER), str(Path(__file__).parent / "peer_nixl.py"), str(size)]
     with subprocess.Popen(
-        script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        script,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
     ) as peer:
         if peer.stdin is None or peer.stdout is None:
             raise TypeError("no pipes")
         stdin, stdout = peer.stdin, peer.stdout
 
         def ask(line: str) -> str:
+            os.killpg(peer.pid, signal.SIGCONT)
             stdin.write(line + "\n")
             stdin.flush()
             while not (answer := stdout.readline()).startswith(PEER_SAYS):
                 if not answer:
                     raise SystemExit("NIXL has failed")
+            os.killpg(peer.pid, signal.SIGSTOP)
             return answer.removeprefix(PEER_SAYS)
 
         ask(json.dumps(runs))
         yield lambda: [float(word) for word in ask("go").split()]
+        os.killpg(peer.pid, signal.SIGCONT)
         stdin.close()
         if peer.wait():
             raise SystemExit("NIXL has not moved the bytes")
@@ -243,9 +260,9 @@ def main() -> None:
     figures: dict[str, dict[str, Any]] = {}
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
-        for scattered in (False, True):
-            rates = measure(dtype, scattered)
-            name = f"{'scattered' if scattered else 'contiguous'} {str(dtype).split('.')[1]}"
+        for kind in ("contiguous", "scattered", "layer by layer"):
+            rates = measure(dtype, kind != "contiguous", kind == "layer by layer")
+            name = f"{kind} {str(dtype).split('.')[1]}"
             measured = {what: spread(values) for what, values in vars(rates).items() if values}
             ratios = {
                 "vs_memcpy": ratio(rates.put, rates.memcpy),

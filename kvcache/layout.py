@@ -19,6 +19,9 @@ class KVLayout:
     Index 2 is 0 for keys (after RoPE, so positions are absolute) and 1 for values. Page 0 is a
     scratch page: always zero, never owned; gathers pad with it. The pool of a worker that has a
     part of the model only has that part's layers and heads.
+
+    In memory a page comes before a layer: what a page has in all layers lies together, so that it
+    travels as one run of bytes however scattered the pages are. A layer is a view with strides.
     """
 
     layers: int  # of the model
@@ -51,18 +54,23 @@ class KVLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of all pages."""
-        return self.pages * self.page_size * self.token_bytes
+        """Bytes of one page in one layer."""
+        return self.page_size * self.token_bytes
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page in all layers."""
-        return self.held.layers * self.page_size * self.token_bytes
+        return self.held.layers * self.layer_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole pool."""
         return self.pages * self.page_bytes
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """`memory`, `nbytes` of this dtype in one dimension, as a pool of `shape`."""
+        layers, pages, *page = self.shape
+        return memory.view(pages, layers, *page).transpose(0, 1)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens take."""
@@ -76,7 +84,7 @@ class KVLayout:
         splits of a model each layer and head goes where it belongs (`kvcache.shard`).
         """
         what = (
-            f"nhd|{self.layers}|{self.page_size}|{self.kv_heads}|{self.head_dim}"
+            f"page-nhd|{self.layers}|{self.page_size}|{self.kv_heads}|{self.head_dim}"
             f"|{self.dtype}|{weights}"
         )
         return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()

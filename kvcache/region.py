@@ -99,7 +99,8 @@ class LocalRegion:
 
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
-        self.pool = torch.zeros(layout.shape, dtype=layout.dtype)
+        count = layout.nbytes // layout.dtype.itemsize
+        self.pool = layout.view(torch.zeros(count, dtype=layout.dtype))
         self.slots: npt.NDArray[np.uint64] = np.zeros((SLOTS, WORDS), dtype=np.uint64)
         self._rights = Rights()
 
@@ -196,7 +197,7 @@ class SharedRegion(SharedSlots):
             count=layout.nbytes // layout.dtype.itemsize,
             offset=POOL_AT,
         )
-        self.pool = flat.view(layout.shape)
+        self.pool = layout.view(flat)
 
     @classmethod
     def _size(cls, layout: KVLayout) -> int:

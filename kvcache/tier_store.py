@@ -1,7 +1,7 @@
 """Where pages are copied from and to: the device's pool, and memory of the host.
 
 A page has one shape wherever it lies outside of the pool: bytes `[layers, bytes of a page in one
-layer]`, contiguous. Only the pool is layer-major.
+layer]`, contiguous, as it is in the pool.
 """
 
 from __future__ import annotations

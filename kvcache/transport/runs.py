@@ -46,49 +46,44 @@ class Route:
             return
         ours, theirs = (common.layers_in(side.held) for side in (self._source, self._target))
         layers = range(max(layers.start, ours.start), min(layers.stop, ours.stop))
-        runs = self._runs(common, np.asarray(pages, dtype=np.int64), begin, end)
-        size = int(runs[:, 2].sum())
-        if not layers or not size:
+        if not layers or begin == end:
             return
         strides = np.array([self._source.layer_bytes, self._target.layer_bytes, 0])
         shift = np.array([0, theirs.start - ours.start, 0])
-        offsets = (np.array(layers)[:, np.newaxis] + shift) * strides
-        together = max(most // size, 1)  # layers
-        parts = [(part, int(part[:, 2].sum())) for part in _cut(runs, -(-size // most))]
-        for at in range(0, len(layers), together):
-            these = offsets[at : at + together, np.newaxis]
-            for part, part_size in parts:
-                yield (these + part).reshape(-1, 3), part_size * len(these)
+        of_layers = (np.array(layers)[:, np.newaxis] + shift) * strides
+        of_pages = self._runs(common, np.asarray(pages, dtype=np.int64), begin, end)
+        runs = _joined((of_pages[:, np.newaxis] + of_layers).reshape(-1, 3))
+        size = int(runs[:, 2].sum())
+        for part in _cut(runs, -(-size // most)):
+            yield part, int(part[:, 2].sum())
 
     def _runs(self, common: Overlap, pages: npt.NDArray[np.int64], begin: int, end: int) -> Runs:
-        """The runs of one layer; the same in all."""
+        """The runs of layer 0; the same in all."""
         if common.heads == self._source.held.heads == self._target.held.heads:
             return self._of_pages(pages, begin, end)
         return self._of_tokens(common, pages, begin, end)
 
     def _of_pages(self, pages: npt.NDArray[np.int64], begin: int, end: int) -> Runs:
-        """All heads of both: whole pages that follow each other on both sides are one run."""
+        """All heads of both: a run for each page, but two where not all of it is wanted."""
         size, token = self._source.page_size, self._source.token_bytes // 2
-        page = 2 * size * token
+        source, target = self._source.page_bytes, self._target.page_bytes
         first, last = -(-begin // size), end // size  # the whole pages
         edges = [(begin, first * size), (last * size, end)] if first <= last else [(begin, end)]
         runs: list[tuple[int, int, int]] = []
         for low, high in edges:
             if low < high:
                 index, within = low // size, low % size * token
-                source = int(pages[index]) * page + within
-                target = int(self._pages[index - self._first]) * page + within
+                of = int(pages[index]) * source + within
+                to = int(self._pages[index - self._first]) * target + within
                 for half in (0, size * token):  # keys, values
-                    runs.append((source + half, target + half, (high - low) * token))
+                    runs.append((of + half, to + half, (high - low) * token))
         partial = np.array(runs, dtype=np.int64).reshape(-1, 3)
         if first >= last:
             return partial
-        of = pages[first:last]
-        to = self._pages[first - self._first : last - self._first]
-        broken = (np.diff(of) != 1) | (np.diff(to) != 1)
-        starts = np.concatenate(([0], np.flatnonzero(broken) + 1))
-        counts = np.diff(np.concatenate((starts, [len(of)])))
-        whole = np.stack((of[starts], to[starts], counts), axis=1) * page
+        whole = np.empty((last - first, 3), dtype=np.int64)
+        whole[:, 0] = pages[first:last] * source
+        whole[:, 1] = self._pages[first - self._first : last - self._first] * target
+        whole[:, 2] = self._source.layer_bytes
         return np.concatenate((partial, whole))
 
     def _of_tokens(
@@ -104,10 +99,18 @@ class Route:
         ):
             token = layout.token_bytes // 2
             head = common.heads_in(layout.held).start * layout.head_bytes
-            row = (page * 2 + half) * layout.page_size + slot
-            columns.append((row * token + head).ravel())
+            row = half * layout.page_size + slot
+            columns.append((page * layout.page_bytes + row * token + head).ravel())
         width = np.full_like(columns[0], common.heads * self._source.head_bytes)
         return np.stack((*columns, width), axis=1)
+
+
+def _joined(runs: Runs) -> Runs:
+    """The same bytes in fewer runs: those that follow each other on both sides are one."""
+    ends = runs[:-1, :2] + runs[:-1, 2:]
+    starts = np.flatnonzero(np.concatenate(([True], (runs[1:, :2] != ends).any(axis=1))))
+    sizes = np.add.reduceat(runs[:, 2], starts)
+    return np.column_stack((runs[starts, :2], sizes))
 
 
 def _cut(runs: Runs, parts: int) -> list[Runs]:

@@ -32,7 +32,7 @@ class DeviceRegion(SharedSlots):
         self.device = os.memfd_create("device")
         os.ftruncate(self.device, layout.nbytes)
         memory = mmap.mmap(self.device, layout.nbytes)
-        self.pool = torch.frombuffer(memory, dtype=layout.dtype).view(layout.shape)
+        self.pool = layout.view(torch.frombuffer(memory, dtype=layout.dtype))
 
     def close(self) -> None:
         super().close()

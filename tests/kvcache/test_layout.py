@@ -18,6 +18,14 @@ def test_bytes_are_those_of_the_pool():
     assert LAYOUT.token_bytes == pool[0, 0, :, 0].nbytes
 
 
+def test_a_page_lies_together_in_memory():
+    pool = LAYOUT.view(torch.arange(LAYOUT.nbytes // 4, dtype=LAYOUT.dtype))
+    assert pool.shape == LAYOUT.shape
+    page = pool[:, 2]
+    assert page.is_contiguous()
+    assert page.data_ptr() == pool.data_ptr() + 2 * LAYOUT.page_bytes
+
+
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_pages_for_rounds_up(tokens: int, pages: int):
     assert LAYOUT.pages_for(tokens) == pages
@@ -28,7 +36,7 @@ def test_a_part_of_the_model_has_its_layers_and_heads():
     pool = torch.zeros(part.shape, dtype=part.dtype)
     assert pool.shape == (2, 5, 2, 4, 1, 8)
     assert part.nbytes == pool.nbytes
-    assert part.layer_bytes == pool[0].nbytes
+    assert part.layer_bytes == pool[0, 0].nbytes
     assert part.token_bytes == pool[0, 0, :, 0].nbytes
     assert part.head_bytes == pool[0, 0, 0, 0, 0].nbytes
     assert LAYOUT.held == Shard(0, 3, 0, 2)

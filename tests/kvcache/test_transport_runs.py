@@ -89,6 +89,20 @@ def test_pages_in_a_row_on_both_sides_are_one_run():
                              [10 * page, 6 * page, page]]  # fmt: skip
 
 
+def test_a_page_is_one_run_in_all_layers():
+    pages, others = [PageId(4), PageId(2)], [PageId(3), PageId(5)]
+    ((runs, _),) = Route(WHOLE, WHOLE, others, 0).batches(range(3), pages, 0, 8, 1 << 20)
+    page = WHOLE.page_bytes
+    assert runs.tolist() == [[4 * page, 3 * page, page], [2 * page, 5 * page, page]]
+
+
+def test_a_layer_alone_is_a_run_a_page():
+    pages = [PageId(2), PageId(3)]
+    ((runs, _),) = Route(WHOLE, WHOLE, pages, 0).batches(range(1, 2), pages, 0, 8, 1 << 20)
+    page, layer = WHOLE.page_bytes, WHOLE.layer_bytes
+    assert runs.tolist() == [[p * page + layer] * 2 + [layer] for p in (2, 3)]
+
+
 def test_small_spans_of_many_layers_are_one_batch():
     layout = replace(WHOLE, layers=30)
     route = Route(layout, layout, [PageId(1), PageId(2)], 0)
@@ -102,7 +116,7 @@ def test_a_large_span_is_cut_evenly():
     route = Route(layout, layout, pages, 0)
     layer = 90 * SIZE * layout.token_bytes
     batches = list(route.batches(range(3), pages, 0, 360, layer - 1))
-    assert [size for _, size in batches] == [layer // 2] * 6
+    assert [size for _, size in batches] == [layer * 3 // 4] * 4
 
 
 @pytest.mark.parametrize("shard", [Shard(0, 1, 0, 2), Shard(0, 3, 0, 1)])
@@ -118,4 +132,4 @@ def test_other_workers_layers_are_left_out():
     route = Route(ours, theirs, [PageId(2)], 0)
     ((runs, _),) = route.batches(range(2), [PageId(1)], 0, 4, 1 << 20)
     page = SIZE * WHOLE.token_bytes
-    assert np.array_equal(runs, [[ours.layer_bytes + page, 2 * page, page]])
+    assert np.array_equal(runs, [[ours.page_bytes + page, 2 * theirs.page_bytes, page]])
