@@ -84,6 +84,8 @@ class Run:
                     cancelled = error
                     self._end()
             if cancelled is not None:
+                if not task.cancelled():
+                    task.exception()  # seen: that we were cancelled is what counts
                 raise cancelled
             task.result()
         finally:

@@ -128,7 +128,7 @@ from router import strategy
 
 @strategy
 async def late(request, cluster):
-    until = time.perf_counter() + random.uniform(0, 0.06)
+    until = time.perf_counter() + random.uniform(0, 0.09)
     while time.perf_counter() < until:
         pass
     if random.random() < 0.3:
@@ -160,7 +160,8 @@ async def test_nobody_else_is_hit():
     with adopting(loop), Watchdog(Metrics(), 0.02).watching():
         async with staged(late, ("any", "any")) as stage, asyncio.TaskGroup() as others:
             others.create_task(innocent())
-            for _ in range(40):
+            # On a crowded machine the watchdog comes late; some time it does meet one.
+            while sum(outcomes.values()) < 90 or len(outcomes) < 2:
                 asks = [stage.ask(list(range(1, 20 + i))) for i in range(3)]
                 for answer in await asyncio.gather(*asks, return_exceptions=True):
                     outcomes[type(answer)] += 1
