@@ -216,6 +216,7 @@ def nixl(size: int, runs: list[list[int]]) -> Iterator[Callable[[], list[float]]
 
         def ask(line: str) -> str:
             os.killpg(peer.pid, signal.SIGCONT)
+            time.sleep(0.02)  # it is not measured while it wakes up
             stdin.write(line + "\n")
             stdin.flush()
             while not (answer := stdout.readline()).startswith(PEER_SAYS):
