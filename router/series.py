@@ -6,9 +6,10 @@ each request. Here everything happens on one event loop, so that a dictionary is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -56,7 +57,7 @@ class Distribution:
 C = TypeVar("C", Value, Distribution)
 
 
-class Series(Generic[C]):
+class Series(ABC, Generic[C]):
     """All that has one name: a `C` for each combination of label values. Without labels it is used
     as if it were its only one."""
 
@@ -83,26 +84,28 @@ class Series(Generic[C]):
     def clear(self) -> None:
         self._children.clear()
 
+    @abstractmethod
     def collect(self) -> Iterator[Metric]:
         """As Prometheus's registry asks for it."""
-        raise NotImplementedError
 
-    def _new(self) -> C:
-        raise NotImplementedError
+    @abstractmethod
+    def _new(self) -> C: ...
 
     def _items(self) -> Iterator[tuple[list[str], C]]:
         for values, child in self._children.items():
             yield [str(value) for value in values], child
 
 
-class Counter(Series[Value]):
-    """It only grows."""
+class _Values(Series[Value]):
+    """What is one number each."""
+
+    _family: ClassVar[type[CounterMetricFamily | GaugeMetricFamily]]
 
     def inc(self, amount: float = 1.0) -> None:
         self._children[()].value += amount
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._help, labels=self._labels)
+        family = self._family(self._name, self._help, labels=self._labels)
         for values, child in self._items():
             family.add_metric(values, child.value)
         yield family
@@ -111,26 +114,22 @@ class Counter(Series[Value]):
         return Value()
 
 
-class Gauge(Series[Value]):
+class Counter(_Values):
+    """It only grows."""
+
+    _family = CounterMetricFamily
+
+
+class Gauge(_Values):
     """It says how things are now."""
 
-    def inc(self, amount: float = 1.0) -> None:
-        self._children[()].value += amount
+    _family = GaugeMetricFamily
 
     def dec(self, amount: float = 1.0) -> None:
         self._children[()].value -= amount
 
     def set(self, value: float) -> None:
         self._children[()].value = value
-
-    def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(self._name, self._help, labels=self._labels)
-        for values, child in self._items():
-            family.add_metric(values, child.value)
-        yield family
-
-    def _new(self) -> Value:
-        return Value()
 
 
 class Histogram(Series[Distribution]):

@@ -176,7 +176,9 @@ async def test_after_any_number_of_tokens_little_is_computed_again(pair: Pair, e
         assert first + rest == whole + Part()
         assert rest.begin is not None and first.mirror is not None
         again = END + len(first.tokens) - rest.begin
-        assert 1 <= again <= 2 * every + 1
+        assert again >= 1
+        if cut > 1:  # what the first step made need not have landed when its token is out
+            assert again <= 2 * every + 1
         assert rest.begin >= min(first.mirror.landed, END + len(first.tokens) - 1)  # as was told
 
 
@@ -406,8 +408,7 @@ async def test_a_generation_that_waits_keeps_its_mirror():
             part.add(event)
         assert part.mirror is not None and part.mirror.stopped is None and part.mirror.landed > END
         # Nobody writes any longer: the lease runs out.
-        await asyncio.sleep(0.4)
-        assert replica.cache.leases() == []
+        await until(lambda: not replica.cache.leases())
 
 
 async def test_a_preempted_generation_goes_on_with_its_mirror():

@@ -46,7 +46,7 @@ from kvcache.errors import (
 from kvcache.receiving import STALL_S
 from kvcache.region import CLAIM, LANDED
 from kvcache.sending import Mirror
-from kvcache.transport import ShmTransport
+from kvcache.transport import Put, ShmTransport
 from kvcache.transport.mapped import MappedTarget
 from kvcache.types import SeqId
 
@@ -300,21 +300,31 @@ def test_a_watermark_cannot_rise_nor_a_byte_be_written_beyond_the_room(pair: Pai
     assert receiver.lease(lease.lease_id).landed == 11
 
 
-def test_a_watermark_rises_after_all_layers_not_after_some(pair: tuple[KVCache, KVCache]):
-    sender, receiver = pair
-    _, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+def attend(sender: KVCache, layer: int) -> None:
+    kv = torch.ones(21, KV_HEADS, DIM)
+    sender.attention(layer, torch.zeros(21, HEADS, DIM), kv, kv)
+
+
+def first_layer_put(sender: KVCache, address: str) -> Put:
+    """A step that sends `PROMPT[:21]` and has come to its first layer."""
     put = sender.open_put(address, PROMPT, 0, 21)
     sender.add_sequence(ONE)
     sender.mark_send(ONE, put, 0, 21)
     sender.grow(ONE, 21)
     sender.begin_forward([ONE], [21])
-    kv = torch.ones(21, KV_HEADS, DIM)
-    sender.attention(0, torch.zeros(21, HEADS, DIM), kv, kv)
+    attend(sender, 0)
+    return put
+
+
+def test_a_watermark_rises_after_all_layers_not_after_some(pair: tuple[KVCache, KVCache]):
+    sender, receiver = pair
+    _, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+    put = first_layer_put(sender, address)
     put.close().result(10)  # whatever has been asked for is done
     assert put.bytes_sent == 21 * sender.layout.token_bytes
     assert receiver.pool[0].count_nonzero() and not receiver.pool[1:].count_nonzero()
     for layer in range(1, LAYERS):
-        sender.attention(layer, torch.zeros(21, HEADS, DIM), kv, kv)
+        attend(sender, layer)
     sender.end_forward()
     put.close().result(10)
 
@@ -322,13 +332,7 @@ def test_a_watermark_rises_after_all_layers_not_after_some(pair: tuple[KVCache, 
 def test_a_watermark_does_not_rise_over_a_step_that_failed(pair: tuple[KVCache, KVCache]):
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
-    put = sender.open_put(address, PROMPT, 0, 21)
-    sender.add_sequence(ONE)
-    sender.mark_send(ONE, put, 0, 21)
-    sender.grow(ONE, 21)
-    sender.begin_forward([ONE], [21])
-    kv = torch.ones(21, KV_HEADS, DIM)
-    sender.attention(0, torch.zeros(21, HEADS, DIM), kv, kv)
+    put = first_layer_put(sender, address)
     sender.abort_forward()
     put.close().result(10)
     assert receiver.lease(lease.lease_id).landed == 0

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from gated_store import PATIENCE_S, GatedStore
 from kv_helpers import SIZE, assert_content, cached, compute, sequence, small_layout
-from tier_helpers import at_rest, quiet, tiered
+from tier_helpers import at_rest, quiet, tiered, tiered_caches
 
 from kvcache.cache import KVCache
 from kvcache.errors import NoCapacity
 from kvcache.tier import OFFERS
 from kvcache.tier_disk import DiskStore
-from kvcache.tier_store import HostStore, Store
+from kvcache.tier_store import HostStore
 from kvcache.types import SeqId
 
 LAYOUT = small_layout(1)
@@ -32,18 +32,8 @@ def store() -> GatedStore:
 
 @pytest.fixture
 def new() -> Iterator[Callable[..., KVCache]]:
-    """Caches with tiers, which are at rest afterwards."""
-    made: list[KVCache] = []
-
-    def make(*stores: Store, pages: int = 8) -> KVCache:
-        made.append(tiered(*stores, pages=pages))
-        return made[-1]
-
-    yield make
-    for cache in made:
-        at_rest(cache)
-        cache.close()
-        cache.check_integrity()
+    with tiered_caches() as make:
+        yield make
 
 
 @pytest.fixture

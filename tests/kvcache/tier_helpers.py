@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 
 from gated_store import PATIENCE_S
@@ -37,3 +39,19 @@ def at_rest(cache: KVCache) -> None:
         assert tier.free + tier.cached == tier.total
         assert tier.swapped == tier.copying == 0
     cache.check_integrity()
+
+
+@contextmanager
+def tiered_caches() -> Iterator[Callable[..., KVCache]]:
+    """Makes caches as `tiered`, which are at rest afterwards."""
+    made: list[KVCache] = []
+
+    def make(*stores: Store, pages: int = 8) -> KVCache:
+        made.append(tiered(*stores, pages=pages))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        at_rest(cache)
+        cache.close()
+        cache.check_integrity()
