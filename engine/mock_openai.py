@@ -14,13 +14,12 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from engine.protocol import MicroserveError, StartGenerate, Usage, error_body, parse
 from engine.protocol.config import EngineConfig
 from engine.server import build_app
 from engine.service import MicroserveEngine
+from engine.sse import EventStream
 from engine.stream import GenerationStream
 
 __all__ = ["build_mock_app"]
@@ -65,7 +64,7 @@ def build_mock_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -
             "model": model,
         }
         if wanted.stream:
-            return _Stream(stream, base)
+            return EventStream(stream, _events(stream, base))
         return await _whole(stream, base)
 
     @app.get("/v1/models")
@@ -85,20 +84,6 @@ async def _whole(stream: GenerationStream, base: dict[str, Any]) -> Response:
     choice = {"index": 0, "text": "".join(texts), "logprobs": None, "finish_reason": finish}
     body = {**base, "choices": [choice], "usage": _usage(usage)}
     return Response(orjson.dumps(body), media_type="application/json")
-
-
-class _Stream(StreamingResponse):
-    """With the response ends the generation, even if no event was asked for."""
-
-    def __init__(self, stream: GenerationStream, base: dict[str, Any]) -> None:
-        super().__init__(_events(stream, base), media_type="text/event-stream")
-        self._stream = stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._stream.close()
 
 
 async def _events(stream: GenerationStream, base: dict[str, Any]) -> AsyncIterator[bytes]:

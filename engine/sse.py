@@ -17,9 +17,14 @@ class EventStream(StreamingResponse):
     """Server-sent events. With the response the generation ends, even if no event was asked for: a
     caller may be gone before the first one."""
 
-    def __init__(self, stream: GenerationStream) -> None:
+    def __init__(
+        self, stream: GenerationStream, frames: AsyncIterator[bytes] | None = None
+    ) -> None:
+        """`frames` are made of the events of `stream`; None: as the protocol says."""
         super().__init__(
-            _frames(stream), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            frames or _frames(stream),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache"},
         )
         self._stream = stream
 

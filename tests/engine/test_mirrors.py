@@ -7,12 +7,13 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from engine_helpers import at_rest, collect, generate, prep, running, serving, start
+from waiting import until
 
 from engine.protocol import (
     BadAddress,
@@ -88,14 +89,6 @@ async def take_right(replica: MicroserveEngine, slot: int) -> Region:
     region = replica.cache.transport.region
     await until(lambda: region.try_right(slot))
     return region
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.001)
 
 
 def slower_than_its_mirrors(

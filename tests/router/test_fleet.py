@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from waiting import until
 
 from engine.protocol import Internal, NoCapacity
 
@@ -14,12 +15,6 @@ TOKENS = [140, 141, 142, 143, 144]
 
 def tokens_of(events):
     return [t for e in events if e != "[DONE]" for c in e["choices"] for t in c["token_ids"]]
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  of a poll nobody is told
-            await asyncio.sleep(0.002)
 
 
 async def change(r, id, **fields):

@@ -10,6 +10,7 @@ import logging
 import re
 
 import pytest
+from waiting import until
 
 from engine.protocol import NoCapacity
 from router import cli
@@ -21,12 +22,6 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  nobody is told of it
-            await asyncio.sleep(0.002)
 
 
 async def metrics(r) -> str:

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from engine.protocol import BadRequest
 from router.engines_file import EngineEntry, engine_url, parse_engines
@@ -17,12 +18,6 @@ def number(text: str) -> int:
     if not text.strip().isdigit():
         raise BadRequest("no number")
     return int(text)
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  a file has no event
-            await asyncio.sleep(0.002)
 
 
 async def test_changes_are_told_and_bad_ones_keep_the_old(tmp_path, caplog):
