@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import pytest
@@ -337,27 +338,30 @@ async def test_a_mirror_that_is_stuck_keeps_its_pages_and_delays_nobody(
 async def stuck(source: MicroserveEngine, replica: MicroserveEngine) -> None:
     got = lease(replica, reserve=400)
     (held,) = replica.cache.leases()
-    run, taken = source.loop._runner.run, threading.Event()
+    run, taken, seen = source.loop._runner.run, threading.Event(), threading.Event()
+    steps = count()
 
-    def wait_for_the_right_to_be_taken(chunks: Any) -> Any:
+    def wait_for_the_test(chunks: Any) -> Any:
         assert not source.mirrors.sent or taken.wait(20)
+        assert next(steps) != 200 or seen.wait(20)  # half of the stream is still to come
         return run(chunks)
 
-    source.loop._runner.run = wait_for_the_right_to_be_taken  # type: ignore[method-assign]
+    source.loop._runner.run = wait_for_the_test  # type: ignore[method-assign]
     slower_than_its_mirrors(source, until=taken)
     stream = await source.start_generate(start(PROMPT, max_tokens=400, mirror=to(got)))
     await until(lambda: source.mirrors.sent > 0)
     region = await take_right(replica, held.slot)
     taken.set()
+    await until(lambda: len(source.cache._sender._writing) == 1)
+    (mirror,) = source.cache._sender._writing
+    assert mirror.held and (source.cache._books.refs[mirror.held] > 1).all()
+    seen.set()
     part = Part()
     for event in await collect(stream):
         part.add(event)
     assert len(part.tokens) == 400
     assert source.running == 0
     source.cache.check_integrity()
-    under_way = [list(mirror.held) for mirror in source.cache._sender._writing]
-    assert len(under_way) == 1 and under_way[0]
-    assert all(source.cache._books.refs[page] for page in under_way[0])
     region.drop_right(held.slot)
     await at_rest(source)
     assert not source.cache._sender._writing
