@@ -124,6 +124,10 @@ class StepLoop:
             raise Internal("the engine's step loop has stopped")
         self._post(lambda: self._add(job))
 
+    def mirror(self, generation: Generation) -> None:
+        """Move the mirror on that a submitted generation has got since."""
+        self._post(lambda: self._mirrors.add(generation))
+
     def abort(self, job: Job) -> None:
         """Drop a job; full pages of a generation stay cached. Harmless if it has ended already."""
         self._post(lambda: self._abort(job))

@@ -150,8 +150,11 @@ class StepMirrors:
 
     def renew(self) -> None:
         """Keep the leases of all, also of those that wait for their turn."""
-        for mirroring in self._all.values():
-            mirroring.renew()
+        for generation, mirroring in list(self._all.items()):
+            if mirroring.over:
+                del self._all[generation]
+            else:
+                mirroring.renew()
 
     def end(self, generation: Generation) -> None:
         """A generation is over."""

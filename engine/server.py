@@ -27,6 +27,7 @@ from engine.protocol import (
     Internal,
     Lease,
     MicroserveError,
+    MirrorGeneration,
     ModelInfo,
     NoCapacity,
     PageCounts,
@@ -104,6 +105,12 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         return JSONResponse({"request_id": call.request_id})
 
     add_stream(app, engine.muxes)
+
+    @post("mirror", MirrorGeneration)
+    async def mirror(request: Request) -> dict[str, bool]:
+        """Keep a replica of a running generation's KV, in place of the one that it has."""
+        engine.mirror(parse(MirrorGeneration, await _body(request, limit)))
+        return {"mirrored": True}
 
     @post("extend", Extend, ExtendReply)
     async def extend(request: Request) -> ExtendReply:

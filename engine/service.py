@@ -31,6 +31,7 @@ from engine.protocol import (
     Internal,
     LeaseExpired,
     MicroserveError,
+    MirrorGeneration,
     NoCapacity,
     Pin,
     PrepRecv,
@@ -213,6 +214,17 @@ class MicroserveEngine:
         self._streams[generation] = stream
         self.loop.submit(generation)
         return stream
+
+    def mirror(self, call: MirrorGeneration) -> None:
+        """Mirror a generation that runs, to another lease than before if it had one."""
+        generation = self._generations.get(call.request_id)
+        if generation is None:
+            raise BadRequest(f"no generation {call.request_id}", param="request_id")
+        mirroring = self.mirrors.start(generation, call)
+        if generation.mirror is not None:
+            generation.mirror.end()
+        generation.mirror = mirroring
+        self.loop.mirror(generation)
 
     def extend(self, call: Extend) -> ExtendReply:
         """More room in a lease of ours, for an engine that mirrors into it."""

@@ -10,9 +10,11 @@ from engine.protocol.messages import (
     Lease,
     Mirror,
     Mirrored,
+    MirrorGeneration,
     ModelInfo,
     PageCounts,
     Pin,
+    PrefixChange,
     PrepRecv,
     PrepRecvReply,
     Release,
@@ -25,6 +27,7 @@ from engine.protocol.messages import (
     TokenLogprob,
     Usage,
 )
+from engine.protocol.names import page_name, page_names
 from engine.protocol.wire import error_body, error_from_body, parse
 from kvcache.errors import (
     BadAddress,
@@ -44,6 +47,7 @@ from kvcache.errors import (
     Unauthorized,
     UnknownLease,
 )
+from kvcache.types import PageName
 
 __all__ = [
     "BadAddress",
@@ -63,12 +67,15 @@ __all__ = [
     "LeaseExpired",
     "MicroserveError",
     "Mirror",
+    "MirrorGeneration",
     "Mirrored",
     "ModelInfo",
     "NoCapacity",
     "PageCounts",
+    "PageName",
     "PeerUnreachable",
     "Pin",
+    "PrefixChange",
     "PrepRecv",
     "PrepRecvReply",
     "Release",
@@ -87,5 +94,7 @@ __all__ = [
     "Usage",
     "error_body",
     "error_from_body",
+    "page_name",
+    "page_names",
     "parse",
 ]

@@ -19,10 +19,12 @@ __all__ = [
     "ExtendReply",
     "Lease",
     "Mirror",
+    "MirrorGeneration",
     "Mirrored",
     "ModelInfo",
     "PageCounts",
     "Pin",
+    "PrefixChange",
     "PrepRecv",
     "PrepRecvReply",
     "Release",
@@ -143,6 +145,15 @@ class Mirror(Message):
     every: int = Field(default=16, ge=1)
 
 
+class MirrorGeneration(Mirror):
+    """`POST /microserving/mirror`: from now on, mirror a generation that runs there as well.
+
+    The lease's prompt is a beginning of its prompt and output. A mirror that it has already ends.
+    """
+
+    request_id: RequestId
+
+
 class StartGenerate(Sampling):
     """`POST /microserving/start_generate`: prefill what is missing and decode, as an event stream.
 
@@ -200,6 +211,15 @@ class Pin(Message):
     """`POST /microserving/pin` and `/unpin`: keep what is cached of `prompt`, or no longer."""
 
     prompt: Tokens
+
+
+class PrefixChange(Message):
+    """A frame of `GET /microserving/prefixes`, a line each: pages that the prefix cache has gained
+    and lost since the frame before, by the names that `page_names` gives. The first frame has all.
+    """
+
+    added: list[PageName]
+    removed: list[PageName]
 
 
 class Release(Message):
