@@ -133,10 +133,11 @@ class Fleet:
     def _announce(self) -> None:
         url = self._router.url if self._router else ""
         key = '-H "Authorization: Bearer $API_KEY" ' if self._config.api_key else ""
+        ca = '--cacert "$CA" ' if url.startswith("https:") else ""
         name = self._config.served_model_name or self._config.model
         self._say(f"ready {url}")
         self._say(
-            f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d "
+            f"curl {url}/v1/chat/completions {ca}{key}-H 'Content-Type: application/json' -d "
             f'\'{{"model": "{name}", "temperature": 0, '
             '"messages": [{"role": "user", "content": "What is the capital of France?"}]}\''
         )

@@ -14,8 +14,9 @@ import click
 from engine.protocol import MicroserveError
 from router.audition import audition_of
 from router.server import listen
+from router.tls import server_context
 
-__all__ = ["Mistake", "check_address", "check_folder", "check_strategy"]
+__all__ = ["Mistake", "check_address", "check_folder", "check_strategy", "check_tls"]
 
 
 class Mistake(click.ClickException):
@@ -46,6 +47,14 @@ def check_address(host: str, port: int) -> None:
         raise Mistake(f"--host {host} --port {port}: {error.strerror}") from None
     except OverflowError:
         raise Mistake(f"--port {port}: ports are from 0 to 65535") from None
+
+
+def check_tls(cert: str, key: str) -> None:
+    """Raises `Mistake` if the files are no certificate and its key; empty names are none at all."""
+    try:
+        server_context(cert, key)
+    except MicroserveError as error:
+        raise Mistake(error.message) from None
 
 
 def check_folder(option: str, path: Path | None) -> None:

@@ -11,7 +11,7 @@ import click
 
 from engine.protocol import EngineConfig
 from router.cli.options import config_options, given, read_params
-from router.cli.preflight import check_address, check_folder, check_strategy
+from router.cli.preflight import check_address, check_folder, check_strategy, check_tls
 from router.config import RouterConfig
 from router.errors import root_cause
 from router.fleet import Fleet, FleetConfig, StartFailed, as_arguments
@@ -29,8 +29,10 @@ OWN = (
 # The router's flags that `up` takes besides its own, and passes on.
 PASSED_ON = (
     "api_key_file", "requests_per_minute", "tokens_per_minute", "max_queue", "queue_timeout_s",
-    "request_timeout_s", "client_stall_s", "shutdown_s", "log_format",
+    "request_timeout_s", "client_stall_s", "shutdown_s", "stream_interval_ms", "tls_cert",
+    "tls_key", "log_format",
 )  # fmt: skip
+BOTH = ("max_body_mb", "log_level")  # flags of the engine that the router has as well
 
 
 @click.command()
@@ -89,11 +91,13 @@ def up(
     check_address(host, port)
     check_folder("--state-file", state_file)
     check_folder("--audit-log", audit_log)
+    check_tls(flags["tls_cert"], flags["tls_key"])
     check_strategy(strategy, read_params(params))
     router_args = ["--strategy", strategy]
     for pair in params:
         router_args += ["--param", pair]
-    router_args += as_arguments(given(RouterConfig, {name: flags[name] for name in PASSED_ON}))
+    passed_on = {name: flags[name] for name in PASSED_ON + BOTH}
+    router_args += as_arguments(given(RouterConfig, passed_on))
     if served_model_name:
         router_args += ["--served-model-name", served_model_name]
     if allow_upload:
@@ -106,7 +110,7 @@ def up(
         router_args=tuple(router_args),
         host=host,
         port=port,
-        engine_flags=given(EngineConfig, flags),
+        engine_flags=given(EngineConfig, {n: v for n, v in flags.items() if n not in PASSED_ON}),
         admin_key=admin_key,
         api_key=api_key,
         served_model_name=served_model_name,

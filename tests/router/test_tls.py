@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import ssl
 import subprocess
 import sys
@@ -86,6 +87,31 @@ def test_tls_from_the_client_to_the_engine(files):
     finally:
         router.kill()
         client.close()
+
+
+@pytest.mark.slow
+def test_a_whole_cluster_with_tls_at_its_front(files):
+    tls = ("--tls-cert", files["cert"], "--tls-key", files["key"])
+    flags = ("--engines", "1", "--port", "0", "--max-body-mb", "1")
+    up = Forked(microserve, "up", "mock", *flags, *tls)
+    try:
+        lines = [up.line()]
+        while not lines[-1].startswith("curl"):
+            lines.append(up.line())
+        engine, router = (line.split()[2] for line in lines[:2])
+        assert engine.startswith("http://") and router.startswith("https://")
+        assert '--cacert "$CA"' in lines[-1]
+        with httpx.Client(verify=ssl.create_default_context(cafile=files["ca"])) as client:
+            reply = client.post(f"{router}/v1/completions", json=ASK)
+            assert reply.status_code == 200, reply.text
+            reply = client.post(f"{router}/v1/completions", content=b" " * 2**21)
+            assert reply.status_code == 413  # the limit is the router's as well
+        up.signal(signal.SIGTERM)
+        assert up.wait() == 0, up.log
+    finally:
+        up.kill()
+    wrong = Forked(microserve, "up", "mock", "--tls-cert", files["cert"])
+    assert wrong.wait() == 2 and "--tls-key" in wrong.log
 
 
 def _arguments(pid: int) -> str:
