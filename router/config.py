@@ -69,7 +69,7 @@ class RouterConfig:
     audit_log: str = flag("", "file that every change of strategy is appended to; empty: none")
     shutdown_s: float = flag(2.0, "how long requests may go on after SIGTERM (s)")
     stream_interval_ms: float = flag(
-        0.0, "tokens of a stream that come faster go out together, once in so long; 0: one by one"
+        20.0, "tokens of a stream that come faster go out together, once in so long; 0: one by one"
     )
     max_receipts: int = flag(2048, "receipts kept, the newest")
     log_format: Literal["text", "json"] = flag("text", "lines for people, or an object a line")
