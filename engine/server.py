@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from engine.mux_response import add_stream
+from engine.prefixes import add_prefixes
 from engine.protocol import (
     BadRequest,
     Commit,
@@ -105,6 +106,7 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         return JSONResponse({"request_id": call.request_id})
 
     add_stream(app, engine.muxes)
+    add_prefixes(app, engine.prefixes)
 
     @post("mirror", MirrorGeneration)
     async def mirror(request: Request) -> dict[str, bool]:

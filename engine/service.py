@@ -21,6 +21,7 @@ from engine.metrics import EngineMetrics
 from engine.mirrors import Mirrors
 from engine.models import LoadedModel
 from engine.mux import Muxes
+from engine.prefixes import PrefixFeed
 from engine.protocol import (
     BadRange,
     BadRequest,
@@ -89,6 +90,7 @@ class MicroserveEngine:
         self._starting: set[str] = set()  # generations that wait for their KV to land
         self._streams: dict[Generation, GenerationStream] = {}
         self.muxes = Muxes()
+        self.prefixes = PrefixFeed(cache)
         self._landings = Landings(cache)
         self._sends = Sends(cache, self._limits, metrics, self._seq_ids, most=max_live)
         self._grammars = Grammars(self.tokenizer, model.config.vocab_size, self.eos)
@@ -126,6 +128,7 @@ class MicroserveEngine:
         for request_id in {*self._starting, *self._sends}:
             self.release(Release(request_id=request_id))
         self.muxes.end()
+        self.prefixes.end()
 
     # The calls
 

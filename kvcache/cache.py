@@ -28,6 +28,7 @@ from kvcache.identity import Identity
 from kvcache.layout import KVLayout
 from kvcache.lease import ReceiveLease, Watch
 from kvcache.pool import SCRATCH_PAGE
+from kvcache.prefix import Namer, Tell
 from kvcache.receiving import Receiver
 from kvcache.sending import Mirror, Sender
 from kvcache.sequences import SequenceTable
@@ -36,7 +37,7 @@ from kvcache.tier import TierUse
 from kvcache.tier_store import Store
 from kvcache.tiers import Tiers
 from kvcache.transport import Put, Transport
-from kvcache.types import LeaseId, SeqId
+from kvcache.types import LeaseId, PageName, SeqId
 
 __all__ = ["KVCache", "PageUse"]
 
@@ -138,6 +139,14 @@ class KVCache:
         """Keep a prefix no longer; returns the tokens that were kept for it. Idempotent."""
         with self.lock:
             return self._books.prefix.unpin(tokens)
+
+    def follow_prefixes(self, name: Namer, tell: Tell) -> list[PageName]:
+        """The names of all pages in the prefix cache; `tell` is called for those that come and go.
+
+        It is called under the lock, by whatever thread changes the cache. One follower at a time.
+        """
+        with self.lock:
+            return self._books.prefix.follow(name, tell)
 
     # Declare: tiers
 

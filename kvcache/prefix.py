@@ -8,12 +8,15 @@ so that following a path is one `memcmp` a node, whatever its length:
 
 The tree holds one reference on each page in it. A page that only the tree holds can be evicted, in
 the order that the policy says, and from the ends of the branches inwards.
+
+Others can follow what is in the tree: from then on each page has a name, which says all tokens up
+to its end, and they are told of the names that come and go.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import numpy as np
@@ -22,22 +25,26 @@ import numpy.typing as npt
 from kvcache.errors import Internal
 from kvcache.eviction import EvictionPolicy
 from kvcache.pool import PagePool
-from kvcache.types import PageId
+from kvcache.types import PageId, PageName
 
-__all__ = ["PrefixCache", "Tokens"]
+__all__ = ["Namer", "PrefixCache", "Tell", "Tokens"]
 
 TOKEN_BYTES = 4
 Tokens = Sequence[int] | npt.NDArray[np.int32]
+# Of the page before it ("" for none) and of its own tokens, int32, the name of a page.
+Namer = Callable[[PageName, bytes], PageName]
+Tell = Callable[[Sequence[PageName], Sequence[PageName]], None]  # which came, which went
 
 
 class _Node:
-    __slots__ = ("children", "key", "pages", "parent", "used")
+    __slots__ = ("children", "key", "names", "pages", "parent", "used")
 
     def __init__(self, parent: _Node | None, key: bytes, pages: list[PageId], used: int) -> None:
         self.parent = parent
         self.key = key
         self.pages = pages
         self.used = used
+        self.names: list[PageName] = []  # of the pages; none where nobody follows
         self.children: dict[bytes, _Node] = {}
 
 
@@ -51,6 +58,8 @@ class PrefixCache:
         self._page_key = page_size * TOKEN_BYTES
         self._root = _Node(None, b"", [], 0)
         self._held = np.zeros(len(pool.refs), dtype=bool)
+        self._name: Namer | None = None
+        self._tell: Tell | None = None
 
     def match(self, tokens: Tokens, *, use: bool = True) -> list[PageId]:
         """The full pages of the longest cached prefix of `tokens`; none is held for you.
@@ -85,10 +94,15 @@ class PrefixCache:
             self._held[rest] = True
             tail = key[done * self._page_key :]
             if node.children or node is self._root:
-                node.children[tail[: self._page_key]] = _Node(node, tail, rest, used)
+                child = _Node(node, tail, rest, used)
+                child.names = self._names(node, tail)
+                node.children[tail[: self._page_key]] = node = child
             else:  # what comes piece by piece must not make a node of each piece
+                node.names += self._names(node, tail)
                 node.key += tail
                 node.pages += rest
+            if self._tell is not None:
+                self._tell(node.names[-len(rest) :], ())
 
     def cut(self, tokens: Tokens, keep: int) -> None:
         """Forget page number `keep` of `tokens`, from 0, and all that continues it."""
@@ -107,6 +121,7 @@ class PrefixCache:
         leaves = [(n.used, next(order), n) for n in self._nodes() if not n.children]
         heapq.heapify(leaves)
         freed = 0
+        went: list[PageName] = []
         may_go = self._policy.evictable & (self._pool.refs == 1)
         while leaves and freed < wanted:
             _, _, node = heapq.heappop(leaves)
@@ -117,15 +132,31 @@ class PrefixCache:
             gone = node.pages[keep:]
             self._held[gone] = False
             self._pool.drop(gone)
+            went += node.names[keep:]
             parent = node.parent
             if keep == 0 and parent is not None:
                 del parent.children[node.key[: self._page_key]]
                 if not parent.children and parent is not self._root:
                     heapq.heappush(leaves, (parent.used, next(order), parent))
             else:
-                del node.pages[keep:]
+                del node.pages[keep:], node.names[keep:]
                 node.key = node.key[: keep * self._page_key]
+        if self._tell is not None and went:
+            self._tell((), went)
         return freed
+
+    def follow(self, name: Namer, tell: Tell) -> list[PageName]:
+        """The names of all pages that are here; `tell` is called for those that come and go.
+
+        One follower at a time: the latest. Names are made once, when there is a first follower.
+        """
+        if self._name is None:
+            self._name = name
+            for node in self._nodes():  # parents come before their children
+                if node.parent is not None:
+                    node.names = self._names(node.parent, node.key)
+        self._tell = tell
+        return [each for node in self._nodes() for each in node.names]
 
     @property
     def evictable(self) -> int:
@@ -194,13 +225,27 @@ class PrefixCache:
         for child in tail.children.values():
             child.parent = tail
         node.key, node.pages = node.key[:at], node.pages[:pages]
+        tail.names, node.names = node.names[pages:], node.names[:pages]
 
     def _forget(self, node: _Node) -> None:
         if node.parent is not None:
             del node.parent.children[node.key[: self._page_key]]
-        for gone in (node, *self._nodes(node)):
+        branch = [node, *self._nodes(node)]
+        for gone in branch:
             self._held[gone.pages] = False
             self._pool.drop(gone.pages)
+        if self._tell is not None:
+            self._tell((), [each for gone in branch for each in gone.names])
+
+    def _names(self, before: _Node, key: bytes) -> list[PageName]:
+        """The names of the pages of `key`, which continues `before`."""
+        names: list[PageName] = []
+        if self._name is not None:
+            last = before.names[-1] if before.names else PageName("")
+            for at in range(0, len(key), self._page_key):
+                last = self._name(last, key[at : at + self._page_key])
+                names.append(last)
+        return names
 
     def _nodes(self, below: _Node | None = None) -> Iterator[_Node]:
         stack = list((below or self._root).children.values())

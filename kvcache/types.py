@@ -1,12 +1,13 @@
-"""Names for the integers that this field keeps mixing up."""
+"""Names for the integers and strings that this field keeps mixing up."""
 
 from __future__ import annotations
 
 from typing import NewType
 
-__all__ = ["EngineId", "LeaseId", "PageId", "SeqId", "SlotIndex", "TokenPos"]
+__all__ = ["EngineId", "LeaseId", "PageId", "PageName", "SeqId", "SlotIndex", "TokenPos"]
 
 PageId = NewType("PageId", int)  # which page of the pool; 0 is the scratch page
+PageName = NewType("PageName", str)  # of a page of a prefix, which says all tokens up to its end
 SlotIndex = NewType("SlotIndex", int)  # which token's place within a page, TokenPos % page_size
 TokenPos = NewType("TokenPos", int)  # absolute position in a sequence
 SeqId = NewType("SeqId", int)  # a sequence of this engine's cache

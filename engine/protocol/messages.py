@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvcache.types import PageName
+
 __all__ = [
     "Commit",
     "EngineState",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from kvcache.eviction import EvictionPolicy
 from kvcache.pool import PagePool
 from kvcache.prefix import PrefixCache
-from kvcache.types import PageId
+from kvcache.types import PageId, PageName
 
 SIZE = 2
 
@@ -199,23 +200,68 @@ def test_a_cut_where_nothing_is_does_nothing(tree: Tree):
     assert tree.cache.tokens == 4
 
 
+def readable(before: PageName, page: bytes) -> PageName:
+    """A name that shows all tokens up to the page's end."""
+    return PageName(before + "".join(f"{token}." for token in np.frombuffer(page, np.int32)))
+
+
+class Follower:
+    """What one who follows the tree knows of it; whoever is told must not be told it again."""
+
+    def __init__(self, tree: Tree) -> None:
+        names = tree.cache.follow(readable, self.tell)
+        self.known = set(names)
+        assert len(self.known) == len(names)
+
+    def tell(self, came: Sequence[PageName], went: Sequence[PageName]) -> None:
+        assert not self.known & set(came)
+        assert self.known >= set(went)
+        self.known = (self.known | set(came)) - set(went)
+
+
+def test_a_follower_knows_what_was_there_and_what_comes_and_goes(tree: Tree):
+    tree.keep([1, 2, 3, 4])
+    follower = Follower(tree)
+    assert follower.known == {"1.2.", "1.2.3.4."}
+    tree.keep([1, 2, 5, 6])
+    assert follower.known == {"1.2.", "1.2.3.4.", "1.2.5.6."}
+    tree.cache.evict(1)
+    assert follower.known == {"1.2.", "1.2.5.6."}
+    tree.cache.cut([1, 2], 0)
+    assert follower.known == set()
+
+
+def test_the_latest_follower_is_told(tree: Tree):
+    first = Follower(tree)
+    tree.keep([1, 2])
+    second = Follower(tree)
+    tree.keep([1, 2, 3, 4])
+    assert first.known == {"1.2."}
+    assert second.known == {"1.2.", "1.2.3.4."}
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["keep", "match", "evict"]),
+            st.sampled_from(["keep", "match", "evict", "cut"]),
             st.lists(st.integers(0, 1), max_size=9),
             st.integers(0, 4),
         ),
         max_size=25,
-    )
+    ),
+    st.integers(0, 25),
 )
 def test_any_history_agrees_with_a_set_of_prefixes(
-    history: list[tuple[str, list[int], int]],
+    history: list[tuple[str, list[int], int]], followed: int
 ):
-    """The model: the set of token prefixes, whole pages long, that are cached."""
+    """The model: the set of token prefixes, whole pages long, that are cached. Somebody follows the
+    tree after the first `followed` events, and somebody else from two events later on."""
     tree, known = Tree(pages=200), set()
-    for what, tokens, number in history:
+    follower: Follower | None = None
+    for at, (what, tokens, number) in enumerate(history):
+        if at in (followed, followed + 2):
+            follower = Follower(tree)
         full = len(tokens) // SIZE
         prefixes = [tuple(tokens[: n * SIZE]) for n in range(1, full + 1)]
         if what == "keep":
@@ -223,10 +269,17 @@ def test_any_history_agrees_with_a_set_of_prefixes(
             known.update(prefixes)
         elif what == "match":
             assert len(tree.cache.match(tokens)) == sum(prefix in known for prefix in prefixes)
+        elif what == "cut":
+            tree.cache.cut(tokens, number)
+            gone = tuple(tokens[: (number + 1) * SIZE])
+            if len(gone) == (number + 1) * SIZE:
+                known = {prefix for prefix in known if prefix[: len(gone)] != gone}
         else:
             freed = tree.cache.evict(number)
             assert freed == min(number, len(known))
             known = {p for p in known if len(tree.cache.match(p)) * SIZE == len(p)}
         assert tree.cache.tokens == len(known) * SIZE
         assert tree.cache.evictable == len(known)
+        if follower is not None:
+            assert follower.known == {"".join(f"{t}." for t in prefix) for prefix in known}
         tree.check()
