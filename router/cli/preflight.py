@@ -13,6 +13,10 @@ import click
 
 from engine.protocol import MicroserveError
 from router.audition import audition_of
+from router.children import StartFailed
+from router.conformance.deployment import deployed
+from router.conformance.suite import ALL, run_checks
+from router.errors import root_cause
 from router.server import listen
 from router.tls import server_context
 
@@ -35,6 +39,31 @@ def check_strategy(strategy: str, params: Mapping[str, Any]) -> int:
     except MicroserveError as error:
         raise Mistake(error.message) from None
     return requests
+
+
+def check_conformance(strategy: str, params: Mapping[str, Any], model: str) -> bool:
+    """Hold a strategy against one engine, in processes of its own, and tell of each check; returns
+    whether it has passed them all. Raises `Mistake` if the processes do not start."""
+
+    async def run() -> bool:
+        click.echo(f"starting engines with {model} …", err=True)
+        failed, requests = 0, 0
+        async with deployed(model, strategy, params) as deployment:
+            async for result in run_checks(deployment):
+                click.echo(str(result))
+                failed += bool(result.problem)
+                requests += result.requests
+        verdict = f"{failed} of {len(ALL)} checks failed" if failed else "all checks passed"
+        click.echo(f"{strategy}: {verdict}, {requests} requests against engines with {model}")
+        return not failed
+
+    try:
+        return asyncio.run(run())
+    except (StartFailed, ExceptionGroup) as error:
+        cause = root_cause(error)
+        if not isinstance(cause, StartFailed):
+            raise
+        raise Mistake(str(cause).strip().splitlines()[-1]) from None
 
 
 def check_address(host: str, port: int) -> None:

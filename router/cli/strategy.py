@@ -12,7 +12,7 @@ import httpx
 from engine.protocol import MicroserveError
 from router.catalog import read_source
 from router.cli.options import read_params
-from router.cli.preflight import check_strategy
+from router.cli.preflight import check_conformance, check_strategy
 
 __all__ = ["strategy"]
 
@@ -127,14 +127,22 @@ def rollback(client: httpx.Client) -> None:
 @strategy.command()
 @click.argument("file", metavar="FILE|NAME")
 @params_option
-def check(file: str, params: tuple[str, ...]) -> None:
-    """Run the strategy in FILE dry, here: no router and no engine is needed.
+@click.option("--model", default="tiny", show_default=True, help="of the engines")
+@click.option("--dry-run", is_flag=True, help="simulated engines only: a second")
+def check(file: str, params: tuple[str, ...], model: str, dry_run: bool) -> None:
+    """Try the strategy in FILE here: no router and no engine is needed.
 
-    This is the dry run that a router makes before it lists what it loads: against simulated
-    engines, cold and warm, alone and several, cancelled on its way, and when an engine dies.
+    First dry, as a router does before it lists what it loads, on simulated engines: cold and warm,
+    alone and several, cancelled on its way, and when an engine dies.
+
+    Then for real: three engines and a router are started, clients leave and engines are killed at
+    every call, and each answer is compared with that of one engine alone. Exit code 1 if any check
+    fails, 2 if it does not get so far.
     """
     requests = check_strategy(file, read_params(params))
     click.echo(f"{file}: dry run ok, {requests} requests against simulated engines")
+    if not dry_run and not check_conformance(file, read_params(params), model):
+        raise click.exceptions.Exit(1)
 
 
 def _load(client: httpx.Client, file: Path, before: str | None, *, keep_on: bool) -> str | None:

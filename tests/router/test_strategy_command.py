@@ -10,6 +10,8 @@ import pytest
 from forked import Forked, microserve
 from router_process import RouterProcess, until
 
+from router.children import StartFailed
+
 pytestmark = pytest.mark.slow
 SOURCE = '''
 from typing import Annotated
@@ -39,7 +41,7 @@ def command(*arguments: str) -> tuple[int, str]:
         while True:
             try:
                 said += process.line() + "\n"
-            except RuntimeError:
+            except StartFailed:
                 return code, said + process.log
     finally:
         process.kill()

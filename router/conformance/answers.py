@@ -1,0 +1,115 @@
+"""Asking as a client does, and answers in a form that can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+__all__ = ["Answer", "Refused", "ask", "difference"]
+
+CHOICE = ("text", "token_ids", "logprobs", "finish_reason", "stop_reason")  # what must be the same
+COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+
+class Refused(Exception):
+    """There was no answer, or none that is whole; the message is what the client was told."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """Choices by index, each with the fields of `CHOICE`; the same whole or streamed."""
+
+    choices: dict[int, dict[str, Any]] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self.usage.get("prompt_tokens_details", {}).get("cached_tokens", -1))
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Take a chunk of a stream, or a whole answer."""
+        self.usage = event.get("usage") or self.usage
+        for choice in event["choices"]:
+            grown = self.choices.setdefault(choice["index"], dict.fromkeys(CHOICE))
+            for name in CHOICE:
+                grown[name] = _joined(grown[name], choice.get(name))
+
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], request_id: str
+) -> Answer:
+    """Ask for a completion, whole or streamed as `body` says; token ids come with it.
+
+    Raises `Refused`. Cancelled, the client leaves: its connection is closed.
+    """
+    body = {"return_token_ids": True, **body}
+    if body.get("stream"):
+        body["stream_options"] = {"include_usage": True}
+    answer = Answer()
+    headers = {"X-Request-Id": request_id}
+    try:
+        async with session.post(f"{url}/v1/completions", json=body, headers=headers) as reply:
+            if reply.status != 200:
+                raise Refused(_told(await reply.read(), reply.status))
+            if not body.get("stream"):
+                answer.add(orjson.loads(await reply.read()))
+                return answer
+            async for line in reply.content:
+                if line.startswith(b"data: {"):
+                    event = orjson.loads(line[6:])
+                    if "error" in event:
+                        raise Refused(_told(line[6:], reply.status))
+                    answer.add(event)
+                elif line.startswith(b"data: [DONE]"):
+                    return answer
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
+    raise Refused("the stream ended without [DONE]")
+
+
+def difference(got: Answer, wanted: Answer) -> str:
+    """What differs first, for people; empty: nothing. How much was cached may differ."""
+    if got.choices.keys() != wanted.choices.keys():
+        return f"there are choices {sorted(got.choices)}, not {sorted(wanted.choices)}"
+    for index, choice in sorted(wanted.choices.items()):
+        for name in CHOICE:
+            if got.choices[index][name] != choice[name]:
+                where = f"choice {index}: " if len(wanted.choices) > 1 else ""
+                return f"{where}{name} {_apart(got.choices[index][name], choice[name])}"
+    for name in COUNTED:
+        if got.usage.get(name) != wanted.usage.get(name):
+            return f"usage: {name} is {got.usage.get(name)}, not {wanted.usage.get(name)}"
+    return ""
+
+
+def _joined(before: Any, after: Any) -> Any:
+    """Text and lists grow, of dicts each field; of other things the latest counts."""
+    if before is None or after is None:
+        return before if after is None else after
+    if isinstance(before, dict):
+        return {name: _joined(value, after.get(name)) for name, value in before.items()}
+    return before + after if isinstance(before, str | list) else after
+
+
+def _apart(got: Any, wanted: Any) -> str:
+    """Where two values part."""
+    if isinstance(got, dict) and isinstance(wanted, dict):
+        for name, value in wanted.items():
+            if got.get(name) != value:
+                return f"{name} {_apart(got.get(name), value)}"
+    if isinstance(got, list) and isinstance(wanted, list):
+        same = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), None)
+        if same is None:
+            return f"are {len(got)}, not {len(wanted)}"
+        return f"differ from the {same + 1}th on: {got[same]!r}, not {wanted[same]!r}"
+    return f"is {got!r}, not {wanted!r}"
+
+
+def _told(body: bytes, status: int) -> str:
+    try:
+        return str(orjson.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"{status} {body[:200]!r}"
