@@ -6,6 +6,7 @@ from router import Cluster, Request, strategy
 from router.cluster import Cluster, Pool
 from router.engine import Engine
 from router.lease import Lease
+from router.replica import Mirror
 from router.request import Chunk, Request
 from router.strategy import Strategy, strategy
 
@@ -14,6 +15,7 @@ __all__ = [
     "Cluster",
     "Engine",
     "Lease",
+    "Mirror",
     "Pool",
     "Request",
     "Strategy",

@@ -13,14 +13,17 @@ from typing import Any, TypeVar
 from engine.protocol import Draining, Internal, MicroserveError, PeerUnreachable, Timeout
 from router.calls import ChunkStream
 from router.config import RouterConfig
-from router.errors import EngineUnreachable
+from router.errors import EngineUnreachable, Moved
 from router.ids import EngineRequestId
 from router.lease import Lease
 from router.member import Member, guard
 from router.metrics import Metrics
+from router.prefixes import Expected
 from router.receipts import Call, Leg, Receipt
 from router.registry import Registry
 from router.release import Releaser
+from router.replica import Replicas
+from router.request import Request
 from router.retry_budget import RetryBudget
 from router.token_stream import TokenStream
 
@@ -40,6 +43,7 @@ class Runtime:
     releaser: Releaser
     metrics: Metrics
     retries: RetryBudget
+    tasks: asyncio.TaskGroup  # of the router: what is started there must not raise
 
 
 class Attempt:
@@ -59,9 +63,11 @@ class Attempt:
         choice: int,
         number: int,
         members: list[Member],
+        replicas: Replicas,
         accepted: Callable[[], None] = lambda: None,
     ) -> None:
-        """`accepted` is called whenever an engine has taken a call."""
+        """`replicas` are those of the choice; `accepted` is called whenever an engine has taken a
+        call."""
         self.runtime = runtime
         self.receipt = receipt
         self.request_id = request_id
@@ -70,9 +76,12 @@ class Attempt:
         self.blamed: set[Member] = set()
         self.streams: list[TokenStream] = []
         self.leases: list[tuple[Member, Lease]] = []
+        self.replicas = replicas
+        self.mirrored = False  # whether a generation of it was to have a replica
+        self.origin: TokenStream | None = None  # once it is moved: where most of its KV is
         self.put_computed = 0  # tokens computed by this attempt's sends and put
         self._accepted = accepted
-        self._headers = headers
+        self.headers = headers
         self._choice = choice
         self._number = number
 
@@ -85,15 +94,19 @@ class Attempt:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if isinstance(error, Moved):
+            self.origin = max(self.streams, key=_computed, default=None)
         # First begin all releases, then wait: waiting may be cancelled, beginning cannot.
         releases = [(stream.member, stream.stop()) for stream in self.streams]
+        self.streams.clear()  # they know us, as leases do: nothing here is for the collector
         for member, lease in self.leases:
             lease.expected.close()
             if lease.open:  # of a strategy that would not leave its `async with`
                 lease.consumed = True
                 body = {"lease_id": lease.lease_id}
-                ending = self.runtime.releaser.spawn(member, body, self._headers)
+                ending = self.runtime.releaser.spawn(member, body, self.headers)
                 releases.append((member, ending))
+        self.leases.clear()
         for member, release in releases:
             if release is not None:
                 await self.runtime.releaser.wait(member, release)
@@ -117,6 +130,10 @@ class Attempt:
         """A leg that lasts as long as the body."""
         return self.receipt.timed(self.begin_leg(call, member, begin, end))
 
+    def expect(self, member: Member, request: Request, end: int) -> Expected:
+        """The full pages of `tokens[:end]` are on their way into the prefix cache of `member`."""
+        return self.runtime.registry.prefixes.expect(member, request, end)
+
     async def call(
         self,
         member: Member,
@@ -136,7 +153,7 @@ class Attempt:
         member.breaker.begin()
         answered = False
         try:
-            reply = await guard(method(body, self._headers), *members)
+            reply = await guard(method(body, self.headers), *members)
             answered = True
         except MicroserveError as error:
             answered = not isinstance(error, EngineUnreachable)
@@ -155,18 +172,18 @@ class Attempt:
         """Start a generation; `TokenStream.stop` aborts it."""
         body["request_id"] = self.request_id
         member.breaker.begin()
-        stream = await guard(member.client.start_generate(body, self._headers), member)
+        stream = await guard(member.client.start_generate(body, self.headers), member)
         self._accepted()
         return stream
 
     async def release(self, member: Member, body: dict[str, Any]) -> None:
         """Have `member` end what `body` names; goes on if this is cancelled."""
-        release = self.runtime.releaser.spawn(member, body, self._headers)
+        release = self.runtime.releaser.spawn(member, body, self.headers)
         await self.runtime.releaser.wait(member, release)
 
     def spawn_release(self, member: Member) -> asyncio.Task[None]:
         body = {"request_id": self.request_id}
-        return self.runtime.releaser.spawn(member, body, self._headers)
+        return self.runtime.releaser.spawn(member, body, self.headers)
 
     def blame(self, error: MicroserveError, member: Member) -> None:
         """A leg failed. Errors that are an engine's fault count for its breaker; being full, a
@@ -186,6 +203,15 @@ class Attempt:
             self.runtime.metrics.breaker_opened.labels(member.id).inc()
             log.warning("engine %s is left alone for a while: %s", member.id, error)
 
+    def fallback(self, name: str) -> None:
+        """Something was done otherwise than asked for."""
+        self.runtime.metrics.fallbacks.labels(name).inc()
+        self.receipt.fallback(name)
+
     def praise(self, member: Member) -> None:
         """A leg succeeded."""
         member.breaker.success()
+
+
+def _computed(stream: TokenStream) -> int:
+    return stream.tokens

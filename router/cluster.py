@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from router.attempt import Attempt
 from router.engine import Engine
+from router.lease import Lease
 from router.member import Role
+from router.request import Request
 
 __all__ = ["Cluster", "Pool"]
+
+T = TypeVar("T")
 
 
 class Pool:
@@ -34,18 +39,29 @@ class Pool:
     def least_loaded(self, exclude: Engine | Iterable[Engine] = ()) -> Engine:
         """The one with the least of this router's work in flight; of equals, each in its turn."""
         unwanted = {exclude} if isinstance(exclude, Engine) else set(exclude)
-        choice = (
+        return self._least(
             [engine for engine in self._engines if engine not in unwanted]
             or [engine for engine in self._others if engine not in unwanted]
-            or self._engines
+            or self._engines,
+            _load,
         )
-        first = self._attempt.runtime.registry.turn(self._name) % len(choice)
-        return min(choice[first:] + choice[:first], key=_load)
+
+    def cheapest(self, cost: Callable[[Engine], Any]) -> Engine:
+        """The one of which `cost` is least; of equals, each in its turn."""
+        return self._least(self._engines, cost)
+
+    def longest_prefix(self, request: Request) -> Engine:
+        """The one that has most of the request's tokens cached; of equals, the least loaded."""
+        return self.cheapest(lambda engine: (-engine.cached(request), engine.load))
 
     def round_robin(self) -> Engine:
         """Each in its turn, over all requests."""
         turn = self._attempt.runtime.registry.turn(self._name)
         return self._engines[turn % len(self._engines)]
+
+    def _least(self, choice: list[Engine], cost: Callable[[Engine], Any]) -> Engine:
+        first = self._attempt.runtime.registry.turn(self._name) % len(choice)
+        return min(choice[first:] + choice[:first], key=cost)
 
 
 class Cluster:
@@ -54,10 +70,12 @@ class Cluster:
     Roles are hints: where no engine has a role, those for any role take it, else all do.
     """
 
-    __slots__ = ("_all", "_attempt")
+    __slots__ = ("_all", "_attempt", "_states")
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, states: dict[Any, Any]) -> None:
+        """`states`: what the strategy's generation remembers, by what made it."""
         self._attempt = attempt
+        self._states = states
         self._all = [Engine(attempt, member) for member in attempt.members]
 
     @property
@@ -72,6 +90,25 @@ class Cluster:
     @property
     def decode(self) -> Pool:
         return self._role("decode")
+
+    def state(self, factory: Callable[[], T]) -> T:
+        """What `factory` has made when the first request of this generation asked: the same for
+        all of its requests, for as long as the generation lives. Another generation, of the same
+        strategy too, begins with its own."""
+        if factory not in self._states:
+            self._states[factory] = factory()
+        state: T = self._states[factory]
+        return state
+
+    @property
+    def replica(self) -> Lease | None:
+        """What an engine that died has left of this request elsewhere, if it was mirrored: `kv` for
+        a generation on `replica.engine`, which goes on from the last token that has landed."""
+        best = self._attempt.replicas.best()
+        if best is None:
+            return None
+        engine = Engine(self._attempt, best.member)
+        return Lease(engine, best.lease_id, best.kv_addr, best.landed, best.landed, replica=best)
 
     def _role(self, role: Role) -> Pool:
         engines = (

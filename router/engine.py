@@ -11,10 +11,12 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.protocol import BadRange, NoCapacity, RemoteSendReply
-from router.ids import EngineId, LeaseId
+from router.ids import EngineId, EngineRequestId, LeaseId
 from router.lease import Lease
 from router.member import Member, Role
+from router.replica import Mirror
 from router.request import Request
+from router.siblings import Origin
 from router.token_stream import TokenStream
 
 if TYPE_CHECKING:
@@ -55,6 +57,15 @@ class Engine:
         """This router's work in flight there, in tokens of prefill (a stream weighs like a few)."""
         return self._member.load.weight
 
+    def cached(self, request: Request) -> int:
+        """How many of `request.tokens` need not be computed here: full pages that are in the prefix
+        cache, or on their way into it; the last token is never among them.
+
+        What engines have cached is followed as long as strategies ask. Until an engine has answered
+        for the first time it is 0.
+        """
+        return self._attempt.runtime.registry.prefixes.cached(self._member, request)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Engine) and other._member is self._member
 
@@ -86,6 +97,7 @@ class Engine:
         with ExitStack() as expected:
             # A stream to be: other requests choose their engines while this one waits.
             expected.enter_context(member.load.work(streams=1))
+            coming = expected.enter_context(attempt.expect(member, request, end))
             with attempt.leg("prep_recv", member, 0, end) as leg:
                 reply = await attempt.call(member, member.client.prep_recv, body)
                 leg.begin = leg.match_len = reply.match_len
@@ -96,6 +108,7 @@ class Engine:
                 reply.match_len,
                 reply.end,
                 expected=expected,
+                coming=coming,
             )
             attempt.leases.append((member, lease))
             try:
@@ -126,10 +139,14 @@ class Engine:
                     sent_tokens=0, cached_tokens=0, computed_tokens=0, bytes=0, ms=0.0
                 )
             body = {"prompt": request.tokens, "begin": begin, "end": end, "kv_addr": kv.kv_addr}
-            with member.load.work(tokens=end - begin):
+            with (
+                member.load.work(tokens=end - begin),
+                attempt.expect(member, request, end) as coming,
+            ):
                 reply = await attempt.call(
                     member, member.client.remote_send, body, receiver=kv.engine._member
                 )
+                coming.landed()
             leg.bytes = reply.bytes
             leg.put_ms = reply.put_ms
             leg.sent_tokens = reply.sent_tokens
@@ -140,19 +157,51 @@ class Engine:
         return reply
 
     def start_generate(
-        self, request: Request, *, begin: int = 0, kv: Lease | None = None
+        self,
+        request: Request,
+        *,
+        begin: int = 0,
+        kv: Lease | None = None,
+        mirror: Mirror | None = None,
     ) -> TokenStream:
         """Prefill `tokens[begin:]` here and decode (§3.1): an async iterator of chunks.
 
         With `kv`, `begin` is how much KV has been put there. Without, it is a hint, and 0 just
-        generates. The generation is aborted when the attempt ends before it does.
+        generates. With `mirror`, its KV is kept on another engine too. If this one dies, the
+        strategy is run again and finds it in `cluster.replica`, to be given as `kv`; `begin` does
+        not count then.
+
+        The generation is aborted when the attempt ends before it does.
         """
         begin = _position("begin", begin, request)
         if kv is not None and kv.engine != self:
             raise BadRange(f"the lease is on {kv.engine.id}, not on {self.id}", param="kv")
         if kv is not None and kv.collapsed:
             begin, kv = 0, None
-        return TokenStream(self._attempt, self._member, request, begin, kv)
+        if kv is not None and kv.replica is not None:
+            begin = min(kv.match_len, max(0, len(request.tokens) - 1))
+        return self._stream(request, begin, kv, mirror)
+
+    def fork(self, request: Request, origin: Origin) -> TokenStream:
+        """Decode after the prompt of `origin`, a generation here of another choice."""
+        begin = len(request.tokens) - 1
+        return self._stream(request, begin, None, origin.mirror, origin.request_id)
+
+    def _stream(
+        self,
+        request: Request,
+        begin: int,
+        kv: Lease | None,
+        mirror: Mirror | None,
+        fork_of: EngineRequestId | None = None,
+    ) -> TokenStream:
+        attempt, rank = self._attempt, None
+        if mirror is not None and (key := mirror.key) is not None:
+
+            def rank(member: Member) -> Any:
+                return key(Engine(attempt, member))
+
+        return TokenStream(attempt, self._member, request, begin, kv, fork_of, mirror, rank)
 
     async def commit(self, kv: Lease) -> None:
         """Publish what has landed to this engine's prefix cache; ends the lease."""
@@ -163,6 +212,7 @@ class Engine:
                 self._member, self._member.client.commit, {"lease_id": kv.lease_id}, named=False
             )
         kv.consumed = True
+        kv.coming.landed()
 
     async def pin(self, prompt: Request | Sequence[int]) -> int:
         """Keep from eviction what is cached here of a prompt, a request's or plain tokens.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 import orjson
@@ -11,11 +13,13 @@ from engine.protocol import (
     EngineState,
     Internal,
     ModelInfo,
+    PrefixChange,
     PrepRecvReply,
     RemoteSendReply,
     error_from_body,
 )
 from router.calls import Headers
+from router.errors import EngineUnreachable
 from router.mux import Delivery, Mux
 from router.wire import Reply, Wire
 
@@ -43,6 +47,9 @@ class EngineClient:
     async def remote_send(self, body: dict[str, Any], headers: Headers) -> RemoteSendReply:
         return _read(RemoteSendReply, await self._post("remote_send", body, headers))
 
+    async def mirror(self, body: dict[str, Any], headers: Headers) -> None:
+        await self._post("mirror", body, headers)
+
     async def commit(self, body: dict[str, Any], headers: Headers) -> None:
         await self._post("commit", body, headers)
 
@@ -66,6 +73,22 @@ class EngineClient:
             line.forget(delivery)
             raise
         return delivery
+
+    async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
+        """What the prefix cache has, and from then on what it gains and loses, for ever."""
+        pieces: asyncio.Queue[bytes | EngineUnreachable] = asyncio.Queue()
+        take = pieces.put_nowait
+        reply, hang_up = await self._wire.listen("/microserving/prefixes", take, take)
+        _accepted(reply)
+        try:
+            rest = b""
+            while isinstance(piece := await pieces.get(), bytes):
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    yield _read(PrefixChange, line)
+            raise piece
+        finally:
+            hang_up()
 
     async def model(self) -> ModelInfo:
         return _read(ModelInfo, await self._get("/microserving/model"))

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from router.ids import LeaseId
+from router.prefixes import NOTHING, Expected
 
 if TYPE_CHECKING:
     from router.engine import Engine
+    from router.replica import Replica
 
 __all__ = ["Lease"]
 
@@ -29,12 +31,20 @@ class Lease:
     end: int
     consumed: bool = False  # a generation was started with it, or it was committed or released
     collapsed: bool = False
+    replica: Replica | None = None  # it was a mirror's, and has what has landed
     expected: ExitStack = field(default_factory=ExitStack)  # the load of the stream to come
+    coming: Expected = NOTHING  # what is to be cached there
 
     @property
     def open(self) -> bool:
         """Whether an engine holds room for it."""
         return not self.consumed and not self.collapsed
+
+    def taken(self) -> None:
+        """A generation has begun with it."""
+        self.consumed = True
+        if self.replica is not None:
+            self.replica.forget()
 
     @classmethod
     def none(cls, engine: Engine, end: int) -> Lease:

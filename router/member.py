@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from engine.protocol import EngineState, ModelInfo
 from router.breaker import Breaker
 from router.calls import ChunkStream, EngineCalls
+from router.cut import Cut
 from router.errors import EngineUnreachable
 from router.ids import EngineId
+
+if TYPE_CHECKING:
+    from router.replica import Replica
 
 __all__ = ["ROLES", "Load", "Member", "Role", "Source", "guard"]
 
@@ -79,7 +84,9 @@ class Member:
         self.asked = asyncio.Event()  # set: `status` is a poll's, neither unknown nor suspect
         self.probe = asyncio.Event()  # set: ask for its state now, not at the next tick
         self.heartbeat = 0.0  # its last word of itself (loop time)
-        self._calls: set[asyncio.Timeout] = set()
+        self.replicas: set[Replica] = set()  # that it holds, of generations of others
+        self.mirrored: set[Replica] = set()  # of its own generations, on others
+        self._calls: set[Cut] = set()
         self._streams: set[ChunkStream] = set()
 
     @property
@@ -107,12 +114,16 @@ class Member:
         """
         self.status = "down"
         self.last_error = reason
-        now = asyncio.get_running_loop().time()
         for call in self._calls:
-            if not call.expired():
-                call.reschedule(now)
+            call.make()
         for stream in self._streams:
             stream.abort()
+        self.lose_replicas(reason)
+
+    def lose_replicas(self, reason: str) -> None:
+        """What it held of other engines' generations is gone."""
+        for replica in list(self.replicas):
+            replica.lose(reason)
 
     def watch(self, stream: ChunkStream) -> None:
         """Abort `stream` if the engine goes down, until `unwatch`."""
@@ -139,6 +150,12 @@ class Member:
             "model": self.model.name if self.model else None,
             "epoch": state.epoch if state else None,
             "load": {"tokens": self.load.tokens, "streams": self.load.streams},
+            "mirrored": {
+                "requests": len(self.mirrored),
+                "to": Counter(replica.member.id for replica in self.mirrored),
+                "lag_tokens": max((replica.lag for replica in self.mirrored), default=0),
+            },
+            "replicas": len(self.replicas),
             "last_error": self.last_error or None,
             "state": state.model_dump(exclude={"leases"}) if state else None,
         }
@@ -147,7 +164,7 @@ class Member:
 async def guard(call: Coroutine[Any, Any, T], *members: Member) -> T:
     """Await `call`, but no longer than all `members` are there. Raises `EngineUnreachable` then."""
     try:
-        async with asyncio.timeout(None) as cut:
+        with Cut() as cut:
             for member in members:
                 if member.status == "down":
                     raise EngineUnreachable(f"engine {member.id} is down: {member.last_error}")

@@ -46,6 +46,12 @@ class Leg:
     computed_tokens: int = 0
     tokens: int = 0  # emitted
     collapsed: bool = False  # sender and receiver are one: nothing was sent
+    # Of a generation that is mirrored: where to, how many tokens (of prompt and output) are known
+    # to have landed there, and why that stopped or could not begin.
+    replica: EngineId | None = None
+    landed: int | None = None
+    mirror_error: str | None = None
+    recomputed_tokens: int | None = None  # of one that went on elsewhere: computed once more
     error: dict[str, Any] | None = None
 
     def fail(self, error: BaseException) -> None:

@@ -20,6 +20,7 @@ from router.ids import EngineId
 from router.member import Member, Role, Source
 from router.model import ServedModel
 from router.moves import Moves
+from router.prefixes import Prefixes
 
 __all__ = ["Registry"]
 
@@ -53,6 +54,7 @@ class Registry:
         self._monitors: dict[Member, asyncio.Task[None]] = {}
         self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self.moves = Moves()
+        self.prefixes = Prefixes(tasks)
         self._model: ServedModel | None = None
         self._adopting = asyncio.Lock()  # of two engines with two models, the first one counts
 
@@ -128,6 +130,12 @@ class Registry:
         rested = [member for member in up if not member.breaker.resting] or up
         return [member for member in rested if member not in without] or rested
 
+    def ring(self, member: Member) -> list[Member]:
+        """The other engines that take new work, beginning with the one after `member`."""
+        members = list(self)
+        at = members.index(member) if member in members else 0
+        return [other for other in members[at + 1 :] + members[:at] if other.usable]
+
     def turn(self, pool: str) -> int:
         """The next number of `pool`'s round robin, which all requests share."""
         return next(self._turns[pool])
@@ -149,9 +157,14 @@ class Registry:
     def close(self) -> None:
         for monitor in self._monitors.values():
             monitor.cancel()
+        self.prefixes.close()
 
     def _empty(self, member: Member) -> int:
-        return self.moves.leave(member) if self.usable() else 0
+        if not self.usable():
+            return 0
+        for replica in list(member.replicas):
+            replica.unwanted()
+        return self.moves.leave(member)
 
     def _breaker(self) -> Breaker:
         config, clock = self._config, asyncio.get_running_loop().time
@@ -159,6 +172,7 @@ class Registry:
 
     def _forget(self, member: Member) -> None:
         self._members.pop(member.url, None)
+        self.prefixes.forget(member)
         if monitor := self._monitors.pop(member, None):
             monitor.cancel()
 
@@ -242,6 +256,7 @@ class Registry:
             member.role = state.role
         if member.state is not None and member.state.epoch != state.epoch:
             member.breaker.success()  # another process: what the one before it did is no matter
+            member.lose_replicas("restarted")
         member.state = state
         member.status = "up"
         member.last_error = ""

@@ -196,7 +196,8 @@ async def staged(
             # They are met with the help of a thread, so in real time: no virtual time may pass.
             while any(member.status != "up" for member in registry):  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            runtime = Runtime(CONFIG, registry, Releaser(tasks, 2.0), metrics, RetryBudget(1.0))
+            releaser, retries = Releaser(tasks, 2.0), RetryBudget(1.0)
+            runtime = Runtime(CONFIG, registry, releaser, metrics, retries, tasks)
             generation = Generation(GenerationNumber(1), bound, None, offended)
             yield Stage(bound, roles, runtime, engines, generation, offences)
         finally:

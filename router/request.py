@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from engine.protocol import Sampling, Usage
+from engine.protocol import PageName, Sampling, Usage, page_names
 
 if TYPE_CHECKING:
     from router.siblings import Siblings
 
-__all__ = ["Chunk", "Request"]
+__all__ = ["Chunk", "Mirrored", "Request"]
+
+
+class Mirrored(msgspec.Struct):
+    """How far a generation's replica is; the fields are those of `engine.protocol.Mirrored`."""
+
+    landed: int
+    stopped: str | None = None
+    message: str | None = None
 
 
 class Chunk(msgspec.Struct):
@@ -29,6 +37,7 @@ class Chunk(msgspec.Struct):
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
     usage: Usage | None = None
+    mirror: Mirrored | None = None
 
     def extend(self, later: Chunk) -> None:
         """Append the steps after this one."""
@@ -39,6 +48,8 @@ class Chunk(msgspec.Struct):
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.usage = later.usage
+        if later.mirror is not None:
+            self.mirror = later.mirror
 
 
 @dataclass(frozen=True)
@@ -56,8 +67,15 @@ class Request:
     session: str | None = None  # the client's X-Session-ID, for affinity
     chunk_tokens: int = 1  # how many an engine may gather: a client may want all at once
     siblings: Siblings | None = field(default=None, repr=False, compare=False)  # with n > 1
+    _names: list[PageName] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @cached_property
     def tokens(self) -> list[int]:
         """The prompt, plus what has been emitted."""
         return self.prompt + self.output if self.output else self.prompt
+
+    def page_names(self, page_size: int) -> list[PageName]:
+        """The names of the full pages of `tokens`, made when they are first asked for."""
+        if not self._names:
+            self._names.extend(page_names(self.tokens, page_size))
+        return self._names

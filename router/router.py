@@ -127,7 +127,12 @@ class Router:
                         backlog=Backlog(config.max_queue),
                         metrics=metrics,
                         runtime=Runtime(
-                            config, registry, releaser, metrics, RetryBudget(config.retry_share)
+                            config,
+                            registry,
+                            releaser,
+                            metrics,
+                            RetryBudget(config.retry_share),
+                            tasks,
                         ),
                         keys=keys,
                         limits=limits,

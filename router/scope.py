@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from engine.protocol import (
@@ -25,11 +26,15 @@ from engine.protocol import (
 )
 from router.attempt import Attempt, Runtime
 from router.backlog import Backlog, Place
+from router.cluster import Cluster
+from router.engine import Engine
 from router.errors import EngineUnreachable, Moved, NoEngines, StrategyError
 from router.generations import Generation
 from router.ids import EngineRequestId
 from router.member import Member
 from router.receipts import Receipt
+from router.relocate import relocated
+from router.replica import Replicas
 from router.request import Chunk, Request
 from router.retry_budget import Claim
 from router.run import Emit, Run
@@ -42,6 +47,8 @@ FINAL = (BadRequest, BadRange, BadAddress, Unauthorized, TooLarge, StrategyError
 # Names of attempts on the engines: unique over routers and their restarts.
 _ROUTER = uuid.uuid4().hex[:16]
 _attempts = itertools.count()
+# An attempt that came so many tokens further was none that fails always.
+PROGRESS_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +78,19 @@ class Scope:
             await self._drive(request, emit, place, claim)
 
     async def _drive(self, request: Request, emit: Emit, place: Place, claim: Claim) -> None:
+        replicas = Replicas(self.runtime.releaser, self.headers)
+        try:
+            await self._try(request, emit, place, claim, replicas)
+        finally:
+            if replicas:
+                await replicas.close()
+
+    async def _try(
+        self, request: Request, emit: Emit, place: Place, claim: Claim, replicas: Replicas
+    ) -> None:
         failed: set[Member] = set()
         full: NoCapacity | None = None
+        origin: TokenStream | None = None  # what is to go on elsewhere
         tries = 1
         for number in itertools.count(1):
             if end := self._already_finished(request):
@@ -80,21 +98,33 @@ class Scope:
                     await reading
                 return
             await self._turn(place, full)
-            attempt = await self._attempt(request, number, failed, place)
+            attempt = await self._attempt(request, number, failed, place, replicas)
+            before = len(request.output)
             try:
                 async with attempt, self.runtime.registry.moves.movable(attempt):
-                    if number > 1 or not await self._fork(attempt, request, emit):
+                    if origin is not None:
+                        cluster = Cluster(attempt, {})
+                        chunks = relocated(attempt, cluster, request, origin)
+                        await self._pass_on(chunks, request, emit)
+                    elif number > 1 or not await self._fork(attempt, request, emit):
                         await Run(self.generation, attempt, request, emit).finish()
                 return
             except NoCapacity as error:
                 full = error
             except MicroserveError as error:
+                if len(request.output) - before >= PROGRESS_TOKENS:
+                    tries = 1
                 if not self._again(error, tries, claim):
                     raise self._for_client(error) from error
                 full = None
                 tries += not isinstance(error, Moved)
                 failed |= attempt.blamed
                 self._note_retry(error, attempt, request)
+                origin = attempt.origin or (origin if isinstance(error, Moved) else None)
+                if attempt.mirrored:
+                    await replicas.settle()
+                    if origin is None and replicas.best() is None:
+                        attempt.fallback("recomputed")
             request = replace(request)  # `tokens` is cached: the output has grown since
 
     async def _turn(self, place: Place, full: NoCapacity | None) -> None:
@@ -121,7 +151,12 @@ class Scope:
         return False
 
     async def _attempt(
-        self, request: Request, number: int, failed: set[Member], place: Place
+        self,
+        request: Request,
+        number: int,
+        failed: set[Member],
+        place: Place,
+        replicas: Replicas,
     ) -> Attempt:
         config, registry = self.runtime.config, self.runtime.registry
         members = registry.usable(without=failed)
@@ -145,6 +180,7 @@ class Scope:
             choice=request.sampling.choice,
             number=number,
             members=members,
+            replicas=replicas,
             accepted=place.admitted,
         )
 
@@ -159,13 +195,18 @@ class Scope:
         origin = await siblings.origin()
         if origin is None:
             return False
-        begin = len(request.tokens) - 1
-        stream = TokenStream(attempt, origin.member, request, begin, None, origin.request_id)
-        async for chunk in stream:
-            request.output.extend(chunk.token_ids)
-            if (reading := emit(chunk)) is not None:
-                await reading
+        chunks = Engine(attempt, origin.member).fork(request, origin)
+        await self._pass_on(chunks, request, emit)
         return True
+
+    async def _pass_on(
+        self, chunks: AsyncGenerator[Chunk, None] | TokenStream, request: Request, emit: Emit
+    ) -> None:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                request.output.extend(chunk.token_ids)
+                if (reading := emit(chunk)) is not None:
+                    await reading
 
     def _already_finished(self, request: Request) -> Chunk | None:
         """The end that was lost, where an engine died between the last token and saying so."""

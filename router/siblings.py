@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from router.ids import EngineRequestId
 from router.member import Member
+from router.replica import Mirror
 
 __all__ = ["Origin", "Siblings"]
 
@@ -25,6 +26,7 @@ class Origin:
 
     member: Member
     request_id: EngineRequestId
+    mirror: Mirror | None = None  # of the first choice, and so of the others
 
 
 class Siblings:

@@ -10,25 +10,29 @@ import asyncio
 import itertools
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.protocol import (
     BadAddress,
     BadRange,
+    BadRequest,
     EngineState,
     KVIncomplete,
     ModelInfo,
     PageCounts,
+    PageName,
+    PrefixChange,
     PrepRecvReply,
     RemoteSendReply,
     UnknownLease,
     Usage,
+    page_names,
 )
 from router.calls import Headers
 from router.errors import EngineUnreachable, NobodyListens
-from router.request import Chunk
+from router.request import Chunk, Mirrored
 
 __all__ = ["Latency", "SimEngine", "tokens_after"]
 
@@ -71,6 +75,7 @@ class _Lease:
     prompt: list[int]
     match_len: int
     end: int
+    room: int
     landed: int
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # landed further, or ended
     ended: bool = False
@@ -97,12 +102,13 @@ class SimEngine:
         self.role: Role = role
         self.fate = fate if fate is not None else []
         self._latency = latency or Latency()
-        self._peers = peers
+        self.peers = peers
         self._dead = False
-        self._leases: dict[str, _Lease] = {}
+        self.leases: dict[str, _Lease] = {}
         self._running: dict[str, SimStream] = {}
         self._sending = 0
-        self._cached: set[int] = set()
+        self._cached: set[PageName] = set()
+        self._followers: set[asyncio.Queue[list[PageName] | None]] = set()
         self._numbers = itertools.count(1)
         peers[self.url] = self
 
@@ -110,7 +116,7 @@ class SimEngine:
     def busy(self) -> list[str]:
         """What is not over, for people."""
         return [
-            *(f"a lease of {lease.end} tokens on {self.id}" for lease in self._leases.values()),
+            *(f"a lease of {lease.end} tokens on {self.id}" for lease in self.leases.values()),
             *(f"a generation on {self.id}" for _ in self._running),
             *(f"a send from {self.id}" for _ in range(self._sending)),
         ]
@@ -121,7 +127,9 @@ class SimEngine:
         await self._take(self._latency.call)
         match = self._match(prompt[:end])
         lease_id = f"{self.id}-{next(self._numbers)}"
-        self._leases[lease_id] = _Lease(body["request_id"], prompt[:end], match, end, match)
+        self.leases[lease_id] = _Lease(
+            body["request_id"], prompt[:end], match, end, end + body.get("reserve", 0), match
+        )
         return PrepRecvReply(
             lease_id=lease_id, kv_addr=f"{self.url} {lease_id}", match_len=match, end=end,
             expires_ms=int(LEASE_S * 1e3),
@@ -131,7 +139,7 @@ class SimEngine:
         prompt, begin, end = body["prompt"], body["begin"], body["end"]
         self._check(0 <= begin < end <= len(prompt), f"[{begin}, {end})")
         url, _, lease_id = body["kv_addr"].partition(" ")
-        receiver = self._peers[url]
+        receiver = self.peers[url]
         lease = receiver._lease(lease_id)
         if lease.prompt != prompt[: lease.end]:
             raise BadAddress("the address is for another prompt", param="kv_addr")
@@ -156,19 +164,26 @@ class SimEngine:
 
     async def start_generate(self, body: dict[str, Any], headers: Headers) -> SimStream:
         tokens = [*body["prompt"], *body.get("output", ())]
-        begin = body.get("begin") or 0
+        begin = body.get("begin", 0)
         self._check(begin < len(tokens), f"begin {begin} leaves nothing to compute")
         await self._take(self._latency.call)
         have = self._match(tokens)
         if lease_id := body.get("lease_id"):
             lease = self._lease(lease_id)
-            self._check(begin <= lease.end, f"begin {begin} of a lease of {lease.end}")
+            begin = body.get("begin", lease.landed)
+            self._check(begin <= lease.room, f"begin {begin} of a lease of {lease.room}")
             await self._landed(lease, begin)
             self._end(lease_id)
             have = max(have, begin)
         stream = SimStream(self, body, tokens, min(have, len(tokens) - 1), self._latency)
         self._running[body["request_id"]] = stream
         return stream
+
+    async def mirror(self, body: dict[str, Any], headers: Headers) -> None:
+        await self._take(self._latency.call)
+        if (stream := self._running.get(body["request_id"])) is None:
+            raise BadRequest("no such generation", param="request_id")
+        stream.mirror = SimMirror(self.peers, body)
 
     async def commit(self, body: dict[str, Any], headers: Headers) -> None:
         await self._take(self._latency.call)
@@ -180,7 +195,7 @@ class SimEngine:
         if lease_id := body.get("lease_id"):
             self._end(lease_id)
         if request_id := body.get("request_id"):
-            for lease_id, lease in list(self._leases.items()):
+            for lease_id, lease in list(self.leases.items()):
                 if lease.request_id == request_id:
                     self._end(lease_id)
             if stream := self._running.get(request_id):
@@ -192,6 +207,18 @@ class SimEngine:
         return self._match(body["prompt"])
 
     unpin = pin
+
+    async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
+        await self._take(self._latency.call)
+        changes: asyncio.Queue[list[PageName] | None] = asyncio.Queue()
+        changes.put_nowait(list(self._cached))
+        self._followers.add(changes)
+        try:
+            while (added := await changes.get()) is not None:
+                yield PrefixChange(added=added, removed=[])
+        finally:
+            self._followers.discard(changes)
+        raise NobodyListens(f"{self.url}: it is dead")
 
     async def model(self) -> ModelInfo:
         return ModelInfo(
@@ -215,10 +242,12 @@ class SimEngine:
     def die(self) -> None:
         """As a killed process: what it held is gone, and nobody listens."""
         self._dead = True
-        for lease_id in list(self._leases):
+        for lease_id in list(self.leases):
             self._end(lease_id)
         for stream in list(self._running.values()):
             stream.abort()
+        for changes in self._followers:
+            changes.put_nowait(None)
 
     def forget(self, request_id: str) -> None:
         self._running.pop(request_id, None)
@@ -245,21 +274,25 @@ class SimEngine:
             raise UnknownLease("the lease has ended", param="lease_id")
 
     def _lease(self, lease_id: str) -> _Lease:
-        if (lease := self._leases.get(lease_id)) is None:
+        if (lease := self.leases.get(lease_id)) is None:
             raise UnknownLease(f"no lease {lease_id!r}", param="lease_id")
         return lease
 
     def _end(self, lease_id: str) -> None:
-        if (lease := self._leases.pop(lease_id, None)) is not None:
+        if (lease := self.leases.pop(lease_id, None)) is not None:
             lease.ended = True
             lease.changed.set()
 
     def _match(self, tokens: Sequence[int]) -> int:
-        pages = itertools.takewhile(self._cached.__contains__, _page_keys(tokens))
+        pages = itertools.takewhile(self._cached.__contains__, page_names(tokens, PAGE))
         return sum(PAGE for _ in pages)
 
     def _keep(self, tokens: Sequence[int]) -> None:
-        self._cached.update(_page_keys(tokens))
+        added = [name for name in page_names(tokens, PAGE) if name not in self._cached]
+        self._cached.update(added)
+        if added:
+            for changes in self._followers:
+                changes.put_nowait(added)
 
     @staticmethod
     def _check(holds: bool, what: str) -> None:
@@ -287,6 +320,7 @@ class SimStream:
         self._limit: int = body.get("max_tokens", 16) - len(tokens) + self._prompt_tokens
         self._source = tokens_after(tokens, seed=body.get("seed", 0), choice=body.get("choice", 0))
         self._emitted = 0
+        self.mirror = SimMirror(engine.peers, body["mirror"]) if "mirror" in body else None
         self._aborted = False
 
     async def next(self) -> Chunk:
@@ -302,6 +336,8 @@ class SimStream:
         self._tokens.append(token)
         self._emitted += 1
         chunk = Chunk([token], f"w{token} ", self._begin if self._emitted == 1 else None)
+        if self.mirror is not None:
+            chunk.mirror = self.mirror.advance(len(self._tokens) - 1)
         if self._emitted >= self._limit:
             chunk.finish_reason = "length"
             chunk.usage = Usage(
@@ -322,9 +358,21 @@ class SimStream:
         self._engine.forget(self._request_id)
 
 
-def _page_keys(tokens: Sequence[int]) -> Iterator[int]:
-    """A name for each full page, that says all before it as well."""
-    key = 0
-    for end in range(PAGE, len(tokens) + 1, PAGE):
-        key = hash((key, *tokens[end - PAGE : end]))
-        yield key
+class SimMirror:
+    """What a generation has put into a lease on another engine."""
+
+    def __init__(self, peers: dict[str, SimEngine], body: dict[str, Any]) -> None:
+        url, _, self._lease_id = body["kv_addr"].partition(" ")
+        self._peer = peers[url]
+        self._every: int = body["every"]
+        self._sent = 0
+
+    def advance(self, computed: int) -> Mirrored:
+        """Put what is new, if it is enough; what a step puts has landed in the next."""
+        lease = self._peer.leases.get(self._lease_id)
+        if lease is None:
+            return Mirrored(0, "lease_expired", "the lease has ended")
+        lease.landed = max(lease.landed, self._sent)
+        if computed >= self._sent + self._every:
+            self._sent = lease.room = computed  # as if it had asked for more room in time
+        return Mirrored(lease.landed)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from engine.protocol import MicroserveError
+from engine.protocol import BadAddress, LeaseExpired, MicroserveError, UnknownLease
 from router.calls import ChunkStream
 from router.errors import EngineUnreachable
 from router.ids import EngineRequestId
 from router.lease import Lease
 from router.member import Member
+from router.mirroring import Mirroring, Rank
+from router.prefixes import NOTHING, Expected
 from router.receipts import Leg
+from router.replica import Mirror
 from router.request import Chunk, Request
 from router.siblings import Origin
 
@@ -29,8 +32,8 @@ class TokenStream:
     """
 
     __slots__ = (
-        "_attempt", "_begin", "_fork_of", "_kv", "_leg", "_load", "_member", "_over", "_request",
-        "_stream",
+        "_attempt", "_begin", "_coming", "_fork_of", "_kv", "_leg", "_load", "_member",
+        "_mirroring", "_over", "_request", "_stream", "mirror",
     )  # fmt: skip
 
     def __init__(
@@ -41,8 +44,11 @@ class TokenStream:
         begin: int,
         kv: Lease | None,
         fork_of: EngineRequestId | None = None,
+        mirror: Mirror | None = None,
+        rank: Rank | None = None,
     ) -> None:
-        """`fork_of`: the generation there whose prompt's KV this one shares."""
+        """`fork_of`: the generation there whose prompt's KV this one shares. `rank`: the mirror's
+        `key`, of members."""
         self._attempt = attempt
         self._member = member
         self._request = request
@@ -52,6 +58,11 @@ class TokenStream:
         self._stream: ChunkStream | None = None
         self._leg: Leg | None = None
         self._over = False
+        self.mirror = mirror
+        self._mirroring = (
+            Mirroring(attempt, member, mirror, rank, request) if mirror is not None else None
+        )
+        self._coming: Expected = NOTHING  # what is to be cached there
         self._load = (0, 0)  # tokens to be prefilled and streams, as counted at the member
 
     def __aiter__(self) -> TokenStream:
@@ -79,10 +90,15 @@ class TokenStream:
         leg = self._leg
         if chunk.begin is not None:
             leg.begin = chunk.begin
+            if self._request.output and leg.tokens == 0:
+                leg.recomputed_tokens = max(0, leg.end - leg.begin)
         if leg.first_token_ms is None and chunk.token_ids:
             leg.first_token_ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
             self._count(0, 1)
+            self._coming.landed()
         leg.tokens += len(chunk.token_ids)
+        if self._mirroring is not None:
+            self._mirroring.saw(chunk)
         if chunk.finish_reason is not None:
             self._finish(chunk, leg)
         return chunk
@@ -113,17 +129,24 @@ class TokenStream:
     def member(self) -> Member:
         return self._member
 
+    @property
+    def tokens(self) -> int:
+        """Of prompt and output, up to what it has emitted."""
+        return self._leg.end + self._leg.tokens if self._leg is not None else 0
+
     async def _open(self) -> tuple[ChunkStream, Leg]:
         attempt, member, request = self._attempt, self._member, self._request
         total = len(request.tokens)
         self._leg = leg = attempt.begin_leg("start_generate", member, self._begin, total)
         attempt.streams.append(self)
         self._count(max(0, total - self._begin), 1)
+        self._coming = attempt.expect(member, request, total)
         if self._kv is not None:
             self._kv.expected.close()  # it is here now, and counted
         body = request.sampling.model_dump(exclude_defaults=True)
         body["prompt"] = request.prompt
-        body["begin"] = self._begin
+        if self._kv is None or self._kv.replica is None:
+            body["begin"] = self._begin  # else: what has landed
         if request.output:
             body["output"] = request.output
         if request.chunk_tokens > 1:
@@ -132,21 +155,39 @@ class TokenStream:
             body["stream_ms"] = interval
         if self._kv is not None:
             body["lease_id"] = self._kv.lease_id
+        if self._mirroring is not None:
+            attempt.mirrored = True
+            if target := await self._mirroring.first(leg):
+                body["mirror"] = target
         if self._fork_of is not None:
             body["fork_of"] = self._fork_of
         siblings, choice = request.siblings, request.sampling.choice
         if siblings is not None and (expected := siblings.expected(choice)):
             body["forks"] = expected
-        stream = await attempt.start(member, body)
+        stream = await self._start(body)
         if siblings is not None:
-            siblings.started(choice, Origin(member, attempt.request_id))
+            siblings.started(choice, Origin(member, attempt.request_id, self.mirror))
         if self._kv is not None:
-            self._kv.consumed = True
+            self._kv.taken()
         if self._over:  # stopped meanwhile
             stream.abort()
         else:
             member.watch(stream)
         return stream, leg
+
+    async def _start(self, body: dict[str, Any]) -> ChunkStream:
+        """Have the engine begin; if it is the mirror that it does not want, without."""
+        try:
+            return await self._attempt.start(self._member, body)
+        except BadAddress:
+            if self._mirroring is None or not body.pop("mirror", None):
+                raise
+            self._mirroring.refused()
+            return await self._attempt.start(self._member, body)
+        except (LeaseExpired, UnknownLease):
+            if self._kv is not None and self._kv.replica is not None:
+                self._kv.replica.forget()  # or it would be offered again
+            raise
 
     def _count(self, tokens: int, streams: int) -> None:
         """From now on this is what the member has of it to do."""
@@ -170,6 +211,9 @@ class TokenStream:
     def _close(self, leg: Leg) -> None:
         leg.ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
         self._count(0, 0)
+        self._coming.end()
+        if self._mirroring is not None:
+            self._mirroring.end()
         if self._stream is not None:
             self._member.unwatch(self._stream)
             if leg.error is not None:

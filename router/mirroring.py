@@ -1,0 +1,192 @@
+"""What is done so that one running generation has a replica, whatever becomes of other engines.
+
+Nothing of it delays or fails the generation, but for `OPEN_S` at its start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from engine.protocol import MicroserveError, PrepRecvReply, Timeout
+from router.errors import EngineUnreachable
+from router.member import Member, guard
+from router.receipts import Leg
+from router.replica import Mirror, Replica
+from router.request import Chunk, Request
+
+if TYPE_CHECKING:
+    from router.attempt import Attempt
+
+__all__ = ["Mirroring", "Rank"]
+
+Rank = Callable[[Member], Any]
+log = logging.getLogger(__name__)
+
+RESERVE = 128  # tokens of room beyond what there is; the engine asks for more when it needs it
+OPEN_S = 0.5  # a neighbour that hangs is not waited for
+RETRY_S, RETRY_MOST_S = 1.0, 30.0  # between attempts to get another replica
+FULL = frozenset({"no_capacity", "bad_request"})  # the replica is whole, but gets no more room
+
+
+class Mirroring:
+    """Opens the replica of a generation on `member`, and another one when that is lost, cannot
+    grow, or is on an engine that is to be empty (DéjàVu's recovery, the ring's repair)."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        member: Member,
+        mirror: Mirror,
+        rank: Rank | None,
+        request: Request,
+    ) -> None:
+        """`rank`: the mirror's `key`, of members."""
+        self._every = mirror.every
+        self._rank = rank
+        self._attempt = attempt
+        self._member = member
+        self._leg: Leg
+        self._tokens = list(request.tokens)  # with what has been emitted
+        self._most = len(request.prompt) + request.sampling.max_tokens
+        self._replica: Replica | None = None
+        self._repair: asyncio.Task[None] | None = None
+        self._over = False
+
+    async def first(self, leg: Leg) -> dict[str, Any] | None:
+        """The first replica, as `start_generate` takes it; None if there is none for now. `leg` is
+        the generation's."""
+        self._leg = leg
+        candidates = self._candidates()
+        try:
+            if candidates:
+                self._replica = await self._open(candidates[0])
+        except MicroserveError as error:
+            self._note(error.type)
+        if self._replica is None:
+            self._attempt.fallback("unmirrored")
+            self._unprotected(RETRY_S)
+            return None
+        self._leg.replica = self._replica.member.id
+        return self._body(self._replica)
+
+    def saw(self, chunk: Chunk) -> None:
+        """What the generation's stream says, of tokens and of the mirror."""
+        self._tokens += chunk.token_ids
+        told, replica = chunk.mirror, self._replica
+        if told is None or replica is None or replica.over:
+            return
+        self._leg.landed = replica.landed = max(replica.landed, told.landed)
+        if told.stopped is None or self._repair is not None:
+            return
+        self._note(told.stopped)
+        if told.stopped in FULL:
+            self._unprotected(RETRY_S)  # what it has is good: keep it until there is a better one
+        else:
+            replica.lose(told.stopped)
+
+    def refused(self) -> None:
+        """The engine would not begin with this replica."""
+        if self._replica is not None:
+            self._replica.lose("refused")
+
+    def end(self) -> None:
+        """The generation is over, one way or the other; what it has is the choice's. Idempotent."""
+        self._over = True
+        if self._repair is not None:
+            self._repair.cancel()
+
+    def _candidates(self) -> list[Member]:
+        ring = self._attempt.runtime.registry.ring(self._member)
+        if self._replica is not None and not self._replica.over:
+            ring = [member for member in ring if member is not self._replica.member]
+        return ring if self._rank is None else sorted(ring, key=self._rank)
+
+    async def _open(self, member: Member) -> Replica:
+        """A lease on `member` for all tokens so far, and some. Raises what the engine says."""
+        attempt, tokens = self._attempt, list(self._tokens)
+        name = f"{attempt.request_id}-r{next(attempt.replicas.numbers)}"
+        body = {
+            "request_id": name, "prompt": tokens, "end": len(tokens),
+            "reserve": max(0, min(RESERVE, self._most - len(tokens))),
+        }  # fmt: skip
+        reply: PrepRecvReply | None = None
+        try:
+            async with asyncio.timeout(OPEN_S):
+                reply = await guard(member.client.prep_recv(body, attempt.headers), member)
+        except TimeoutError:
+            raise Timeout(f"engine {member.id} did not answer within {OPEN_S:g} s") from None
+        except EngineUnreachable as error:
+            member.suspect(error.message)
+            raise
+        finally:
+            if reply is None:
+                attempt.runtime.releaser.spawn(member, {"request_id": name}, attempt.headers)
+        replica = Replica(
+            member,
+            self._member,
+            self._leg,
+            lease_id=reply.lease_id,
+            kv_addr=reply.kv_addr,
+            landed=reply.match_len,
+            lost=self._lost,
+            unwanted=lambda: self._unprotected(0.0),
+        )
+        attempt.replicas.add(replica)
+        return replica
+
+    def _body(self, replica: Replica) -> dict[str, Any]:
+        return {"kv_addr": replica.kv_addr, "every": self._every}
+
+    def _lost(self, reason: str) -> None:
+        self._note(reason)
+        self._unprotected(0.0)
+
+    def _note(self, reason: str) -> None:
+        self._leg.mirror_error = reason
+
+    def _unprotected(self, pause: float) -> None:
+        """Get another replica, in `pause` seconds, and again later if there is none then."""
+        if self._over or self._repair is not None:
+            return
+        self._repair = self._attempt.runtime.tasks.create_task(self._mend(pause))
+
+    async def _mend(self, pause: float) -> None:
+        try:
+            while True:
+                await asyncio.sleep(pause)
+                if await self._replace():
+                    return
+                self._attempt.fallback("unmirrored")
+                pause = min(max(RETRY_S, 2 * pause), RETRY_MOST_S)
+        except Exception:  # of this one stream: what else the router does must go on
+            log.exception("a replica could not be set up")
+        finally:
+            self._repair = None
+
+    async def _replace(self) -> bool:
+        """Mirror to the first engine that has room; returns whether there is one."""
+        for member in self._candidates():
+            try:
+                new = await self._open(member)
+            except MicroserveError as error:
+                self._note(error.type)
+                continue
+            try:
+                body = {"request_id": self._attempt.request_id, **self._body(new)}
+                call = self._member.client.mirror(body, self._attempt.headers)
+                await guard(call, self._member)
+            except MicroserveError as error:
+                # The generation is gone, or about to be: its stream knows.
+                self._attempt.replicas.end(new)
+                self._note(error.type)
+                return False
+            old, self._replica = self._replica, new
+            if old is not None:
+                self._attempt.replicas.end(old)
+            self._leg.replica, self._leg.mirror_error = member.id, None
+            self._leg.landed = new.landed
+            return not new.over
+        return False

@@ -1,0 +1,31 @@
+"""Fault replication: what runs on an engine survives it (DéjàVu, ring replication)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated
+
+from pydantic import Field
+
+from router import Chunk, Cluster, Mirror, Request, strategy
+
+__all__ = ["replicate"]
+
+Every = Annotated[
+    int, Field(ge=1, le=4096, description="tokens that are put to the replica at a time")
+]
+
+
+@strategy
+async def replicate(
+    request: Request, cluster: Cluster, *, every: Every = 16
+) -> AsyncGenerator[Chunk, None]:
+    """Each request's KV is kept on the next engine of a ring as well, and goes on there.
+
+    Where an engine dies or hangs, at most `2 * every + 1` tokens are computed again, and a new
+    replica is made at once. If two neighbours die together, all is computed again.
+    """
+    kv = cluster.replica  # of an engine that has died
+    engine = kv.engine if kv else cluster.engines.least_loaded()
+    async for chunk in engine.start_generate(request, kv=kv, mirror=Mirror(every)):
+        yield chunk
