@@ -6,16 +6,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from types import TracebackType
 
 from aiohttp import web
 
 from engine.protocol import MicroserveError, Timeout
 from router.config import RouterConfig
+from router.cut import Cut
 from router.http import CALLER, RECEIPT, TRACE
-from router.logs import serving
+from router.logs import serves
 from router.receipts import Receipt
 from router.router import Router
 
@@ -48,78 +48,88 @@ def priority_of(http: web.Request, asked: int | None) -> int:
     return int(header) if _PRIORITY.fullmatch(header) else 0
 
 
-@asynccontextmanager
-async def accounted(
-    router: Router,
-    http: web.Request,
-    receipt: Receipt,
-    arrived: float,
-    timeout_s: float,
-    *,
-    tally: Callable[[], object],
-) -> AsyncIterator[None]:
+class accounted:
     """Around the work on one request, cancelled `timeout_s` after it `arrived` (loop time).
 
     Raises `Timeout` then, naming what it was doing. `tally` is called at the end, to fill in what
     was emitted. Everything else raises through.
     """
-    http[RECEIPT] = receipt
-    router.metrics.in_flight.inc()
-    router.limits.charge(http[CALLER], receipt.prompt_tokens)
-    with router.drain.request(), serving(receipt):
-        try:
-            async with _Deadline(receipt, arrived + timeout_s, timeout_s):
-                yield
-            receipt.status = "done"
-        except MicroserveError as error:
-            receipt.fail(error)
-            raise
-        finally:
-            if receipt.status == "running":
-                receipt.status = "cancelled"
-            receipt.ms = receipt.elapsed_ms()
-            tally()
-            router.metrics.in_flight.dec()
-            router.metrics.finished(receipt)
-            router.limits.charge(http[CALLER], receipt.completion_tokens)
-            router.backlog.freed()
-            http[TRACE].finish(receipt)
-            if log.isEnabledFor(logging.INFO):
-                log.info("request %s", receipt.status, extra={"receipt": receipt.summary()})
 
+    __slots__ = (
+        "_caller", "_cut", "_due", "_phase", "_receipt", "_router", "_tally", "_timeout_s",
+        "_timer", "_trace",
+    )  # fmt: skip
 
-class _Deadline:
-    """Cancels its body at `due` (loop time). Raises `Timeout` then, which names the phase."""
-
-    __slots__ = ("_cut", "_due", "_phase", "_receipt", "_timeout_s", "_timer")
-
-    def __init__(self, receipt: Receipt, due: float, timeout_s: float) -> None:
+    def __init__(
+        self,
+        router: Router,
+        http: web.Request,
+        receipt: Receipt,
+        arrived: float,
+        timeout_s: float,
+        *,
+        tally: Callable[[], object],
+    ) -> None:
+        http[RECEIPT] = receipt
+        self._router = router
+        self._caller, self._trace = http[CALLER], http[TRACE]
         self._receipt = receipt
-        self._due = due
-        self._timeout_s = timeout_s
+        self._due, self._timeout_s = arrived + timeout_s, timeout_s
+        self._tally = tally
         self._phase = ""
-        self._cut = asyncio.timeout(None)
+        self._cut = Cut()
 
-    async def __aenter__(self) -> None:
-        await self._cut.__aenter__()
+    def __enter__(self) -> None:
+        router, receipt = self._router, self._receipt
+        serves(receipt)
+        router.metrics.in_flight.inc()
+        router.limits.charge(self._caller, receipt.prompt_tokens)
+        router.drain.request_begins()
+        self._cut.__enter__()
         self._timer = asyncio.get_running_loop().call_at(self._due, self._expire)
 
-    async def __aexit__(
+    def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
         self._timer.cancel()
+        receipt = self._receipt
         try:
-            await self._cut.__aexit__(kind, error, traceback)
+            self._cut.__exit__(kind, error, traceback)
         except TimeoutError:
-            receipt = self._receipt
-            raise Timeout(
+            late = Timeout(
                 f"the request took longer than {self._timeout_s:g} s; it was in: {self._phase} "
                 f"(strategy {receipt.strategy}, generation {receipt.generation})"
-            ) from None
+            )
+            receipt.fail(late)
+            raise late from None
+        else:
+            if kind is None:
+                receipt.status = "done"
+            elif isinstance(error, MicroserveError):
+                receipt.fail(error)
+            else:
+                receipt.status = "cancelled"
+        finally:
+            try:
+                self._close()
+            finally:
+                self._router.drain.request_ends()
+
+    def _close(self) -> None:
+        router, receipt = self._router, self._receipt
+        receipt.ms = receipt.elapsed_ms()
+        self._tally()
+        router.metrics.in_flight.dec()
+        router.metrics.finished(receipt)
+        router.limits.charge(self._caller, receipt.completion_tokens)
+        router.backlog.freed()
+        self._trace.finish(receipt)
+        if log.isEnabledFor(logging.INFO):
+            log.info("request %s", receipt.status, extra={"receipt": receipt.summary()})
 
     def _expire(self) -> None:
         self._phase = self._receipt.phase  # now: all of its legs are about to end
-        self._cut.reschedule(self._due)
+        self._cut.make()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from engine.protocol import NoCapacity
 
@@ -16,7 +15,8 @@ Order = tuple[int, float, int]  # priority, time of arrival, tie-break
 
 
 class Place:
-    """One choice's place. Not in the queue before it meets others that wait, or no room."""
+    """One choice's place, for as long as the body of `with` runs. Not in the queue before it meets
+    others that wait, or no room."""
 
     __slots__ = ("_backlog", "_turn", "order")
 
@@ -25,12 +25,18 @@ class Place:
         self._backlog = backlog
         self._turn = asyncio.Event()  # it is the first, or room may have been made
 
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._backlog.leave(self)
+
     async def wait(self, full: NoCapacity | None, *, deadline: float) -> None:
         """Wait until it may (again) be tried to find room. `full`: it was tried just now.
 
         The first in the queue tries when a request has ended, or when Retry-After says so. Raises
         `full`, or `NoCapacity`, if the queue is full or the turn does not come before `deadline`
-        (loop time). Cancellation ends the wait; the place ends with the body of `Backlog.place`.
+        (loop time). Cancellation ends the wait; the place ends with its `with`.
         """
         queue = self._backlog.queue
         if self not in queue:
@@ -75,14 +81,9 @@ class Backlog:
     def __len__(self) -> int:
         return len(self.queue)
 
-    @contextmanager
-    def place(self, priority: int, arrived: float) -> Iterator[Place]:
-        """A place for as long as the body runs. `arrived`: loop time."""
-        place = Place(self, (priority, arrived, next(self._numbers)))
-        try:
-            yield place
-        finally:
-            self.leave(place)
+    def place(self, priority: int, arrived: float) -> Place:
+        """A place for whoever `arrived` (loop time)."""
+        return Place(self, (priority, arrived, next(self._numbers)))
 
     def freed(self) -> None:
         """A request has ended: the first in the queue may try again."""

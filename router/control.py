@@ -6,8 +6,6 @@ Every change is in the audit log, in the router's log and among the events.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from router.audit import Audit
@@ -91,9 +89,8 @@ class Control:
         self.events.publish("load", who=who, name=strategy.name, source_sha256=digest)
         log.info("%s loaded strategy %s", who, strategy.name)
 
-    @contextmanager
-    def watching(self, generation: Generation, receipt: Receipt) -> Iterator[None]:
-        """Around one request of `generation`: tells of its begin and end, and has it judged."""
+    def begun(self, generation: Generation, receipt: Receipt) -> None:
+        """A request of `generation` begins."""
         self.events.publish(
             "request_begun",
             id=receipt.id,
@@ -101,22 +98,22 @@ class Control:
             strategy=receipt.strategy,
             prompt_tokens=receipt.prompt_tokens,
         )
-        try:
-            yield
-        finally:
-            self.events.publish(
-                "request_ended",
-                id=receipt.id,
-                generation=generation.number,
-                strategy=receipt.strategy,
-                status=receipt.status,
-                error=receipt.error,
-                ms=receipt.ms,
-                first_token_ms=receipt.first_token_ms,
-                completion_tokens=receipt.completion_tokens,
-            )
-            if generation is self.generations.candidate:
-                self._judge(receipt)
+
+    def ended(self, generation: Generation, receipt: Receipt) -> None:
+        """It has ended, and is judged."""
+        self.events.publish(
+            "request_ended",
+            id=receipt.id,
+            generation=generation.number,
+            strategy=receipt.strategy,
+            status=receipt.status,
+            error=receipt.error,
+            ms=receipt.ms,
+            first_token_ms=receipt.first_token_ms,
+            completion_tokens=receipt.completion_tokens,
+        )
+        if generation is self.generations.candidate:
+            self._judge(receipt)
 
     def _judge(self, receipt: Receipt) -> None:
         canary = self.generations.canary

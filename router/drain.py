@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 __all__ = ["Drain"]
 
@@ -18,16 +17,14 @@ class Drain:
         self.running = 0
         self._over = asyncio.Event()
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """Counts one for as long as the body runs."""
+    def request_begins(self) -> None:
+        """Count one, until `request_ends`."""
         self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-            if self.begun and not self.running:
-                self._over.set()
+
+    def request_ends(self) -> None:
+        self.running -= 1
+        if self.begun and not self.running:
+            self._over.set()
 
     async def finish(self, bound_s: float) -> int:
         """Take nothing new and wait for what runs, `bound_s` seconds at most.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +26,7 @@ class Generation:
     tell: Callable[[Generation, Kind, str], None] = field(repr=False)  # of each offence
     in_flight: int = 0
     offences: Counter[Kind] = field(default_factory=Counter)
+    states: dict[Any, Any] = field(default_factory=dict, repr=False)  # what its strategy remembers
 
     @property
     def label(self) -> str:
@@ -120,19 +120,19 @@ class Generations:
         self.drop()
         return self._swap(self._new(before.bound, before=before.before))
 
-    @contextmanager
-    def enter(self) -> Iterator[Generation]:
-        """The generation of a new request, read once, and in use until the body is left."""
+    def enter(self) -> Generation:
+        """The generation of a new request, read once, and in use until `leave`."""
         generation = self.active
         if self.canary is not None and self.candidate is not None and self.canary.takes_next():
             generation = self.candidate
         generation.in_flight += 1
-        try:
-            yield generation
-        finally:
-            generation.in_flight -= 1
-            if generation.in_flight == 0:
-                self._draining.pop(generation.number, None)
+        return generation
+
+    def leave(self, generation: Generation) -> None:
+        """A request of `generation` has ended."""
+        generation.in_flight -= 1
+        if generation.in_flight == 0:
+            self._draining.pop(generation.number, None)
 
     def live(self) -> list[Generation]:
         """The active generation first, then a canary's, then older ones that are still in use."""

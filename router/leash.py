@@ -22,7 +22,7 @@ class Interrupted(BaseException):
 
 
 class Leash(Coroutine[Any, Any, Any]):
-    """Runs `coroutine` in a task of its own, `task`, from `start` on.
+    """Runs `coroutine` in a task of its own, from `start` on.
 
     Left alone it is transparent: value, error and cancellations are the coroutine's. After `end`
     the task ends within `grace` seconds, if need be without it; `on_ignored` is called then.
@@ -31,11 +31,9 @@ class Leash(Coroutine[Any, Any, Any]):
     """
 
     __slots__ = (
-        "_coroutine", "_error", "_grace", "_let_go", "_on_ignored", "_timer", "ending", "holder",
-        "task",
+        "_coroutine", "_error", "_grace", "_let_go", "_on_ignored", "_task", "_timer", "ending",
+        "holder",
     )  # fmt: skip
-
-    task: asyncio.Task[Any]
 
     def __init__(
         self,
@@ -52,24 +50,26 @@ class Leash(Coroutine[Any, Any, Any]):
         self._on_ignored = on_ignored
         self._error: Exception | None = None
         self._let_go = False
+        self._task: asyncio.Task[Any] | None = None  # while it runs
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop, **options: Any) -> asyncio.Task[Any]:
         """Its task; `options` as of `asyncio.Task`."""
-        self.task = asyncio.Task(self, loop=loop, **options)
-        self.task.add_done_callback(self._over)
-        return self.task
+        self._task = task = asyncio.Task(self, loop=loop, **options)
+        task.add_done_callback(self._over)
+        return task
 
     def end(self, error: Exception | None = None) -> None:
         """Cancel the coroutine. Its task ends in `error`, or cancelled, whatever it makes of that.
 
         Idempotent: the first `error` counts.
         """
-        if self.ending or self.task.done():
+        task = self._task
+        if self.ending or task is None or task.done():
             return
         self.ending, self._error = True, error
-        self.task.cancel()
-        self._timer = self.task.get_loop().call_later(self._grace, self._overdue)
+        task.cancel()
+        self._timer = task.get_loop().call_later(self._grace, self._overdue)
 
     def send(self, value: Any) -> Any:
         try:
@@ -114,11 +114,12 @@ class Leash(Coroutine[Any, Any, Any]):
             raise RuntimeError("SystemExit") from how
 
     def _overdue(self) -> None:
-        if not self.task.done():
+        if self._task is not None and not self._task.done():
             self._let_go = True
-            self.task.cancel()
+            self._task.cancel()
 
     def _over(self, task: asyncio.Task[Any]) -> None:
+        self._task = None  # it knows us: nothing here is for the collector
         if self._timer is not None:
             self._timer.cancel()
         # Let go of, or never begun: its `finally`s may run, but wait for nothing.

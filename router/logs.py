@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
 
@@ -14,20 +12,15 @@ import orjson
 
 from router.receipts import Receipt
 
-__all__ = ["LogFormat", "serving", "set_up_logging"]
+__all__ = ["LogFormat", "serves", "set_up_logging"]
 
 LogFormat = Literal["text", "json"]
 _receipt: ContextVar[Receipt | None] = ContextVar("receipt", default=None)
 
 
-@contextmanager
-def serving(receipt: Receipt) -> Iterator[None]:
-    """What is logged by this task, and those it starts, is about this request."""
-    token = _receipt.set(receipt)
-    try:
-        yield
-    finally:
-        _receipt.reset(token)
+def serves(receipt: Receipt) -> None:
+    """From now on, what this task logs, and those that it starts, is about this request."""
+    _receipt.set(receipt)
 
 
 def set_up_logging(level: str, format: LogFormat) -> None:

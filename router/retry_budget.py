@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 __all__ = ["Claim", "RetryBudget"]
 
 RESERVE = 10  # retries that are always allowed: a share of few is none
 
 
 class Claim:
-    """One request's part of the budget. It may be taken for more than one retry."""
+    """One request's part of the budget, counted while the body of `with` runs. It may be taken for
+    more than one retry."""
 
     __slots__ = ("_budget", "spent")
 
     def __init__(self, budget: RetryBudget) -> None:
         self._budget = budget
         self.spent = False
+
+    def __enter__(self) -> Claim:
+        self._budget.running += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.running -= 1
+        self._budget.retrying -= self.spent
 
     def spend(self) -> bool:
         """Whether the request may be retried once more, for as long as it lasts."""
@@ -42,13 +48,6 @@ class RetryBudget:
     def left(self) -> bool:
         return self.retrying < RESERVE + self._share * self.running
 
-    @contextmanager
-    def request(self) -> Iterator[Claim]:
-        """Counts a request for as long as the body runs."""
-        claim = Claim(self)
-        self.running += 1
-        try:
-            yield claim
-        finally:
-            self.running -= 1
-            self.retrying -= claim.spent
+    def request(self) -> Claim:
+        """One that begins."""
+        return Claim(self)

@@ -65,14 +65,15 @@ async def _answer(
     model = router.registry.model
     name = served_name(router)
     ask = await off_loop(len(body), read, body, model, name)
-    with router.generations.enter() as generation:
+    generation = router.generations.enter()
+    try:
         receipt = Receipt(
             id=request_id(),
             generation=generation.number,
             strategy=generation.bound.strategy.name,
             params=generation.bound.shown,
             seed=ask.samplings[0].seed,
-            prompt_tokens=sum(len(tokens) for tokens in ask.prompts),
+            prompt_tokens=sum(map(len, ask.prompts)),
             key=http[CALLER].name,
             began=began,
         )
@@ -96,8 +97,13 @@ async def _answer(
             echoes=_echoes(ask, model) if ask.echo else (),
         )
         answer = _Answer(router, http, ask, receipt, scope, written)
-        with router.control.watching(generation, receipt):
+        router.control.begun(generation, receipt)
+        try:
             return await (answer.stream() if ask.stream else answer.whole())
+        finally:
+            router.control.ended(generation, receipt)
+    finally:
+        router.generations.leave(generation)
 
 
 def _echoes(ask: Ask, model: ServedModel) -> list[str]:
@@ -188,9 +194,7 @@ class _Answer:
         """Run every choice of every prompt; the first failure cancels the others and is raised."""
         router, http, scope = self._router, self._http, self._scope
         timeout_s = deadline_s(router.config, http, self._ask.timeout)
-        async with accounted(
-            router, http, scope.receipt, scope.arrived, timeout_s, tally=self._usage
-        ):
+        with accounted(router, http, scope.receipt, scope.arrived, timeout_s, tally=self._usage):
             await self._choices(emit)
 
     async def _choices(self, emit: Emit) -> None:

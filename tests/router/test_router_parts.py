@@ -73,12 +73,13 @@ def test_what_is_no_strategy_is_refused():
 def test_generations_swap_roll_back_and_live_until_their_last_request():
     bound = strategy(one).bind({})
     generations = Generations(bound)
-    with generations.enter() as first:
-        second = generations.activate(bound, if_generation=1)
-        assert (second.number, generations.active) == (2, second)
-        with pytest.raises(Conflict):
-            generations.activate(bound, if_generation=1)
-        assert generations.live() == [second, first]
+    first = generations.enter()
+    second = generations.activate(bound, if_generation=1)
+    assert (second.number, generations.active) == (2, second)
+    with pytest.raises(Conflict):
+        generations.activate(bound, if_generation=1)
+    assert generations.live() == [second, first]
+    generations.leave(first)
     assert generations.live() == [second]
     assert generations.rollback().number == 3
     with pytest.raises(Conflict):
