@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -131,6 +132,20 @@ class StepLoop:
     def abort(self, job: Job) -> None:
         """Drop a job; full pages of a generation stay cached. Harmless if it has ended already."""
         self._post(lambda: self._abort(job))
+
+    def turn(self) -> Future[None]:
+        """Done when all that was asked for before has been done, or the loop has stopped."""
+        done: Future[None] = Future()
+
+        def tell() -> None:
+            if done.set_running_or_notify_cancel():  # or nobody waits any longer
+                done.set_result(None)
+
+        if self.alive:
+            self._post(tell)
+        else:
+            tell()
+        return done
 
     def _post(self, action: Callable[[], None]) -> None:
         self._mail.append(action)

@@ -137,8 +137,12 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
 
     @post("release", Release)
     async def release(request: Request) -> dict[str, bool]:
-        """End a lease, or abort what runs under a request id; idempotent."""
-        engine.release(parse(Release, await _body(request, limit)))
+        """End a lease, or abort what runs under a request id; idempotent. Answers when its pages
+        are let go, and can be found in the prefix cache."""
+        call = parse(Release, await _body(request, limit))
+        engine.release(call)
+        if call.request_id is not None:
+            await engine.let_go()
         return {"released": True}
 
     @app.get("/microserving/model")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 
 from tokenizers import Tokenizer
@@ -52,6 +53,7 @@ from kvcache.types import LeaseId, SeqId
 
 __all__ = ["MicroserveEngine"]
 
+LET_GO_S = 1.0
 REMEMBERED = 16_384  # request ids that were released; one takes about 100 bytes
 
 
@@ -276,6 +278,12 @@ class MicroserveEngine:
                 self.cache.release(lease_id)
             except (LeaseExpired, UnknownLease):
                 continue
+
+    async def let_go(self) -> None:
+        """Wait until the step loop has done what was asked of it, a long step's time at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LET_GO_S):
+                await asyncio.wrap_future(self.loop.turn())
 
     def forget(self, generation: Generation) -> None:
         """A stream has ended, by itself or not."""
