@@ -51,7 +51,7 @@ class Run:
         self._leash = Leash(self._run(), **held)
         # The strategy sees what was emitted before it began, not what it emits.
         given = replace(request, output=list(request.output))
-        self._chunks = generation.bound.run(given, Cluster(attempt))
+        self._chunks = generation.bound.run(given, Cluster(attempt, generation.states))
         self._seen = (-1, -1)
 
     async def finish(self) -> None:
