@@ -53,7 +53,7 @@ class Params:
             message = str(wrong).partition("\n")[0]
             raise TypeError(f"{function}: the param {name}: {message}") from None
         except ValidationError as wrong:
-            raise TypeError(f"{function}: the default of {name}: {_says(wrong)}") from None
+            raise TypeError(f"{function}: the default of {name}: {_says(wrong, kind)}") from None
 
     def validate(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """`values`, with defaults for the rest. Raises `BadRequest`, naming the first bad one."""
@@ -67,7 +67,8 @@ class Params:
             try:
                 checked[name] = self._read(name, value)
             except (ValidationError, PydanticSerializationError) as wrong:
-                says = _says(wrong) if isinstance(wrong, ValidationError) else str(wrong)
+                kind = self._types[name]
+                says = _says(wrong, kind) if isinstance(wrong, ValidationError) else str(wrong)
                 raise BadRequest(f"{name}={value!r}: {says}", param=f"params.{name}") from None
         return checked
 
@@ -86,7 +87,9 @@ class Params:
         return self._types[name].validate_json(to_json(value), strict=True)
 
 
-def _says(invalid: ValidationError) -> str:
-    first = invalid.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
+def _says(invalid: ValidationError, kind: TypeAdapter[Any]) -> str:
+    errors = invalid.errors(include_url=False, include_input=False)
+    if kind.core_schema["type"] == "union":
+        return ", or ".join(dict.fromkeys(error["msg"] for error in errors))
+    where = ".".join(str(part) for part in errors[0]["loc"])
+    return f"{where}: {errors[0]['msg']}" if where else str(errors[0]["msg"])
