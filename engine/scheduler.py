@@ -48,6 +48,7 @@ class Scheduler:
         # Of those that wait, whose sequences a tier has: until they are out, and until they return.
         self._leaving: dict[Generation, Future[int]] = {}
         self._returning: dict[Generation, Future[int]] = {}
+        self._untouched: set[Generation] = set()  # begun, but nothing of them is computed yet
 
     @property
     def full(self) -> bool:
@@ -70,6 +71,7 @@ class Scheduler:
                 self.sends.remove(job)
         elif job in self.running:
             self.running.remove(job)
+            self._untouched.discard(job)
         elif job in self.waiting:
             self.waiting.remove(job)
             if self._leaving.pop(job, None) or self._returning.pop(job, None):
@@ -77,6 +79,7 @@ class Scheduler:
 
     def plan(self) -> list[tuple[Job, Chunk]]:
         """The next step's chunks, with room made for each; empty if there is nothing to do."""
+        waited = set(self._untouched)
         self._admit()
         chosen: list[tuple[Job, Chunk]] = []
         for decode in list(self.running):
@@ -92,6 +95,9 @@ class Scheduler:
             if not self._make_room(job):
                 continue
             if isinstance(job, Generation):
+                if job in waited:
+                    self._catch_up(job)
+                self._untouched.discard(job)
                 # What is computed of a prompt can be shared, and copied to a tier, from now on.
                 self._cache.publish(job.seq_id, job.tokens)
             count = min(self._missing(job), budget, share)
@@ -130,7 +136,19 @@ class Scheduler:
                 return False
         if job.begin is None:  # afterwards, what it finds again is its own
             job.begin = job.cached = cached
+            self._untouched.add(job)
         return True
+
+    def _catch_up(self, job: Generation) -> None:
+        """Begin with what others have computed of its prompt while it waited for its first chunk.
+
+        Prompts that come at once often begin alike: the first one computes that part for all.
+        """
+        cache = self._cache
+        with cache.lock:
+            cache.remove_sequence(job.seq_id)
+            job.begin = job.cached = cache.add_sequence(job.seq_id, job.tokens[:-1])
+            cache.grow(job.seq_id, job.target)  # it has let go of at least as much
 
     def _bring_back(self, job: Generation) -> None:
         """Swap a generation in if it is out and there is room; what was lost it computes again."""
@@ -177,6 +195,7 @@ class Scheduler:
             self._cache.publish(job.seq_id, job.tokens)
             self._cache.remove_sequence(job.seq_id)
         self.running.remove(job)
+        self._untouched.discard(job)
         job.started = False
         self.waiting.appendleft(job)
         self.preemptions += 1

@@ -57,14 +57,15 @@ class Engine:
         """This router's work in flight there, in tokens of prefill (a stream weighs like a few)."""
         return self._member.load.weight
 
-    def cached(self, request: Request) -> int:
+    def cached(self, request: Request, *, coming: bool = True) -> int:
         """How many of `request.tokens` need not be computed here: full pages that are in the prefix
-        cache, or on their way into it; the last token is never among them.
+        cache, or `coming` into it; the last token is never among them.
 
         What engines have cached is followed as long as strategies ask. Until an engine has answered
         for the first time it is 0.
         """
-        return self._attempt.runtime.registry.prefixes.cached(self._member, request)
+        prefixes = self._attempt.runtime.registry.prefixes
+        return prefixes.cached(self._member, request, coming=coming)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Engine) and other._member is self._member

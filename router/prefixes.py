@@ -98,6 +98,9 @@ class _View:
     def lacks(self, name: PageName) -> bool:
         return name not in self.known and name not in self.expected
 
+    def lacks_now(self, name: PageName) -> bool:
+        return name not in self.known
+
 
 class Prefixes:
     """The views of all engines that were asked about. Costs nothing until then, nor when nobody
@@ -110,14 +113,15 @@ class Prefixes:
         self._used = False  # since the last look
         self._timer: asyncio.TimerHandle | None = None
 
-    def cached(self, member: Member, request: Request) -> int:
+    def cached(self, member: Member, request: Request, *, coming: bool = True) -> int:
         """How many of `request.tokens` need not be computed there: those in full pages that are
-        cached, or on their way, without the last token."""
+        cached, or `coming`; the last token is never among them."""
         view = self._follow(member)
+        lacks = view.lacks if coming else view.lacks_now
         names = _names(member, request, len(request.tokens) - 1)
-        if not names or view.lacks(names[0]):
+        if not names or lacks(names[0]):
             return 0
-        return bisect_left(names, True, key=view.lacks) * _page_size(member)
+        return bisect_left(names, True, key=lacks) * _page_size(member)
 
     def expect(self, member: Member, request: Request, end: int) -> Expected:
         """From now on, the full pages of `tokens[:end]` are on their way into the cache there."""

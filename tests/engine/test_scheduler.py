@@ -159,6 +159,39 @@ def test_what_is_cached_is_not_computed(make: Make):
     assert (second.cached, second.begin) == (32, 32)
 
 
+def test_who_waits_for_its_first_chunk_begins_with_what_others_have_computed_meanwhile(make: Make):
+    scheduler, cache = make(budget=40)
+    first, second = generation(1, range(100)), generation(2, [*range(90), 500, 501])
+    stranger = generation(3, range(1000, 1010))
+    for job in (first, second, stranger):
+        scheduler.add(job)
+    assert [step(scheduler, cache) for _ in range(3)] == [
+        {"r1": 40},
+        {"r1": 40},
+        {"r1": 20, "r2": 12, "r3": 8},
+    ]
+    assert (second.cached, second.begin) == (80, 80)
+    assert (stranger.cached, stranger.begin) == (0, 0)
+
+
+def test_what_has_landed_in_a_lease_is_not_given_up_for_what_is_cached(make: Make):
+    """Its KV is in no prefix tree yet."""
+    scheduler, cache = make(budget=4)
+    scheduler.add(generation(1, range(100, 120)))
+    job = generation(2, range(40))
+    lease, address = cache.prep_recv("r", job.tokens, 32, 0, 10.0)
+    put = cache.open_put(address, job.tokens, 0, 32)
+    put.signal(32)
+    put.close().result(10)
+    job.begin = job.cached = cache.start_lease(lease.lease_id, job.seq_id, job.tokens, 32)
+    job.started = True
+    scheduler.add(job)
+    computed = 0
+    while job.target == 40:
+        computed += step(scheduler, cache).get("r2", 0)
+    assert (computed, job.begin) == (8, 32)
+
+
 def test_the_last_token_is_always_computed(make: Make):
     scheduler, cache = make()
     first = generation(1, range(32))
