@@ -14,8 +14,7 @@ import click
 from engine.protocol import MicroserveError
 from router.audition import audition_of
 from router.children import StartFailed
-from router.conformance.deployment import deployed
-from router.conformance.suite import ALL, run_checks
+from router.conformance.suite import ALL, run_checks, set_up
 from router.errors import root_cause
 from router.server import listen
 from router.tls import server_context
@@ -48,8 +47,8 @@ def check_conformance(strategy: str, params: Mapping[str, Any], model: str) -> b
     async def run() -> bool:
         click.echo(f"starting engines with {model} …", err=True)
         failed, requests = 0, 0
-        async with deployed(model, strategy, params) as deployment:
-            async for result in run_checks(deployment):
+        async with set_up(model, strategy, params) as (deployment, oracle):
+            async for result in run_checks(deployment, oracle):
                 click.echo(str(result))
                 failed += bool(result.problem)
                 requests += result.requests

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
 
 from router.conformance.checks import CHECKS
-from router.conformance.deployment import Deployment
+from router.conformance.deployment import Deployment, routed
 from router.conformance.faults import FAULTS
+from router.conformance.node import engines
 from router.conformance.trial import CheckFailed, Trial
 
-__all__ = ["ALL", "Check", "Result", "run_checks"]
+__all__ = ["ALL", "Check", "Result", "run_checks", "set_up"]
 
 Check = Callable[[Trial], Awaitable[None]]
 ALL: tuple[Check, ...] = (*CHECKS, *FAULTS)
@@ -34,13 +39,26 @@ class Result:
         return f"ok      {name}: {self.about} ({self.requests} requests, {self.seconds:.1f} s)"
 
 
+@asynccontextmanager
+async def set_up(
+    model: str, strategy: str, params: Mapping[str, Any]
+) -> AsyncIterator[tuple[Deployment, Deployment]]:
+    """A strategy with three engines, and the oracle. Raises `StartFailed`."""
+    async with (
+        engines(model, 4) as (*nodes, alone),
+        routed([alone], "data_parallel") as oracle,
+        routed(nodes, strategy, params) as deployment,
+    ):
+        yield deployment, oracle
+
+
 async def run_checks(
-    deployment: Deployment, checks: Sequence[Check] = ALL
+    deployment: Deployment, oracle: Deployment, checks: Sequence[Check] = ALL
 ) -> AsyncIterator[Result]:
-    """Run `checks`, each on what the one before it has left; the next goes on after a failure."""
+    """Compare `deployment` with `oracle`, of one engine. A check that fails ends no other."""
     for check in checks:
         name, began = getattr(check, "__name__", ""), time.monotonic()
-        trial, problem = Trial(deployment, name), ""
+        trial, problem = Trial(name, deployment, oracle), ""
         try:
             await check(trial)
             await trial.settle("afterwards")
@@ -51,5 +69,8 @@ async def run_checks(
             if failed is None or others is not None:
                 raise
             problem = str(failed.exceptions[0])
+        except (aiohttp.ClientError, OSError) as error:
+            said = deployment.router.log.strip().splitlines()
+            problem = f"the router is gone: {said[-1] if said else error}"
         about = (check.__doc__ or "").strip()
         yield Result(name, about, trial.requests, time.monotonic() - began, problem)

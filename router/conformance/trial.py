@@ -14,9 +14,8 @@ from router.conformance.deployment import Deployment
 
 __all__ = ["CheckFailed", "Trial"]
 
-FIRST_TOKEN = 20  # what comes before is special in some models
+TOKENS = (20, 500)  # which every model has, and in none of which they are special
 LOOK_S = 0.002
-WORDS = 480  # so many different tokens, fewer where the model has fewer
 _numbers = itertools.count(1)
 
 
@@ -25,22 +24,23 @@ class CheckFailed(Exception):
 
 
 class Trial:
-    """One check of one deployment; `requests` counts those of its strategy.
+    """One check, by its name, of one deployment; `requests` counts those of its strategy.
 
-    Prompts are drawn by the check's name: the same in each run, and cold unless asked twice.
+    Prompts are drawn by the names of both: the same in each run, and cold unless asked twice.
     """
 
-    def __init__(self, deployment: Deployment, name: str) -> None:
+    def __init__(self, name: str, deployment: Deployment, oracle: Deployment) -> None:
+        """`oracle` has one engine."""
         self.deployment = deployment
         self.requests = 0
-        self._name = name
+        self._oracle = oracle
+        self._name = f"{deployment.label}/{name}"
         self._salts = itertools.count()
 
     def prompt(self, length: int) -> list[int]:
         """One that no other begins like."""
         source = random.Random(f"{self._name}/{next(self._salts)}")  # noqa: S311  the same each run
-        last = min(self.deployment.vocabulary, FIRST_TOKEN + WORDS)
-        return [source.randrange(FIRST_TOKEN, last) for _ in range(length)]
+        return [source.randrange(*TOKENS) for _ in range(length)]
 
     async def same(self, scene: str, body: dict[str, Any]) -> Answer:
         """Ask for it cold, and warm as a stream; both must be the oracle's answer, which it
@@ -70,11 +70,9 @@ class Trial:
     async def wanted(self, body: dict[str, Any]) -> Answer:
         """What one engine alone answers. Raises `CheckFailed`, which would not be the strategy's
         fault."""
-        deployment = self.deployment
+        oracle = self._oracle
         try:
-            return await ask(
-                deployment.session, deployment.oracle, {**body, "stream": False}, "oracle"
-            )
+            return await ask(oracle.session, oracle.url, {**body, "stream": False}, "oracle")
         except Refused as error:
             raise CheckFailed(f"the single engine does not answer: {error}") from None
 

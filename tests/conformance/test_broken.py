@@ -1,0 +1,211 @@
+"""Each check fails for a strategy that breaks just what it is there for, and says what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import Ground
+
+from router.conformance import deployment as deployments
+from router.conformance.deployment import routed
+from router.conformance.suite import ALL, run_checks
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+HEAD = """
+import asyncio, os, time
+from dataclasses import replace
+import httpx
+from engine.protocol import MicroserveError
+from router import strategy
+
+seen = {}
+"""
+PLAIN = """
+@strategy
+async def NAME(request, cluster):
+    BEFORE
+    async for chunk in cluster.engines.round_robin().start_generate(request):
+        EACH
+        yield chunk
+"""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A strategy that is data parallel but for one thing; `check` finds it, and says `says`."""
+
+    name: str
+    check: str
+    says: str
+    before: str = "pass"
+    each: str = "pass"
+    whole: str = ""
+
+    @property
+    def source(self) -> str:
+        body = self.whole or PLAIN.replace("BEFORE", self.before).replace("EACH", self.each)
+        return HEAD + body.replace("NAME", self.name)
+
+
+def sampled(**changes: str) -> str:
+    """The request with other sampling."""
+    update = ", ".join(f"{name!r}: {value}" for name, value in changes.items())
+    return f"request = replace(request, sampling=request.sampling.model_copy(update={{{update}}}))"
+
+
+BROKEN = (
+    Broken(
+        "cuts_prompts", "lengths", "usage: prompt_tokens is 299, not 300",
+        before="request = replace(request, prompt=request.prompt[-299:])",
+    ),
+    Broken(
+        "wrong_begin", "lengths", "FILE.py:15",
+        whole="""
+@strategy
+async def NAME(request, cluster):
+    decode = cluster.decode.least_loaded()
+    prefill = cluster.prefill.least_loaded(exclude=decode)
+    async with decode.prep_recv(request, end=-1) as kv:
+        await prefill.remote_send(request, kv, begin=0, end=-2)
+        async for chunk in decode.start_generate(request, begin=-1, kv=kv):
+            yield chunk
+""",
+    ),
+    Broken(
+        "drops_a_token", "lengths", "token_ids differ from the 3th on",
+        each="if len(request.output) == 2: chunk.token_ids = []",
+    ),
+    Broken(
+        "wrong_finish", "lengths", "finish_reason is 'stop', not 'length'",
+        each="if chunk.finish_reason: chunk.finish_reason = 'stop'",
+    ),
+    Broken(
+        "all_was_cached", "lengths", "prompt tokens were cached",
+        each="if chunk.usage: chunk.usage = chunk.usage.model_copy(update={'cached_tokens': 1})",
+    ),
+    Broken("blocks", "lengths", "held up the event loop", before="time.sleep(1)"),
+    Broken("ends_the_router", "lengths", "Server disconnected", before="os._exit(3)"),
+    Broken(
+        "leaves_a_lease", "lengths", "a lease on engine-",
+        before="""engine = cluster.engines.least_loaded()
+    body = {'request_id': 'mine', 'prompt': [1, 2, 3], 'end': 2}
+    async with httpx.AsyncClient(verify=False) as http:
+        await http.post(engine._member.url + '/microserving/prep_recv', json=body)""",
+    ),
+    Broken(
+        "skews_the_load", "lengths", "the router counts load on engine-",
+        before="next(iter(cluster.engines))._member.load.tokens += 1",
+    ),
+    Broken(
+        "answers_from_memory", "prefixes", "differ from the 1th on",
+        whole="""
+@strategy
+async def NAME(request, cluster):
+    chunks = seen.setdefault(tuple(request.prompt[:32]), [])
+    if chunks:
+        for chunk in chunks:
+            yield chunk
+        return
+    async for chunk in cluster.engines.round_robin().start_generate(request):
+        chunks.append(chunk)
+        yield chunk
+""",
+    ),
+    Broken("ignores_the_seed", "sampling", "token_ids differ", before=sampled(seed="0")),
+    Broken(
+        "ignores_penalties", "penalties", "token_ids differ",
+        before=sampled(repetition_penalty="1.0", presence_penalty="0.0"),
+    ),
+    Broken(
+        "lags_by_one", "one_token", "ended before the stream did",
+        whole="""
+@strategy
+async def NAME(request, cluster):
+    last = None
+    async for chunk in cluster.engines.round_robin().start_generate(request):
+        if last is not None:
+            yield last
+            if chunk.finish_reason:
+                yield chunk
+        last = chunk
+""",
+    ),
+    Broken(
+        "one_choice", "choices", "choice 1: token_ids differ",
+        whole="""
+@strategy
+async def NAME(request, cluster):
+    sampling = request.sampling.model_copy(update={"choice": 0})
+    request = replace(request, sampling=sampling, siblings=None)
+    async for chunk in cluster.engines.round_robin().start_generate(request):
+        yield chunk
+""",
+    ),
+    Broken(
+        "rounds_logprobs", "logprobs", "logprobs token_logprobs differ from the 1th on",
+        each="for one in chunk.logprobs or (): one['logprob'] = round(one['logprob'], 4)",
+    ),
+    Broken("does_not_stop", "stops", "[stop ", before=sampled(stop="[]")),
+    Broken("ignores_the_form", "structure", "differ", before=sampled(structure="None")),
+    Broken(
+        "one_for_all", "together", "of 16 at once",
+        before="""global now
+    now = request
+    await asyncio.sleep(0.05)
+    request = replace(request, prompt=now.prompt)""",
+    ),
+    Broken(
+        "needs_two", "roles", "IndexError: list index out of range (FILE.py:",
+        before="list(cluster.engines)[1]",
+    ),
+    Broken(
+        "does_not_leave", "clients_that_leave", "swallowed its cancellation",
+        whole="""
+@strategy
+async def NAME(request, cluster):
+    try:
+        async for chunk in cluster.engines.round_robin().start_generate(request):
+            yield chunk
+    except asyncio.CancelledError:
+        pass
+""",
+    ),
+    Broken(
+        "begins_again", "engines_that_die", "in mid-stream; its calls: start_generate on",
+        before="request = replace(request, output=[])",
+    ),
+    Broken(
+        "gives_up", "engines_that_die", "is killed when engine-",
+        whole="""
+@strategy
+async def NAME(request, cluster):
+    try:
+        async for chunk in cluster.engines.round_robin().start_generate(request):
+            yield chunk
+    except MicroserveError:
+        return
+""",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
+async def test_what_is_broken_is_found(
+    tiny: Ground, broken: Broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployments, "REST_S", 0.5)
+    file = tmp_path / f"{broken.name}.py"
+    file.write_text(broken.source)
+    (check,) = [check for check in ALL if check.__name__ == broken.check]
+    async with routed(tiny.nodes, str(file)) as deployment:
+        (result,) = [result async for result in run_checks(deployment, tiny.oracle, [check])]
+    for node in tiny.nodes if broken.name == "leaves_a_lease" else ():
+        await node.die()  # or it would have its lease for half a minute
+        await node.start()
+    assert broken.says.replace("FILE", broken.name) in result.problem
+
+
+def test_every_check_has_been_seen_to_fail() -> None:
+    assert {broken.check for broken in BROKEN} == {check.__name__ for check in ALL}
