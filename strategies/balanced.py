@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from router import Chunk, Cluster, Request, strategy
+from strategies.controller import Controller
 
 __all__ = ["balanced"]
 
-Ratio = Annotated[float, Field(ge=0.0, le=1.0, description="the decode engine's share of prefill")]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Ratio = Annotated[
+    Share | Literal["auto"],
+    Field(description="the decode engine's share of prefill; auto: by what both have to do"),
+]
 
 
 @strategy
@@ -20,15 +25,33 @@ async def balanced(
 ) -> AsyncGenerator[Chunk, None]:
     """Prefill on one engine, but for the last `ratio` of the prompt: that the decode engine does.
 
-    It computes its share fused with the decode steps of its other requests. 0 is `prefill_decode`;
-    1 leaves all to the decode engine.
+    It computes its share fused with the decode steps of its other requests. 0 is `prefill_decode`,
+    1 leaves all to the decode engine. `auto` divides each prompt so that it delays the others
+    least, by what both engines have to do (`strategies/controller.py` has the rule).
     """
     decode = cluster.decode.least_loaded()
     prefill = cluster.prefill.least_loaded(exclude=decode)
     last = len(request.tokens) - 1  # the last token is always the decode engine's: it samples
-    end = min(last, round(len(request.tokens) * (1.0 - ratio)))
-    async with decode.prep_recv(request, end=end) as kv:
-        if kv.match_len < end:
-            await prefill.remote_send(request, kv, begin=kv.match_len, end=end)
-        async for chunk in decode.start_generate(request, begin=end, kv=kv):
-            yield chunk
+    if ratio != "auto":
+        end = min(last, round(len(request.tokens) * (1.0 - ratio)))
+        async with decode.prep_recv(request, end=end) as kv:
+            if kv.match_len < end:
+                await prefill.remote_send(request, kv, begin=kv.match_len, end=end)
+            async for chunk in decode.start_generate(request, begin=end, kv=kv):
+                yield chunk
+        return
+    async with decode.prep_recv(request, end=last) as kv:
+        with cluster.state(Controller).divide(
+            len(request.tokens) - kv.match_len,
+            prefill=prefill.id,
+            decode=decode.id,
+            prefills=[engine.id for engine in cluster.prefill],
+            decodes=[engine.id for engine in cluster.decode],
+        ) as division:
+            end = kv.match_len + division.prefill_tokens
+            if kv.match_len < end:
+                sent = await prefill.remote_send(request, kv, begin=kv.match_len, end=end)
+                division.sent(sent)
+            async for chunk in decode.start_generate(request, begin=end, kv=kv):
+                division.drew(chunk)
+                yield chunk

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.protocol import Sampling
+from engine.protocol import RemoteSendReply, Sampling
 from router import Chunk, Request
 from strategies.balanced import balanced
 from strategies.data_parallel import data_parallel
@@ -16,7 +16,8 @@ from strategies.prefill_decode import prefill_decode
 
 class Engine:
     def __init__(self, name, calls, match_len=0):
-        self.name, self.calls, self.match_len = name, calls, match_len
+        self.id = self.name = name
+        self.calls, self.match_len = calls, match_len
 
     @asynccontextmanager
     async def prep_recv(self, request, *, end):
@@ -26,20 +27,33 @@ class Engine:
 
     async def remote_send(self, request, kv, *, begin, end):
         self.calls.append((self.name, "remote_send", begin, end))
+        count = end - begin
+        return RemoteSendReply(
+            sent_tokens=count, cached_tokens=0, computed_tokens=count, bytes=count, ms=1.0
+        )
 
     async def start_generate(self, request, *, begin=0, kv=None):
         self.calls.append((self.name, "start_generate", begin))
         yield Chunk(token_ids=[1], finish_reason="stop")
 
 
-def pool(engine):
-    return SimpleNamespace(least_loaded=lambda exclude=(): engine, round_robin=lambda: engine)
+class Pool(list):
+    def least_loaded(self, exclude=()):
+        return self[0]
+
+    round_robin = least_loaded
 
 
 async def calls_of(strategy, length, *, match_len=0, output=(), **params):
     calls = []
     decode, prefill = Engine("d", calls, match_len), Engine("p", calls)
-    cluster = SimpleNamespace(decode=pool(decode), prefill=pool(prefill), engines=pool(decode))
+    states = {}
+    cluster = SimpleNamespace(
+        decode=Pool([decode]),
+        prefill=Pool([prefill]),
+        engines=Pool([decode]),
+        state=lambda factory: states.setdefault(factory, factory()),
+    )
     request = Request("id", list(range(length)), Sampling(), list(output))
     assert len([chunk async for chunk in strategy(request, cluster, **params)]) == 1
     return calls
@@ -73,4 +87,15 @@ async def test_balanced(ratio, end):
     sends = [("p", "remote_send", 0, end)] if end else []
     assert await calls_of(balanced, 100, ratio=ratio) == [
         ("d", "prep_recv", end), *sends, ("d", "start_generate", end), ("d", "left"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("length", "match_len", "end"),
+    [(100, 0, 90), (100, 32, 93), (97, 96, 96), (1, 0, 0)],
+)
+async def test_balanced_auto_divides_what_the_decode_engine_lacks(length, match_len, end):
+    sends = [("p", "remote_send", match_len, end)] if end > match_len else []
+    assert await calls_of(balanced, length, match_len=match_len, ratio="auto") == [
+        ("d", "prep_recv", length - 1), *sends, ("d", "start_generate", end), ("d", "left"),
     ]  # fmt: skip

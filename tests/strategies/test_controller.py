@@ -1,0 +1,205 @@
+"""The controller of `balanced`: against fixed ratios, on a model of engines in virtual time."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from engines_model import Job, Model, controlled, fixed, mean_time, poisson, shares
+
+from engine.protocol import RemoteSendReply
+from router import Chunk
+from strategies.controller import Controller
+
+RATIOS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+SEEDS = range(3)
+COUNT = 100
+SENT = RemoteSendReply(sent_tokens=1, cached_tokens=0, computed_tokens=1, bytes=1, ms=1)
+PAIR = {"prefill": "p", "decode": "d", "prefills": ["p"], "decodes": ["d"]}
+
+
+def auto(*engines: int, **settings) -> Model:
+    model: Model
+    model = Model(controlled(lambda: model), *engines, **settings)
+    return model
+
+
+def run(model: Model, jobs: list[Job]) -> list[Job]:
+    model.run(jobs)
+    return jobs
+
+
+@pytest.mark.parametrize(
+    ("engines", "tokens", "output", "rate", "slower"),
+    [
+        ((1, 1), 384, 12, 0.6, ()),
+        ((1, 1), 384, 12, 1.8, ()),  # more than one engine can prefill
+        ((1, 1), 26, 32, 7.0, ()),  # decodes alone
+        ((1, 1), 1000, 100, 0.6, ()),
+        ((2, 1), 384, 12, 3.0, ()),
+        ((1, 2), 384, 12, 1.8, ()),  # best where the decode engines do most of it
+        ((2, 2), 1000, 100, 1.5, ()),
+        ((1, 1), 384, 12, 0.8, (2.0, 1.0)),  # a slow prefill engine
+        ((1, 1), 384, 12, 1.0, (1.0, 2.0)),  # a slow decode engine
+    ],
+)
+def test_it_is_as_good_as_the_ratio_that_hindsight_chooses(engines, tokens, output, rate, slower):
+    def mean(make) -> float:
+        times = []
+        for seed in SEEDS:
+            jobs = poisson(seed, COUNT, rate=rate, tokens=tokens, output=output)
+            times.append(mean_time(run(make(), jobs)))
+        return statistics.fmean(times)
+
+    best = min(mean(lambda r=r: Model(fixed(r), *engines, slower=slower)) for r in RATIOS)
+    assert mean(lambda: auto(*engines, slower=slower)) < 1.07 * best
+
+
+def phase(start: float, count: int, every: float, tokens: int, output: int) -> list[Job]:
+    return [Job(start + n * every, tokens, output) for n in range(count)]
+
+
+def test_it_settles_after_a_step_and_does_not_swing():
+    """Arrivals at a fixed pace: the load trebles and falls back, prompts shrink, outputs grow."""
+    steps = [
+        (40, 1.5, 384, 12), (40, 0.5, 384, 12), (40, 1.5, 384, 12), (40, 0.3, 26, 32),
+        (40, 2.0, 1000, 12), (40, 2.0, 384, 200),
+    ]  # fmt: skip
+    jobs, at = [], 0.0
+    settled = []
+    for count, every, tokens, output in steps:
+        jobs += phase(at, count, every, tokens, output)
+        at += count * every
+    run(auto(), jobs)
+    for part in _parts(jobs, 40):
+        late = list(shares(part[20:]))
+        settled.append(statistics.fmean(late))
+        assert max(late) - min(late) < 0.12, late
+    assert settled[1] > 0.2  # at 2 a second no engine alone could prefill all
+    assert settled[2] == pytest.approx(settled[0], abs=0.05)  # as if nothing had been
+    assert settled[3] < 0.05
+    assert settled[4] > 0.3
+    assert settled[5] < 0.05  # many streams run: they are left in peace
+
+
+def _parts(jobs: list[Job], size: int) -> list[list[Job]]:
+    return [jobs[n : n + size] for n in range(0, len(jobs), size)]
+
+
+def test_each_phase_is_as_good_as_its_own_best_ratio():
+    """What was learnt from one workload does not spoil the next one."""
+    phases = [(1.8, 384, 12), (7.0, 26, 32), (0.5, 1000, 100), (1.8, 384, 12)]
+    jobs: list[Job] = []
+    for seed, (rate, tokens, output) in enumerate(phases):
+        start = jobs[-1].at + 20 if jobs else 0.0
+        jobs += [
+            Job(start + job.at, job.tokens, job.output)
+            for job in poisson(seed, COUNT, rate=rate, tokens=tokens, output=output)
+        ]
+    run(auto(), jobs)
+    for seed, (rate, tokens, output) in enumerate(phases):
+        best = min(
+            mean_time(
+                run(
+                    Model(fixed(ratio)),
+                    poisson(seed, COUNT, rate=rate, tokens=tokens, output=output),
+                )
+            )
+            for ratio in RATIOS
+        )
+        assert mean_time(jobs[seed * COUNT : (seed + 1) * COUNT]) < 1.1 * best
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def finish(controller: Controller, clock: Clock, tokens: int, *, ms: float, decode_s: float):
+    """One request, alone: so long for each token of prefill, so long to decode."""
+    with controller.divide(tokens, **PAIR) as division:
+        clock.now += division.prefill_tokens * ms / 1e3
+        if division.prefill_tokens:
+            division.sent(SENT.model_copy(update={"computed_tokens": division.prefill_tokens}))
+        clock.now += (tokens - division.prefill_tokens) * ms / 1e3
+        division.drew(Chunk([1]))
+        clock.now += decode_s
+        division.drew(Chunk([1], finish_reason="length"))
+    clock.now += 100.0
+    return division.prefill_tokens
+
+
+def test_the_rule(clock):
+    controller = Controller(clock)
+    assert finish(controller, clock, 1000, ms=1, decode_s=0.2) == 900  # nothing is known yet
+    # Of a second of work, with 0.2 s of decoding: (T + S/2) / 2.
+    assert finish(controller, clock, 1000, ms=1, decode_s=0.2) == 350
+    with controller.divide(1000, **PAIR) as first:
+        assert first.prefill_tokens == 350
+        # B = 350, G = 650: (200 + 650 + 500 - 350) / 2
+        with controller.divide(1000, **PAIR) as second:
+            assert second.prefill_tokens == 500
+        clock.now += 0.1  # of which 100 are done
+        with controller.divide(1000, **PAIR) as third:
+            assert third.prefill_tokens == 550
+    with controller.divide(1000, **PAIR) as last:  # and all have left without a trace
+        assert last.prefill_tokens == 350
+
+
+@pytest.mark.parametrize(
+    ("prefills", "decodes", "share"),
+    [
+        (["p", "q"], ["d"], 467),  # half as many queue here: (T + S/2) / 1.5
+        (["p"], ["d", "e"], 233),  # half as many streams there: half of (T + S/2) / 1.5
+        (["p", "d"], ["p", "d"], 250),  # each has both: streams are no reason. (S/2) / 2
+    ],
+)
+def test_how_many_come_to_an_engine_counts(clock, prefills, decodes, share):
+    controller = Controller(clock)
+    finish(controller, clock, 1000, ms=1, decode_s=0.2)
+    pools = {"prefills": prefills, "decodes": decodes}
+    with controller.divide(1000, prefill="p", decode="d", **pools) as division:
+        assert division.prefill_tokens == share
+
+
+def test_the_last_token_is_never_sent(clock):
+    controller = Controller(clock)
+    for tokens in (1, 2, 3):
+        assert finish(controller, clock, tokens, ms=1, decode_s=1000) == tokens - 1
+
+
+def test_one_engine_alone_is_sent_nothing(clock):
+    controller = Controller(clock)
+    alone = {"prefill": "d", "decode": "d", "prefills": ["d"], "decodes": ["d"]}
+    with controller.divide(100, **alone) as division:
+        assert division.prefill_tokens == 0
+
+
+def test_what_fails_is_neither_waited_for_nor_measured(clock):
+    controller = Controller(clock)
+    finish(controller, clock, 1000, ms=1, decode_s=0.2)
+    for point in range(3):
+        with pytest.raises(RuntimeError), controller.divide(1000, **PAIR) as division:
+            clock.now += 50.0
+            if point > 0:
+                division.sent(SENT.model_copy(update={"computed_tokens": 0}))
+            if point > 1:
+                division.drew(Chunk([1]))
+            raise RuntimeError
+        assert not any(side.tokens for side in controller._sides.values())
+        clock.now += 50.0
+
+
+def test_engines_that_are_gone_are_forgotten(clock):
+    controller = Controller(clock)
+    for n in range(100):
+        pair = {"prefill": f"p{n}", "decode": "d", "prefills": [f"p{n}"], "decodes": ["d"]}
+        with controller.divide(10, **pair):
+            assert len(controller._sides) == 2
