@@ -9,7 +9,7 @@ from importlib.metadata import version
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from router import admin, admin_engines, admin_strategies, middleware
+from router import admin, admin_engines, admin_migrate, admin_strategies, middleware
 from router.http import json_response
 from router.openai.answer import chat_completions, completions
 from router.openai.models import models, one_model
@@ -28,6 +28,7 @@ def make_app(router: Router) -> web.Application:
             *_routes(router),
             *admin.routes(router),
             *admin_engines.routes(router),
+            *admin_migrate.routes(router),
             *admin_strategies.routes(router),
         ]
     )

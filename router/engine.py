@@ -65,7 +65,7 @@ class Engine:
         for the first time it is 0.
         """
         prefixes = self._attempt.runtime.registry.prefixes
-        return prefixes.cached(self._member, request, coming=coming)
+        return prefixes.cached(self._member, request, len(request.tokens) - 1, coming=coming)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Engine) and other._member is self._member

@@ -20,6 +20,7 @@ EventKind = Literal[
     "load",  # a strategy was loaded
     "offence",  # a strategy did what it must not
     "engine",  # up or down
+    "migration",  # of a prefix, by an admin
     "request_begun",
     "request_ended",
 ]

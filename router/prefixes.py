@@ -113,12 +113,12 @@ class Prefixes:
         self._used = False  # since the last look
         self._timer: asyncio.TimerHandle | None = None
 
-    def cached(self, member: Member, request: Request, *, coming: bool = True) -> int:
-        """How many of `request.tokens` need not be computed there: those in full pages that are
-        cached, or `coming`; the last token is never among them."""
+    def cached(self, member: Member, request: Request, end: int, *, coming: bool = True) -> int:
+        """How many of `tokens[:end]` are there: in full pages, cached or, with `coming`, on their
+        way. 0 as long as the engine has not said what it has; see `known`."""
         view = self._follow(member)
         lacks = view.lacks if coming else view.lacks_now
-        names = _names(member, request, len(request.tokens) - 1)
+        names = _names(member, request, end)
         if not names or lacks(names[0]):
             return 0
         return bisect_left(names, True, key=lacks) * _page_size(member)
@@ -130,10 +130,9 @@ class Prefixes:
             return NOTHING
         return Expected(view.expected, _names(member, request, end))
 
-    async def known(self, member: Member, timeout: float) -> None:
-        """Wait until the engine has said what it has cached. Raises `TimeoutError`."""
-        async with asyncio.timeout(timeout):
-            await self._follow(member).there.wait()
+    async def known(self, member: Member) -> None:
+        """Wait until the engine has said what it has cached."""
+        await self._follow(member).there.wait()
 
     def forget(self, member: Member) -> None:
         """Follow an engine no longer."""
