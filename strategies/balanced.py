@@ -51,7 +51,7 @@ async def balanced(
             end = kv.match_len + division.prefill_tokens
             if kv.match_len < end:
                 sent = await prefill.remote_send(request, kv, begin=kv.match_len, end=end)
-                division.sent(sent)
+                division.sent(sent.computed_tokens)
             async for chunk in decode.start_generate(request, begin=end, kv=kv):
                 division.drew(chunk)
                 yield chunk

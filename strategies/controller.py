@@ -27,7 +27,6 @@ import asyncio
 from collections.abc import Callable, Collection
 from types import TracebackType
 
-from engine.protocol import RemoteSendReply
 from router import Chunk
 
 __all__ = ["Controller", "Division"]
@@ -149,8 +148,8 @@ class Division:
         if self._chunk is not None:
             self._receiver.end(self._chunk, now)
 
-    def sent(self, reply: RemoteSendReply) -> None:
-        """The prefill engine has done its part."""
+    def sent(self, computed: int) -> None:
+        """The prefill engine has done its part, and has computed so many tokens for it."""
         if self._sending is None:
             return
         now = self._controller._clock()
@@ -158,7 +157,7 @@ class Division:
         self._sending = None
         self._receiver.promised -= self._rest
         self._chunk = self._receiver.begin(self._rest, now)
-        self._measured(self._sender, took, reply.computed_tokens)
+        self._measured(self._sender, took, computed)
 
     def drew(self, chunk: Chunk) -> None:
         """The decode engine has emitted `chunk`."""

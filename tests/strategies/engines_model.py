@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.protocol import RemoteSendReply
 from router import Chunk
 from strategies.controller import Controller
 
@@ -40,7 +39,7 @@ class Division(Protocol):
 
     prefill_tokens: int
 
-    def sent(self, reply: RemoteSendReply) -> None: ...
+    def sent(self, computed: int) -> None: ...
     def drew(self, chunk: Chunk) -> None: ...
 
 
@@ -123,11 +122,7 @@ class Model:
     def _sent(self, job: Job, prefill: ModelEngine, decode: ModelEngine) -> None:
         prefill.work -= job.share
         if job.division is not None:
-            job.division.sent(
-                RemoteSendReply(
-                    sent_tokens=job.share, cached_tokens=0, computed_tokens=job.share, bytes=1, ms=1
-                )
-            )
+            job.division.sent(job.share)
         self._chunk(job, decode)
 
     def _chunk(self, job: Job, decode: ModelEngine) -> None:

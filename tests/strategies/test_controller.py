@@ -7,14 +7,12 @@ import statistics
 import pytest
 from engines_model import Job, Model, controlled, fixed, mean_time, poisson, shares
 
-from engine.protocol import RemoteSendReply
 from router import Chunk
 from strategies.controller import Controller
 
 RATIOS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 SEEDS = range(3)
 COUNT = 100
-SENT = RemoteSendReply(sent_tokens=1, cached_tokens=0, computed_tokens=1, bytes=1, ms=1)
 PAIR = {"prefill": "p", "decode": "d", "prefills": ["p"], "decodes": ["d"]}
 
 
@@ -127,7 +125,7 @@ def finish(controller: Controller, clock: Clock, tokens: int, *, ms: float, deco
     with controller.divide(tokens, **PAIR) as division:
         clock.now += division.prefill_tokens * ms / 1e3
         if division.prefill_tokens:
-            division.sent(SENT.model_copy(update={"computed_tokens": division.prefill_tokens}))
+            division.sent(division.prefill_tokens)
         clock.now += (tokens - division.prefill_tokens) * ms / 1e3
         division.drew(Chunk([1]))
         clock.now += decode_s
@@ -189,7 +187,7 @@ def test_what_fails_is_neither_waited_for_nor_measured(clock):
         with pytest.raises(RuntimeError), controller.divide(1000, **PAIR) as division:
             clock.now += 50.0
             if point > 0:
-                division.sent(SENT.model_copy(update={"computed_tokens": 0}))
+                division.sent(0)
             if point > 1:
                 division.drew(Chunk([1]))
             raise RuntimeError
