@@ -69,7 +69,7 @@ class Mirroring:
             return
         self._cache.mirror(seq_id, mirror, self._every)
         # Early enough that more room comes before it is needed, if the peer answers as it should.
-        margin = max(2 * self._every, 2 * self._cache.layout.page_size)
+        margin = max(4 * self._every, 4 * self._cache.layout.page_size)
         short = mirror.room < self._most and mirror.room - self._cache.length(seq_id) < margin
         if short and not self._asked:
             self._asked = True

@@ -174,15 +174,19 @@ class Mirroring:
             except MicroserveError as error:
                 self._note(error.type)
                 continue
+            begun = False
             try:
                 body = {"request_id": self._attempt.request_id, **self._body(new)}
                 call = self._member.client.mirror(body, self._attempt.headers)
                 await guard(call, self._member)
+                begun = True
             except MicroserveError as error:
                 # The generation is gone, or about to be: its stream knows.
-                self._attempt.replicas.end(new)
                 self._note(error.type)
                 return False
+            finally:
+                if not begun:  # cancelled as well: nothing is there to be resumed from
+                    self._attempt.replicas.end(new)
             old, self._replica = self._replica, new
             if old is not None:
                 self._attempt.replicas.end(old)

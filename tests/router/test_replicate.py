@@ -1,0 +1,364 @@
+"""Engine processes that die, hang or are drained in mid-stream: each request goes on with its KV on
+another one, and its client cannot tell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from engine_process import EngineProcess
+from waiting import until
+
+SECRET = "6f" * 32
+FLAGS = ("--pool-pages", "1024")
+PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(200)]
+EVERY = 8
+ASK = {
+    "prompt": PROMPT, "max_tokens": 160, "return_token_ids": True, "ignore_eos": True,
+    "stream": True, "stream_options": {"include_usage": True},
+}  # fmt: skip
+DIGITS = {"structured_outputs": {"regex": "[0-9]{200}"}, "temperature": 1, "seed": 9}
+STYLES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seed and logprobs": {"temperature": 0.9, "top_p": 0.95, "seed": 5, "logprobs": 2},
+    "penalties": {
+        "temperature": 0.7, "seed": 2, "frequency_penalty": 0.6, "presence_penalty": 0.4,
+        "repetition_penalty": 1.1,
+    },
+    "structured": DIGITS,
+    "stop": {"temperature": 0, "stop": ["STOP"]},
+    "n": {"temperature": 1, "seed": 4, "n": 3},
+}  # fmt: skip
+
+
+class Fleet:
+    """Three engines that may be hurt, and one that is left alone."""
+
+    def __init__(self) -> None:
+        self.engines = {name: self._start(name) for name in ("a", "b", "c")}
+        self.oracle = self._start("oracle")
+        self.answers: dict[str, Answer] = {}
+        self._dead: set[str] = set()
+
+    @property
+    def urls(self) -> list[str]:
+        return [engine.url for engine in self.engines.values()]
+
+    def hurt(self, name: str, number: signal.Signals) -> None:
+        self.engines[name].signal(number)
+        if number == signal.SIGKILL:
+            self._dead.add(name)
+
+    def mend(self) -> None:
+        """Whoever was stopped goes on; nothing is left on any that lives; the dead are replaced."""
+        for name, engine in self.engines.items():
+            if name in self._dead:
+                engine.kill()
+                self.engines[name] = self._start(name, engine.port)
+            else:
+                engine.signal(signal.SIGCONT)
+                engine.at_rest(15)
+        self._dead.clear()
+
+    def stop(self) -> None:
+        for engine in (*self.engines.values(), self.oracle):
+            engine.kill()
+
+    @staticmethod
+    def _start(name: str, port: int = 0) -> EngineProcess:
+        return EngineProcess(*FLAGS, "--engine-id", name, secret=SECRET, port=port)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    yield fleet
+    fleet.stop()
+
+
+@dataclass
+class Choice:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass
+class Answer:
+    """What a client has got."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usage: dict[str, int] = field(default_factory=dict)
+
+    def add(self, event: dict[str, Any]) -> None:
+        assert "error" not in event, event
+        if usage := event.get("usage"):
+            self.usage = {name: n for name, n in usage.items() if isinstance(n, int)}
+        for item in event["choices"]:
+            choice = self.choices.setdefault(item["index"], Choice())
+            choice.tokens += item["token_ids"] or []
+            choice.text += item["text"]
+            if given := item.get("logprobs"):
+                names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+                choice.logprobs += zip(*(given[name] for name in names), strict=True)
+            choice.finish_reason = item["finish_reason"] or choice.finish_reason
+
+
+async def ask(
+    r: Any,
+    body: dict[str, Any],
+    request_id: str = "x",
+    at: int = 0,
+    then: Callable[[], Awaitable[None]] | None = None,
+) -> Answer:
+    """One streamed answer; when each choice has `at` tokens, `then` is done, once."""
+    answer = Answer()
+    headers = {"X-Request-Id": request_id}
+    url = r.server.url + "/v1/completions"
+    async with r.http.post(url, json={**ASK, **body}, headers=headers) as reply:
+        assert reply.status == 200, await reply.text()
+        async for line in reply.content:
+            if not line.startswith(b"data: {"):
+                continue
+            answer.add(json.loads(line[6:]))
+            begun = [len(choice.tokens) >= at for choice in answer.choices.values()]
+            if then is not None and len(begun) == body.get("n", 1) and all(begun):
+                then, act = None, then
+                await act()
+    assert then is None, "it ended before anything happened"
+    return answer
+
+
+@pytest.fixture
+def undisturbed(fleet: Fleet, routed_to: Any) -> Callable[[str], Awaitable[Answer]]:
+    """What an engine answers that is left alone; each style is asked for once."""
+
+    async def answer(style: str) -> Answer:
+        if style not in fleet.answers:
+            async with routed_to([fleet.oracle.url]) as r:
+                fleet.answers[style] = await ask(r, STYLES[style])
+        return fleet.answers[style]
+
+    return answer
+
+
+@pytest.fixture
+def replicated(
+    fleet: Fleet, routed_to: Any
+) -> Iterator[Callable[..., AbstractAsyncContextManager[Any]]]:
+    """A router over the fleet that replicates; each token is an event of its own. At the end,
+    nothing may be left on any engine."""
+
+    def start(**config: Any) -> AbstractAsyncContextManager[Any]:
+        config = {"strategy": "replicate", "params": {"every": EVERY}, **config}
+        return routed_to(fleet.urls, stream_interval_ms=0, **config)
+
+    yield start
+    fleet.mend()
+
+
+def same(got: Answer, wanted: Answer) -> None:
+    """Name what differs, where answers are too long to read."""
+    assert got.usage == wanted.usage
+    assert got.choices.keys() == wanted.choices.keys()
+    for index, choice in wanted.choices.items():
+        other = got.choices[index]
+        assert other.finish_reason == choice.finish_reason
+        assert other.tokens == choice.tokens
+        assert other.text == choice.text
+        differing = [
+            (at, *pair)
+            for at, pair in enumerate(zip(other.logprobs, choice.logprobs, strict=True))
+            if pair[0] != pair[1]
+        ]
+        assert not differing
+
+
+def running(r: Any) -> str:
+    """The engine that has the most of this router's streams."""
+    return max(r.server.router.registry, key=lambda member: member.load.streams).id
+
+
+def generations(receipt: dict[str, Any], choice: int = 0) -> list[dict[str, Any]]:
+    legs = receipt["legs"]
+    return [leg for leg in legs if leg["call"] == "start_generate" and leg["choice"] == choice]
+
+
+def after(name: str) -> str:
+    """The next on the ring."""
+    return {"a": "b", "b": "c", "c": "a"}[name]
+
+
+def landed(r: Any, tokens: int = EVERY, request_id: str = "x") -> bool:
+    """Whether so many tokens after the prompt are on a replica, of each running choice."""
+    legs = [leg for leg in r.server.router.receipts[request_id].legs if leg.ms is None]
+    return bool(legs) and all((leg.landed or 0) >= len(PROMPT) + tokens for leg in legs)
+
+
+def went_on(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether what was known to have landed was not computed again."""
+    again = second["recomputed_tokens"]
+    return bool(1 <= again <= max(1, second["end"] - first["landed"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+async def test_a_killed_engine_s_requests_go_on_at_the_next(fleet, replicated, undisturbed, style):
+    wanted = await undisturbed(style)
+    async with replicated() as r:
+        victim = ""
+
+        async def kill() -> None:
+            nonlocal victim
+            await until(lambda: landed(r))
+            victim = running(r)
+            await asyncio.to_thread(fleet.hurt, victim, signal.SIGKILL)
+
+        answer = await ask(r, STYLES[style], at=20, then=kill)
+        same(answer, wanted)
+        receipt = await r.receipt("x")
+        for choice in answer.choices:
+            first, second = generations(receipt, choice)
+            assert first["engine"] == victim
+            assert first["replica"] == second["engine"] == after(victim)
+            assert went_on(first, second)
+            # The ring is closed behind it.
+            assert second["replica"] == after(after(victim))
+        assert receipt["fallbacks"] == []
+        await r.settled()
+
+
+@pytest.mark.slow
+async def test_a_stopped_engine_s_requests_go_on_at_the_next(fleet, replicated, undisturbed):
+    """And when it goes on itself, late, it harms nobody and leaves nothing."""
+    wanted = await undisturbed("greedy")
+    async with replicated(health_timeout_s=0.5) as r:
+        victim = ""
+
+        async def stop() -> None:
+            nonlocal victim
+            await until(lambda: landed(r))
+            victim = running(r)
+            await asyncio.to_thread(fleet.hurt, victim, signal.SIGSTOP)
+
+        same(await ask(r, STYLES["greedy"], at=20, then=stop), wanted)
+        first, second = generations(await r.receipt("x"))
+        assert (first["engine"], second["engine"]) == (victim, after(victim))
+        assert went_on(first, second)
+        await r.settled()
+
+
+@pytest.mark.slow
+async def test_when_the_replica_s_engine_dies_there_is_a_new_one(fleet, replicated, undisturbed):
+    """Of the generation as it runs; then its engine dies as well."""
+    wanted = await undisturbed("penalties")
+    async with replicated() as r:
+        victim = ""
+
+        async def kill_both() -> None:
+            nonlocal victim
+            victim = running(r)
+            await until(lambda: landed(r))
+            await asyncio.to_thread(fleet.hurt, after(victim), signal.SIGKILL)
+            (leg,) = r.server.router.receipts["x"].legs
+            await until(lambda: leg.replica == after(after(victim)))
+            engines = {one["id"]: one for one in (await r.get("/admin/engines"))["engines"]}
+            assert engines[victim]["mirrored"]["requests"] == 1
+            assert engines[victim]["mirrored"]["to"] == {after(after(victim)): 1}
+            assert engines[after(after(victim))]["replicas"] == 1
+            assert engines[after(victim)]["replicas"] == 0
+            await until(lambda: landed(r) and leg.mirror_error is None)
+            await asyncio.to_thread(fleet.hurt, victim, signal.SIGKILL)
+
+        body = {**STYLES["penalties"]}
+        same(await ask(r, body, at=5, then=kill_both), wanted)
+        receipt = await r.receipt("x")
+        first, second = generations(receipt)
+        assert first["replica"] == second["engine"] == after(after(victim))
+        assert went_on(first, second)
+        assert receipt["fallbacks"] == ["collapsed", "unmirrored"]  # it is the last one
+        await r.settled()
+
+
+@pytest.mark.slow
+async def test_when_two_neighbours_die_at_once_all_is_computed_again(
+    fleet, replicated, undisturbed
+):
+    wanted = await undisturbed("seed and logprobs")
+    async with replicated() as r:
+        victim = ""
+
+        async def kill_both() -> None:
+            nonlocal victim
+            victim = running(r)
+            # It cannot begin with another replica before it dies itself.
+            await asyncio.to_thread(fleet.hurt, victim, signal.SIGSTOP)
+            for name in (after(victim), victim):
+                await asyncio.to_thread(fleet.hurt, name, signal.SIGKILL)
+
+        same(await ask(r, STYLES["seed and logprobs"], at=20, then=kill_both), wanted)
+        receipt = await r.receipt("x")
+        *_, last = generations(receipt)
+        assert last["engine"] == after(after(victim))
+        assert "recomputed" in receipt["fallbacks"]
+        async with r.http.get(r.server.url + "/metrics") as reply:
+            text = await reply.text()
+        assert 'microserve_router_fallbacks_total{fallback="recomputed"} 1.0' in text
+        await r.settled()
+
+
+@pytest.mark.slow
+async def test_one_engine_alone_has_no_replica_and_says_so(fleet, routed_to, undisturbed):
+    wanted = await undisturbed("greedy")
+    async with routed_to(fleet.urls[:1], strategy="replicate") as r:
+        same(await ask(r, STYLES["greedy"]), wanted)
+        receipt = await r.receipt("x")
+        assert receipt["fallbacks"] == ["collapsed", "unmirrored"]
+        (leg,) = receipt["legs"]
+        assert leg["replica"] is None and leg["landed"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "style"),
+    [
+        *(("data_parallel", style) for style in STYLES),
+        ("prefill_decode", "greedy"),
+        ("replicate", "seed and logprobs"),
+        ("replicate", "n"),
+    ],
+)
+async def test_draining_takes_the_kv_along(fleet, replicated, undisturbed, strategy, style):
+    """For any strategy: less than a page is computed again, or what a replica lacks."""
+    wanted = await undisturbed(style)
+    params = {"every": EVERY} if strategy == "replicate" else {}
+    async with replicated(strategy=strategy, params=params) as r:
+        left = ""
+
+        async def drain() -> None:
+            nonlocal left
+            left = running(r)
+            url = f"{r.server.url}/admin/engines/{left}"
+            async with r.http.patch(url, json={"draining": True}) as reply:
+                assert (await reply.json())["moved"] == len(wanted.choices)
+
+        answer = await ask(r, STYLES[style], at=20, then=drain)
+        same(answer, wanted)
+        receipt = await r.receipt("x")
+        for choice in answer.choices:
+            first, second = generations(receipt, choice)
+            assert first["engine"] == left != second["engine"]
+            most = 2 * EVERY + 1 if strategy == "replicate" else 16
+            assert 1 <= second["recomputed_tokens"] <= most
+            assert first["mirror_error"] is None
+        assert {retry["error"]["type"] for retry in receipt["retries"]} == {"draining"}
+        sends = [leg for leg in receipt["legs"] if leg["call"] == "remote_send"]
+        assert all(leg["computed_tokens"] == 0 for leg in sends if leg["engine"] == left)
+        await r.settled()
