@@ -12,20 +12,21 @@ from router import Chunk, Cluster, Engine, Request, strategy
 __all__ = ["cache_aware"]
 
 Weight = Annotated[
-    float, Field(ge=0.0, description="what a token queued counts, against one to be computed: 1")
+    float, Field(ge=0.0, description="what a token queued there counts; one that it lacks counts 1")
 ]
 
 
 @strategy
 async def cache_aware(
-    request: Request, cluster: Cluster, *, load_weight: Weight = 1.0
+    request: Request, cluster: Cluster, *, load_weight: Weight = 0.5
 ) -> AsyncGenerator[Chunk, None]:
-    """Each request to the engine with the least of load and of prompt that it lacks, in tokens.
+    """Each request to the engine with the least to do first, and least of its prompt to compute.
 
-    The rule: least `load_weight * load + (tokens of the prompt that are not cached there)`; of
-    equals the one with more cached, then each in its turn. With 0 only the cache counts, and the
-    larger the weight, the more of the cache is given up to spread the load. The turns of a session
-    stay on one engine by themselves, for that is where their prefix is.
+    The rule: least `load_weight * load + lacking`, in tokens: the work queued there, and what is
+    not cached there of the prompt; of equals the one with more cached, then each in its turn. What
+    is queued delays this request; what is lacking delays it and also those behind it: hence 0.5.
+    0 looks at the cache alone; the larger the weight, the sooner a busy engine's cache is given up.
+    The turns of a session stay on one engine by themselves, for that is where their prefix is.
     """
 
     def cost(engine: Engine) -> tuple[float, int]:
