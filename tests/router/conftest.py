@@ -15,7 +15,7 @@ from aiohttp import web
 from engine_process import EngineProcess
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from engine.protocol import ModelInfo, NoCapacity, error_body
+from engine.protocol import ModelInfo, NoCapacity, PageName, error_body
 from router.catalog import Catalog
 from router.config import RouterConfig
 from router.server import Server, serving
@@ -67,6 +67,7 @@ class FakeEngine:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     leases: set[str] = field(default_factory=set)
+    cached: list[PageName] = field(default_factory=list)
     running: int = 0
     silent: bool = False
     text: str = ""  # of each token; empty: its word
@@ -136,6 +137,12 @@ class FakeEngine:
             for stream_id, running in self._generations.values():
                 if stream_id == http.query["id"]:
                     running.cancel()
+
+    async def prefixes(self, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(http)
+        await response.write(json.dumps({"added": self.cached, "removed": []}).encode() + b"\n")
+        return await asyncio.Event().wait()
 
     async def start_generate(self, http: web.Request) -> web.StreamResponse:
         body = await self._note("start_generate", http)
@@ -217,6 +224,7 @@ class FakeEngine:
             app.router.add_post(f"/microserving/{call}", getattr(self, call))
         app.router.add_get("/health", self.health)
         app.router.add_get("/microserving/stream", self.stream)
+        app.router.add_get("/microserving/prefixes", self.prefixes)
         app.router.add_get("/microserving/model", self.model)
         app.router.add_get("/microserving/state", self.state)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
