@@ -26,7 +26,7 @@ Rank = Callable[[Member], Any]
 log = logging.getLogger(__name__)
 
 RESERVE = 128  # tokens of room beyond what there is; the engine asks for more when it needs it
-OPEN_S = 0.5  # a neighbour that hangs is not waited for
+OPEN_S, REOPEN_S = 0.5, 5.0  # how long a neighbour is waited for: by the generation; beside it
 RETRY_S, RETRY_MOST_S = 1.0, 30.0  # between attempts to get another replica
 FULL = frozenset({"no_capacity", "bad_request"})  # the replica is whole, but gets no more room
 
@@ -62,7 +62,8 @@ class Mirroring:
         candidates = self._candidates()
         try:
             if candidates:
-                self._replica = await self._open(candidates[0])
+                self._replica = await self._open(candidates[0], OPEN_S)
+                self._attempt.replicas.add(self._replica)
         except MicroserveError as error:
             self._note(error.type)
         if self._replica is None:
@@ -81,16 +82,17 @@ class Mirroring:
         self._leg.landed = replica.landed = max(replica.landed, told.landed)
         if told.stopped is None or self._repair is not None:
             return
-        self._note(told.stopped)
         if told.stopped in FULL:
+            self._note(told.stopped)
             self._unprotected(RETRY_S)  # what it has is good: keep it until there is a better one
         else:
-            replica.lose(told.stopped)
+            self.drop(told.stopped)
 
-    def refused(self) -> None:
-        """The engine would not begin with this replica."""
+    def drop(self, reason: str = "not begun") -> None:
+        """The replica is no good: nothing can be resumed from it."""
         if self._replica is not None:
-            self._replica.lose("refused")
+            self._attempt.replicas.end(self._replica)
+            self._lost(reason)
 
     def end(self) -> None:
         """The generation is over, one way or the other; what it has is the choice's. Idempotent."""
@@ -104,7 +106,7 @@ class Mirroring:
             ring = [member for member in ring if member is not self._replica.member]
         return ring if self._rank is None else sorted(ring, key=self._rank)
 
-    async def _open(self, member: Member) -> Replica:
+    async def _open(self, member: Member, patience_s: float) -> Replica:
         """A lease on `member` for all tokens so far, and some. Raises what the engine says."""
         attempt, tokens = self._attempt, list(self._tokens)
         name = f"{attempt.request_id}-r{next(attempt.replicas.numbers)}"
@@ -114,17 +116,17 @@ class Mirroring:
         }  # fmt: skip
         reply: PrepRecvReply | None = None
         try:
-            async with asyncio.timeout(OPEN_S):
+            async with asyncio.timeout(patience_s):
                 reply = await guard(member.client.prep_recv(body, attempt.headers), member)
         except TimeoutError:
-            raise Timeout(f"engine {member.id} did not answer within {OPEN_S:g} s") from None
+            raise Timeout(f"engine {member.id} did not answer within {patience_s:g} s") from None
         except EngineUnreachable as error:
             member.suspect(error.message)
             raise
         finally:
             if reply is None:
                 attempt.runtime.releaser.spawn(member, {"request_id": name}, attempt.headers)
-        replica = Replica(
+        return Replica(
             member,
             self._member,
             self._leg,
@@ -134,8 +136,6 @@ class Mirroring:
             lost=self._lost,
             unwanted=lambda: self._unprotected(0.0),
         )
-        attempt.replicas.add(replica)
-        return replica
 
     def _body(self, replica: Replica) -> dict[str, Any]:
         return {"kv_addr": replica.kv_addr, "every": self._every}
@@ -170,7 +170,7 @@ class Mirroring:
         """Mirror to the first engine that has room; returns whether there is one."""
         for member in self._candidates():
             try:
-                new = await self._open(member)
+                new = await self._open(member, REOPEN_S)
             except MicroserveError as error:
                 self._note(error.type)
                 continue
@@ -188,6 +188,7 @@ class Mirroring:
                 if not begun:  # cancelled as well: nothing is there to be resumed from
                     self._attempt.replicas.end(new)
             old, self._replica = self._replica, new
+            self._attempt.replicas.add(new)
             if old is not None:
                 self._attempt.replicas.end(old)
             self._leg.replica, self._leg.mirror_error = member.id, None

@@ -164,7 +164,12 @@ class TokenStream:
         siblings, choice = request.siblings, request.sampling.choice
         if siblings is not None and (expected := siblings.expected(choice)):
             body["forks"] = expected
-        stream = await self._start(body)
+        try:
+            stream = await self._start(body)
+        except BaseException:
+            if self._mirroring is not None:
+                self._mirroring.drop()  # nothing will ever be in it
+            raise
         if siblings is not None:
             siblings.started(choice, Origin(member, attempt.request_id, self.mirror))
         if self._kv is not None:
@@ -182,7 +187,7 @@ class TokenStream:
         except BadAddress:
             if self._mirroring is None or not body.pop("mirror", None):
                 raise
-            self._mirroring.refused()
+            self._mirroring.drop("bad_address")
             return await self._attempt.start(self._member, body)
         except (LeaseExpired, UnknownLease):
             if self._kv is not None and self._kv.replica is not None:
