@@ -13,6 +13,7 @@ from engine.protocol import MicroserveError
 from router.catalog import read_source
 from router.cli.options import read_params
 from router.cli.preflight import check_conformance, check_strategy
+from router.conformance.suite import ALL
 
 __all__ = ["strategy"]
 
@@ -129,7 +130,13 @@ def rollback(client: httpx.Client) -> None:
 @params_option
 @click.option("--model", default="tiny", show_default=True, help="of the engines")
 @click.option("--dry-run", is_flag=True, help="simulated engines only: a second")
-def check(file: str, params: tuple[str, ...], model: str, dry_run: bool) -> None:
+@click.option(
+    "--only", multiple=True, type=click.Choice([check.__name__ for check in ALL]), metavar="CHECK",
+    help="of the checks on real engines; repeatable",
+)  # fmt: skip
+def check(
+    file: str, params: tuple[str, ...], model: str, dry_run: bool, only: tuple[str, ...]
+) -> None:
     """Try the strategy in FILE here: no router and no engine is needed.
 
     First dry, as a router does before it lists what it loads, on simulated engines: cold and warm,
@@ -141,7 +148,7 @@ def check(file: str, params: tuple[str, ...], model: str, dry_run: bool) -> None
     """
     requests = check_strategy(file, read_params(params))
     click.echo(f"{file}: dry run ok, {requests} requests against simulated engines")
-    if not dry_run and not check_conformance(file, read_params(params), model):
+    if not dry_run and not check_conformance(file, read_params(params), model=model, only=only):
         raise click.exceptions.Exit(1)
 
 

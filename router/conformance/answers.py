@@ -10,7 +10,7 @@ import orjson
 
 __all__ = ["Answer", "Refused", "ask", "difference"]
 
-CHOICE = ("text", "token_ids", "logprobs", "finish_reason", "stop_reason")  # what must be the same
+CHOICE = ("token_ids", "text", "logprobs", "finish_reason", "stop_reason")  # what must be the same
 COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
@@ -104,7 +104,7 @@ def _apart(got: Any, wanted: Any) -> str:
         same = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), None)
         if same is None:
             return f"are {len(got)}, not {len(wanted)}"
-        return f"differ from the {same + 1}th on: {got[same]!r}, not {wanted[same]!r}"
+        return f"differ from number {same} on: {got[same]!r}, not {wanted[same]!r}"
     return f"is {got!r}, not {wanted!r}"
 
 

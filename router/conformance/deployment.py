@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ REST_S = 15.0  # until nothing is left: what a choice keeps for others goes afte
 UP_S = 30.0
 ASK_S = 150.0  # any request; the router gives up before
 LOOK_S = 0.01
+OFFENCE = re.compile(r"strategy \S+ \(generation .*")  # in the router's log
 # Deaths are noticed soon, a strategy that hangs is too, and each token is an event of its own.
 FLAGS = (
     "--port", "0", "--health-interval", "0.1", "--stall", "5", "--grace", "1",
@@ -42,6 +44,12 @@ class Deployment:
     router: Forked
     url: str
     _dead: list[Node] = field(default_factory=list)
+
+    @property
+    def offence(self) -> str:
+        """What the router said last of its strategy."""
+        said = OFFENCE.findall(self.router.log)
+        return said[-1] if said else ""
 
     def hold(self, moment: Moment, number: int) -> Gate:
         """A gate before all engines, in place of the one before it."""

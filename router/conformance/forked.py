@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -26,7 +27,9 @@ from router.environment import child_environment
 
 __all__ = ["Forked", "Program", "engine", "microserve"]
 
-PRELOAD = ["engine.main", "engine.build", "engine.server", "kvcache.cache", "router.cli"]
+PRELOAD = [
+    "engine.main", "engine.build", "engine.server", "kvcache.cache", "router.cli", "xgrammar",
+]  # fmt: skip
 START_S = 60.0
 PR_SET_PDEATHSIG = 1
 Program = Callable[[Sequence[str]], object]
@@ -140,7 +143,9 @@ def _run(
     log: str,
 ) -> None:
     os.setpgrp()
-    # With the server ends whoever has started it, and with that everything, however that ends.
+    # The server ends when nobody has its lifeline any longer, with that all its children, and it is
+    # given to each of them too. Without, only whoever has started it has it, however that ends.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.clear()
     os.environ.update(environment)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -18,7 +18,15 @@ from router.conformance.trial import CheckFailed, Trial
 
 __all__ = ["ALL", "Check", "Result", "run_checks", "set_up"]
 
-Check = Callable[[Trial], Awaitable[None]]
+
+class Check(Protocol):
+    """A function whose name and docstring say what it checks. Raises `CheckFailed`."""
+
+    __name__: str
+
+    async def __call__(self, trial: Trial) -> None: ...
+
+
 ALL: tuple[Check, ...] = (*CHECKS, *FAULTS)
 
 
@@ -57,7 +65,7 @@ async def run_checks(
 ) -> AsyncIterator[Result]:
     """Compare `deployment` with `oracle`, of one engine. A check that fails ends no other."""
     for check in checks:
-        name, began = getattr(check, "__name__", ""), time.monotonic()
+        name, began = check.__name__, time.monotonic()
         trial, problem = Trial(name, deployment, oracle), ""
         try:
             await check(trial)

@@ -88,8 +88,7 @@ class Trial:
         """Nothing may be left, on no engine and in the router, and nobody have misbehaved."""
         offences = (await self.deployment.admin("GET", "strategies"))["active"]["offences"]
         if offences:
-            said = self.deployment.router.log.strip().splitlines()
-            raise CheckFailed(f"{said[-1] if said else offences} [{scene}]")
+            raise CheckFailed(f"{self.deployment.offence or offences} [{scene}]")
         if left := await self.deployment.left_over():
             raise CheckFailed(f"it left something behind: {left} [{scene}]")
 

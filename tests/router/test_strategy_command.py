@@ -101,12 +101,12 @@ def test_a_watched_file_is_loaded_when_it_is_saved(router, tmp_path):
         watching.kill()
 
 
-def test_check_needs_no_router(tmp_path):
+def test_a_dry_run_needs_no_router(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(SOURCE)
-    code, said = command("strategy", "check", str(file))
+    code, said = command("strategy", "check", "--dry-run", str(file))
     assert (code, said.startswith(f"{file}: dry run ok, ")) == (0, True)
-    assert command("strategy", "check", "balanced", "--param", "ratio=1")[0] == 0
+    assert command("strategy", "check", "balanced", "--dry-run", "--param", "ratio=1")[0] == 0
     file.write_text(SOURCE + "nothing\n")
     code, said = command("strategy", "check", str(file))
     assert (code, said) == (

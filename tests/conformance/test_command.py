@@ -1,0 +1,99 @@
+"""`microserve strategy check`, as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+SOURCE = """
+from router import strategy
+
+@strategy
+async def mine(request, cluster):
+    async for chunk in cluster.engines.round_robin().start_generate(request):
+        yield chunk
+"""
+
+
+class Command:
+    """The command, and the processes that it starts, which inherit a mark."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._mark = f"MARK={uuid.uuid4().hex}".encode()
+        name, _, value = self._mark.decode().partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "router", "strategy", "check", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, name: value, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+
+    def running(self) -> list[int]:
+        return [
+            int(folder.name)
+            for folder in Path("/proc").iterdir()
+            if folder.name.isdigit() and self._mark in _environment(folder)
+        ]
+
+    def gone(self) -> None:
+        """Wait until nothing is left of it."""
+        give_up = time.monotonic() + 20
+        while running := self.running():
+            assert time.monotonic() < give_up, running
+            time.sleep(0.02)
+
+
+def _environment(process: Path) -> bytes:
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:  # it has just ended
+        return b""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    yield file
+
+
+def test_a_line_for_each_check_and_nothing_left(file: Path) -> None:
+    command = Command(str(file), "--only", "lengths", "--only", "one_token")
+    said, _ = command.process.communicate(timeout=120)
+    assert command.process.returncode == 0, said
+    dry, starting, *lines, verdict = said.splitlines()
+    assert dry.startswith(f"{file}: dry run ok")
+    assert starting == "starting engines with tiny …"
+    assert [line.partition(":")[0] for line in lines] == ["ok      lengths", "ok      one token"]
+    assert verdict == f"{file}: ok, 24 requests to engines with tiny"
+    command.gone()
+
+
+def test_what_only_real_engines_show_is_told_with_exit_code_1(file: Path) -> None:
+    file.write_text(SOURCE.replace("yield chunk", "chunk.text = ''\n        yield chunk"))
+    command = Command(str(file), "--only", "one_token", "--only", "logprobs")
+    said, _ = command.process.communicate(timeout=120)
+    assert command.process.returncode == 1, said
+    assert "FAILED  one token: text is '', not " in said
+    assert f"{file}: 2 of 2 checks failed" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_it_ends_all_its_processes(file: Path, number: signal.Signals) -> None:
+    command = Command(str(file), "--only", "lengths", "--only", "engines_that_die")
+    assert command.process.stdout is not None
+    while not command.process.stdout.readline().startswith("ok      lengths"):
+        assert command.process.poll() is None
+    assert len(command.running()) > 6  # itself, four engines, two routers
+    command.process.send_signal(number)
+    command.gone()
+    command.process.stdout.close()
+    assert command.process.wait(20) != 0
