@@ -54,18 +54,23 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(width=100).print(view)
 
 
-def publish(name: str, figures: dict[str, Any]) -> None:
-    """Print the document as the last line; with `--save`, also keep it under `bench/results/`."""
+def publish(name: str, figures: dict[str, Any], *flags: str) -> None:
+    """Print the document as the last line; with `--save`, also keep it under `bench/results/`.
+
+    `flags` were given to the bench, and change what it measures: its results have a name of their
+    own.
+    """
     now = datetime.now(UTC)
     document = {
         **figures,
         "bench": name,
-        "command": f"python -m bench.{name}",
+        "command": " ".join([f"python -m bench.{name}", *flags]),
         "date": now.isoformat(timespec="seconds"),
         "machine": machine(),
     }
     if "--save" in sys.argv:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{name}-{now:%Y-%m-%d}.json"
+        kind = "".join(flag.replace("--", "_") for flag in flags)
+        path = RESULTS / f"{name}{kind}-{now:%Y-%m-%d}.json"
         path.write_text(json.dumps(document, indent=2) + "\n")
     print(json.dumps(document))

@@ -1,0 +1,248 @@
+"""Disaggregation under load: Figures 10 and 11 of the microserving paper, scaled down.
+
+Purpose: see where data parallel, prefill-decode disaggregation and its balanced form each are best,
+and whether `balanced` with `ratio=auto` finds by itself what the best fixed ratio is.
+
+Theory: two engines on a core each, one thread, are two devices. Under data parallel each engine's
+decodes wait for its prefills. 1P1D keeps them apart, but has one engine for all prefills and one
+for all decodes: with long prompts the first is the bottleneck (Figure 11), with short ones the
+second (Figure 10), where nothing can be moved and data parallel stays the strongest. `balanced`
+moves a part of each prefill to the decode engine. `strategies/controller.py` has the rule of
+`auto`, which learns from scratch in each run here.
+
+How: SmolLM2 in bfloat16; prompts of 384 tokens and 12 out (Figure 11: 3000 and 100), and 26 in and
+32 out (Figure 10: about 200 and 260). Open loop, Poisson arrivals, at three rates: shares of what
+two engines do under data parallel with as many requests as they like, measured at the start. All
+strategies get the same arrivals, and prompts of the same lengths that nobody has cached. They take
+turns at each rate of each repeat, in another order each time, so that what else happens on the
+machine hits all of them. Of each run: mean and P90 of JCT (job completion time), TTFT and TPOT;
+published are medians over the repeats, with the spread.
+
+`auto_vs_best_fixed`: mean JCT of `auto` over that of the best ratio for that workload and rate (0,
+which is 1P1D, 0.1, 0.2, 0.3), chosen in hindsight. `others_cpu`: how many cores other processes
+took meanwhile. The router and the load generator share the cores with the engines.
+
+With `--mock` the engines are real processes that compute nothing and sleep as long as a step would
+take (twice as fast as the model). That tells how requests queue on a machine whose cores others use
+as well, where the real thing tells nothing. It is published by another name.
+
+Run: `make bench-balance`, or `python -m bench.balance [--save] [--requests 60] [--repeats 3]
+[--mock]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import aiohttp
+
+from bench.deployment import Deployment, deployed, machine_cpu_s
+from bench.report import publish, spread, table
+from router.load.arrivals import poisson
+from router.load.client import Outcome, Target, closed_loop, open_loop
+from router.load.report import percentile
+from router.load.workload import Ask, fixed
+
+ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
+MODEL = ("smollm2", "--dtype", "bfloat16")
+# Half of what SmolLM2 takes on a core of an AMD EPYC: 36 ms a step, 1.4 ms a token of prefill.
+MOCK = ("mock", "--step-ms", "18", "--prefill-tokens-per-ms", "1.4")
+WORKLOADS = {"figure 11": (384, 12), "figure 10": (26, 32)}
+RATES = (0.5, 0.7, 0.9)  # of what data parallel can do
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "data parallel": ("data_parallel", {}),
+    "1P1D": ("prefill_decode", {}),
+    "balanced 0.1": ("balanced", {"ratio": 0.1}),
+    "balanced 0.2": ("balanced", {"ratio": 0.2}),
+    "balanced 0.3": ("balanced", {"ratio": 0.3}),
+    "balanced auto": ("balanced", {"ratio": "auto"}),
+}
+FIXED = ("1P1D", "balanced 0.1", "balanced 0.2", "balanced 0.3")
+FULL = 24  # requests at any time, of those that measure what can be done
+FIGURES: dict[str, Callable[[Outcome], float | None]] = {
+    "jct": lambda outcome: outcome.end_s,
+    "ttft": lambda outcome: outcome.first_token_s,
+    "tpot": lambda outcome: outcome.per_token_s,
+}
+seeds = itertools.count(1)
+
+
+def main() -> None:
+    """Measure, print a table for each workload, publish the JSON."""
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--requests", type=int, default=60)
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--mock", action="store_true", help="engines that sleep instead")
+    options.add_argument("--save", action="store_true")
+    given = options.parse_args()
+    began = time.monotonic()
+    model = MOCK if given.mock else MODEL
+    with deployed(*model, *ENGINES) as deployment:
+        runs, rates = asyncio.run(measure(deployment, model[0], given.requests, given.repeats))
+    results = {
+        workload: {
+            f"{rate:.2f}/s": {name: summarize(repeats) for name, repeats in by_name.items()}
+            for rate, by_name in zip(rates[workload], by_rate, strict=True)
+        }
+        for workload, by_rate in runs.items()
+    }
+    for workload, by_rate in results.items():
+        show(workload, by_rate)
+    versus = {
+        workload: {
+            rate: round(_jct(by_name["balanced auto"]) / min(_jct(by_name[n]) for n in FIXED), 3)
+            for rate, by_name in by_rate.items()
+        }
+        for workload, by_rate in results.items()
+    }
+    publish(
+        "balance",
+        {
+            "engines": [*model, *ENGINES],
+            "requests": given.requests,
+            "repeats": given.repeats,
+            "minutes": round((time.monotonic() - began) / 60, 1),
+            "load_average": os.getloadavg(),
+            "auto_vs_best_fixed": versus,
+            "auto_vs_best_fixed_worst": max(max(by_rate.values()) for by_rate in versus.values()),
+            "strongest": {
+                workload: {rate: strongest(by_name) for rate, by_name in by_rate.items()}
+                for workload, by_rate in results.items()
+            },
+            "results": results,
+        },
+        *(["--mock"] if given.mock else []),
+    )
+
+
+Run = dict[str, float]  # what one strategy did with one set of arrivals
+
+
+async def measure(
+    deployment: Deployment, model: str, count: int, repeats: int
+) -> tuple[dict[str, list[dict[str, list[Run]]]], dict[str, list[float]]]:
+    """All runs by workload, rate and strategy; the rates (requests/s) by workload."""
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"},
+        timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**20,
+    ) as session:  # fmt: skip
+        greedy = {"ignore_eos": True, "temperature": 0}
+        target = Target(session, deployment.url, model, greedy)
+        rates = {
+            workload: await _rates(target, deployment, lengths)
+            for workload, lengths in WORKLOADS.items()
+        }
+        runs: dict[str, list[dict[str, list[Run]]]] = {
+            workload: [{name: [] for name in STRATEGIES} for _ in RATES] for workload in WORKLOADS
+        }
+        for repeat in range(repeats):
+            for (workload, lengths), (index, _) in itertools.product(
+                WORKLOADS.items(), enumerate(RATES)
+            ):
+                rate = rates[workload][index]
+                names = list(STRATEGIES)
+                random.Random(f"{repeat} {workload} {index}").shuffle(names)
+                for name in names:
+                    times = poisson(1000 * repeat + index, rate)
+                    run = await _run(target, deployment, name, lengths, count, times)
+                    runs[workload][index][name].append(run)
+                    print(
+                        f"{workload} {rate:.2f}/s {name}: {json.dumps(_rounded(run))}",
+                        file=sys.stderr,
+                    )
+    return runs, rates
+
+
+async def _rates(target: Target, deployment: Deployment, lengths: tuple[int, int]) -> list[float]:
+    """Shares of the requests/s that data parallel does when it always has plenty."""
+    deployment.use("data_parallel")
+    await closed_loop(target, _asks(lengths, FULL // 4), FULL // 4)  # warm
+    began = time.perf_counter()
+    outcomes = await closed_loop(target, _asks(lengths, 2 * FULL), FULL)
+    _check(outcomes)
+    most = 2 * FULL / (time.perf_counter() - began)
+    return [round(share * most, 2) for share in RATES]
+
+
+async def _run(
+    target: Target,
+    deployment: Deployment,
+    name: str,
+    lengths: tuple[int, int],
+    count: int,
+    times: Iterator[float],
+) -> Run:
+    strategy, params = STRATEGIES[name]
+    deployment.use(strategy, **params)
+    began, ours, all_ = time.perf_counter(), deployment.cpu_s(), machine_cpu_s()
+    outcomes = await open_loop(target, _asks(lengths, count), times)
+    took = time.perf_counter() - began
+    _check(outcomes)
+    run = {"others_cpu": (machine_cpu_s() - all_ - (deployment.cpu_s() - ours)) / took}
+    for figure, read in FIGURES.items():
+        values = [1e3 * value for value in map(read, outcomes) if value is not None]
+        run[f"{figure}_mean_ms"] = statistics.fmean(values)
+        run[f"{figure}_p90_ms"] = percentile(values, 90) or 0.0
+    return run
+
+
+def _asks(lengths: tuple[int, int], count: int) -> Iterator[Ask]:
+    """Prompts that no cache has."""
+    return itertools.islice(fixed(next(seeds), *lengths), count)
+
+
+def _check(outcomes: list[Outcome]) -> None:
+    if wrong := [outcome for outcome in outcomes if not outcome.ok]:
+        raise SystemExit(f"{len(wrong)} requests failed: {wrong[0].status} {wrong[0].error}")
+
+
+def summarize(repeats: list[Run]) -> dict[str, dict[str, float]]:
+    """Each figure's median over the repeats, with the spread."""
+    return {figure: spread([run[figure] for run in repeats]) for figure in repeats[0]}
+
+
+def _rounded(run: Run) -> Run:
+    return {figure: round(value, 2) for figure, value in run.items()}
+
+
+def _jct(figures: dict[str, dict[str, float]]) -> float:
+    return figures["jct_mean_ms"]["median"]
+
+
+def strongest(by_name: dict[str, dict[str, dict[str, float]]]) -> str:
+    """The strategy with the least mean JCT."""
+    return min(by_name, key=lambda name: _jct(by_name[name]))
+
+
+def show(workload: str, by_rate: dict[str, dict[str, dict[str, dict[str, float]]]]) -> None:
+    """The table of one workload. The least mean JCT of each rate is marked."""
+    tokens_in, tokens_out = WORKLOADS[workload]
+    rows = []
+    for rate, by_name in by_rate.items():
+        for name, figures in by_name.items():
+            mark = " *" if name == strongest(by_name) else ""
+            cells = [
+                f"{figures[f'{figure}_{of}_ms']['median']:.0f}"
+                for figure, of in itertools.product(FIGURES, ("mean", "p90"))
+            ]
+            low, high = figures["jct_mean_ms"]["min"], figures["jct_mean_ms"]["max"]
+            rows.append([f"{rate} {name}{mark}", *cells, f"{low:.0f}-{high:.0f}"])
+    table(
+        f"{workload}: {tokens_in} in / {tokens_out} out, ms, medians of repeats; * least mean JCT",
+        ["", "JCT", "P90", "TTFT", "P90", "TPOT", "P90", "JCT spread"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
