@@ -9,12 +9,11 @@ import re
 from collections.abc import Callable
 from types import TracebackType
 
-from aiohttp import web
-
 from engine.protocol import MicroserveError, Timeout
 from router.config import RouterConfig
 from router.cut import Cut
-from router.http import CALLER, RECEIPT, TRACE
+from router.http import HttpRequest
+from router.keys import ANYBODY
 from router.logs import serves
 from router.receipts import Receipt
 from router.router import Router
@@ -25,26 +24,26 @@ _PRIORITY = re.compile(r"-?[0-9]{1,9}")
 log = logging.getLogger(__name__)
 
 
-def deadline_s(config: RouterConfig, http: web.Request, asked: float | None) -> float:
+def deadline_s(config: RouterConfig, http: HttpRequest, asked: float | None) -> float:
     """How long the request may take: as the client asks, but not longer than configured.
 
     A header that is no positive number is as good as none.
     """
     limit = config.request_timeout_s
     try:
-        header = float(http.headers.get("X-Request-Timeout", "inf"))
+        header = float(http.headers.get("x-request-timeout", "inf"))
     except ValueError:
         header = limit
     wished = [seconds for seconds in (asked, header) if seconds is not None and seconds > 0]
     return min([limit, *wished])
 
 
-def priority_of(http: web.Request, asked: int | None) -> int:
+def priority_of(http: HttpRequest, asked: int | None) -> int:
     """Its place in the queue, lower is earlier: as the body says, else as `X-Priority` does, else
     0. A header that is no small number is as good as none."""
     if asked is not None:
         return asked
-    header = http.headers.get("X-Priority", "")
+    header = http.headers.get("x-priority", "")
     return int(header) if _PRIORITY.fullmatch(header) else 0
 
 
@@ -63,16 +62,16 @@ class accounted:
     def __init__(
         self,
         router: Router,
-        http: web.Request,
+        http: HttpRequest,
         receipt: Receipt,
         arrived: float,
         timeout_s: float,
         *,
         tally: Callable[[], object],
     ) -> None:
-        http[RECEIPT] = receipt
+        http.receipt = receipt
         self._router = router
-        self._caller, self._trace = http[CALLER], http[TRACE]
+        self._caller, self._trace = http.caller or ANYBODY, http.trace
         self._receipt = receipt
         self._due, self._timeout_s = arrived + timeout_s, timeout_s
         self._tally = tally
@@ -126,7 +125,8 @@ class accounted:
         router.metrics.finished(receipt)
         router.limits.charge(self._caller, receipt.completion_tokens)
         router.backlog.freed()
-        self._trace.finish(receipt)
+        if self._trace is not None:
+            self._trace.finish(receipt)
         if log.isEnabledFor(logging.INFO):
             log.info("request %s", receipt.status, extra={"receipt": receipt.summary()})
 

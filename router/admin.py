@@ -6,23 +6,21 @@ import hmac
 import ipaddress
 from typing import TypeVar
 
-from aiohttp import web
 from pydantic import BaseModel, ConfigDict, ValidationError
 from yarl import URL
 
 from engine.protocol import Unauthorized
 from router.errors import Forbidden
-from router.http import json_response
+from router.http import HttpRequest, HttpResponse, json_response
 from router.openai.errors import invalid
 from router.openai.messages import load
 from router.openapi import documented
 from router.router import Router
+from router.routes import Route
 
-__all__ = ["WHO", "Body", "check_admin", "read_body", "routes", "same_key"]
+__all__ = ["Body", "check_admin", "read_body", "routes", "same_key"]
 
 B = TypeVar("B", bound=BaseModel)
-# Who calls: the name of the key, or the loopback address.
-WHO = web.RequestKey("who", str)
 
 
 class Body(BaseModel):
@@ -31,7 +29,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-def check_admin(router: Router, http: web.Request, given: str | None) -> None:
+def check_admin(router: Router, http: HttpRequest, given: str | None) -> None:
     """Let an admin pass, and note who it is: by the key, or without one from this machine itself.
 
     Raises `Unauthorized` or `Forbidden`. A web page in a browser on this machine is not this
@@ -40,13 +38,14 @@ def check_admin(router: Router, http: web.Request, given: str | None) -> None:
     if key := router.config.admin_key:
         if not same_key(given, key):
             raise Unauthorized("the admin API needs its key", code="invalid_api_key")
-        http[WHO] = "admin_key"
+        http.who = "admin_key"
         return
-    origin = http.headers.get("Origin")
-    here = _is_loopback(http.remote) and _is_loopback(_host(f"http://{http.host}"))
+    origin = http.headers.get("origin")
+    host = http.headers.get("host", "")
+    here = _is_loopback(http.remote) and _is_loopback(_host(f"http://{host}"))
     if not here or (origin is not None and not _is_loopback(_host(origin))):
         raise Forbidden("without --admin-key the admin API answers on loopback only")
-    http[WHO] = http.remote or "loopback"
+    http.who = http.remote or "loopback"
 
 
 def same_key(given: str | None, key: str) -> bool:
@@ -57,20 +56,20 @@ def same_key(given: str | None, key: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
 
 
-def routes(router: Router) -> list[web.RouteDef]:
+def routes(router: Router) -> list[Route]:
     """The handlers of `/admin/requests`, over `router`."""
 
     @documented()
-    async def receipt(http: web.Request) -> web.Response:
+    async def receipt(http: HttpRequest) -> HttpResponse:
         """What was done for a request: every leg, its times, bytes and retries."""
-        return json_response(router.receipts[http.match_info["id"]].describe())
+        return json_response(router.receipts[http.params["id"]].describe())
 
     return [
-        web.get("/admin/requests/{id}", receipt),
+        Route("GET", "/admin/requests/{id}", receipt),
     ]
 
 
-async def read_body(body: type[B], http: web.Request) -> B:
+async def read_body(body: type[B], http: HttpRequest) -> B:
     """The body of a call. Raises `BadRequest`, naming the first bad field."""
     try:
         return body.model_validate(load(await http.read()))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from aiohttp import web
 from pydantic import Field
 
 from router.admin import Body, read_body
 from router.engines_file import engine_url
-from router.http import json_response
+from router.http import HttpRequest, HttpResponse, json_response
 from router.member import Role
 from router.openapi import documented
 from router.router import Router
+from router.routes import Route
 
 __all__ = ["AddEngine", "ChangeEngine", "routes"]
 
@@ -37,22 +37,22 @@ class ChangeEngine(Body):
     labels: Labels | None = None
 
 
-def routes(router: Router) -> list[web.RouteDef]:
+def routes(router: Router) -> list[Route]:
     """The handlers of `/admin/engines`, over `router`."""
     registry = router.registry
 
     @documented()
-    async def engines(http: web.Request) -> web.Response:
+    async def engines(http: HttpRequest) -> HttpResponse:
         """All engines: their health, load and breakers."""
         return json_response({"engines": [member.describe() for member in registry]})
 
     @documented()
-    async def engine(http: web.Request) -> web.Response:
+    async def engine(http: HttpRequest) -> HttpResponse:
         """One of them."""
-        return json_response(registry[http.match_info["id"]].describe())
+        return json_response(registry[http.params["id"]].describe())
 
     @documented(body=AddEngine)
-    async def add_engine(http: web.Request) -> web.Response:
+    async def add_engine(http: HttpRequest) -> HttpResponse:
         """Add an engine, or hear again of one that is known."""
         wanted = await read_body(AddEngine, http)
         member = registry.add(
@@ -65,9 +65,9 @@ def routes(router: Router) -> list[web.RouteDef]:
         return json_response(member.describe())
 
     @documented(body=ChangeEngine)
-    async def change_engine(http: web.Request) -> web.Response:
+    async def change_engine(http: HttpRequest) -> HttpResponse:
         """Change its role or labels, drain it, or use it again."""
-        member = registry[http.match_info["id"]]
+        member = registry[http.params["id"]]
         wanted = await read_body(ChangeEngine, http)
         if wanted.role is not None:
             member.role, member.role_pinned = wanted.role, True
@@ -77,15 +77,15 @@ def routes(router: Router) -> list[web.RouteDef]:
         return json_response({**member.describe(), "moved": moved})
 
     @documented()
-    async def remove_engine(http: web.Request) -> web.Response:
+    async def remove_engine(http: HttpRequest) -> HttpResponse:
         """Drain it, and forget it once nothing runs there."""
-        member = registry[http.match_info["id"]]
+        member = registry[http.params["id"]]
         return json_response({"removed": member.id, "moved": registry.remove(member)})
 
     return [
-        web.get("/admin/engines", engines),
-        web.get("/admin/engines/{id}", engine),
-        web.post("/admin/engines", add_engine),
-        web.patch("/admin/engines/{id}", change_engine),
-        web.delete("/admin/engines/{id}", remove_engine),
+        Route("GET", "/admin/engines", engines),
+        Route("GET", "/admin/engines/{id}", engine),
+        Route("POST", "/admin/engines", add_engine),
+        Route("PATCH", "/admin/engines/{id}", change_engine),
+        Route("DELETE", "/admin/engines/{id}", remove_engine),
     ]

@@ -6,17 +6,17 @@ import asyncio
 from dataclasses import asdict
 from typing import Annotated
 
-from aiohttp import web
 from pydantic import Field
 
 from engine.protocol import BadRequest, Timeout
-from router.admin import WHO, Body, read_body
+from router.admin import Body, read_body
 from router.errors import Conflict, NotFound
-from router.http import json_response, off_loop, request_id
+from router.http import HttpRequest, HttpResponse, json_response, off_loop
 from router.member import Member
 from router.migration import Migrated, migrate_prefix
 from router.openapi import documented
 from router.router import Router
+from router.routes import Route
 
 __all__ = ["Migrate", "routes"]
 
@@ -31,11 +31,11 @@ class Migrate(Body):
     pin: bool = False
 
 
-def routes(router: Router) -> list[web.RouteDef]:
+def routes(router: Router) -> list[Route]:
     """The handler of `/admin/migrate`, over `router`."""
 
     @documented(body=Migrate, reply=Migrated, errors=(404, 409, 429, 502, 503, 504))
-    async def migrate(http: web.Request) -> web.Response:
+    async def migrate(http: HttpRequest) -> HttpResponse:
         """Move what one engine has cached of a prefix to another one.
 
         It is cached at both then: requests go where there is less to do.
@@ -55,7 +55,7 @@ def routes(router: Router) -> list[web.RouteDef]:
             async with asyncio.timeout(limit_s):
                 migrated = await migrate_prefix(
                     router.runtime,
-                    {"X-Request-Id": request_id()},
+                    {"X-Request-Id": http.id},
                     prefix,
                     source,
                     target,
@@ -64,11 +64,11 @@ def routes(router: Router) -> list[web.RouteDef]:
         except TimeoutError:
             raise Timeout(f"the migration took longer than {limit_s:g} s") from None
         told = {"from": source.id, "to": target.id, **asdict(migrated)}
-        router.control.audit.note(http[WHO], "migrated", **told)
+        router.control.audit.note(http.who, "migrated", **told)
         router.events.publish("migration", **told)
         return json_response(asdict(migrated))
 
-    return [web.post("/admin/migrate", migrate)]
+    return [Route("POST", "/admin/migrate", migrate)]
 
 
 def _engine(router: Router, id: str, param: str) -> Member:

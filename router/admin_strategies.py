@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from aiohttp import web
 from pydantic import Field
 
 from engine.protocol import BadRequest, Timeout
-from router.admin import WHO, Body, read_body
+from router.admin import Body, read_body
 from router.audition import audition
 from router.canary import CanaryRules
 from router.errors import Forbidden
-from router.http import json_response
+from router.http import HttpRequest, HttpResponse, json_response
 from router.openapi import documented
 from router.router import Router
+from router.routes import Route
 
 __all__ = ["routes"]
 
@@ -44,11 +44,11 @@ class _Load(Body):
     file: str = ""
 
 
-def routes(router: Router) -> list[web.RouteDef]:
+def routes(router: Router) -> list[Route]:
     """The handlers of `/admin/strateg…`, `/admin/rollback`, `/admin/audit` and `/admin/events`."""
     control = router.control
 
-    async def strategies(http: web.Request) -> web.Response:
+    async def strategies(http: HttpRequest) -> HttpResponse:
         """The strategies, with help and parameters; what runs, and since when."""
         generations = control.generations
         live = [generation.describe() for generation in generations.live()]
@@ -67,18 +67,18 @@ def routes(router: Router) -> list[web.RouteDef]:
         )
 
     @documented(body=_Activate, errors=(404, 409))
-    async def activate(http: web.Request) -> web.Response:
+    async def activate(http: HttpRequest) -> HttpResponse:
         """Make a strategy active for new requests, atomically."""
         wanted = await read_body(_Activate, http)
         rules = CanaryRules(**wanted.canary.model_dump()) if wanted.canary is not None else None
         bound = router.catalog[wanted.name].bind(wanted.params)
         generation = control.activate(
-            http[WHO], bound, if_generation=wanted.if_generation, rules=rules
+            http.who, bound, if_generation=wanted.if_generation, rules=rules
         )
         return json_response({**generation.describe(), "canary": rules is not None})
 
     @documented(body=_Load, status=201, errors=(409, 500, 504))
-    async def load(http: web.Request) -> web.Response:
+    async def load(http: HttpRequest) -> HttpResponse:
         """Load a strategy from Python source, once it has been tried out."""
         if not router.config.allow_upload:
             raise Forbidden("strategies are loaded from source only with --allow-upload")
@@ -94,37 +94,36 @@ def routes(router: Router) -> list[web.RouteDef]:
                 loaded = await asyncio.to_thread(router.catalog.load, source, name=name, file=file)
         except TimeoutError:
             raise Timeout(f"loading took more than {LOAD_TIMEOUT_S:g} s") from None
-        control.loaded(http[WHO], loaded)
+        control.loaded(http.who, loaded)
         described = {**loaded.describe(), "rehearsed_requests": tried["requests"]}
         return json_response(described, status=201)
 
     @documented(errors=(409,))
-    async def rollback(http: web.Request) -> web.Response:
+    async def rollback(http: HttpRequest) -> HttpResponse:
         """Back to what was active before."""
-        return json_response(control.rollback(http[WHO]).describe())
+        return json_response(control.rollback(http.who).describe())
 
-    async def audit(http: web.Request) -> web.Response:
+    async def audit(http: HttpRequest) -> HttpResponse:
         """Who has changed what, when."""
         return json_response({"entries": control.audit.entries()})
 
     @documented(media=("text/event-stream",))
-    async def events(http: web.Request) -> web.StreamResponse:
+    async def events(http: HttpRequest) -> None:
         """What happens, as it does, as server-sent events."""
-        response = web.StreamResponse(headers=STREAM_HEADERS)
-        await response.prepare(http)
+        stream = http.stream(STREAM_HEADERS)
         # Who does not read holds up our writing: it is cut off from outside.
-        cut_off = http.transport.abort if http.transport is not None else lambda: None
-        with control.events.listening(cut_off) as listener:
-            await response.write(b": listening\n\n")
+        with control.events.listening(http.abort) as listener:
+            stream.write(b": listening\n\n")
             async for frames in listener.frames(IDLE_S):
-                await response.write(frames or b": idle\n\n")
-        return response
+                if (reading := stream.write(frames or b": idle\n\n")) is not None:
+                    await reading
+        stream.end(b"")
 
     return [
-        web.get("/admin/strategies", strategies),
-        web.post("/admin/strategies", load),
-        web.put("/admin/strategy", activate),
-        web.post("/admin/rollback", rollback),
-        web.get("/admin/audit", audit),
-        web.get("/admin/events", events),
+        Route("GET", "/admin/strategies", strategies),
+        Route("POST", "/admin/strategies", load),
+        Route("PUT", "/admin/strategy", activate),
+        Route("POST", "/admin/rollback", rollback),
+        Route("GET", "/admin/audit", audit),
+        Route("GET", "/admin/events", events),
     ]

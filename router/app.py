@@ -1,62 +1,59 @@
-"""The HTTP application: routes, keys, and what every request gets."""
+"""All routes of the router."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable
+from functools import wraps
 from importlib.metadata import version
 
-from aiohttp import web
-from aiohttp.typedefs import Handler
-
-from router import admin, admin_engines, admin_migrate, admin_strategies, middleware
-from router.http import json_response
+from router import admin, admin_engines, admin_migrate, admin_strategies
+from router.http import HttpRequest, HttpResponse, json_response
 from router.openai.answer import chat_completions, completions
 from router.openai.models import models, one_model
 from router.openai.tokens import detokenize, tokenize
 from router.openapi import DOCS_PAGE, documented, openapi
 from router.router import Router
+from router.routes import Handler, Route, Routes
 
-__all__ = ["make_app"]
+__all__ = ["make_routes"]
 
 
-def make_app(router: Router) -> web.Application:
-    app = web.Application(client_max_size=router.config.max_body_mb * 2**20)
-    middleware.install(app, router)
-    app.router.add_routes(
+def make_routes(router: Router) -> Routes:
+    routes = Routes(
         [
-            *_routes(router),
+            *_model(router),
+            *_about(router, lambda: routes),
             *admin.routes(router),
             *admin_engines.routes(router),
             *admin_migrate.routes(router),
             *admin_strategies.routes(router),
         ]
     )
-    app.on_shutdown.append(_end_listening(router))
-    return app
+    return routes
 
 
-def _end_listening(router: Router) -> Callable[[web.Application], Awaitable[None]]:
-    """Streams of events have no end of their own: they are not what a router waits for."""
+def _model(router: Router) -> list[Route]:
+    def bound(
+        handler: Callable[[Router, HttpRequest], Awaitable[HttpResponse | None]],
+    ) -> Handler:
+        @wraps(handler)
+        def call(http: HttpRequest) -> Awaitable[HttpResponse | None]:
+            return handler(router, http)
 
-    async def end(_: web.Application) -> None:
-        router.events.close()
+        return call
 
-    return end
-
-
-def _bound(
-    router: Router, handler: Callable[[Router, web.Request], Awaitable[web.StreamResponse]]
-) -> Handler:
-    @functools.wraps(handler)
-    async def bound(http: web.Request) -> web.StreamResponse:
-        return await handler(router, http)
-
-    return bound
+    return [
+        Route("POST", "/v1/completions", bound(completions)),
+        Route("POST", "/v1/chat/completions", bound(chat_completions)),
+        Route("GET", "/v1/models", bound(models)),
+        Route("GET", "/v1/models/{id}", bound(one_model)),
+        Route("POST", "/tokenize", bound(tokenize)),
+        Route("POST", "/detokenize", bound(detokenize)),
+    ]
 
 
-def _routes(router: Router) -> list[web.RouteDef]:
-    async def health(http: web.Request) -> web.Response:
+def _about(router: Router, routes: Callable[[], Routes]) -> list[Route]:
+    async def health(http: HttpRequest) -> HttpResponse:
         """200 while the router runs, and how many engines can be used; 503 once it is to stop."""
         up = sum(member.usable for member in router.registry)
         draining = router.drain.begun
@@ -65,41 +62,32 @@ def _routes(router: Router) -> list[web.RouteDef]:
         return json_response(body, status=503 if draining else 200)
 
     @documented(media=("text/plain",))
-    async def metrics(http: web.Request) -> web.Response:
+    async def metrics(http: HttpRequest) -> HttpResponse:
         """Prometheus text."""
         gauges = router.metrics
         gauges.waiting.set(len(router.backlog))
         gauges.generation.set(router.generations.active.number)
         gauges.engines(router.registry)
-        return web.Response(
-            body=gauges.render(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+        return HttpResponse(gauges.render(), media="text/plain; version=0.0.4; charset=utf-8")
 
     @documented(reply=dict[str, str])
-    async def show_version(http: web.Request) -> web.Response:
+    async def show_version(http: HttpRequest) -> HttpResponse:
         """The version of this package."""
         return json_response({"version": version("microserve")})
 
-    async def schema(http: web.Request) -> web.Response:
+    async def schema(http: HttpRequest) -> HttpResponse:
         """This document."""
-        return json_response(openapi(http.app))
+        return json_response(openapi(routes()))
 
     @documented(media=("text/html",))
-    async def docs(http: web.Request) -> web.Response:
+    async def docs(http: HttpRequest) -> HttpResponse:
         """This document, to look at in a browser."""
-        return web.Response(body=DOCS_PAGE, content_type="text/html")
+        return HttpResponse(DOCS_PAGE, media="text/html; charset=utf-8")
 
     return [
-        web.post("/v1/completions", _bound(router, completions)),
-        web.post("/v1/chat/completions", _bound(router, chat_completions)),
-        web.get("/v1/models", _bound(router, models)),
-        web.get("/v1/models/{id:.+}", _bound(router, one_model)),
-        web.post("/tokenize", _bound(router, tokenize)),
-        web.post("/detokenize", _bound(router, detokenize)),
-        web.get("/health", health),
-        web.get("/metrics", metrics),
-        web.get("/version", show_version),
-        web.get("/openapi.json", schema),
-        web.get("/docs", docs),
+        Route("GET", "/health", health),
+        Route("GET", "/metrics", metrics),
+        Route("GET", "/version", show_version),
+        Route("GET", "/openapi.json", schema),
+        Route("GET", "/docs", docs),
     ]

@@ -1,7 +1,7 @@
 """Whose code is it? Finds the user's lines in stacks and tracebacks.
 
-A frame is *ours* (this project, and the HTTP library it runs on), a *library's* (the standard
-library, installed packages), or the *user's*: a strategy, and what it imports from beside it.
+A frame is *ours* (this project), a *library's* (the standard library, installed packages), or the
+*user's*: a strategy, and what it imports from beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["asked_by_user", "at", "is_ours", "is_user", "line_in", "waits_at"]
 
-OURS = frozenset({"router", "engine", "kvcache", "aiohttp"})
+OURS = frozenset({"router", "engine", "kvcache"})
 _PATHS = sysconfig.get_paths()
 _LIBRARIES = tuple({_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 

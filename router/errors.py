@@ -13,6 +13,7 @@ MicroserveError
 ├── NoCapacity
 │   └── RateLimited        429  over the limit of an API key
 ├── SlowClient             408  the client did not send its body in time
+├── MethodNotAllowed       405  the path is there, but not for this method
 ├── ModelNotFound          404  the request names a model that is not served here
 ├── NotFound               404  no such thing to administer
 ├── Forbidden              403  an admin call from where none is taken
@@ -104,6 +105,10 @@ class Forbidden(MicroserveError):
 class MethodNotAllowed(MicroserveError):
     type = "method_not_allowed"
     status = 405
+
+    def __init__(self, message: str, *, allowed: list[str]) -> None:
+        super().__init__(message)
+        self.allowed = allowed  # methods
 
 
 class Conflict(MicroserveError):

@@ -13,11 +13,11 @@ from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from aiohttp import web
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
 from router.openai.errors import ErrorObject
+from router.routes import Routes
 
 __all__ = ["DOCS_PAGE", "documented", "openapi"]
 
@@ -62,9 +62,9 @@ def documented(
     return mark
 
 
-def openapi(app: web.Application) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of all routes of `app`."""
-    operations = list(_operations(app))
+def openapi(routes: Routes) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of all routes."""
+    operations = list(_operations(routes))
     inputs: list[tuple[Any, JsonSchemaMode, TypeAdapter[Any]]] = [
         (ErrorObject, "serialization", TypeAdapter(ErrorObject))
     ]
@@ -94,12 +94,10 @@ def openapi(app: web.Application) -> dict[str, Any]:
     }
 
 
-def _operations(app: web.Application) -> Iterator[tuple[str, str, Any, _Api]]:
-    for route in app.router.routes():
-        resource = route.resource
-        if resource is not None and route.method != "HEAD":  # aiohttp adds one to each GET
-            api = getattr(route.handler, "__api__", _Api(None, dict[str, Any], 200, (JSON,), ()))
-            yield route.method.lower(), resource.canonical, route.handler, api
+def _operations(routes: Routes) -> Iterator[tuple[str, str, Any, _Api]]:
+    for route in routes:
+        api = getattr(route.handler, "__api__", _Api(None, dict[str, Any], 200, (JSON,), ()))
+        yield route.method.lower(), route.path, route.handler, api
 
 
 def _operation(

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from aiohttp import web
-
-from router.app import make_app
+from router.app import make_routes
 from router.config import RouterConfig
+from router.connection import Connections
 from router.drain import Drain
 from router.offspring import adopting
 from router.router import Router
+from router.service import RouterService
 from router.slow_clients import SlowClients
 from router.tls import server_context
 from router.watchdog import Watchdog
@@ -25,7 +25,6 @@ from router.watchdog import Watchdog
 __all__ = ["Server", "listen", "run", "serving"]
 
 FIRST_LOOK_S = 5.0
-KEEPALIVE_S = 75.0  # of connections that nobody uses
 LAST_WORDS_S = 1.0  # for answers that are being written when the requests have ended
 
 
@@ -49,23 +48,21 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
     tls = server_context(config.tls_cert, config.tls_key)
     listener = listen(config.host, config.port)
     async with Router.opened(config) as router:
-        runner = web.AppRunner(
-            make_app(router),
-            handler_cancellation=True,  # a client that goes away cancels its request
-            access_log=None,
-            shutdown_timeout=min(LAST_WORDS_S, config.shutdown_s),
-            keepalive_timeout=KEEPALIVE_S,
+        connections = Connections(
+            RouterService(router, make_routes(router)), max_body=config.max_body_mb << 20
         )
-        await runner.setup()
         watchdog = Watchdog(router.metrics, config.block_limit_s)
         slow = SlowClients(
             router.metrics, stall_s=config.client_stall_s, head_s=config.body_timeout_s
         )
-        with watchdog.watching(), adopting(asyncio.get_running_loop()):
+        loop = asyncio.get_running_loop()
+        with watchdog.watching(), adopting(loop):
+            server = await loop.create_server(
+                connections.connection, sock=listener, backlog=1024, ssl=tls
+            )
             try:
-                await web.SockSite(runner, listener, backlog=1024, ssl_context=tls).start()
                 async with asyncio.TaskGroup() as tasks:
-                    watch = tasks.create_task(slow.watch(_server_of(runner)))
+                    watch = tasks.create_task(slow.watch(connections.open))
                     await router.registry.settled(FIRST_LOOK_S)
                     scheme = "https" if tls else "http"
                     try:
@@ -74,14 +71,10 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
                     finally:
                         watch.cancel()
             finally:
-                await runner.cleanup()
-                listener.close()
-
-
-def _server_of(runner: web.AppRunner) -> web.Server:
-    if runner.server is None:
-        raise RuntimeError("the runner is not set up")
-    return runner.server
+                server.close()
+                # Streams of events have no end of their own: nobody waits for them.
+                router.events.close()
+                await connections.close(min(LAST_WORDS_S, config.shutdown_s))
 
 
 async def run(config: RouterConfig) -> None:

@@ -7,12 +7,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from aiohttp import web
-
 from engine.protocol import MicroserveError, Usage
 from router.account import accounted, deadline_s, priority_of
 from router.errors import root_cause
-from router.http import CALLER, off_loop, request_id, trace_headers
+from router.http import HttpRequest, HttpResponse, off_loop
 from router.lifetime import server_timing
 from router.model import ServedModel
 from router.openai.errors import error_json
@@ -21,7 +19,6 @@ from router.openai.messages import Ask, read_chat, read_completion
 from router.openai.models import served_name
 from router.openai.replies import ChatReply, CompletionReply
 from router.openai.requests import ChatRequest, CompletionRequest
-from router.openai.sse import EventWriter
 from router.openapi import documented
 from router.receipts import Receipt
 from router.request import Chunk, Request
@@ -40,26 +37,31 @@ WHOLE_CHUNK = 64
 # Of requests that engines work on.
 GENERATES = (404, 429, 500, 502, 503, 504)
 MEDIA = ("application/json", "text/event-stream")
+EVENTS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
 
 
 @documented(body=CompletionRequest, reply=CompletionReply, media=MEDIA, errors=GENERATES)
-async def completions(router: Router, http: web.Request) -> web.StreamResponse:
+async def completions(router: Router, http: HttpRequest) -> HttpResponse | None:
     """Answers to prompts, whole or as server-sent events."""
     return await _answer(router, http, read_completion, CompletionFormat)
 
 
 @documented(body=ChatRequest, reply=ChatReply, media=MEDIA, errors=GENERATES)
-async def chat_completions(router: Router, http: web.Request) -> web.StreamResponse:
+async def chat_completions(router: Router, http: HttpRequest) -> HttpResponse | None:
     """Answers to a conversation, whole or as server-sent events."""
     return await _answer(router, http, read_chat, ChatFormat)
 
 
 async def _answer(
     router: Router,
-    http: web.Request,
+    http: HttpRequest,
     read: Callable[[bytes, ServedModel, str], Ask],
     shape: type[Format],
-) -> web.StreamResponse:
+) -> HttpResponse | None:
     arrived, began = asyncio.get_running_loop().time(), time.monotonic()
     body = await http.read()
     model = router.registry.model
@@ -68,13 +70,13 @@ async def _answer(
     generation = router.generations.enter()
     try:
         receipt = Receipt(
-            id=request_id(),
+            id=http.id,
             generation=generation.number,
             strategy=generation.bound.strategy.name,
             params=generation.bound.shown,
             seed=ask.samplings[0].seed,
             prompt_tokens=sum(map(len, ask.prompts)),
-            key=http[CALLER].name,
+            key=http.caller.name if http.caller is not None else "",
             began=began,
         )
         router.receipts.add(receipt)
@@ -83,7 +85,7 @@ async def _answer(
             backlog=router.backlog,
             generation=generation,
             receipt=receipt,
-            headers=trace_headers(http),
+            headers=_trace(router, http),
             arrived=arrived,
             priority=priority_of(http, ask.priority),
         )
@@ -99,11 +101,20 @@ async def _answer(
         answer = _Answer(router, http, ask, receipt, scope, written)
         router.control.begun(generation, receipt)
         try:
-            return await (answer.stream() if ask.stream else answer.whole())
+            if ask.stream:
+                await answer.stream()
+                return None
+            return await answer.whole()
         finally:
             router.control.ended(generation, receipt)
     finally:
         router.generations.leave(generation)
+
+
+def _trace(router: Router, http: HttpRequest) -> dict[str, str]:
+    """What is passed on to the engines on every leg. The request's span begins here."""
+    trace = http.trace = router.tracing.begin(http.headers)
+    return {"X-Request-Id": http.id, **trace.headers}
 
 
 def _echoes(ask: Ask, model: ServedModel) -> list[str]:
@@ -125,7 +136,7 @@ class _Answer:
     def __init__(
         self,
         router: Router,
-        http: web.Request,
+        http: HttpRequest,
         ask: Ask,
         receipt: Receipt,
         scope: Scope,
@@ -140,7 +151,7 @@ class _Answer:
         self._tallies = [_Tally() for _ in range(len(ask.prompts) * ask.n)]
         self._siblings = [Siblings(ask.n) if ask.n > 1 else None for _ in ask.prompts]
 
-    async def whole(self) -> web.Response:
+    async def whole(self) -> HttpResponse:
         """The answer in one piece. Raises what went wrong; nothing has been sent then."""
         choices = [Choice() for _ in self._tallies]
 
@@ -150,15 +161,15 @@ class _Answer:
         await self._drive(emit)
         prompts = [self._ask.prompts[index // self._ask.n] for index in range(len(choices))]
         body = self._format.whole(choices, self._usage(), prompts)
-        return web.Response(body=body, content_type="application/json")
+        return HttpResponse(body)
 
-    async def stream(self) -> web.StreamResponse:
+    async def stream(self) -> None:
         """The answer as it comes.
 
         Raises what goes wrong before the first chunk, so that it has an HTTP status; later it is
         an error event, and the stream has no proper end.
         """
-        events = EventWriter(self._http, {"X-Request-Id": self._receipt.id})
+        events = self._http.stream({**EVENTS, "X-Request-Id": self._receipt.id})
         opened: set[int] = set()
 
         def emit(index: int, chunk: Chunk) -> Awaitable[None] | None:
@@ -173,20 +184,19 @@ class _Answer:
         try:
             await self._drive(emit)
         except MicroserveError as error:
-            if not events.response.prepared:
+            if not events.begun:
                 raise
-            await events.end(b"data: %b\n\n" % error_json(error))
-            return events.response
+            events.end(b"data: %b\n\n" % error_json(error))
+            return
         last = self._format.usage(self._usage()) if self._ask.include_usage else b""
-        await events.end(last + self._timing() + DONE)
-        return events.response
+        events.end(last + self._timing() + DONE)
 
     def _timing(self) -> bytes:
         """Where the time went, as a comment, for clients that say that they read event streams.
 
         By the standard it is skipped; but many clients take each line for JSON, and do not say.
         """
-        if "text/event-stream" not in self._http.headers.get("Accept", ""):
+        if "text/event-stream" not in self._http.headers.get("accept", ""):
             return b""
         return f": server-timing {server_timing(self._receipt)}\n\n".encode()
 
@@ -226,7 +236,7 @@ class _Answer:
             id=receipt.id,
             prompt=self._ask.prompts[prompt],
             sampling=sampling.model_copy(update={"choice": choice}) if choice else sampling,
-            session=self._http.headers.get("X-Session-ID"),
+            session=self._http.headers.get("x-session-id"),
             siblings=self._siblings[prompt],
             chunk_tokens=1 if self._ask.stream else WHOLE_CHUNK,
         )

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from typing_extensions import TypedDict
 
 from engine.protocol import BadRequest, Draining, MicroserveError, NoCapacity
-from router.errors import NoEngines
+from router.errors import MethodNotAllowed, NoEngines
 
 __all__ = ["ErrorObject", "error_headers", "error_json", "error_object", "invalid"]
 
@@ -55,7 +55,9 @@ def error_json(error: MicroserveError) -> bytes:
 
 
 def error_headers(error: MicroserveError) -> dict[str, str]:
-    """`Retry-After`, in whole seconds, where trying again is what to do."""
+    """`Retry-After`, in whole seconds, where trying again is what to do; `Allow`."""
+    if isinstance(error, MethodNotAllowed):
+        return {"Allow": ", ".join(error.allowed)}
     if isinstance(error, NoCapacity):
         return {"Retry-After": str(max(1, round(error.retry_after_s)))}
     if isinstance(error, NoEngines | Draining):

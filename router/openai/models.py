@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from aiohttp import web
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from router.errors import ModelNotFound
-from router.http import json_response
+from router.http import HttpRequest, HttpResponse, json_response
 from router.openapi import documented
 from router.router import Router
 
@@ -49,19 +48,19 @@ def _card(router: Router) -> ModelCard:
 
 
 @documented(errors=(503,), reply=ModelList)
-async def models(router: Router, http: web.Request) -> web.Response:
+async def models(router: Router, http: HttpRequest) -> HttpResponse:
     """The models that are served: one."""
     listed: ModelList = {"object": "list", "data": [_card(router)]}
     return json_response(listed)
 
 
 @documented(errors=(404, 503), reply=ModelCard)
-async def one_model(router: Router, http: web.Request) -> web.Response:
+async def one_model(router: Router, http: HttpRequest) -> HttpResponse:
     """A model that is served, by its name."""
     card = _card(router)
-    if http.match_info["id"] != card["id"]:
+    if http.params["id"] != card["id"]:
         raise ModelNotFound(
-            f"the model {http.match_info['id']!r} is not served here, but {card['id']!r} is",
+            f"the model {http.params['id']!r} is not served here, but {card['id']!r} is",
             param="model",
         )
     return json_response(card)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from aiohttp import web
 from typing_extensions import TypedDict
 
-from router.http import json_response, off_loop
+from router.http import HttpRequest, HttpResponse, json_response, off_loop
 from router.model import ServedModel
 from router.openai.messages import check_model, load, read_body, read_messages
 from router.openai.models import served_name
@@ -28,14 +27,14 @@ class Detokenized(TypedDict):
 
 
 @documented(body=TokenizeRequest | TokenizeChatRequest, reply=Tokenized, errors=(404, 503))
-async def tokenize(router: Router, http: web.Request) -> web.Response:
+async def tokenize(router: Router, http: HttpRequest) -> HttpResponse:
     """The token ids of a prompt, or of a conversation."""
     body, model = await http.read(), router.registry.model
     return json_response(await off_loop(len(body), _tokenize, body, model, served_name(router)))
 
 
 @documented(body=DetokenizeRequest, reply=Detokenized, errors=(404, 503))
-async def detokenize(router: Router, http: web.Request) -> web.Response:
+async def detokenize(router: Router, http: HttpRequest) -> HttpResponse:
     """The text of token ids."""
     body, model = await http.read(), router.registry.model
     return json_response(await off_loop(len(body), _detokenize, body, model, served_name(router)))
