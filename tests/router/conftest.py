@@ -117,6 +117,11 @@ class FakeEngine:
              "bytes": 4 * sent, "ms": 1.0}
         )  # fmt: skip
 
+    async def commit(self, http: web.Request) -> web.Response:
+        body = await self._note("commit", http)
+        self.leases.discard(body["lease_id"])
+        return web.json_response({"committed_tokens": 0})
+
     async def release(self, http: web.Request) -> web.Response:
         body = await self._note("release", http)
         self.leases.discard(body.get("lease_id", ""))
@@ -220,7 +225,7 @@ class FakeEngine:
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[FakeEngine]:
         app = web.Application(middlewares=[_refusals])
-        for call in ("prep_recv", "remote_send", "release", "start_generate"):
+        for call in ("prep_recv", "remote_send", "commit", "release", "start_generate"):
             app.router.add_post(f"/microserving/{call}", getattr(self, call))
         app.router.add_get("/health", self.health)
         app.router.add_get("/microserving/stream", self.stream)

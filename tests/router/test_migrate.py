@@ -179,6 +179,21 @@ def scripted(fake):
     return topic, fake("a", cached=page_names(topic, 16)), fake("b")
 
 
+async def test_what_is_moved_counts_at_once(route, scripted):
+    """What the sender is only expected to have is not moved; what was committed is there."""
+    topic, source, target = scripted
+    asked = Request("id", [*topic, *topic], Sampling())
+    async with route(source, target) as r:
+        prefixes = r.server.router.registry.prefixes
+        a, b = r.server.router.registry
+        for member in (a, b):
+            await prefixes.known(member)
+        with prefixes.expect(a, asked, 128):
+            status, moved = await r.post("/admin/migrate", migration(asked.tokens, "a", "b"))
+            assert status == 200, moved
+        assert moved["tokens"] == prefixes.cached(b, asked, 128) == 64
+
+
 async def test_no_room_is_a_429_and_nothing_is_left(route, scripted):
     topic, source, target = scripted
     target.refuse["prep_recv"] = [NoCapacity("full", retry_after_s=3)]

@@ -12,7 +12,7 @@ import pytest
 from engine_process import EngineProcess
 from waiting import until
 
-from engine.protocol import PageName, PrefixChange, Sampling, page_names
+from engine.protocol import BadRequest, PageName, PrefixChange, Sampling, page_names
 from router.breaker import Breaker
 from router.errors import EngineUnreachable
 from router.member import Member
@@ -181,6 +181,33 @@ async def test_a_forgotten_engine_is_left_alone(prefixes, member, engine):
     prefixes.forget(member)
     await asyncio.sleep(1)
     assert (engine.streams, engine.opened) == (0, 1)
+
+
+# Behind a router
+
+
+async def test_what_calls_have_done_counts_at_once(route, fake):
+    """Before the engines say so themselves: these never do."""
+    sender, receiver = fake("a", role="prefill"), fake("b", role="decode")
+    asked = request(list(range(100)))
+    async with route(sender, receiver, strategy="prefill_decode") as r:
+        prefixes = r.server.router.registry.prefixes
+        a, b = r.server.router.registry
+        assert (prefixes.cached(a, asked, 100), prefixes.cached(b, asked, 100)) == (0, 0)
+        await prefixes.known(a)
+        await prefixes.known(b)
+        sender.send_gate = asyncio.Event()
+        asking = asyncio.create_task(r.post("/v1/completions", {"prompt": asked.tokens}))
+        await sender.until(lambda: sender.named("remote_send"))
+        assert (prefixes.cached(a, asked, 100), prefixes.cached(b, asked, 100)) == (96, 96)
+        sender.send_gate.set()
+        await asking
+        assert (prefixes.cached(a, asked, 100), prefixes.cached(b, asked, 100)) == (96, 96)
+
+        sender.refuse["remote_send"] = [BadRequest("no")]
+        other = request([7] * 100)
+        await r.post("/v1/completions", {"prompt": other.tokens})
+        assert (prefixes.cached(a, other, 100), prefixes.cached(b, other, 100)) == (0, 0)
 
 
 # Real engines
