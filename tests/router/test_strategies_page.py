@@ -66,8 +66,8 @@ def legs(router: RouterProcess, tokens: list[int], **headers: str) -> list[tuple
     return [(leg["call"], leg["engine"]) for leg in receipt["legs"]]
 
 
-def test_there_are_six_and_the_one_of_the_introduction():
-    assert len(EXAMPLES) == 7
+def test_there_are_seven_and_the_one_of_the_introduction():
+    assert len(EXAMPLES) == 8
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -112,6 +112,16 @@ def test_tiers_prefer_the_nearest(router):
     assert {legs(router, prompt(20))[0][1] for _ in range(3)} == {"engine-0"}
     router.use("tiers", room=0)  # nobody has room: the nearest
     assert legs(router, prompt(20))[0][1] == "engine-0"
+
+
+def test_a_replica_is_in_another_zone(router):
+    load(router, "other_zone", label="tier")
+    body = {"prompt": prompt(40), "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+    reply = router.http.post("/v1/completions", json=body)
+    receipt = router.http.get(f"/admin/requests/{reply.headers['X-Request-Id']}").json()
+    (leg,) = receipt["legs"]
+    assert {leg["engine"], leg["replica"]} == {"engine-0", "engine-1"}
+    assert leg["landed"] >= 40 and receipt["fallbacks"] == []
 
 
 def test_a_prefix_is_pinned_once_and_found(router, real_engines):

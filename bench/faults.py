@@ -1,0 +1,365 @@
+"""Engines that die and hang under load: what their clients see of it, which should be nothing.
+
+Purpose: `replicate` promises that a request survives its engine. This breaks engines for minutes,
+one after the other, under streams of all kinds, and compares every answer with that of an engine
+that nobody disturbs.
+
+How: three engines of the model `tiny` behind a router with `replicate`, `--streams` clients, each
+with one request after the other: prompts of 5 to 600 tokens, 60 to 300 new ones, greedy, seeded,
+with penalties, with stop strings. Every few seconds an engine is killed (SIGKILL) and started again
+on its port, or stopped (SIGSTOP) and later continued, or killed while it is stopped. The next fault
+waits until the router has seen the engine again. What became of each request is in its receipt.
+
+Theory: a replica gets `k` tokens at a time, and one write is under way at a time. So it lags by 2 k
+at most where a write takes less than k steps, and with the token that each resumption has to
+compute anyway, `recomputed_tokens_max` is at most 2 k + 1. Of what was not mirrored yet when its
+engine died (it had just begun, or its replica's engine was the one before) all is computed again:
+`recomputed_full` counts these. A lost connection tells of a killed engine at once; a stopped one is
+found by its silence: `health_timeout_s` and an interval between questions, 2.5 s in all.
+`detect` is from the signal until the request's leg has ended, `resume` until its next token.
+
+Run: `make bench-faults`, or `python -m bench.faults [--minutes 5] [--streams 16] [--save]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import secrets
+import signal
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from bench.report import publish, table
+from router.conformance.forked import Forked, engine, microserve
+
+ENGINES = ("a", "b", "c")
+EVERY = 16
+PAGES = 1024
+CASES = 48
+PAUSE_S = (1.0, 3.0)  # between faults, after the engine is back
+REST_S = 60.0  # leases that nobody ends go after 30 s
+
+
+@dataclass
+class Engine:
+    """An engine process; another one takes its place on the same port."""
+
+    name: str
+    secret: str
+    url: str = ""
+    process: Forked | None = None
+
+    def start(self) -> None:
+        port = self.url.rpartition(":")[2] or "0"
+        flags = ("tiny", "--port", port, "--threads", "1", "--pool-pages", str(PAGES))
+        self.process = Forked(
+            engine, *flags, "--engine-id", self.name, MICROSERVE_SECRET=self.secret
+        )
+        self.url = self.process.line().split()[-1]
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process is not None:
+            os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str  # kill or stop
+    engine: str
+    at: float  # wall clock: receipts have that too
+
+
+@dataclass
+class Case:
+    """A request, and what an undisturbed engine answers."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+
+
+@dataclass
+class Tally:
+    faults: list[Fault] = field(default_factory=list)
+    requests: int = 0
+    failed: list[str] = field(default_factory=list)
+    differing: int = 0
+    recomputed: list[int] = field(default_factory=list)
+    recomputed_full: int = 0
+    detect: dict[str, list[float]] = field(default_factory=lambda: {"kill": [], "stop": []})
+    resume: dict[str, list[float]] = field(default_factory=lambda: {"kill": [], "stop": []})
+    down: int = 0  # how often the router thought so
+
+    def read(self, receipt: dict[str, Any]) -> None:
+        """What became of a request whose engine died."""
+        legs = [leg for leg in receipt["legs"] if leg["call"] == "start_generate"]
+        for lost, after in itertools.pairwise(legs):
+            ended = receipt["created"] + (lost["start_ms"] + (lost["ms"] or 0.0)) / 1e3
+            faults = [f for f in self.faults if f.engine == lost["engine"] and f.at <= ended]
+            if lost["tokens"] or lost["landed"]:
+                complete = (lost["landed"] or 0) >= receipt["prompt_tokens"]
+                if complete and after["engine"] == lost["replica"]:
+                    self.recomputed.append(after["recomputed_tokens"] or 0)
+                else:
+                    self.recomputed_full += 1
+            began = receipt["created"] + lost["start_ms"] / 1e3
+            if not faults or faults[-1].at < began:
+                continue  # it began when its engine was lost already, or was turned away
+            fault = faults[-1]
+            self.detect[fault.kind].append((ended - fault.at) * 1e3)
+            if after["first_token_ms"] is not None:
+                resumed = receipt["created"] + (after["start_ms"] + after["first_token_ms"]) / 1e3
+                self.resume[fault.kind].append((resumed - fault.at) * 1e3)
+
+
+def main() -> None:
+    """Break engines, print the table, publish the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--save", action="store_true")
+    flags = parser.parse_args()
+    figures = asyncio.run(run(flags.minutes, flags.streams))
+    rows = [[name, str(value)] for name, value in figures.items()]
+    table("engines that die and hang under load", ["what", "value"], rows)
+    publish("faults", figures)
+
+
+async def run(minutes: float, streams: int) -> dict[str, Any]:
+    async with deployed() as (engines, router, http):
+        cases = [_case(number) for number in range(CASES)]
+        async with _oracle(http) as oracle:
+            for case in cases:
+                case.tokens, case.text = await _undisturbed(http, oracle, case)
+        tally = Tally()
+        over = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            listener = tasks.create_task(_listen(http, router, tally))
+            clients = [
+                tasks.create_task(_client(http, router, cases, tally, over, number))
+                for number in range(streams)
+            ]
+            await _break(http, router, engines, tally, 60 * minutes)
+            over.set()
+            await asyncio.wait(clients)
+            listener.cancel()
+        leaked = sum([await _leaked(http, one) for one in engines])
+    kills = sum(fault.kind == "kill" for fault in tally.faults)
+    for message in sorted(set(tally.failed)):
+        print(f"{tally.failed.count(message)} × {message}")
+    return {
+        "minutes": minutes,
+        "streams": streams,
+        "every": EVERY,
+        "killed": kills,
+        "stopped": len(tally.faults) - kills,
+        "requests": tally.requests,
+        "failed": len(tally.failed),
+        "differing": tally.differing,
+        "leaked_pages": leaked,
+        "resumed": len(tally.recomputed),
+        "recomputed_tokens_max": max(tally.recomputed, default=0),
+        "recomputed_tokens_mean": _mean(tally.recomputed),
+        "recomputed_full": tally.recomputed_full,
+        "false_alarms": max(0, tally.down - len(tally.faults)),
+        "detect_ms_p99": _p99([*tally.detect["kill"], *tally.detect["stop"]]),
+        **{f"detect_{kind}_ms_p99": _p99(times) for kind, times in tally.detect.items()},
+        **{f"resume_{kind}_ms_p99": _p99(times) for kind, times in tally.resume.items()},
+    }
+
+
+@asynccontextmanager
+async def deployed() -> AsyncIterator[tuple[list[Engine], str, aiohttp.ClientSession]]:
+    """Three engines, the URL of a router that replicates on them, and a client."""
+    secret = secrets.token_hex(16)
+    engines = [Engine(name, secret) for name in ENGINES]
+    router: Forked | None = None
+    try:
+        for one in engines:
+            one.start()
+        urls = [word for one in engines for word in ("--engine", one.url)]
+        strategy = ("--strategy", "replicate", "--param", f"every={EVERY}")
+        router = Forked(microserve, "router", "--port", "0", *strategy, *urls)
+        url = router.line().split()[-1]
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as http:
+            await _until_up(http, url, ENGINES)
+            yield engines, url, http
+    finally:
+        for process in (router, *(one.process for one in engines)):
+            if process is not None:
+                process.kill()
+
+
+@asynccontextmanager
+async def _oracle(http: aiohttp.ClientSession) -> AsyncIterator[str]:
+    one = Engine("oracle", secrets.token_hex(16))
+    one.start()
+    try:
+        yield one.url
+    finally:
+        one.end()
+
+
+def _case(number: int) -> Case:
+    source = random.Random(number)
+    prompt = [source.randrange(10, 500) for _ in range(source.choice((5, 40, 200, 600)))]
+    sampling: dict[str, Any] = {"max_tokens": source.randrange(60, 300), "ignore_eos": True}
+    sampling |= source.choice(
+        (
+            {"temperature": 0.0},
+            {"temperature": 0.9, "seed": number, "top_p": 0.95},
+            {"temperature": 0.8, "seed": number, "frequency_penalty": 0.5, "top_k": 40},
+            {"temperature": 1.0, "seed": number, "stop": ["Q"], "repetition_penalty": 1.1},
+        )
+    )
+    return Case(prompt, sampling)
+
+
+async def _undisturbed(http: aiohttp.ClientSession, url: str, case: Case) -> tuple[list[int], str]:
+    body = {"request_id": secrets.token_hex(8), "prompt": case.prompt, **case.sampling}
+    tokens, text = [], ""
+    async with http.post(f"{url}/microserving/start_generate", json=body) as reply:
+        async for line in reply.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                tokens += event.get("token_ids", [])
+                text += event.get("text", "")
+    return tokens, text
+
+
+async def _client(
+    http: aiohttp.ClientSession,
+    router: str,
+    cases: list[Case],
+    tally: Tally,
+    over: asyncio.Event,
+    number: int,
+) -> None:
+    source = random.Random(number)
+    while not over.is_set():
+        case = source.choice(cases)
+        request_id = secrets.token_hex(8)
+        tally.requests += 1
+        try:
+            tokens, text = await _ask(http, router, case, request_id)
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            tally.failed.append(f"{type(error).__name__}: {error}")
+            continue
+        if (tokens, text) != (case.tokens, case.text):
+            tally.differing += 1
+        async with http.get(f"{router}/admin/requests/{request_id}") as reply:
+            tally.read(await reply.json())
+
+
+async def _ask(
+    http: aiohttp.ClientSession, router: str, case: Case, request_id: str
+) -> tuple[list[int], str]:
+    body = {"prompt": case.prompt, "stream": True, "return_token_ids": True, **case.sampling}
+    headers = {"X-Request-Id": request_id}
+    tokens, text, whole = [], "", False
+    async with http.post(f"{router}/v1/completions", json=body, headers=headers) as reply:
+        if reply.status != 200:
+            raise RuntimeError(f"status {reply.status}: {(await reply.text())[:200]}")
+        async for line in reply.content:
+            if line.startswith(b"data: [DONE]"):
+                whole = True
+            elif line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(event["error"]["message"])
+                for choice in event["choices"]:
+                    tokens += choice["token_ids"] or []
+                    text += choice["text"]
+    if not whole:
+        raise RuntimeError("the stream ended without [DONE]")
+    return tokens, text
+
+
+async def _break(
+    http: aiohttp.ClientSession, router: str, engines: list[Engine], tally: Tally, for_s: float
+) -> None:
+    """One fault after the other, each when the one before is over."""
+    source = random.Random(0)
+    give_up = time.monotonic() + for_s
+    await asyncio.sleep(PAUSE_S[1])
+    while time.monotonic() < give_up:
+        victim = source.choice(engines)
+        kind = source.choice(("kill", "kill", "stop", "stop and kill"))
+        number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+        tally.faults.append(Fault(kind.split()[0], victim.name, time.time()))
+        victim.signal(number)
+        if kind != "kill":
+            await asyncio.sleep(source.uniform(3.5, 6.0))
+        if kind == "stop":
+            victim.signal(signal.SIGCONT)
+        else:
+            victim.end()
+            await asyncio.sleep(source.uniform(0.2, 2.0))
+            await asyncio.to_thread(victim.start)
+        await _until_up(http, router, ENGINES)
+        await asyncio.sleep(source.uniform(*PAUSE_S))
+
+
+async def _until_up(http: aiohttp.ClientSession, router: str, names: tuple[str, ...]) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            async with http.get(f"{router}/admin/engines") as reply:
+                engines = (await reply.json())["engines"]
+            if {one["id"] for one in engines if one["status"] == "up"} >= set(names):
+                return
+            await asyncio.sleep(0.05)
+
+
+async def _listen(http: aiohttp.ClientSession, router: str, tally: Tally) -> None:
+    """Count how often the router takes an engine for lost."""
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with http.get(f"{router}/admin/events", timeout=timeout) as reply:
+        async for line in reply.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                tally.down += event.get("status") == "down"
+
+
+async def _leaked(http: aiohttp.ClientSession, one: Engine) -> int:
+    """Pages that are neither free nor cached once nothing runs; the books must prove the rest."""
+    give_up = time.monotonic() + REST_S
+    while True:
+        async with http.get(f"{one.url}/microserving/state") as reply:
+            pages = (await reply.json())["pages"]
+        leaked = int(pages["total"] - pages["free"] - pages["cached"])
+        if not leaked or time.monotonic() > give_up:
+            break
+        await asyncio.sleep(0.1)
+    async with http.get(f"{one.url}/microserving/integrity") as reply:
+        if reply.status != 200:
+            raise SystemExit(f"the books of engine {one.name} do not agree: {await reply.text()}")
+    return leaked
+
+
+def _p99(times: list[float]) -> float | None:
+    return round(sorted(times)[int(0.99 * (len(times) - 1))], 1) if times else None
+
+
+def _mean(counts: list[int]) -> float | None:
+    return round(statistics.mean(counts), 1) if counts else None
+
+
+if __name__ == "__main__":
+    main()
