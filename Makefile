@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo serve test fuzz check bench-strategies bench-put bench-router bench-router-idle bench-faults bench-aiperf peers soak clean
+.PHONY: demo serve test conformance fuzz check bench-strategies bench-put bench-router bench-router-idle bench-faults bench-aiperf peers soak clean
 
 demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
 	@$(RUN) examples/demo.py
@@ -16,6 +16,9 @@ serve: $(VENV)/demo.stamp  ## the same, to play with: http://127.0.0.1:8000
 
 test: $(VENV)/test.stamp  ## all tests
 	@$(RUN) -m pytest $(PYTEST)
+
+conformance: $(VENV)/test.stamp  ## every strategy against one engine, on the real model as well: an hour
+	@$(RUN) -m pytest tests/conformance -m ""
 
 fuzz: $(VENV)/test.stamp  ## thousands of histories of two caches, other ones each time
 	@$(RUN) -m pytest tests/kvcache/test_cache_machine.py --hypothesis-profile=fuzz --timeout=0

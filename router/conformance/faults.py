@@ -17,18 +17,25 @@ from router.conformance.trial import CheckFailed, Trial
 __all__ = ["FAULTS"]
 
 LENGTH = 5 * PAGE + 3
-TOKENS = (0, 5)  # steps of the streams in which something happens
+STEPS = (0, 1, 9)  # of the streams: when something happens to them
 MOST_CALLS = 12
 SWEEP = 12  # clients that leave over the life of a request
 # All at once that must go on exactly where another engine takes over.
-RICH = {**DRAWN, "n": 2, "logprobs": 2, "frequency_penalty": 0.4, "stop": ["never said"]}
+RICH = {
+    **DRAWN,
+    "max_tokens": 40,
+    "n": 2,
+    "logprobs": 2,
+    "frequency_penalty": 0.4,
+    "stop": ["never said"],
+}
 LEAVE_S = 5.0
 
 
 async def clients_that_leave(trial: Trial) -> None:
     """the client leaves at every call, in mid-stream, and at any time"""
     for moment in ("asked", "answered", "token"):
-        for number in TOKENS if moment == "token" else range(MOST_CALLS):
+        for number in STEPS if moment == "token" else range(MOST_CALLS):
             body = {"prompt": trial.prompt(LENGTH), **DRAWN, "stream": number % 2 == 0}
             if not await _leave_at(trial, moment, number, body):
                 break
@@ -45,7 +52,7 @@ async def clients_that_leave(trial: Trial) -> None:
 async def engines_that_die(trial: Trial) -> None:
     """SIGKILL to the engine that is called, or that KV is sent to, at every call; in mid-stream"""
     for moment in ("asked", "answered", "token"):
-        for number in TOKENS if moment == "token" else range(MOST_CALLS):
+        for number in STEPS if moment == "token" else range(MOST_CALLS):
             call = await _kill_at(trial, moment, number)
             if call is None:
                 break

@@ -27,7 +27,7 @@ class Gate:
     """Stops the `number`th call that passes any proxy from now on, counted from 0: when it is
     `asked`, before the engine knows of it, or `answered`, before the router knows.
 
-    `token` counts what comes of the tokens instead. `reached` is set when it is there, and it waits
+    `token` counts the steps whose tokens come instead. `reached` is set when it is there, and it waits
     until `opened`; then `engine` and `call` say which it is, and `receiver` whose lease is the
     latest.
     """
@@ -136,7 +136,7 @@ class _Connection:
 
     async def back(self, answer: asyncio.StreamReader, reply: asyncio.StreamWriter) -> None:
         with suppress(OSError):
-            while data := await answer.read(CHUNK):
+            while data := await self._next(answer):
                 if self._call == STREAM:
                     if b'"token_ids"' in data:
                         await self._meet("token")
@@ -145,6 +145,10 @@ class _Connection:
                     self._call = ""
                 reply.write(data)
                 await reply.drain()
+
+    async def _next(self, answer: asyncio.StreamReader) -> bytes:
+        """What to pass on together: of a stream a line, which is what came of one step."""
+        return await (answer.readline() if self._call == STREAM else answer.read(CHUNK))
 
     async def _meet(self, moment: Moment) -> None:
         if self._proxy.gate is not None:

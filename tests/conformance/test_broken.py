@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import Ground
+from ground import Ground
 
 from router.conformance import deployment as deployments
 from router.conformance.deployment import routed
@@ -86,7 +86,7 @@ async def NAME(request, cluster):
         "all_was_cached", "lengths", "prompt tokens were cached",
         each="if chunk.usage: chunk.usage = chunk.usage.model_copy(update={'cached_tokens': 1})",
     ),
-    Broken("blocks", "lengths", "held up the event loop", before="time.sleep(1)"),
+    Broken("blocks", "lengths", "held up the event loop", before="time.sleep(2)"),
     Broken("ends_the_router", "lengths", "Server disconnected", before="os._exit(3)"),
     Broken(
         "leaves_a_lease", "lengths", "a lease on engine-",

@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
-from conftest import Ground
+from ground import Ground
 
 from router.conformance.deployment import routed
 from router.conformance.suite import ALL, run_checks

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from router.cli.strategy import strategy
 
 pytestmark = pytest.mark.slow
 SOURCE = """
@@ -65,32 +68,41 @@ def file(tmp_path: Path) -> Iterator[Path]:
     yield file
 
 
-def test_a_line_for_each_check_and_nothing_left(file: Path) -> None:
-    command = Command(str(file), "--only", "lengths", "--only", "one_token")
-    said, _ = command.process.communicate(timeout=120)
-    assert command.process.returncode == 0, said
-    dry, starting, *lines, verdict = said.splitlines()
+def check(*arguments: str) -> tuple[int, list[str]]:
+    """Its exit code, and what it says."""
+    result = CliRunner().invoke(strategy, ["check", *arguments])
+    return result.exit_code, result.output.splitlines()
+
+
+def test_a_line_for_each_check(file: Path) -> None:
+    code, said = check(str(file), "--only", "prefixes", "--only", "one_token")
+    assert code == 0, said
+    dry, starting, *lines, verdict = said
     assert dry.startswith(f"{file}: dry run ok")
     assert starting == "starting engines with tiny …"
-    assert [line.partition(":")[0] for line in lines] == ["ok      lengths", "ok      one token"]
-    assert verdict == f"{file}: ok, 24 requests to engines with tiny"
-    command.gone()
+    assert [line.partition(":")[0] for line in lines] == ["ok      prefixes", "ok      one token"]
+    assert verdict == f"{file}: ok, 18 requests to engines with tiny"
 
 
 def test_what_only_real_engines_show_is_told_with_exit_code_1(file: Path) -> None:
     file.write_text(SOURCE.replace("yield chunk", "chunk.text = ''\n        yield chunk"))
-    command = Command(str(file), "--only", "one_token", "--only", "logprobs")
-    said, _ = command.process.communicate(timeout=120)
-    assert command.process.returncode == 1, said
-    assert "FAILED  one token: text is '', not " in said
-    assert f"{file}: 2 of 2 checks failed" in said
+    code, said = check(str(file), "--only", "one_token", "--only", "logprobs")
+    assert code == 1, said
+    assert said[2].startswith("FAILED  one token: text is '', not ")
+    assert said[-1].startswith(f"{file}: 2 of 2 checks failed")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_what_does_not_start_is_a_mistake(file: Path) -> None:
+    code, said = check(str(file), "--model", "/no/such/model")
+    assert code == 2
+    assert "/no/such/model" in said[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_ends_all_its_processes(file: Path, number: signal.Signals) -> None:
-    command = Command(str(file), "--only", "lengths", "--only", "engines_that_die")
+    command = Command(str(file), "--only", "prefixes", "--only", "engines_that_die")
     assert command.process.stdout is not None
-    while not command.process.stdout.readline().startswith("ok      lengths"):
+    while not command.process.stdout.readline().startswith("ok      prefixes"):
         assert command.process.poll() is None
     assert len(command.running()) > 6  # itself, four engines, two routers
     command.process.send_signal(number)

@@ -52,20 +52,9 @@ def tiny_reference() -> Iterator[Reference]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "params"),
-    [
-        ("data_parallel", {}),
-        ("prefill_decode", {}),
-        ("balanced", {"ratio": 0.1}),
-        ("balanced", {"ratio": 0.5}),
-        ("balanced", {"ratio": 1.0}),
-    ],
-)
-def test_strategies_equal_transformers(
-    tiny: Deployment, tiny_reference: Reference, strategy: str, params: dict[str, float]
-) -> None:
-    tiny.use(strategy, **params)
+def test_tokens_equal_transformers(tiny: Deployment, tiny_reference: Reference) -> None:
+    """One engine's; that other strategies give the same is what `tests/conformance` shows."""
+    tiny.use("data_parallel")
     for length in LENGTHS:
         prompt = prompt_of(length)
         wanted = tiny_reference.greedy(prompt, NEW)
@@ -73,7 +62,7 @@ def test_strategies_equal_transformers(
         for _ in range(2):
             reply = tiny.complete(prompt, greedy=NEW, model="tiny")
             tiny_reference.check(prompt, reply["choices"][0]["token_ids"], wanted)
-    print(f"{strategy} {params}: {tiny_reference.excused} near ties excused")
+    print(f"{tiny_reference.excused} near ties excused")
 
 
 @pytest.mark.slow
