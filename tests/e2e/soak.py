@@ -40,6 +40,10 @@ STRATEGIES: list[dict[str, Any]] = [
     {"name": "data_parallel"},
     {"name": "prefill_decode"},
     {"name": "balanced", "params": {"ratio": 0.3}},
+    {"name": "balanced", "params": {"ratio": "auto"}},
+    {"name": "cache_aware"},
+    {"name": "migrate", "params": {"overload": 256}},
+    {"name": "replicate"},
 ]
 
 
