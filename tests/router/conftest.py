@@ -68,6 +68,7 @@ class FakeEngine:
     headers: list[dict[str, str]] = field(default_factory=list)
     leases: set[str] = field(default_factory=set)
     cached: list[PageName] = field(default_factory=list)
+    followers: int = 0
     running: int = 0
     silent: bool = False
     text: str = ""  # of each token; empty: its word
@@ -147,7 +148,11 @@ class FakeEngine:
         response = web.StreamResponse()
         await response.prepare(http)
         await response.write(json.dumps({"added": self.cached, "removed": []}).encode() + b"\n")
-        return await asyncio.Event().wait()
+        self.followers += 1
+        try:
+            return await asyncio.Event().wait()
+        finally:
+            self.followers -= 1
 
     async def start_generate(self, http: web.Request) -> web.StreamResponse:
         body = await self._note("start_generate", http)

@@ -17,8 +17,10 @@ from router.breaker import Breaker
 from router.errors import EngineUnreachable
 from router.member import Member
 from router.prefixes import IDLE_S, LINGER_S, RETRY_S, Prefixes
+from router.rehearsal import RehearsalFailed, rehearse
 from router.request import Request
 from router.simulated import SimEngine
+from router.strategy import strategy
 from router.virtual import VirtualLoop
 
 PAGE = 16
@@ -208,6 +210,35 @@ async def test_what_calls_have_done_counts_at_once(route, fake):
         other = request([7] * 100)
         await r.post("/v1/completions", {"prompt": other.tokens})
         assert (prefixes.cached(a, other, 100), prefixes.cached(b, other, 100)) == (0, 0)
+        receiver.error_after = [(0, BadRequest("no"))]
+        await r.post("/v1/completions", {"prompt": other.tokens})
+        assert (prefixes.cached(a, other, 100), prefixes.cached(b, other, 100)) == (96, 0)
+
+
+async def test_an_engine_that_was_removed_is_followed_no_longer(route, fake):
+    engines = [fake("a"), fake("b")]
+    async with route(*engines, strategy="cache_aware") as r:
+        await r.post("/v1/completions", {"prompt": [1] * 40})
+        await until(lambda: [engine.followers for engine in engines] == [1, 1])
+        async with r.http.delete(r.server.url + "/admin/engines/a") as reply:
+            assert reply.status == 200
+        await until(lambda: [engine.followers for engine in engines] == [0, 1])
+
+
+# Simulated engines
+
+
+def test_a_dry_run_meets_caches_that_are_warm():
+    @strategy
+    async def mine(request, cluster):
+        engine = cluster.engines.longest_prefix(request)
+        if engine.cached(request) == 96:
+            raise LookupError("warm")
+        async for chunk in engine.start_generate(request):
+            yield chunk
+
+    with pytest.raises(RehearsalFailed, match=r"LookupError: warm .* 100 tokens, warm"):
+        rehearse(mine.bind({}))
 
 
 # Real engines
