@@ -56,8 +56,7 @@ class Mirroring:
         self._over = False
 
     async def first(self, leg: Leg) -> dict[str, Any] | None:
-        """The first replica, as `start_generate` takes it; None if there is none for now. `leg` is
-        the generation's."""
+        """The first replica, as `start_generate` takes it; None if there is none for now."""
         self._leg = leg
         candidates = self._candidates()
         try:
@@ -67,11 +66,15 @@ class Mirroring:
         except MicroserveError as error:
             self._note(error.type)
         if self._replica is None:
-            self._attempt.fallback("unmirrored")
-            self._unprotected(RETRY_S)
             return None
         self._leg.replica = self._replica.member.id
         return self._body(self._replica)
+
+    def begun(self, leg: Leg) -> None:
+        """The generation runs: if it has no replica, get one beside it."""
+        self._leg = leg
+        if self._replica is None or self._replica.over:
+            self._unprotected(0.0)
 
     def saw(self, chunk: Chunk) -> None:
         """What the generation's stream says, of tokens and of the mirror."""

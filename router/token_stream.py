@@ -90,7 +90,9 @@ class TokenStream:
         leg = self._leg
         if chunk.begin is not None:
             leg.begin = chunk.begin
-            if self._request.output and leg.tokens == 0:
+            here = min(leg.begin, len(self._request.prompt)) - self._attempt.put_computed
+            leg.cached_tokens = max(0, here)
+            if self._request.output:
                 leg.recomputed_tokens = max(0, leg.end - leg.begin)
         if leg.first_token_ms is None and chunk.token_ids:
             leg.first_token_ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
@@ -157,7 +159,8 @@ class TokenStream:
             body["lease_id"] = self._kv.lease_id
         if self._mirroring is not None:
             attempt.mirrored = True
-            if target := await self._mirroring.first(leg):
+            # A client that has read already waits for the next token: its replica comes after it.
+            if not request.output and (target := await self._mirroring.first(leg)):
                 body["mirror"] = target
         if self._fork_of is not None:
             body["fork_of"] = self._fork_of
@@ -170,6 +173,8 @@ class TokenStream:
             if self._mirroring is not None:
                 self._mirroring.drop()  # nothing will ever be in it
             raise
+        if self._mirroring is not None:
+            self._mirroring.begun(leg)
         if siblings is not None:
             siblings.started(choice, Origin(member, attempt.request_id, self.mirror))
         if self._kv is not None:
@@ -206,12 +211,23 @@ class TokenStream:
         if chunk.usage is not None:
             # What was put here by this attempt is not cached but computed, only elsewhere.
             cached = max(0, chunk.usage.cached_tokens - self._attempt.put_computed)
+            if self._request.output:  # nor what the request itself has computed elsewhere
+                cached = self._first_leg().cached_tokens
             if cached != chunk.usage.cached_tokens:
                 chunk.usage = chunk.usage.model_copy(update={"cached_tokens": cached})
             leg.cached_tokens = cached
         leg.computed_tokens = max(0, leg.end - leg.begin)
         self._close(leg)
         self._attempt.praise(self._member)
+
+    def _first_leg(self) -> Leg:
+        """Of this choice's generations: before anything of it was computed."""
+        choice = self._request.sampling.choice
+        return next(
+            leg
+            for leg in self._attempt.receipt.legs
+            if leg.call == "start_generate" and leg.choice == choice
+        )
 
     def _close(self, leg: Leg) -> None:
         leg.ms = self._attempt.receipt.elapsed_ms() - leg.start_ms

@@ -98,11 +98,13 @@ class Answer:
 
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, int] = field(default_factory=dict)
+    cached_tokens: int = 0
 
     def add(self, event: dict[str, Any]) -> None:
         assert "error" not in event, event
         if usage := event.get("usage"):
             self.usage = {name: n for name, n in usage.items() if isinstance(n, int)}
+            self.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         for item in event["choices"]:
             choice = self.choices.setdefault(item["index"], Choice())
             choice.tokens += item["token_ids"] or []
@@ -231,6 +233,8 @@ async def test_a_killed_engine_s_requests_go_on_at_the_next(fleet, replicated, u
             assert first["engine"] == victim
             assert first["replica"] == second["engine"] == after(victim)
             assert went_on(first, second)
+            # Nothing that it has computed itself was cached when it came.
+            assert second["cached_tokens"] == first["cached_tokens"] == first["begin"]
             # The ring is closed behind it.
             assert second["replica"] == after(after(victim))
         assert receipt["fallbacks"] == []
@@ -316,6 +320,24 @@ async def test_when_two_neighbours_die_at_once_all_is_computed_again(
 
 
 @pytest.mark.slow
+async def test_with_two_engines_the_other_one_is_left(fleet, routed_to, undisturbed):
+    wanted = await undisturbed("greedy")
+    async with routed_to(fleet.urls[:2], strategy="prefill_decode") as r:
+        left = ""
+
+        async def drain() -> None:
+            nonlocal left
+            left = running(r)
+            url = f"{r.server.url}/admin/engines/{left}"
+            async with r.http.patch(url, json={"draining": True}) as reply:
+                assert (await reply.json())["moved"] == 1
+
+        same(await ask(r, STYLES["greedy"], at=20, then=drain), wanted)
+        *_, last = generations(await r.receipt("x"))
+        assert last["engine"] != left and 1 <= last["recomputed_tokens"] <= 16
+
+
+@pytest.mark.slow
 async def test_one_engine_alone_has_no_replica_and_says_so(fleet, routed_to, undisturbed):
     wanted = await undisturbed("greedy")
     async with routed_to(fleet.urls[:1], strategy="replicate") as r:
@@ -360,6 +382,7 @@ async def test_draining_takes_the_kv_along(fleet, replicated, undisturbed, strat
             assert 1 <= second["recomputed_tokens"] <= most
             assert first["mirror_error"] is None
         assert {retry["error"]["type"] for retry in receipt["retries"]} == {"draining"}
+        assert answer.cached_tokens == generations(receipt)[0]["cached_tokens"]
         sends = [leg for leg in receipt["legs"] if leg["call"] == "remote_send"]
         assert all(leg["computed_tokens"] == 0 for leg in sends if leg["engine"] == left)
         await r.settled()
