@@ -251,11 +251,13 @@ def engines(
 
 
 class Router(Forked):
-    """A router over engines, with `prefill_decode`."""
+    """A router over engines."""
 
-    def __init__(self, running: list[EngineProcess], port: int = 0) -> None:
+    def __init__(
+        self, running: list[EngineProcess], port: int = 0, strategy: str = "prefill_decode"
+    ) -> None:
         urls = [word for engine in running for word in ("--engine", engine.url)]
-        flags = ("router", "--strategy", "prefill_decode", "--port", str(port), *urls)
+        flags = ("router", "--strategy", strategy, "--port", str(port), *urls)
         super().__init__(microserve, *flags)
         self.url = self.line().split()[-1]
         self.port = httpx.URL(self.url).port or 0

@@ -104,3 +104,26 @@ def test_the_router_is_killed(moment: str, pair: list[EngineProcess], alone: Alo
     finally:
         prefill.signal(signal.SIGCONT)
         router.kill()
+
+
+def test_the_router_is_killed_while_it_replicates(alone: Alone) -> None:
+    """The generation is dropped with its stream, and the replica with the generation."""
+    prompt = prompt_of("replicated", 300)
+    with engines(2) as pair:
+        router = Router(pair, strategy="replicate")
+        try:
+            asked = Completion(router, prompt, TOKENS)
+
+            def replicas() -> list[int]:
+                leases = [lease for engine in pair for lease in engine.state()["leases"]]
+                return [lease["landed"] for lease in leases]
+
+            until(lambda: any(landed > len(prompt) for landed in replicas()), "the replica")
+            router.signal(signal.SIGKILL)
+            assert asked.outcome() == "cut"
+            for engine in pair:
+                check_it_rests(engine)
+            got = asked.tokens[:NEW]
+            assert got and got == alone(prompt)[: len(got)]
+        finally:
+            router.kill()
