@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ async def migrate_prefix(
     Leaving by any door ends the lease and the send. Raises `BadRequest` where nothing is cached,
     `EngineUnreachable` where an engine is not up or goes, and what engines say, as `NoCapacity`.
     """
-    began, prefixes = asyncio.get_running_loop().time(), runtime.registry.prefixes
+    began, prefixes = time.monotonic(), runtime.registry.prefixes
     for member in (source, target):
         if member.status != "up":
             raise EngineUnreachable(f"engine {member.id} is {member.status}")
@@ -78,5 +78,5 @@ async def migrate_prefix(
         if pin:
             pinned = await receiver.pin(whole)
             await sender.unpin(whole)
-    ms = (asyncio.get_running_loop().time() - began) * 1e3
+    ms = (time.monotonic() - began) * 1e3
     return Migrated(end, sent.sent_tokens, sent.bytes, ms, pinned)
