@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from engine_process import EngineProcess
 
+from engine.protocol import page_names
+
 PROMPT = list(range(40))
 FLAGS = ("--step-ms", "0", "--prefill-tokens-per-ms", "0")
 
@@ -62,6 +64,17 @@ def test_leases_and_puts_are_real(mocks: list[EngineProcess]):
 def test_logprobs_are_certain(mocks: list[EngineProcess]):
     events = mocks[0].generate(PROMPT, logprobs=1)
     assert [event["logprobs"][0]["logprob"] for event in events] == [0.0] * 4
+
+
+def test_it_tells_what_is_cached(mocks: list[EngineProcess]):
+    prompt = [9 * n % 200 for n in range(50)]
+    with mocks[0].http.stream("GET", "/microserving/prefixes") as reply:
+        lines = reply.iter_lines()
+        there = json.loads(next(lines))
+        mocks[0].generate(prompt)
+        change = json.loads(next(lines))
+    assert not set(there["added"]) & set(page_names(prompt, 16))
+    assert change == {"added": page_names(prompt, 16), "removed": []}
 
 
 def test_it_keeps_its_pace():
