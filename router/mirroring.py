@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from engine.protocol import MicroserveError, PrepRecvReply, Timeout
+from engine.protocol import MicroserveError, Timeout
 from router.errors import EngineUnreachable
 from router.member import Member, guard
 from router.receipts import Leg
@@ -117,17 +117,20 @@ class Mirroring:
             "request_id": name, "prompt": tokens, "end": len(tokens),
             "reserve": max(0, min(RESERVE, self._most - len(tokens))),
         }  # fmt: skip
-        reply: PrepRecvReply | None = None
+        answered = False
         try:
             async with asyncio.timeout(patience_s):
                 reply = await guard(member.client.prep_recv(body, attempt.headers), member)
+            answered = True
         except TimeoutError:
             raise Timeout(f"engine {member.id} did not answer within {patience_s:g} s") from None
-        except EngineUnreachable as error:
-            member.suspect(error.message)
+        except MicroserveError as error:
+            answered = not isinstance(error, EngineUnreachable)
+            if not answered:
+                member.suspect(error.message)
             raise
         finally:
-            if reply is None:
+            if not answered:
                 attempt.runtime.releaser.spawn(member, {"request_id": name}, attempt.headers)
         return Replica(
             member,

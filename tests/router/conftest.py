@@ -52,7 +52,7 @@ def token_at(position: int) -> int:
 class FakeEngine:
     """One scripted engine. `refuse[call]`: errors to answer with, in turn, before it behaves.
     `break_after`: cut the stream after so many events of a generation, that often. `gate`: a
-    generation waits for it after its first event."""
+    generation waits for it after its first event. `tells`: further fields of each event."""
 
     name: str
     role: str = "any"
@@ -62,6 +62,7 @@ class FakeEngine:
     break_after: list[int] = field(default_factory=list)
     error_after: list[tuple[int, Exception]] = field(default_factory=list)
     gate: asyncio.Event | None = None
+    prep_gate: asyncio.Event | None = None
     send_gate: asyncio.Event | None = None
     info: ModelInfo = field(default_factory=model_info)
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -71,9 +72,11 @@ class FakeEngine:
     followers: int = 0
     running: int = 0
     silent: bool = False
+    tells: dict[str, Any] = field(default_factory=dict)
     text: str = ""  # of each token; empty: its word
     url: str = ""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _lease_of: dict[str, str] = field(default_factory=dict)  # by request id
     _muxes: dict[str, tuple[web.Request, web.StreamResponse]] = field(default_factory=dict)
     _generations: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
 
@@ -102,8 +105,11 @@ class FakeEngine:
 
     async def prep_recv(self, http: web.Request) -> web.Response:
         body = await self._note("prep_recv", http)
+        if self.prep_gate is not None:
+            await self.prep_gate.wait()
         lease = f"{self.name}-{len(self.calls)}"
         self.leases.add(lease)
+        self._lease_of[body["request_id"]] = lease
         end = body["end"]
         reply = {"lease_id": lease, "kv_addr": f"addr-{lease}", "end": end, "expires_ms": 1000}
         return web.json_response({**reply, "match_len": min(self.match_len, end)})
@@ -123,9 +129,14 @@ class FakeEngine:
         self.leases.discard(body["lease_id"])
         return web.json_response({"committed_tokens": 0})
 
+    async def mirror(self, http: web.Request) -> web.Response:
+        await self._note("mirror", http)
+        return web.json_response({"mirrored": True})
+
     async def release(self, http: web.Request) -> web.Response:
         body = await self._note("release", http)
         self.leases.discard(body.get("lease_id", ""))
+        self.leases.discard(self._lease_of.pop(body.get("request_id", ""), ""))
         _, running = self._generations.get(body.get("request_id", ""), ("", None))
         if running is not None:
             running.cancel()
@@ -188,6 +199,7 @@ class FakeEngine:
         fail = self.error_after.pop(0) if self.error_after else None
         prompt, done = len(body["prompt"]), len(body.get("output", []))
         limit = body.get("max_tokens", 16)
+        begin = body.get("begin", prompt + done - 1)
         for count in range(limit - done):
             if cut is not None and count == cut:
                 http.transport.abort()
@@ -197,13 +209,14 @@ class FakeEngine:
                 return
             token = token_at(prompt + done + count)
             event: dict[str, Any] = {"token_ids": [token], "text": self.text or f"w{token} "}
+            event |= self.tells
             if count == 0:
-                event["begin"] = body["begin"]
+                event["begin"] = begin
             if done + count == limit - 1:
                 event["finish_reason"] = "length"
                 event["usage"] = {
                     "prompt_tokens": prompt, "completion_tokens": limit,
-                    "cached_tokens": body["begin"],
+                    "cached_tokens": begin,
                 }  # fmt: skip
             await emit(event)
             if self.gate is not None:
@@ -230,7 +243,9 @@ class FakeEngine:
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[FakeEngine]:
         app = web.Application(middlewares=[_refusals])
-        for call in ("prep_recv", "remote_send", "commit", "release", "start_generate"):
+        for call in (
+            "prep_recv", "remote_send", "commit", "release", "start_generate", "mirror",
+        ):  # fmt: skip
             app.router.add_post(f"/microserving/{call}", getattr(self, call))
         app.router.add_get("/health", self.health)
         app.router.add_get("/microserving/stream", self.stream)
