@@ -30,7 +30,7 @@ async def on_a(request: Any, cluster: Any, *, avoid: str = ""):
 async def three(route: Any, fake: Any) -> Any:
     """A router before `a`, `b` and `c`; what `a` generates waits for `gate` after a token."""
     a, b, c = fake("a", gate=asyncio.Event()), fake("b"), fake("c")
-    async with route(a, b, c) as r:
+    async with route(a, b, c, health_timeout_s=0.5) as r:
         await until(lambda: [m.id for m in r.server.router.registry] == ["a", "b", "c"])
         r.use(on_a)
         yield r, a, b, c
@@ -173,6 +173,26 @@ async def test_a_replica_that_is_gone_is_replaced_at_once(three):
     a.tells = {}
     a.gate.set()
     await answered(ask)
+
+
+@pytest.mark.parametrize("how", ["silent", "restarted"])
+async def test_a_replica_goes_with_its_engine(three, how: str):
+    """Which tells nobody: what is put into its memory is put as before."""
+    r, a, b, _ = three
+    ask = await asked(r)
+    await a.until(lambda: a.running)
+    if how == "silent":
+        b.silent = True
+    else:
+        b.epoch += 1
+        b.leases.clear()
+    await a.until(lambda: a.named("mirror"))
+    address = a.named("mirror")[0]["kv_addr"]
+    assert address == "addr-c-1" if how == "silent" else address.startswith("addr-b")
+    b.silent = False
+    a.gate.set()
+    await answered(ask)
+    b.leases.discard("b-1")  # of one that is silent it runs out
 
 
 async def test_a_replica_that_has_ended_is_not_offered_twice(three):
