@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo serve test conformance fuzz check bench-strategies bench-put bench-router bench-router-idle bench-faults bench-aiperf peers soak clean
+.PHONY: demo serve test conformance fuzz check bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg bench-balance bench-aiperf peers soak clean
 
 demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
 	@$(RUN) examples/demo.py
@@ -46,6 +46,12 @@ soak: $(VENV)/test.stamp  ## half an hour under load (SOAK_MINUTES=30): nothing 
 
 bench-router-idle: $(VENV)/demo.stamp  ## what 10,000 idle streams cost the router
 	@$(RUN) -m bench.router_idle
+
+bench-disagg: $(VENV)/demo.stamp  ## KV that moves and KV that is replicated, against one engine
+	@$(RUN) -m bench.disagg $(DISAGG_FLAGS)
+
+bench-balance: $(VENV)/demo.stamp  ## strategies under load on two cores, up to an hour (BALANCE_FLAGS=--mock: others may use them)
+	@$(RUN) -m bench.balance $(BALANCE_FLAGS)
 
 bench-faults: $(VENV)/demo.stamp  ## engines die and hang under load (FAULTS_MINUTES=5, FAULTS_STREAMS=16): who notices
 	@$(RUN) -m bench.faults --minutes $(or $(FAULTS_MINUTES),5) --streams $(or $(FAULTS_STREAMS),16) $(FAULTS_FLAGS)

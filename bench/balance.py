@@ -23,8 +23,8 @@ which is 1P1D, 0.1, 0.2, 0.3), chosen in hindsight. `others_cpu`: how many cores
 took meanwhile. The router and the load generator share the cores with the engines.
 
 With `--mock` the engines are real processes that compute nothing and sleep as long as a step would
-take (twice as fast as the model). That tells how requests queue on a machine whose cores others use
-as well, where the real thing tells nothing. It is published by another name.
+take. That tells how requests queue on a machine whose cores others use as well, where the real
+thing tells nothing. It is published by another name.
 
 Run: `make bench-balance`, or `python -m bench.balance [--save] [--requests 60] [--repeats 3]
 [--mock]`.
@@ -55,8 +55,8 @@ from router.load.workload import Ask, fixed
 
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
 MODEL = ("smollm2", "--dtype", "bfloat16")
-# Half of what SmolLM2 takes on a core of an AMD EPYC: 36 ms a step, 1.4 ms a token of prefill.
-MOCK = ("mock", "--step-ms", "18", "--prefill-tokens-per-ms", "1.4")
+# As long as SmolLM2 takes on a quiet core of an AMD EPYC.
+MOCK = ("mock", "--step-ms", "36", "--prefill-tokens-per-ms", "0.7")
 WORKLOADS = {"figure 11": (384, 12), "figure 10": (26, 32)}
 RATES = (0.5, 0.7, 0.9)  # of what data parallel can do
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-__all__ = ["Deployment", "deployed", "machine_cpu_s"]
+__all__ = ["Deployment", "cpu_s", "deployed", "machine_cpu_s"]
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -26,7 +27,8 @@ class Deployment:
 
     url: str
     admin_key: str
-    pids: list[int]
+    pids: list[int]  # of the router, then of the engines
+    engines: list[str]  # their URLs
 
     def use(self, strategy: str, **params: object) -> None:
         """Make it the strategy of all that is asked from now on: a new generation."""
@@ -37,12 +39,13 @@ class Deployment:
 
     def cpu_s(self) -> float:
         """CPU seconds of its processes, and of this one, so far."""
-        return sum(_cpu_s(pid) for pid in [*self.pids, os.getpid()])
+        return sum(map(cpu_s, [*self.pids, os.getpid()]))
 
 
 @contextmanager
 def deployed(*arguments: str) -> Iterator[Deployment]:
-    """`microserve up ARGUMENTS…`, on free ports."""
+    """`microserve up ARGUMENTS…`, on free ports. SIGTERM ends it as well."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as folder:
         state_file = Path(folder) / "state.json"
         command = [sys.executable, "-m", "router", "up", *arguments, "--port", "0"]
@@ -55,7 +58,10 @@ def deployed(*arguments: str) -> Iterator[Deployment]:
             state = json.loads(state_file.read_text())
             parts = [state["router"], *state["engines"]]
             yield Deployment(
-                state["router"]["url"], state["admin_key"], [part["pid"] for part in parts]
+                state["router"]["url"],
+                state["admin_key"],
+                [part["pid"] for part in parts],
+                [engine["url"] for engine in state["engines"]],
             )
         finally:
             up.terminate()
@@ -69,6 +75,7 @@ def machine_cpu_s() -> float:
     return (user + nice + system + irq + softirq) / TICKS
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process, user and system, so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS

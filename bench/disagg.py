@@ -1,0 +1,313 @@
+"""What it costs to compute in one place and go on in another, and what a replica costs.
+
+Purpose: the claims of the microserving paper about KV that moves (§4.2, Figure 12, Table 3), and
+those of DéjàVu about KV that is replicated, on two engines with a core each.
+
+How: SmolLM2, engines with one thread on a core of their own, called as a router calls them but
+without one. Everything is measured in turns: within a repeat each figure's two sides come one right
+after the other, the engines change places from repeat to repeat, and a ratio is the median of the
+repeats' own ratios, so that what else happens on the machine hits both sides.
+
+- `ttft_1p1d_vs_single`: time to first token of 1000 tokens that nobody has cached: prefill on one
+  engine and decode on the other, over all on one. Theory: the KV is put while the layers after it
+  are computed, so what is left is a step for the last token, and the calls.
+- `migrate_vs_recompute`: prompts of 1000, 3000 and 5000 tokens of which all but 500 are cached on
+  another engine. Time to first token where everything is computed, over that where the cached part
+  is migrated (`prep_recv`, `remote_send`, `commit`) and 500 are computed. Theory: migrating is flat
+  but for attention over the longer context, computing is linear or worse (Figure 12; the paper
+  has 1.7 at 1000).
+- `overlap_share`: a send of such a prompt puts what is cached while it computes the first chunk of
+  the 500, and these layer by layer. Table 3 has the time of a layer's transfer over that of its
+  computation, and says that it is hidden as long as it is the shorter of the two. Here it is
+  1 - E / T: T is how long such a send takes where the sender has everything cached, so that there
+  is nothing to hide behind; E is how long it goes on after the last layer was computed. That is the
+  share of time; the copies still take CPU of the core that computes.
+- `replication_tpot`: time per output token with a mirror on the other engine, 16 tokens behind at
+  most, over that without. Theory: 16 tokens of KV are copied while the next step is computed.
+- `cpu`: the same ratios in CPU seconds of both engines together. Where each engine has its core for
+  itself that is the same; where others use the cores as well, it is what can be relied on.
+
+Run: `make bench-disagg`, or `python -m bench.disagg [--save] [--repeats 3]
+[--dtype float32]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from bench.deployment import cpu_s, deployed
+from bench.report import publish, spread, table
+
+FLAGS = ("smollm2", "--engines", "2", "--pool-pages", "2048")
+TTFT_TOKENS = 1000
+LENGTHS = (1000, 3000, 5000)
+NEW = 500
+MIRRORED = {"prompt": 32, "output": 96, "every": 16}
+TIMES = 3  # the short measurements are repeated so often in each repeat
+ids = itertools.count()
+source = random.Random(0)
+
+Sample = dict[str, float]
+
+
+class Engine:
+    """The microserving calls of one engine process."""
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.pid = pid
+        self._http = httpx.Client(base_url=url, timeout=600)
+
+    def call(self, name: str, **body: Any) -> dict[str, Any]:
+        reply = self._http.post(f"/microserving/{name}", json=body)
+        if reply.status_code != 200:
+            raise SystemExit(f"{name}: {reply.text}")
+        answer: dict[str, Any] = reply.json()
+        return answer
+
+    def generate(self, prompt: list[int], count: int, **fields: Any) -> list[float]:
+        """When each token came, in ms since the call."""
+        body = {
+            "request_id": _id(), "prompt": prompt, "max_tokens": count, "temperature": 0,
+            "ignore_eos": True, **fields,
+        }  # fmt: skip
+        times: list[float] = []
+        began = time.perf_counter()
+        with self._http.stream("POST", "/microserving/start_generate", json=body) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise SystemExit(f"start_generate: {event}")
+                    now = (time.perf_counter() - began) * 1e3
+                    times += [now] * len(event.get("token_ids", ()))
+        return times
+
+
+def main() -> None:
+    """Measure, print the tables, publish the JSON."""
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--save", action="store_true")
+    options.add_argument("--dtype", default="float32")
+    given = options.parse_args()
+    repeats, flags = given.repeats, (*FLAGS, "--dtype", given.dtype)
+    began = time.monotonic()
+    firsts: list[Sample] = []
+    moves: dict[int, list[Sample]] = {length: [] for length in LENGTHS}
+    mirrors: list[Sample] = []
+    with deployed(*flags) as deployment:
+        pair = list(map(Engine, deployment.engines, deployment.pids[1:]))
+        for engine in pair:
+            engine.generate(_tokens(100), 4)  # warm
+        for one, other in itertools.islice(itertools.cycle((pair, pair[::-1])), repeats):
+            for _ in range(TIMES):
+                firsts.append(_note("ttft", first_token(one, other)))
+                mirrors.append(_note("mirror", mirrored(one, other)))
+            for length, samples in moves.items():
+                samples.append(_note(f"move {length}", moved(one, other, length)))
+    show(firsts, moves, mirrors)
+    publish(
+        "disagg",
+        {
+            "engines": flags,
+            "repeats": repeats,
+            "minutes": round((time.monotonic() - began) / 60, 1),
+            "load_average": os.getloadavg(),
+            "ttft_1p1d_vs_single": ratio(firsts, "split", "single"),
+            "migrate_vs_recompute": {
+                str(length): ratio(samples, "recompute", "migrate")
+                for length, samples in moves.items()
+            },
+            "replication_tpot": ratio(mirrors, "mirrored", "alone"),
+            "cpu": {
+                "ttft_1p1d_vs_single": ratio(firsts, "split_cpu", "single_cpu"),
+                "migrate_vs_recompute": {
+                    str(length): ratio(samples, "recompute_cpu", "migrate_cpu")
+                    for length, samples in moves.items()
+                },
+                "replication_tpot": ratio(mirrors, "mirrored_cpu", "alone_cpu"),
+            },
+            "overlap_share": {
+                str(length): round(statistics.median(map(overlap, samples)), 3)
+                for length, samples in moves.items()
+            },
+            "ms": {
+                "ttft": spreads(firsts),
+                "move": {str(length): spreads(samples) for length, samples in moves.items()},
+                "tpot": spreads(mirrors),
+            },
+        },
+    )
+
+
+def first_token(sender: Engine, receiver: Engine) -> Sample:
+    """The time to first token, split and not (ms)."""
+    with timed(sender, receiver) as single:
+        receiver.generate(_tokens(TTFT_TOKENS), 1)
+    prompt, request_id = _tokens(TTFT_TOKENS), _id()
+    end = len(prompt) - 1
+    with timed(sender, receiver) as split:
+        lease, _ = send(sender, receiver, request_id, prompt, end)
+        receiver.generate(prompt, 1, request_id=request_id, begin=end, lease_id=lease["lease_id"])
+    return _named(single=single, split=split)
+
+
+def send(
+    sender: Engine, receiver: Engine, request_id: str, prompt: list[int], end: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`prep_recv` and `remote_send`, of what the receiver lacks; both replies."""
+    lease = receiver.call("prep_recv", request_id=request_id, prompt=prompt, end=end)
+    sent = sender.call(
+        "remote_send",
+        request_id=request_id,
+        prompt=prompt,
+        begin=lease["match_len"],
+        end=end,
+        kv_addr=lease["kv_addr"],
+    )
+    return lease, sent
+
+
+def moved(sender: Engine, receiver: Engine, length: int) -> Sample:
+    """Times of one prompt length (ms): computing all, migrating what is cached and computing the
+    rest; and of two sends, one that computes the new tokens and one that has all cached."""
+    context = _tokens(length - NEW)
+    with timed(sender, receiver) as recompute:  # and from now on it is cached there
+        sender.generate(context + _tokens(NEW), 1)
+    # A send that computes; the same again with everything cached. Nothing of it is kept.
+    prompt = context + _tokens(NEW)
+    replies = []
+    for _ in range(2):
+        request_id = _id()
+        lease, sent = send(sender, receiver, request_id, prompt, length)
+        receiver.call("release", lease_id=lease["lease_id"])
+        replies.append(sent)
+    computing, cached = replies
+    if not computing["computed_tokens"] <= NEW + 16 or cached["computed_tokens"] > 16:
+        raise SystemExit(f"not cached as it should be: {replies}")
+    prompt, request_id = context + _tokens(NEW), _id()
+    with timed(sender, receiver) as migrate:
+        lease, sent = send(sender, receiver, request_id, prompt, len(context))
+        receiver.call("commit", lease_id=lease["lease_id"])
+        receiver.generate(prompt, 1)
+    return _named(recompute=recompute, migrate=migrate) | {
+        "migrate_put": sent["ms"],
+        "put_alone": cached["ms"],
+        "put_exposed": computing["put_ms"],
+        "send": computing["ms"],
+    }
+
+
+def mirrored(runner: Engine, replica: Engine) -> Sample:
+    """Time per output token without a mirror and with one (ms)."""
+    samples = {}
+    kinds = ["alone", "mirrored"]
+    source.shuffle(kinds)
+    for kind in kinds:
+        prompt = _tokens(MIRRORED["prompt"])
+        fields: dict[str, Any] = {}
+        lease = None
+        if kind == "mirrored":
+            lease = replica.call(
+                "prep_recv", request_id=_id(), prompt=prompt, end=len(prompt),
+                reserve=MIRRORED["output"],
+            )  # fmt: skip
+            fields["mirror"] = {"kv_addr": lease["kv_addr"], "every": MIRRORED["every"]}
+        with timed(runner, replica) as sample:
+            times = runner.generate(prompt, MIRRORED["output"], **fields)
+        sample["ms"] = (times[-1] - times[0]) / (len(times) - 1)
+        samples[kind] = sample
+        if lease is not None:
+            replica.call("release", lease_id=lease["lease_id"])
+    return _named(**samples)
+
+
+@contextmanager
+def timed(*engines: Engine) -> Iterator[Sample]:
+    """How long the body takes, and how much CPU time of the engines (`ms`, `cpu_ms`)."""
+    sample: Sample = {}
+    cpu, began = sum(cpu_s(engine.pid) for engine in engines), time.perf_counter()
+    yield sample
+    sample["ms"] = (time.perf_counter() - began) * 1e3
+    sample["cpu_ms"] = (sum(cpu_s(engine.pid) for engine in engines) - cpu) * 1e3
+
+
+def _named(**samples: Sample) -> Sample:
+    """As one: `name`, and `name_cpu`."""
+    one = {}
+    for name, sample in samples.items():
+        one[name], one[f"{name}_cpu"] = sample["ms"], sample["cpu_ms"]
+    return one
+
+
+def ratio(samples: list[Sample], over: str, under: str) -> float:
+    """The median of each sample's own ratio."""
+    return round(statistics.median(sample[over] / sample[under] for sample in samples), 3)
+
+
+def overlap(sample: Sample) -> float:
+    """The share of a transfer that was hidden behind compute."""
+    return max(0.0, 1 - sample["put_exposed"] / sample["put_alone"])
+
+
+def spreads(samples: list[Sample]) -> dict[str, dict[str, float]]:
+    return {name: spread([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def show(firsts: list[Sample], moves: dict[int, list[Sample]], mirrors: list[Sample]) -> None:
+    rows = [
+        [
+            str(length),
+            *(
+                f"{statistics.median(sample[name] for sample in samples):.0f}"
+                for name in ("recompute", "migrate", "migrate_put", "put_alone", "put_exposed")
+            ),
+            f"{ratio(samples, 'recompute', 'migrate'):.2f}",
+            f"{statistics.median(map(overlap, samples)):.2f}",
+        ]
+        for length, samples in moves.items()
+    ]
+    table(
+        f"Figure 12 and Table 3: {NEW} tokens new, ms, medians of {len(firsts) // TIMES}",
+        ["tokens", "recompute", "migrate", "of it put", "put all", "exposed", "ratio", "overlap"],
+        rows,
+    )
+    rows = [
+        [title, *(f"{spreads(samples)[name]['median']:.1f}" for name in names),
+         f"{ratio(samples, names[1], names[0]):.3f}"]
+        for title, samples, names in (
+            (f"first token of {TTFT_TOKENS}: one engine, 1P1D", firsts, ("single", "split")),
+            ("per token: alone, with a mirror", mirrors, ("alone", "mirrored")),
+        )
+    ]  # fmt: skip
+    table("Two places against one, ms", ["", "one", "two", "ratio"], rows)
+
+
+def _tokens(count: int) -> list[int]:
+    """That nobody has cached."""
+    return [source.randrange(1000, 40000) for _ in range(count)]
+
+
+def _id() -> str:
+    return f"disagg-{next(ids)}"
+
+
+def _note(what: str, sample: Sample) -> Sample:
+    print(what, {name: round(ms, 1) for name, ms in sample.items()}, file=sys.stderr)
+    return sample
+
+
+if __name__ == "__main__":
+    main()
