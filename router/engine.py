@@ -61,8 +61,8 @@ class Engine:
         """How many of `request.tokens` need not be computed here: full pages that are in the prefix
         cache, or `coming` into it; the last token is never among them.
 
-        What engines have cached is followed as long as strategies ask. Until an engine has answered
-        for the first time it is 0.
+        What engines have cached is followed from the first question on. Until an engine has
+        answered it is 0.
         """
         prefixes = self._attempt.runtime.registry.prefixes
         return prefixes.cached(self._member, request, len(request.tokens) - 1, coming=coming)

@@ -28,7 +28,7 @@ __all__ = ["NOTHING", "Expected", "Prefixes"]
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2  # after the loss of a stream
-IDLE_S = 60.0  # engines that nobody asks about are followed for so long, or twice that
+UNASKED = 1000  # after so many legs without a question, engines are followed no longer
 # What has landed is counted as expected until the engine has certainly said so itself.
 LINGER_S = 1.0
 
@@ -103,15 +103,14 @@ class _View:
 
 
 class Prefixes:
-    """The views of all engines that were asked about. Costs nothing until then, nor when nobody
-    has asked for a while."""
+    """The views of all engines that were asked about. Costs nothing until then, nor when strategies
+    ask no longer; how long ago the last one asked is no matter, for sessions are slow."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         """`tasks` is the parent of the tasks that read what engines say; `close` ends them."""
         self._tasks = tasks
         self._views: dict[Member, _View] = {}
-        self._used = False  # since the last look
-        self._timer: asyncio.TimerHandle | None = None
+        self._unasked = 0  # legs since the last question
 
     def cached(self, member: Member, request: Request, end: int, *, coming: bool = True) -> int:
         """How many of `tokens[:end]` are there: in full pages, cached or, with `coming`, on their
@@ -128,6 +127,10 @@ class Prefixes:
         view = self._views.get(member)
         if view is None:
             return NOTHING
+        self._unasked += 1
+        if self._unasked > UNASKED:
+            self.close()
+            return NOTHING
         return Expected(view.expected, _names(member, request, end))
 
     async def known(self, member: Member) -> None:
@@ -141,29 +144,18 @@ class Prefixes:
             view.follower.cancel()
 
     def close(self) -> None:
+        """Follow none any longer."""
         for member in list(self._views):
             self.forget(member)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _follow(self, member: Member) -> _View:
-        self._used = True
+        self._unasked = 0
         view = self._views.get(member)
         if view is None:
             view = self._views[member] = _View()
             name = f"prefixes of {member.url}"
             view.follower = self._tasks.create_task(_keep_up(member, view), name=name)
-            if self._timer is None:
-                self._look()
         return view
-
-    def _look(self) -> None:
-        if not self._used:
-            self.close()
-            return
-        self._used = False
-        self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._look)
 
 
 async def _keep_up(member: Member, view: _View) -> None:

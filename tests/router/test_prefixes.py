@@ -17,7 +17,7 @@ from engine.protocol import BadRequest, PageName, PrefixChange, Sampling, page_n
 from router.breaker import Breaker
 from router.errors import EngineUnreachable
 from router.member import Member
-from router.prefixes import IDLE_S, LINGER_S, RETRY_S, Prefixes
+from router.prefixes import LINGER_S, RETRY_S, UNASKED, Prefixes
 from router.rehearsal import RehearsalFailed, rehearse
 from router.request import Request
 from router.simulated import SimEngine
@@ -163,14 +163,19 @@ async def test_of_an_engine_that_is_down_nothing_is_known(prefixes, member, engi
 
 
 @virtually
-async def test_engines_that_nobody_asks_about_are_followed_no_longer(prefixes, member, engine):
+async def test_engines_are_followed_as_long_as_strategies_ask(prefixes, member, engine):
     asked = request(list(range(100)))
     engine.add(*asked.page_names(PAGE))
     await prefixes.known(member)
-    for _ in range(10):
-        await asyncio.sleep(IDLE_S / 2)
+    for _ in range(3):
+        await asyncio.sleep(86400)
+        for _ in range(UNASKED):
+            prefixes.expect(member, asked, 100).end()
         assert prefixes.cached(member, asked, 100) == 96
-    await asyncio.sleep(2 * IDLE_S + 1)
+    assert engine.opened == 1
+    for _ in range(UNASKED + 1):
+        prefixes.expect(member, asked, 100).end()
+    await asyncio.sleep(1)
     assert engine.streams == 0
     engine.add(*asked.page_names(PAGE)[:1])
     await prefixes.known(member)
