@@ -27,10 +27,11 @@ UP_S = 30.0
 ASK_S = 150.0  # any request; the router gives up before
 LOOK_S = 0.01
 OFFENCE = re.compile(r"strategy \S+ \(generation .*")  # in the router's log
-# Deaths are noticed soon, a strategy that hangs is too, and each token is an event of its own.
+# Deaths are noticed soon, a strategy that hangs is too, and each token is an event of its own. A
+# crowded machine is no reason to give an engine up.
 FLAGS = (
-    "--port", "0", "--health-interval", "0.1", "--stall", "5", "--grace", "1",
-    "--request-timeout", "120", "--stream-interval-ms", "0",
+    "--port", "0", "--health-interval", "0.1", "--health-timeout", "15", "--stall", "5",
+    "--grace", "1", "--request-timeout", "120", "--stream-interval-ms", "0",
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class Node:
         self._process, self.url = await started(
             engine, *self._flags, MICROSERVE_SECRET=self._secret
         )
-        await self.proxy.open(int(self.url.rpartition(":")[2]))
+        self.proxy.open(int(self.url.rpartition(":")[2]))
 
     async def die(self) -> None:
         """SIGKILL: when this returns, the process is gone and its address refuses."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,6 +21,7 @@ CALL = re.compile(rb"(?:POST|GET) /microserving/(\w+)")
 CALLS = frozenset({"prep_recv", "remote_send", "start_generate", "commit", "pin", "unpin"})
 STREAM = "stream"  # on which an engine's tokens come
 CHUNK = 64 * 1024
+LONGEST = 16 * 1024 * 1024  # line of a stream
 
 
 @dataclass(eq=False, slots=True)
@@ -27,8 +29,8 @@ class Gate:
     """Stops the `number`th call that passes any proxy from now on, counted from 0: when it is
     `asked`, before the engine knows of it, or `answered`, before the router knows.
 
-    `token` counts the steps whose tokens come instead. `reached` is set when it is there, and it waits
-    until `opened`; then `engine` and `call` say which it is, and `receiver` whose lease is the
+    `token` counts the steps whose tokens come instead. `reached` is set when it is there, and it
+    waits until `opened`; `engine` and `call` say which it is, and `receiver` whose lease is the
     latest.
     """
 
@@ -62,45 +64,53 @@ class Proxy:
         self.gate: Gate | None = None
         self._port = 0
         self._engine_port = 0
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 
-    async def open(self, engine_port: int) -> None:
+    def open(self, engine_port: int) -> None:
         """Pass on to the engine at `engine_port`. Raises `OSError` if its address is taken."""
         self._engine_port = engine_port
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
-        self._port = self._server.sockets[0].getsockname()[1]
+        self._listener = socket.create_server(("127.0.0.1", self._port), backlog=512)
+        self._listener.setblocking(False)
+        self._port = self._listener.getsockname()[1]
+        # Not asyncio's server: what that has just accepted when it is closed, stays open for long.
+        asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
 
     async def close(self) -> None:
-        """Nobody listens any longer, and all connections are broken."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        broken = list(self._connections)
-        for connection in broken:
-            connection.cancel()
-        if broken:
+        """Nobody listens any longer, and all connections are broken. Idempotent."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        if broken := list(self._connections):
+            for connection in broken:
+                connection.cancel()
             await asyncio.wait(broken)
 
-    async def _accept(self, client: asyncio.StreamReader, reply: asyncio.StreamWriter) -> None:
-        connection = asyncio.current_task()
-        if connection is None or self._server is None:
-            reply.transport.abort()
-            return
-        self._connections.add(connection)
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # the client has left already
+            client, _ = listener.accept()
+            connection = asyncio.ensure_future(self._serve(client))
+            self._connections.add(connection)
+            connection.add_done_callback(self._connections.discard)
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client, reply = await asyncio.open_connection(sock=accepted)
         try:
-            with suppress(OSError, asyncio.CancelledError):
+            with suppress(OSError):
                 await self._connect(client, reply)
         finally:
-            self._connections.discard(connection)
             reply.transport.abort()
 
     async def _connect(self, client: asyncio.StreamReader, reply: asyncio.StreamWriter) -> None:
-        answer, request = await asyncio.open_connection("127.0.0.1", self._engine_port)
+        answer, request = await asyncio.open_connection(
+            "127.0.0.1", self._engine_port, limit=LONGEST
+        )
         passing = _Connection(self)
         ways = [
             asyncio.ensure_future(passing.forth(client, request)),
