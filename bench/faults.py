@@ -27,54 +27,22 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import random
 import secrets
 import signal
 import statistics
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from bench.faults_fleet import Engine, deployed, leaked_pages, oracle, until_up
 from bench.report import publish, table
-from router.conformance.forked import Forked, engine, microserve
 
-ENGINES = ("a", "b", "c")
 EVERY = 16
-PAGES = 1024
 CASES = 48
 PAUSE_S = (1.0, 3.0)  # between faults, after the engine is back
-REST_S = 60.0  # leases that nobody ends go after 30 s
-
-
-@dataclass
-class Engine:
-    """An engine process; another one takes its place on the same port."""
-
-    name: str
-    secret: str
-    url: str = ""
-    process: Forked | None = None
-
-    def start(self) -> None:
-        port = self.url.rpartition(":")[2] or "0"
-        flags = ("tiny", "--port", port, "--threads", "1", "--pool-pages", str(PAGES))
-        self.process = Forked(
-            engine, *flags, "--engine-id", self.name, MICROSERVE_SECRET=self.secret
-        )
-        self.url = self.process.line().split()[-1]
-
-    def signal(self, number: signal.Signals) -> None:
-        if self.process is not None:
-            os.kill(self.process.pid, number)
-
-    def end(self) -> None:
-        if self.process is not None:
-            self.process.kill()
 
 
 @dataclass(frozen=True)
@@ -142,11 +110,11 @@ def main() -> None:
 
 
 async def run(minutes: float, streams: int) -> dict[str, Any]:
-    async with deployed() as (engines, router, http):
+    async with deployed(EVERY) as (engines, router, http):
         cases = [_case(number) for number in range(CASES)]
-        async with _oracle(http) as oracle:
+        async with oracle() as alone:
             for case in cases:
-                case.tokens, case.text = await _undisturbed(http, oracle, case)
+                case.tokens, case.text = await _undisturbed(http, alone, case)
         tally = Tally()
         over = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
@@ -159,7 +127,7 @@ async def run(minutes: float, streams: int) -> dict[str, Any]:
             over.set()
             await asyncio.wait(clients)
             listener.cancel()
-        leaked = sum([await _leaked(http, one) for one in engines])
+        leaked = sum([await leaked_pages(http, one) for one in engines])
     kills = sum(fault.kind == "kill" for fault in tally.faults)
     for message in sorted(set(tally.failed)):
         print(f"{tally.failed.count(message)} × {message}")
@@ -182,39 +150,6 @@ async def run(minutes: float, streams: int) -> dict[str, Any]:
         **{f"detect_{kind}_ms_p99": _p99(times) for kind, times in tally.detect.items()},
         **{f"resume_{kind}_ms_p99": _p99(times) for kind, times in tally.resume.items()},
     }
-
-
-@asynccontextmanager
-async def deployed() -> AsyncIterator[tuple[list[Engine], str, aiohttp.ClientSession]]:
-    """Three engines, the URL of a router that replicates on them, and a client."""
-    secret = secrets.token_hex(16)
-    engines = [Engine(name, secret) for name in ENGINES]
-    router: Forked | None = None
-    try:
-        for one in engines:
-            one.start()
-        urls = [word for one in engines for word in ("--engine", one.url)]
-        strategy = ("--strategy", "replicate", "--param", f"every={EVERY}")
-        router = Forked(microserve, "router", "--port", "0", *strategy, *urls)
-        url = router.line().split()[-1]
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as http:
-            await _until_up(http, url, ENGINES)
-            yield engines, url, http
-    finally:
-        for process in (router, *(one.process for one in engines)):
-            if process is not None:
-                process.kill()
-
-
-@asynccontextmanager
-async def _oracle(http: aiohttp.ClientSession) -> AsyncIterator[str]:
-    one = Engine("oracle", secrets.token_hex(16))
-    one.start()
-    try:
-        yield one.url
-    finally:
-        one.end()
 
 
 def _case(number: int) -> Case:
@@ -313,18 +248,8 @@ async def _break(
             victim.end()
             await asyncio.sleep(source.uniform(0.2, 2.0))
             await asyncio.to_thread(victim.start)
-        await _until_up(http, router, ENGINES)
+        await until_up(http, router)
         await asyncio.sleep(source.uniform(*PAUSE_S))
-
-
-async def _until_up(http: aiohttp.ClientSession, router: str, names: tuple[str, ...]) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            async with http.get(f"{router}/admin/engines") as reply:
-                engines = (await reply.json())["engines"]
-            if {one["id"] for one in engines if one["status"] == "up"} >= set(names):
-                return
-            await asyncio.sleep(0.05)
 
 
 async def _listen(http: aiohttp.ClientSession, router: str, tally: Tally) -> None:
@@ -335,22 +260,6 @@ async def _listen(http: aiohttp.ClientSession, router: str, tally: Tally) -> Non
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 tally.down += event.get("status") == "down"
-
-
-async def _leaked(http: aiohttp.ClientSession, one: Engine) -> int:
-    """Pages that are neither free nor cached once nothing runs; the books must prove the rest."""
-    give_up = time.monotonic() + REST_S
-    while True:
-        async with http.get(f"{one.url}/microserving/state") as reply:
-            pages = (await reply.json())["pages"]
-        leaked = int(pages["total"] - pages["free"] - pages["cached"])
-        if not leaked or time.monotonic() > give_up:
-            break
-        await asyncio.sleep(0.1)
-    async with http.get(f"{one.url}/microserving/integrity") as reply:
-        if reply.status != 200:
-            raise SystemExit(f"the books of engine {one.name} do not agree: {await reply.text()}")
-    return leaked
 
 
 def _p99(times: list[float]) -> float | None:

@@ -125,18 +125,18 @@ class Replicas:
         body = {"lease_id": replica.lease_id}
         return self._releaser.spawn(replica.member, body, self._headers)
 
-    async def settle(self) -> None:
-        """End all but the best."""
+    def settle(self) -> Replica | None:
+        """End all but the best, which is returned."""
         best = self.best()
-        await self._end([replica for replica in self._all if replica is not best])
+        for replica in list(self._all):
+            if replica is not best:
+                self.end(replica)
+        return best
 
     async def close(self) -> None:
         """End all. Cancellation ends the waiting only."""
-        await self._end(list(self._all))
-
-    async def _end(self, replicas: list[Replica]) -> None:
         # First begin all releases, then wait: waiting may be cancelled, beginning cannot.
-        releases = [(replica.member, self.end(replica)) for replica in replicas]
+        releases = [(replica.member, self.end(replica)) for replica in list(self._all)]
         for member, release in releases:
             if release is not None:
                 await self._releaser.wait(member, release)

@@ -121,10 +121,8 @@ class Scope:
                 failed |= attempt.blamed
                 self._note_retry(error, attempt, request)
                 origin = attempt.origin or (origin if isinstance(error, Moved) else None)
-                if attempt.mirrored:
-                    await replicas.settle()
-                    if origin is None and replicas.best() is None:
-                        attempt.fallback("recomputed")
+                if attempt.mirrored and replicas.settle() is None and origin is None:
+                    attempt.fallback("recomputed")
             request = replace(request)  # `tokens` is cached: the output has grown since
 
     async def _turn(self, place: Place, full: NoCapacity | None) -> None:

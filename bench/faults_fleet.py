@@ -1,0 +1,112 @@
+"""The processes of `bench.faults`: engines that are broken on purpose, and a router before them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+
+from router.conformance.forked import Forked, engine, microserve
+
+__all__ = ["Engine", "deployed", "leaked_pages", "oracle", "until_up"]
+
+NAMES = ("a", "b", "c")
+PAGES = 1024
+UP_S = 60.0
+REST_S = 60.0  # leases that nobody ends go after 30 s
+
+
+@dataclass
+class Engine:
+    """An engine process; another one takes its place on the same port."""
+
+    name: str
+    secret: str
+    url: str = ""
+    process: Forked | None = None
+
+    def start(self) -> None:
+        port = self.url.rpartition(":")[2] or "0"
+        flags = ("tiny", "--port", port, "--threads", "1", "--pool-pages", str(PAGES))
+        self.process = Forked(
+            engine, *flags, "--engine-id", self.name, MICROSERVE_SECRET=self.secret
+        )
+        self.url = self.process.line().split()[-1]
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process is not None:
+            os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+
+@asynccontextmanager
+async def deployed(
+    every: int,
+) -> AsyncIterator[tuple[list[Engine], str, aiohttp.ClientSession]]:
+    """Three engines, the URL of a router that replicates on them, and a client."""
+    secret = secrets.token_hex(16)
+    engines = [Engine(name, secret) for name in NAMES]
+    router: Forked | None = None
+    try:
+        for one in engines:
+            one.start()
+        urls = [word for one in engines for word in ("--engine", one.url)]
+        strategy = ("--strategy", "replicate", "--param", f"every={every}")
+        router = Forked(microserve, "router", "--port", "0", *strategy, *urls)
+        url = router.line().split()[-1]
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as http:
+            await until_up(http, url)
+            yield engines, url, http
+    finally:
+        for process in (router, *(one.process for one in engines)):
+            if process is not None:
+                process.kill()
+
+
+@asynccontextmanager
+async def oracle() -> AsyncIterator[str]:
+    """The URL of an engine that nobody disturbs."""
+    one = Engine("oracle", secrets.token_hex(16))
+    one.start()
+    try:
+        yield one.url
+    finally:
+        one.end()
+
+
+async def until_up(http: aiohttp.ClientSession, router: str) -> None:
+    """Wait until the router takes all engines for well."""
+    async with asyncio.timeout(UP_S):
+        while True:
+            async with http.get(f"{router}/admin/engines") as reply:
+                engines = (await reply.json())["engines"]
+            if {one["id"] for one in engines if one["status"] == "up"} >= set(NAMES):
+                return
+            await asyncio.sleep(0.05)
+
+
+async def leaked_pages(http: aiohttp.ClientSession, one: Engine) -> int:
+    """Pages that are neither free nor cached once nothing runs; the books must prove the rest."""
+    give_up = time.monotonic() + REST_S
+    while True:
+        async with http.get(f"{one.url}/microserving/state") as reply:
+            pages = (await reply.json())["pages"]
+        leaked = int(pages["total"] - pages["free"] - pages["cached"])
+        if not leaked or time.monotonic() > give_up:
+            break
+        await asyncio.sleep(0.1)
+    async with http.get(f"{one.url}/microserving/integrity") as reply:
+        if reply.status != 200:
+            raise SystemExit(f"the books of engine {one.name} do not agree: {await reply.text()}")
+    return leaked
