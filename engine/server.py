@@ -16,6 +16,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from engine.mux_response import add_stream
 from engine.prefixes import add_prefixes
@@ -99,12 +101,18 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         """Generate, as server-sent events or on a multiplexed stream."""
         call = parse(StartGenerate, await _body(request, limit))
         mux = engine.muxes[call.stream_id] if call.stream == "mux" else None
-        stream = await _unless_disconnected(request, engine.start_generate(call))
+        starting = engine.start_generate(call)
+        if engine.may_wait(call):
+            stream = await _unless_disconnected(request, starting)
+        else:
+            stream = await starting
         if mux is None:
             return EventStream(stream)
         mux.deliver(call.request_id, stream, call.stream_tokens, call.stream_ms / 1e3)
         return JSONResponse({"request_id": call.request_id})
 
+    start = _Direct(start_generate, _authorize(config.api_key))
+    app.router.routes.insert(0, Route("/microserving/start_generate", start, methods=["POST"]))
     add_stream(app, engine.muxes)
     add_prefixes(app, engine.prefixes)
 
@@ -240,6 +248,25 @@ def _authorize(api_key: str) -> Callable[[Request], Awaitable[None]]:
             raise Unauthorized("a valid API key is needed: Authorization: Bearer KEY")
 
     return check
+
+
+class _Direct:
+    """A handler without what FastAPI does for each call, which is on the way to each first token;
+    the same is routed with it too, for the documentation."""
+
+    def __init__(
+        self,
+        handler: Callable[[Request], Awaitable[Response]],
+        check: Callable[[Request], Awaitable[None]],
+    ) -> None:
+        self._handler = handler
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        await self._check(request)
+        response = await self._handler(request)
+        await response(scope, receive, send)
 
 
 async def _body(request: Request, limit: int) -> bytes:

@@ -169,6 +169,11 @@ class MicroserveEngine:
         self._check_not_released(call.request_id)
         return await self._sends.run(call, self.loop)
 
+    def may_wait(self, call: StartGenerate) -> bool:
+        """Whether `start_generate` may have something to wait for: its caller may leave."""
+        tiered = any(True for _ in self.cache.tiers)
+        return tiered or call.lease_id is not None or call.structure is not None
+
     async def start_generate(self, call: StartGenerate) -> GenerationStream:
         """Take a generation on; its events come from the stream that is returned.
 

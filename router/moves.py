@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from router.cut import Cut
 from router.errors import Moved
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ class Moves:
     """The attempts that run. Costs nothing until an engine is drained."""
 
     def __init__(self) -> None:
-        self._running: dict[Attempt, asyncio.Timeout] = {}
+        self._running: dict[Attempt, Cut] = {}
 
     def movable(self, attempt: Attempt) -> _Movable:
-        """Around an attempt's work: `async with`. Raises `Moved` if it has to go on elsewhere."""
+        """Around an attempt's work: `with`. Raises `Moved` if it has to go on elsewhere."""
         return _Movable(self._running, attempt)
 
     def leave(self, member: Member) -> int:
@@ -30,10 +30,10 @@ class Moves:
 
         Sends from there may end in peace: they keep nobody for long.
         """
-        now, moved = asyncio.get_running_loop().time(), 0
+        moved = 0
         for attempt, cut in self._running.items():
-            if _lives_on(attempt, member) and not cut.expired():
-                cut.reschedule(now)
+            if _lives_on(attempt, member) and not cut.made:
+                cut.make()
                 moved += 1
         return moved
 
@@ -41,16 +41,16 @@ class Moves:
 class _Movable:
     __slots__ = ("_attempt", "_cut", "_running")
 
-    def __init__(self, running: dict[Attempt, asyncio.Timeout], attempt: Attempt) -> None:
+    def __init__(self, running: dict[Attempt, Cut], attempt: Attempt) -> None:
         self._running = running
         self._attempt = attempt
-        self._cut = asyncio.timeout(None)
+        self._cut = Cut()
 
-    async def __aenter__(self) -> None:
-        await self._cut.__aenter__()
+    def __enter__(self) -> None:
+        self._cut.__enter__()
         self._running[self._attempt] = self._cut
 
-    async def __aexit__(
+    def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
@@ -58,7 +58,7 @@ class _Movable:
     ) -> None:
         del self._running[self._attempt]
         try:
-            await self._cut.__aexit__(kind, error, traceback)
+            self._cut.__exit__(kind, error, traceback)
         except TimeoutError:
             raise Moved("the engine is to be empty") from None
 

@@ -101,13 +101,14 @@ class Scope:
             attempt = await self._attempt(request, number, failed, place, replicas)
             before = len(request.output)
             try:
-                async with attempt, self.runtime.registry.moves.movable(attempt):
-                    if origin is not None:
-                        cluster = Cluster(attempt, {})
-                        chunks = relocated(attempt, cluster, request, origin)
-                        await self._pass_on(chunks, request, emit)
-                    elif number > 1 or not await self._fork(attempt, request, emit):
-                        await Run(self.generation, attempt, request, emit).finish()
+                async with attempt:
+                    with self.runtime.registry.moves.movable(attempt):
+                        if origin is not None:
+                            cluster = Cluster(attempt, {})
+                            chunks = relocated(attempt, cluster, request, origin)
+                            await self._pass_on(chunks, request, emit)
+                        elif number > 1 or not await self._fork(attempt, request, emit):
+                            await Run(self.generation, attempt, request, emit).finish()
                 return
             except NoCapacity as error:
                 full = error

@@ -5,7 +5,7 @@ What is asked for and cannot be given is refused, never ignored; fields that nob
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -51,11 +51,11 @@ class Ask:
 B = TypeVar("B", bound=BaseModel)
 
 # The fields that mean the same in `Sampling`.
-_SAMPLING = (
+_SAMPLING = frozenset({
     "min_tokens", "temperature", "top_p", "min_p", "seed", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "presence_penalty",
     "frequency_penalty", "repetition_penalty",
-)  # fmt: skip
+})  # fmt: skip
 
 # Asked for, these would change the answer, and are not done here: name → what may be said anyway.
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
@@ -189,8 +189,12 @@ def _ask(
         raise BadRequest(f"more than {MAX_SEQUENCES} answers at once", param="n")
     if asked.stream_options is not None and not asked.stream:
         raise BadRequest("stream_options needs stream: true", param="stream_options")
-    wanted = {name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None}
-    wanted.setdefault("seed", secrets.randbits(63))
+    wanted = {
+        name: value
+        for name in asked.model_fields_set & _SAMPLING
+        if (value := getattr(asked, name)) is not None
+    }
+    wanted.setdefault("seed", random.getrandbits(63))
     if asked.top_k is not None:
         wanted["top_k"] = max(asked.top_k, 0)  # -1 and 0 both say "all" in the field
     if asked.logit_bias:

@@ -33,7 +33,8 @@ def read_structure(asked: GenerateRequest) -> Structure | None:
     found = [
         structure
         for name, read in _READERS.items()
-        if (value := getattr(asked, name)) is not None
+        if name in asked.model_fields_set
+        and (value := getattr(asked, name)) is not None
         and (structure := read(value, name)) is not None
     ]
     if len(found) > 1:
