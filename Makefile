@@ -18,7 +18,7 @@ test: $(VENV)/test.stamp  ## all tests
 	@$(RUN) -m pytest $(PYTEST)
 
 conformance: $(VENV)/test.stamp  ## every strategy against one engine, on the real model as well: an hour
-	@$(RUN) -m pytest tests/conformance -m ""
+	@$(RUN) -m pytest tests/conformance -m conformance
 
 fuzz: $(VENV)/test.stamp  ## thousands of histories of two caches, other ones each time
 	@$(RUN) -m pytest tests/kvcache/test_cache_machine.py --hypothesis-profile=fuzz --timeout=0

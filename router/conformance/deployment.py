@@ -25,7 +25,7 @@ __all__ = ["Deployment", "routed"]
 REST_S = 15.0  # until nothing is left: what a choice keeps for others goes after 5 s, a lease 30 s
 UP_S = 30.0
 ASK_S = 150.0  # any request; the router gives up before
-LOOK_S = 0.01
+LOOK_S = 0.02
 OFFENCE = re.compile(r"strategy \S+ \(generation .*")  # in the router's log
 # Deaths are noticed soon, a strategy that hangs is too, and each token is an event of its own. A
 # crowded machine is no reason to give an engine up.
@@ -76,10 +76,20 @@ class Deployment:
         """Start again what was killed; returns when the router uses it. Raises `TimeoutError`."""
         while self._dead:
             await self._dead[-1].start()
-            self._dead.pop()
+            await self.until_up(self._dead.pop())
+
+    async def until_up(self, node: Node) -> None:
+        """Wait until the router uses this process of `node`. Raises `TimeoutError`."""
+        epoch = (await self.state(node)).epoch
         async with asyncio.timeout(UP_S):
-            while not all([await self._up(node) for node in self.nodes]):  # noqa: ASYNC110
+            while not await self._knows(node.name, epoch):  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
+
+    async def _knows(self, name: str, epoch: int) -> bool:
+        return any(
+            member["id"] == name and member["status"] == "up" and member["epoch"] == epoch
+            for member in (await self.admin("GET", "engines"))["engines"]
+        )
 
     async def admin(self, method: str, path: str, body: Any = None) -> Any:
         """A call to the router's admin API that must succeed."""
@@ -119,14 +129,6 @@ class Deployment:
                 return f"{lost} pages on {node.name} that are neither free nor cached"
         return ""
 
-    async def _up(self, node: Node) -> bool:
-        epoch = (await self.state(node)).epoch
-        members = (await self.admin("GET", "engines"))["engines"]
-        return any(
-            member["id"] == node.name and member["status"] == "up" and member["epoch"] == epoch
-            for member in members
-        )
-
 
 @asynccontextmanager
 async def routed(
@@ -145,7 +147,8 @@ async def routed(
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ASK_S)) as session:
             label = " ".join((Path(strategy).stem, *chosen))
             deployment = Deployment(label, session, list(nodes), router, url)
-            await deployment.revive()
+            for node in nodes:
+                await deployment.until_up(node)
             yield deployment
     finally:
         router.kill()

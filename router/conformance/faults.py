@@ -49,15 +49,27 @@ async def clients_that_leave(trial: Trial) -> None:
     await trial.settle("clients that leave at any time")
 
 
-async def engines_that_die(trial: Trial) -> None:
-    """SIGKILL to the engine that is called, or that KV is sent to, at every call; in mid-stream"""
-    for moment in ("asked", "answered", "token"):
-        for number in STEPS if moment == "token" else range(MOST_CALLS):
-            call = await _kill_at(trial, moment, number)
-            if call is None:
-                break
-            if (moment, call) == ("asked", "remote_send"):
-                await _kill_at(trial, moment, number, receiver=True)
+async def callees_that_die(trial: Trial) -> None:
+    """SIGKILL to the engine that is being called, or that KV is to be sent to, at every call"""
+    for number in range(MOST_CALLS):
+        call = await _kill_at(trial, "asked", number)
+        if call == "remote_send":
+            await _kill_at(trial, "asked", number, receiver=True)
+        if call is None:
+            return
+
+
+async def engines_that_die_later(trial: Trial) -> None:
+    """SIGKILL to the engine that has just done what it was asked for, at every call"""
+    for number in range(MOST_CALLS):
+        if await _kill_at(trial, "answered", number) is None:
+            return
+
+
+async def streams_that_break(trial: Trial) -> None:
+    """SIGKILL to the engine that generates: before its first token, after it, later"""
+    for number in STEPS:
+        await _kill_at(trial, "token", number)
 
 
 async def _kill_at(
@@ -151,4 +163,4 @@ def _when(gate: Gate) -> str:
     )
 
 
-FAULTS = (clients_that_leave, engines_that_die)
+FAULTS = (clients_that_leave, callees_that_die, engines_that_die_later, streams_that_break)

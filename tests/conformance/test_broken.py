@@ -174,11 +174,11 @@ async def NAME(request, cluster):
 """,
     ),
     Broken(
-        "begins_again", "engines_that_die", "is killed",
+        "begins_again", "streams_that_break", "token_ids",
         before="request = replace(request, output=[])",
     ),
     Broken(
-        "gives_up", "engines_that_die", "ended before the stream did",
+        "gives_up", "callees_that_die", "ended before the stream did",
         whole="""
 @strategy
 async def NAME(request, cluster):
@@ -188,6 +188,12 @@ async def NAME(request, cluster):
     except MicroserveError:
         return
 """,
+    ),
+    Broken(
+        "always_there", "engines_that_die_later", "it was here before (FILE.py:14)",
+        before="""seen.setdefault('where', next(iter(cluster.engines)).id)
+    if not any(engine.id == seen['where'] for engine in cluster.engines):
+        raise RuntimeError('it was here before')""",
     ),
 )  # fmt: skip
 

@@ -100,7 +100,7 @@ def test_what_does_not_start_is_a_mistake(file: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_ends_all_its_processes(file: Path, number: signal.Signals) -> None:
-    command = Command(str(file), "--only", "prefixes", "--only", "engines_that_die")
+    command = Command(str(file), "--only", "prefixes", "--only", "streams_that_break")
     assert command.process.stdout is not None
     while not command.process.stdout.readline().startswith("ok      prefixes"):
         assert command.process.poll() is None
