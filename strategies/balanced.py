@@ -41,14 +41,15 @@ async def balanced(
                 yield chunk
         return
     async with decode.prep_recv(request, end=last) as kv:
+        known = max(kv.match_len, prefill.cached(request, coming=False))  # nobody computes that
         with cluster.state(Controller).divide(
-            len(request.tokens) - kv.match_len,
+            len(request.tokens) - known,
             prefill=prefill.id,
             decode=decode.id,
             prefills=[engine.id for engine in cluster.prefill],
             decodes=[engine.id for engine in cluster.decode],
         ) as division:
-            end = kv.match_len + division.prefill_tokens
+            end = known + division.prefill_tokens
             if kv.match_len < end:
                 sent = await prefill.remote_send(request, kv, begin=kv.match_len, end=end)
                 division.sent(sent.computed_tokens)

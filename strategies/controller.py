@@ -59,7 +59,7 @@ class Controller:
         prefills: Collection[str],
         decodes: Collection[str],
     ) -> Division:
-        """Divide the `tokens` that the decode engine has not cached. Engines are named by id;
+        """Divide the `tokens` that neither engine has cached. Engines are named by id;
         `prefills` and `decodes` are all that could have been chosen, so that it is known how much
         of what comes will come to these two. To be entered, as soon as it is made."""
         self._meet({prefill, decode, *prefills, *decodes})

@@ -146,8 +146,9 @@ def test_a_long_wait_costs_nothing():
     assert time.process_time() - began < 10
 
 
-async def test_the_built_in_ones_pass_in_a_process_of_their_own():
-    assert (await audition_of("balanced", {"ratio": 0.5}))["requests"] > 100
+@pytest.mark.parametrize("ratio", [0.5, "auto"])
+async def test_the_built_in_ones_pass_in_a_process_of_their_own(ratio):
+    assert (await audition_of("balanced", {"ratio": ratio}))["requests"] > 100
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ class Engine:
         self.id = self.name = name
         self.calls, self.match_len = calls, match_len
 
+    def cached(self, request, *, coming):
+        return self.match_len
+
     @asynccontextmanager
     async def prep_recv(self, request, *, end):
         self.calls.append((self.name, "prep_recv", end))
@@ -44,9 +47,10 @@ class Pool(list):
     round_robin = least_loaded
 
 
-async def calls_of(strategy, length, *, match_len=0, output=(), **params):
+async def calls_of(strategy, length, *, match_len=0, cached=0, output=(), **params):
+    """With so much cached by the decode engine, and by the prefill engine."""
     calls = []
-    decode, prefill = Engine("d", calls, match_len), Engine("p", calls)
+    decode, prefill = Engine("d", calls, match_len), Engine("p", calls, cached)
     states = {}
     cluster = SimpleNamespace(
         decode=Pool([decode]),
@@ -91,11 +95,12 @@ async def test_balanced(ratio, end):
 
 
 @pytest.mark.parametrize(
-    ("length", "match_len", "end"),
-    [(100, 0, 90), (100, 32, 93), (97, 96, 96), (1, 0, 0)],
+    ("length", "match_len", "cached", "end"),
+    [(100, 0, 0, 90), (100, 32, 0, 93), (97, 96, 0, 96), (1, 0, 0, 0), (100, 0, 64, 96)],
 )
-async def test_balanced_auto_divides_what_the_decode_engine_lacks(length, match_len, end):
+async def test_balanced_auto_divides_what_both_lack(length, match_len, cached, end):
     sends = [("p", "remote_send", match_len, end)] if end > match_len else []
-    assert await calls_of(balanced, length, match_len=match_len, ratio="auto") == [
+    calls = await calls_of(balanced, length, match_len=match_len, cached=cached, ratio="auto")
+    assert calls == [
         ("d", "prep_recv", length - 1), *sends, ("d", "start_generate", end), ("d", "left"),
     ]  # fmt: skip
