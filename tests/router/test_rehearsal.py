@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from typing import Any
 
 import pytest
 
 from engine.protocol import BadRequest
 from router.audition import audition, audition_of
 from router.catalog import Catalog
-from router.rehearsal import RehearsalFailed, rehearse
+from router.rehearsal import RehearsalFailed, rehearse, staged
 from router.simulated import SimEngine, tokens_after
 from router.virtual import VirtualLoop
 
@@ -203,3 +205,29 @@ def test_the_simulated_engine_behaves_like_one():
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(main())
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_simulated_engines_keep_replicas_of_those_that_die(monkeypatch, every):
+    """The next run begins where the replica ends; without one, at the prompt."""
+    begun: list[dict[str, Any]] = []
+    start = SimEngine.start_generate
+
+    async def noted(self, body, headers):
+        begun.append(dict(body, output=list(body.get("output", ()))))
+        return await start(self, body, headers)
+
+    monkeypatch.setattr(SimEngine, "start_generate", noted)
+    prompt = [5, 6, 7] * 20
+
+    async def resumed() -> list[int]:
+        bound = Catalog().find("replicate").bind({"every": every})
+        async with staged(bound, ("any", "any", "any"), fate=[4]) as stage:
+            return await stage.ask(prompt)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(resumed()) == list(itertools.islice(tokens_after(prompt), 6))
+    first, second = begun
+    assert first["mirror"]["every"] == every and "lease_id" not in first
+    assert second["lease_id"] == first["mirror"]["kv_addr"].partition(" ")[2]
+    assert "begin" not in second and len(second["output"]) == 4
