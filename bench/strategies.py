@@ -14,17 +14,13 @@ router share the cores with the engines.
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from bench.deployment import Deployment, deployed
 from bench.report import publish, spread, table
 
 MODEL = "smollm2"
@@ -41,22 +37,8 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
 
 def main() -> None:
     """Measure, print the table, publish the JSON."""
-    with tempfile.TemporaryDirectory() as folder:
-        state_file = Path(folder) / "state.json"
-        command = [sys.executable, "-m", "router", "up", MODEL, "--engines", "2", "--port", "0"]
-        up = subprocess.Popen(
-            [*command, "--threads", "1", "--state-file", str(state_file)], stdout=sys.stderr
-        )
-        try:
-            while not state_file.exists():
-                if up.poll() is not None:
-                    raise SystemExit(f"`microserve up` ended with {up.returncode}")
-                time.sleep(0.1)
-            state = json.loads(state_file.read_text())
-            results = measure(state["router"]["url"], state["admin_key"])
-        finally:
-            up.terminate()
-            up.wait()
+    with deployed(MODEL, "--engines", "2", "--threads", "1") as deployment:
+        results = measure(deployment)
     rows = []
     for name, figures in results.items():
         cells = [f"{figures[k]['median']:.1f}" for k in ("ttft_ms", "tpot_ms", "jct_ms")]
@@ -75,15 +57,13 @@ def main() -> None:
     )
 
 
-def measure(url: str, admin_key: str) -> dict[str, dict[str, dict[str, float]]]:
+def measure(deployment: Deployment) -> dict[str, dict[str, dict[str, float]]]:
     """Each strategy `REPEATS` times, in turn, after one warm-up round."""
     samples: dict[str, list[tuple[float, float, float]]] = {}
-    with httpx.Client(base_url=url, timeout=300) as client:
-        headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+    with httpx.Client(base_url=deployment.url, timeout=300) as client:
         for repeat in range(REPEATS + 1):
             for name, params in STRATEGIES:
-                body = {"name": name, "params": params}
-                client.put("/admin/strategy", json=body, headers=headers).raise_for_status()
+                deployment.use(name, **params)
                 times = one(client, random.Random(f"{repeat}{name}{params}"))
                 label = " ".join([name, *(str(value) for value in params.values())])
                 if repeat:
