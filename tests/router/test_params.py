@@ -24,6 +24,7 @@ async def tuned(
     names: tuple[str, ...] = ("a",),
     zone: str | None = None,
     on: bool = False,
+    share: Annotated[float, Field(le=1)] | Literal["auto"] = "auto",
 ):
     """Help."""
     yield Chunk()
@@ -32,6 +33,7 @@ async def tuned(
 def test_defaults_and_values():
     assert tuned.bind({}).params == {
         "ratio": 0.5, "mode": "near", "count": 3, "names": ("a",), "zone": None, "on": False,
+        "share": "auto",
     }  # fmt: skip
     given = {"ratio": 1, "names": ["x", "y"], "zone": "eu", "on": True}
     assert tuned.bind(given).params["names"] == ("x", "y")
@@ -42,6 +44,7 @@ def test_defaults_and_values():
     ("name", "value", "says"),
     [
         ("ratio", 1.1, "less than or equal to 1"),
+        ("share", "half", "a valid number, or Input should be 'auto'"),
         ("ratio", "0.3", "valid number"),
         ("ratio", float("nan"), "less than or equal to 1"),
         ("mode", "middle", "'near' or 'far'"),
