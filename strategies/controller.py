@@ -14,7 +14,9 @@ with two engines alike, of a prompt that takes S ms the prefill engine gets x, s
     B + x = T + G + S/2 - x.
 
 (The S - x that the decode engine then has of the prompt would be there in place of S/2 - x if
-requests came to it at random; they come one by one from the prefill engine, and wait less.)
+requests came to it at random; they come one by one from the prefill engine, and wait less. In a
+model of the engines, `tests/strategies`, the rule is about as good as the best fixed ratio at any
+load, with any number of engines of either role.)
 
 B and G follow every request at once. T and the engines' speeds are measured, and forget slowly. No
 error is summed up, so there is nothing to wind up or to swing: after a change of the workload the
