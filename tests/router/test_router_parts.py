@@ -25,7 +25,7 @@ from router.strategy import strategy
 
 def test_the_public_names_are_pinned():
     assert router.__all__ == [
-        "Chunk", "Cluster", "Engine", "Lease", "Pool", "Request", "Strategy", "strategy",
+        "Chunk", "Cluster", "Engine", "Lease", "Mirror", "Pool", "Request", "Strategy", "strategy",
     ]  # fmt: skip
 
 
