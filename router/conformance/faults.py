@@ -5,6 +5,7 @@ request, before its engine knows of it and before the router knows its answer, a
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,13 +23,9 @@ MOST_CALLS = 12
 SWEEP = 12  # clients that leave over the life of a request
 # All at once that must go on exactly where another engine takes over.
 RICH = {
-    **DRAWN,
-    "max_tokens": 40,
-    "n": 2,
-    "logprobs": 2,
-    "frequency_penalty": 0.4,
+    **DRAWN, "max_tokens": 40, "n": 2, "logprobs": 2, "frequency_penalty": 0.4,
     "stop": ["never said"],
-}
+}  # fmt: skip
 LEAVE_S = 5.0
 
 
@@ -36,13 +33,14 @@ async def clients_that_leave(trial: Trial) -> None:
     """the client leaves at every call, in mid-stream, and at any time"""
     for moment in ("asked", "answered", "token"):
         for number in STEPS if moment == "token" else range(MOST_CALLS):
-            body = {"prompt": trial.prompt(LENGTH), **DRAWN, "stream": number % 2 == 0}
+            streams = moment == "token" or number % 2 == 0
+            body = {"prompt": trial.prompt(LENGTH), **DRAWN, "stream": streams}
             if not await _leave_at(trial, moment, number, body):
                 break
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    await trial.ask({"prompt": trial.prompt(LENGTH), **DRAWN}, trial.name_request())
-    took = loop.time() - began
+    body = {"prompt": trial.prompt(LENGTH), **DRAWN}
+    wanted, began = await trial.wanted(body), time.monotonic()
+    await trial.one("undisturbed", body, wanted)
+    took = time.monotonic() - began
     for number in range(SWEEP):
         body = {"prompt": trial.prompt(LENGTH), **DRAWN, "stream": number % 2 == 0}
         await _leave_after(trial, took * number / SWEEP, body)

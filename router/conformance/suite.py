@@ -41,10 +41,9 @@ class Result:
     problem: str
 
     def __str__(self) -> str:
-        name = self.name.replace("_", " ")
         if self.problem:
-            return f"FAILED  {name}: {self.problem}"
-        return f"ok      {name}: {self.about} ({self.requests} requests, {self.seconds:.1f} s)"
+            return f"FAILED  {self.name}: {self.problem}"
+        return f"ok      {self.name}: {self.about} ({self.requests} requests, {self.seconds:.1f} s)"
 
 
 @asynccontextmanager
@@ -77,6 +76,8 @@ async def run_checks(
             if failed is None or others is not None:
                 raise
             problem = str(failed.exceptions[0])
+        except TimeoutError:
+            problem = "an engine that was killed has not come back"
         except (aiohttp.ClientError, OSError) as error:
             said = deployment.router.log.strip().splitlines()
             problem = f"the router is gone: {said[-1] if said else error}"

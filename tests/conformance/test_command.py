@@ -80,7 +80,7 @@ def test_a_line_for_each_check(file: Path) -> None:
     dry, starting, *lines, verdict = said
     assert dry.startswith(f"{file}: dry run ok")
     assert starting == "starting engines with tiny …"
-    assert [line.partition(":")[0] for line in lines] == ["ok      prefixes", "ok      one token"]
+    assert [line.partition(":")[0] for line in lines] == ["ok      prefixes", "ok      one_token"]
     assert verdict == f"{file}: ok, 18 requests to engines with tiny"
 
 
@@ -88,7 +88,7 @@ def test_what_only_real_engines_show_is_told_with_exit_code_1(file: Path) -> Non
     file.write_text(SOURCE.replace("yield chunk", "chunk.text = ''\n        yield chunk"))
     code, said = check(str(file), "--only", "one_token", "--only", "logprobs")
     assert code == 1, said
-    assert said[2].startswith("FAILED  one token: text is '', not ")
+    assert said[2].startswith("FAILED  one_token: text is '', not ")
     assert said[-1].startswith(f"{file}: 2 of 2 checks failed")
 
 
@@ -100,9 +100,9 @@ def test_what_does_not_start_is_a_mistake(file: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_ends_all_its_processes(file: Path, number: signal.Signals) -> None:
-    command = Command(str(file), "--only", "prefixes", "--only", "streams_that_break")
+    command = Command(str(file), "--only", "one_token", "--only", "streams_that_break")
     assert command.process.stdout is not None
-    while not command.process.stdout.readline().startswith("ok      prefixes"):
+    while not command.process.stdout.readline().startswith("ok      one_token"):
         assert command.process.poll() is None
     assert len(command.running()) > 6  # itself, four engines, two routers
     command.process.send_signal(number)
