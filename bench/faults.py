@@ -45,11 +45,12 @@ CASES = 48
 PAUSE_S = (1.0, 3.0)  # between faults, after the engine is back
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fault:
     kind: str  # kill or stop
     engine: str
     at: float  # wall clock: receipts have that too
+    over: float = float("inf")
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Tally:
     recomputed_full: int = 0
     detect: dict[str, list[float]] = field(default_factory=lambda: {"kill": [], "stop": []})
     resume: dict[str, list[float]] = field(default_factory=lambda: {"kill": [], "stop": []})
-    down: int = 0  # how often the router thought so
+    false_alarms: list[str] = field(default_factory=list)
 
     def read(self, receipt: dict[str, Any]) -> None:
         """What became of a request whose engine died."""
@@ -129,8 +130,8 @@ async def run(minutes: float, streams: int) -> dict[str, Any]:
             listener.cancel()
         leaked = sum([await leaked_pages(http, one) for one in engines])
     kills = sum(fault.kind == "kill" for fault in tally.faults)
-    for message in sorted(set(tally.failed)):
-        print(f"{tally.failed.count(message)} × {message}")
+    for message in (*tally.failed, *tally.false_alarms):
+        print(message)
     return {
         "minutes": minutes,
         "streams": streams,
@@ -145,7 +146,7 @@ async def run(minutes: float, streams: int) -> dict[str, Any]:
         "recomputed_tokens_max": max(tally.recomputed, default=0),
         "recomputed_tokens_mean": _mean(tally.recomputed),
         "recomputed_full": tally.recomputed_full,
-        "false_alarms": max(0, tally.down - len(tally.faults)),
+        "false_alarms": len(tally.false_alarms),
         "detect_ms_p99": _p99([*tally.detect["kill"], *tally.detect["stop"]]),
         **{f"detect_{kind}_ms_p99": _p99(times) for kind, times in tally.detect.items()},
         **{f"resume_{kind}_ms_p99": _p99(times) for kind, times in tally.resume.items()},
@@ -249,17 +250,21 @@ async def _break(
             await asyncio.sleep(source.uniform(0.2, 2.0))
             await asyncio.to_thread(victim.start)
         await until_up(http, router)
+        tally.faults[-1].over = time.time()
         await asyncio.sleep(source.uniform(*PAUSE_S))
 
 
 async def _listen(http: aiohttp.ClientSession, router: str, tally: Tally) -> None:
-    """Count how often the router takes an engine for lost."""
+    """Note where the router takes an engine for lost that is not broken."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with http.get(f"{router}/admin/events", timeout=timeout) as reply:
         async for line in reply.content:
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
-                tally.down += event.get("status") == "down"
+                broken = [f for f in tally.faults if f.engine == event.get("id")]
+                if event.get("status") == "down" and not any(f.over > time.time() for f in broken):
+                    last = [f"{f.kind} over for {time.time() - f.over:.1f} s" for f in broken[-1:]]
+                    tally.false_alarms.append(f"{event['id']}: {event['reason']} {last}")
 
 
 def _p99(times: list[float]) -> float | None:

@@ -308,9 +308,9 @@ async def test_the_router_knows_what_engines_evict_and_what_they_lose(routed_to)
                 for each in prompts:
                     await until(lambda m=member, e=engine, p=each: agrees(prefixes, m, e, p))
 
-        seen = [prompt() for _ in range(24)]
-        for at in range(0, len(seen), 6):
-            await ask(seen[at : at + 6])
+        seen = [prompt() for _ in range(16)]
+        for at in range(0, len(seen), 4):
+            await ask(seen[at : at + 4])
         await right(seen)
         known = [prefixes.cached(m, request(p), len(p)) for m in registry for p in seen]
         assert 0 < sum(map(bool, known)) < len(known)
@@ -322,7 +322,7 @@ async def test_the_router_knows_what_engines_evict_and_what_they_lose(routed_to)
         await until(lambda: not any(prefixes.cached(member, request(p), len(p)) for p in seen))
         processes[0] = EngineProcess("--pool-pages", "40", "--engine-id", "e0", port=killed.port)
         await until(lambda: member.status == "up")
-        await ask([prompt() for _ in range(8)])
+        await ask([prompt() for _ in range(6)])
         await right(seen)
 
         stopped, member = processes[1], list(registry)[1]
