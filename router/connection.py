@@ -15,12 +15,11 @@ from collections.abc import Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, Literal, Protocol
-from urllib.parse import unquote
 
 import httptools
 
 from engine.protocol import BadRequest, TooLarge
-from router.http import HttpRequest
+from router.http import HttpRequest, path_of
 
 __all__ = ["Connection", "Connections", "Service"]
 
@@ -180,7 +179,7 @@ class Connection(asyncio.Protocol):
         http = self._receiving = HttpRequest(
             self,
             parser.get_method().decode(),
-            _path(self._target),
+            path_of(self._target),
             headers,
             keep_alive=parser.should_keep_alive() and not parser.should_upgrade(),
             chunks=parser.get_http_version() == "1.1",
@@ -293,13 +292,3 @@ class Connection(asyncio.Protocol):
             await asyncio.shield(self._drained)
         if self.transport.is_closing():
             raise ConnectionResetError("the client has gone")
-
-
-def _path(target: bytes) -> str:
-    """Of a request's target, `/path?query` mostly. Raises `ValueError`."""
-    if not target.startswith(b"/"):
-        try:
-            target = httptools.parse_url(target).path or b"/"
-        except httptools.HttpParserInvalidURLError:
-            raise ValueError("the target is no URL") from None
-    return unquote(target.partition(b"?")[0])

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from urllib.parse import unquote
 
+import httptools
 import orjson
 
 from engine.protocol import MicroserveError
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from router.receipts import Receipt
     from router.trace import Trace
 
-__all__ = ["HttpRequest", "HttpResponse", "HttpStream", "json_response", "off_loop"]
+__all__ = ["HttpRequest", "HttpResponse", "HttpStream", "json_response", "off_loop", "path_of"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -188,3 +190,13 @@ async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.k
     if size <= SMALL_BODY:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def path_of(target: bytes) -> str:
+    """The decoded path of a request's target, `/path?query` mostly. Raises `ValueError`."""
+    if not target.startswith(b"/"):
+        try:
+            target = httptools.parse_url(target).path or b"/"
+        except httptools.HttpParserInvalidURLError:
+            raise ValueError("the target is no URL") from None
+    return unquote(target.partition(b"?")[0])
