@@ -114,6 +114,8 @@ def routes(router: Router) -> list[Route]:
         # Who does not read holds up our writing: it is cut off from outside.
         with control.events.listening(http.abort) as listener:
             stream.write(b": listening\n\n")
+            if http.method == "HEAD":
+                listener.end()
             async for frames in listener.frames(IDLE_S):
                 if (reading := stream.write(frames or b": idle\n\n")) is not None:
                     await reading

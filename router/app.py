@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib.metadata import version
 
 from router import admin, admin_engines, admin_migrate, admin_strategies
@@ -75,9 +75,13 @@ def _about(router: Router, routes: Callable[[], Routes]) -> list[Route]:
         """The version of this package."""
         return json_response({"version": version("microserve")})
 
+    @cache  # a tenth of a second
+    def document() -> bytes:
+        return json_response(openapi(routes())).body
+
     async def schema(http: HttpRequest) -> HttpResponse:
         """This document."""
-        return json_response(openapi(routes()))
+        return HttpResponse(document())
 
     @documented(media=("text/html",))
     async def docs(http: HttpRequest) -> HttpResponse:

@@ -8,90 +8,40 @@ llhttp is strict: what could be read in two ways is a 400, and nothing behind it
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections import deque
 from collections.abc import Mapping
-from email.utils import formatdate
+from contextvars import Context
 from http import HTTPStatus
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import httptools
 
 from engine.protocol import BadRequest, TooLarge
 from router.http import HttpRequest, path_of
 
-__all__ = ["Connection", "Connections", "Service"]
+if TYPE_CHECKING:
+    from router.connections import Connections
 
-log = logging.getLogger(__name__)
+__all__ = ["Connection"]
 
 MOST_HEADERS = 128
 MOST_FIELD = 8190  # bytes of one header, or of a request line
-MOST_HEAD = 1 << 16  # bytes of a head that is not here whole
+MOST_UNHEARD = 1 << 16  # bytes that come without anything whole in them: a header, a line
+MOST_WAITING = 16  # requests that wait for their turn; those of one read may be more
 LINGER_S = 2.0  # for a client to read why it was refused, while it still sends
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode())
            for status in HTTPStatus}  # fmt: skip
 State = Literal["new", "head", "busy", "idle", "over"]
 
 
-class Service(Protocol):
-    """What answers the requests of all connections."""
-
-    async def serve(self, http: HttpRequest) -> None:
-        """Answer. Cancelled when the client goes away, or the server ends."""
-
-    def headers(self, http: HttpRequest) -> Mapping[str, str]:
-        """What each answer has in its head, beside what it says itself."""
-
-
-class Connections:
-    """All that are open, and what they have in common."""
-
-    def __init__(self, service: Service, max_body: int) -> None:
-        """`max_body`: bytes of a request's body, at most."""
-        self.service = service
-        self.max_body = max_body
-        self.open: set[Connection] = set()
-        self.closing = False
-        self._second = -1
-        self._date = b""
-
-    def connection(self) -> Connection:
-        """For one that is accepted."""
-        return Connection(self)
-
-    async def close(self, bound_s: float) -> None:
-        """Close those that are idle, and others as soon as they have answered; after `bound_s`
-        seconds all of them, which cancels what they serve."""
-        self.closing = True
-        busy = []
-        for connection in list(self.open):
-            if connection.task is None:
-                connection.transport.close()
-            else:
-                busy.append(connection.task)
-        if busy:
-            await asyncio.wait(busy, timeout=bound_s)
-        for connection in list(self.open):
-            connection.transport.abort()
-        if left := [task for task in busy if not task.done()]:
-            await asyncio.wait(left)
-
-    def date(self) -> bytes:
-        """The `Date` header, made once a second."""
-        now = int(time.time())
-        if now != self._second:
-            self._second, self._date = now, f"Date: {formatdate(now, usegmt=True)}\r\n".encode()
-        return self._date
-
-
 class Connection(asyncio.Protocol):
-    """One connection. Its requests are answered in turn; while one is, the next may wait here, and
-    no more is read. `state` since `since` (loop time) is for whoever looks after slow clients."""
+    """One connection. Its requests are answered in turn; while one is, some more may wait here, and
+    then no more is read. `state` since `since` (loop time) is for who looks after slow clients."""
 
     __slots__ = (
-        "_deaf", "_drained", "_fields", "_head_bytes", "_headers", "_loop", "_next", "_parser",
-        "_receiving", "_shared", "_target", "full", "since", "state", "task", "transport",
+        "_body_left", "_deaf", "_drained", "_fields", "_headers", "_loop", "_next", "_parser",
+        "_receiving", "_shared", "_target", "_unheard", "full", "since", "state", "task",
+        "transport",
     )  # fmt: skip
 
     def __init__(self, shared: Connections) -> None:
@@ -110,7 +60,8 @@ class Connection(asyncio.Protocol):
         self._target = b""
         self._headers: dict[str, str] = {}
         self._fields = 0  # headers, of equal names too
-        self._head_bytes = 0  # of a head that is not here whole; 0: there is none
+        self._unheard = 0  # bytes since llhttp last made something of them
+        self._body_left = 0  # bytes of a body that llhttp takes for another protocol
 
     # asyncio's
 
@@ -120,7 +71,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.state = "over"
-        self._shared.open.discard(self)
+        self._shared.forget(self)
         self._next.clear()
         if self.task is not None:
             self.task.cancel()
@@ -129,18 +80,21 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
+        if self._body_left:
+            self._take_body(data)
+            return
+        self._unheard += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._deaf = True  # it is answered as any other, and then closed
+        except httptools.HttpParserUpgrade as upgrade:
+            # It is answered as any other, and the connection then closed.
+            self._take_body(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             self._refuse(str(error.__context__ or error))
         else:
-            if self._head_bytes:
-                self._head_bytes += len(data)
-                if self._head_bytes > MOST_HEAD:
-                    self._refuse("the head is too long")
-            elif self._next:
+            if self._unheard > MOST_UNHEARD:
+                self._refuse("a line is too long")
+            if len(self._next) >= MOST_WAITING:
                 self.transport.pause_reading()
 
     def pause_writing(self) -> None:
@@ -155,7 +109,7 @@ class Connection(asyncio.Protocol):
     # llhttp's
 
     def on_message_begin(self) -> None:
-        self._target, self._headers, self._fields, self._head_bytes = b"", {}, 0, 1
+        self._target, self._headers, self._fields, self._unheard = b"", {}, 0, 0
         if self.task is None:
             self.state, self.since = "head", self._loop.time()
 
@@ -168,35 +122,53 @@ class Connection(asyncio.Protocol):
         if len(name) + len(value) > MOST_FIELD:
             raise ValueError("a header is too long")
         self._fields += 1
+        self._unheard = 0
         if self._fields > MOST_HEADERS:
             raise ValueError("there are too many headers")
         text = value.decode("utf-8", "surrogateescape")
         self._headers.setdefault(name.decode("latin-1").lower(), text)
 
     def on_headers_complete(self) -> None:
-        self._head_bytes = 0
         parser, headers = self._parser, self._headers
+        version, upgrade = parser.get_http_version(), parser.should_upgrade()
+        _check_head(version, headers, upgrade)
+        self._headers = {}  # what comes behind a body in chunks is none of this
         http = self._receiving = HttpRequest(
             self,
             parser.get_method().decode(),
             path_of(self._target),
             headers,
-            keep_alive=parser.should_keep_alive() and not parser.should_upgrade(),
-            chunks=parser.get_http_version() == "1.1",
+            keep_alive=parser.should_keep_alive() and not upgrade,
+            chunks=version == "1.1",
         )
         self._take(http)
-        if int(headers.get("content-length", 0)) > self._shared.max_body:
+        length = int(headers.get("content-length", 0))
+        if length > self._shared.max_body:
             self._too_large(http)
+        elif upgrade:
+            self._body_left = length
 
     def on_body(self, data: bytes) -> None:
-        http = self._receiving
+        http, self._unheard = self._receiving, 0
         if http is not None and http.feed(data) > self._shared.max_body:
             self._too_large(http)
 
     def on_message_complete(self) -> None:
+        self._unheard = 0
+        if self._body_left:
+            return
         http, self._receiving = self._receiving, None
         if http is not None:
             http.end()
+
+    def _take_body(self, data: bytes) -> None:
+        """Of a request that would also go on in another protocol."""
+        if body := data[: self._body_left]:
+            self.on_body(body)
+            self._body_left -= len(body)
+        if not self._body_left:
+            self._deaf = True
+            self.on_message_complete()
 
     def _too_large(self, http: HttpRequest) -> None:
         self._receiving = None
@@ -220,11 +192,14 @@ class Connection(asyncio.Protocol):
 
     def _start(self, http: HttpRequest) -> None:
         self.state, self.since = "busy", self._loop.time()
-        self.task = asyncio.Task(self._serve(http), loop=self._loop)
+        # A context of its own: the request before it, which may start it, has left things in its.
+        self.task = asyncio.Task(self._serve(http), loop=self._loop, context=Context())
 
     async def _serve(self, http: HttpRequest) -> None:
         try:
             await self._shared.service.serve(http)
+            if self.full:
+                await self.drain()  # who does not read its answers is given no further ones
         except ConnectionResetError:
             pass  # the client has gone while we wrote: nobody is there to be told
         finally:
@@ -240,7 +215,7 @@ class Connection(asyncio.Protocol):
         elif self._next:
             self._start(self._next.popleft())
             if not self._next:
-                self.transport.resume_reading()
+                self.transport.resume_reading()  # whether it was paused or not
         else:
             self.state, self.since = "idle", self._loop.time()
 
@@ -254,7 +229,13 @@ class Connection(asyncio.Protocol):
         self._deaf = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._loop.call_later(LINGER_S, self.transport.abort)
+        self._loop.call_later(LINGER_S, self._stop_listening)
+
+    def _stop_listening(self) -> None:
+        if self.transport.get_write_buffer_size():  # it still reads, or is dropped as too slow
+            self._loop.call_later(LINGER_S, self._stop_listening)
+        else:
+            self.transport.abort()
 
     # What handlers use
 
@@ -292,3 +273,14 @@ class Connection(asyncio.Protocol):
             await asyncio.shield(self._drained)
         if self.transport.is_closing():
             raise ConnectionResetError("the client has gone")
+
+
+def _check_head(version: str, headers: Mapping[str, str], upgrade: bool) -> None:
+    """What llhttp lets pass and HTTP does not (RFC 9112, §3.2 and §6.1). Raises `ValueError`."""
+    if version not in ("1.0", "1.1"):
+        raise ValueError(f"this is HTTP/1.1, not {version}")
+    if version == "1.1" and "host" not in headers:
+        raise ValueError("there is no Host")
+    coding = headers.get("transfer-encoding")
+    if coding is not None and (coding.lower() != "chunked" or version == "1.0" or upgrade):
+        raise ValueError(f"a body in the transfer coding {coding!r} cannot be read here")

@@ -51,7 +51,7 @@ class HttpRequest:
     """
 
     __slots__ = (
-        "_body", "_size", "_waiter", "answered", "begun", "caller", "chunks", "complete",
+        "_body", "_waiter", "answered", "begun", "caller", "chunks", "complete",
         "connection", "error", "headers", "id", "keep_alive", "method", "params", "path", "receipt",
         "trace", "who",
     )  # fmt: skip
@@ -83,8 +83,7 @@ class HttpRequest:
         self.who = ""  # of the admin API
         self.receipt: Receipt | None = None
         self.trace: Trace | None = None
-        self._body: list[bytes] = []
-        self._size = 0
+        self._body = bytearray()
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -96,7 +95,8 @@ class HttpRequest:
     async def read(self) -> bytes:
         """The body. Raises `BadRequest` or `TooLarge`, as soon as it is known to be either."""
         if self.error is None and not self.complete:
-            if self.headers.get("expect", "").lower() == "100-continue" and not self._body:
+            expects = self.headers.get("expect", "").lower() == "100-continue"
+            if expects and self.chunks and not self._body:  # HTTP/1.0 does not know it
                 self.connection.go_on()
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -105,15 +105,12 @@ class HttpRequest:
                 self._waiter = None
         if self.error is not None:
             raise self.error
-        if len(self._body) > 1:
-            self._body = [b"".join(self._body)]
-        return self._body[0] if self._body else b""
+        return bytes(self._body)
 
     def feed(self, data: bytes) -> int:
         """A part of the body has come; returns how many bytes are here."""
-        self._body.append(data)
-        self._size += len(data)
-        return self._size
+        self._body += data
+        return len(self._body)
 
     def end(self) -> None:
         """All of it has come."""
@@ -123,7 +120,7 @@ class HttpRequest:
     def fail(self, error: MicroserveError) -> None:
         """No more of it comes, or is wanted: `read` raises `error`. It is answered, and then the
         connection is closed."""
-        self.error, self._body = error, []
+        self.error, self._body = error, bytearray()
         self.keep_alive = False
         self._wake()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from router.app import make_routes
 from router.config import RouterConfig
-from router.connection import Connections
+from router.connections import Connections
 from router.drain import Drain
 from router.offspring import adopting
 from router.router import Router

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import pytest
+from waiting import until
+
+from router.connections import Connections
+from router.http import HttpRequest, HttpResponse
+from router.server import listen
 
 ASK = json.dumps({"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}).encode()
 STREAM = ASK[:-1] + b', "stream": true}'
@@ -19,6 +27,9 @@ def post(body: bytes, *headers: str, path: str = "/v1/completions", version: str
 
 def get(path: str, *headers: str, method: str = "GET") -> bytes:
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
+
+
+CHUNKED = post(b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
 
 
 class Client:
@@ -105,9 +116,7 @@ async def test_a_request_comes_byte_by_byte(served):
 async def test_a_body_in_chunks(served):
     _, _, connect = served
     client = await connect()
-    client.writer.write(
-        post(b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
-    )
+    client.writer.write(CHUNKED)
     for part in (ASK[:7], ASK[7:]):
         client.writer.write(b"%x\r\n%b\r\n" % (len(part), part))
         await asyncio.sleep(0.01)
@@ -121,8 +130,7 @@ async def test_too_large_a_body_is_refused_before_it_is_here(served, chunked):
     _, _, connect = served
     client = await connect()
     if chunked:
-        head = post(b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
-        client.writer.write(head + b"%x\r\n" % 2**24 + b" " * (2**20 + 1))
+        client.writer.write(CHUNKED + b"%x\r\n" % 2**24 + b" " * (2**20 + 1))
     else:
         client.writer.write(post(b" " * 2**22)[: 2**21])
     status, headers, body = await client.answer()
@@ -214,12 +222,146 @@ async def test_who_wants_another_protocol_is_served_this_one(served):
     assert await client.rest() == b""
 
 
+async def test_an_upgrade_that_is_not_taken_keeps_its_body(served):
+    """As Java's client and `curl --http2` ask for it; however the body is cut."""
+    _, _, connect = served
+    whole = post(ASK, "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMA")
+    for cut in (len(whole), len(whole) - len(ASK), len(whole) - 3):
+        client = await connect()
+        client.writer.write(whole[:cut])
+        await asyncio.sleep(0.02)
+        client.writer.write(whole[cut:] + b"PRI * HTTP/2.0")
+        status, headers, body = await client.answer()
+        assert (status, headers["connection"]) == (200, "close"), body
+        assert await client.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        get("/version").replace(b"Host: localhost\r\n", b""),
+        get("/version").replace(b"HTTP/1.1", b"HTTP/2.0"),
+        CHUNKED.replace(b"chunked", b"gzip, chunked") + b"0\r\n\r\n",
+        CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n",
+        CHUNKED.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: h2c\r\nHost") + b"0\r\n\r\n",
+        CHUNKED.replace(b"Host", b"Content-Length: 3\r\nHost") + b"0\r\n\r\n",
+        CHUNKED + b"0\r\nX: " + b"a" * 2**20,
+        CHUNKED + b"0;" + b"a" * 2**20,
+        get("/version", "X: " + "a" * 2**14),
+        get("/version", *(f"X{i}: 1" for i in range(200))),
+    ],
+    ids=[
+        "host", "version", "coding", "old", "upgrade", "lengths", "trailer", "extension", "header",
+        "headers",
+    ],
+)  # fmt: skip
+async def test_what_http_does_not_allow(served, request_):
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(request_)
+    status, headers, _ = await client.answer()
+    assert (status, headers["connection"]) == (400, "close")
+
+
+async def test_what_comes_behind_a_body_says_nothing_of_the_request(served):
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(CHUNKED + b"%x\r\n%b\r\n0\r\n" % (len(ASK), ASK))
+    client.writer.write(b"X-Request-Id: trailer\r\nX-Request-Timeout: 0.000001\r\n\r\n")
+    status, headers, _ = await client.answer()
+    assert status == 200 and headers["x-request-id"] != "trailer"
+
+
+async def test_a_long_body_does_not_count_for_the_head_behind_it(served):
+    _, _, connect = served
+    client = await connect()
+    long = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1, "user": "u" * 240_000}).encode()
+    client.writer.write(post(long) + get("/version")[:9])
+    assert (await client.answer())[0] == 200
+    client.writer.write(get("/version")[9:])
+    assert (await client.answer())[0] == 200
+    count = 2_500
+    client.writer.write(get("/version") * count + get("/version")[:9])
+    for _ in range(count):
+        assert (await client.answer())[0] == 200
+    client.writer.write(get("/version")[9:])
+    assert (await client.answer())[0] == 200
+
+
+class Echo:
+    """A service that answers each request with `size` bytes, once it may."""
+
+    def __init__(self, size: int) -> None:
+        self.answer = b"x" * size
+        self.gate = asyncio.Event()
+
+    async def serve(self, http: HttpRequest) -> None:
+        await self.gate.wait()
+        http.respond(HttpResponse(self.answer))
+
+    def headers(self, http: HttpRequest) -> dict[str, str]:
+        return {}
+
+
+@asynccontextmanager
+async def echoing(size: int) -> AsyncIterator[tuple[Echo, Connections, Client]]:
+    """A connection to a server of the service above, with small buffers."""
+    service = Echo(size)
+    connections = Connections(service, max_body=2**20)
+    listener = listen("127.0.0.1", 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
+    server = await asyncio.get_running_loop().create_server(connections.connection, sock=listener)
+    reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=2**12)
+    try:
+        yield service, connections, Client(reader, writer)
+    finally:
+        writer.close()
+        server.close()
+        await connections.close(1.0)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_who_asks_and_does_not_read_is_given_little(answered):
+    """Neither answers nor requests pile up, wherever what was sent is cut."""
+    async with echoing(10_000) as (service, connections, client):
+        if answered:
+            service.gate.set()
+        ask = get("/")
+        client.writer.write(ask[:-7])
+        for _ in range(100):
+            client.writer.write((ask[-7:] + ask[:-7]) * 1000)
+            await asyncio.sleep(0.001)
+        (connection,) = connections.open
+        assert len(connection._next) < 20_000  # of 100,000, those of a read or two
+        assert connection.transport.get_write_buffer_size() < 2**17
+
+
+async def test_the_last_answer_is_read_before_the_server_ends():
+    async with echoing(8_000_000) as (service, connections, client):
+        client.writer.write(get("/") * 2)
+        await until(lambda: bool(connections.open))
+        service.gate.set()
+        assert (await client.head())[0] == 200
+        closing = asyncio.ensure_future(connections.close(10.0))
+        assert len(await client.rest()) == 8_000_000  # and no other one is begun
+        await closing
+
+
+async def test_head_of_a_stream_of_events_has_an_end(served):
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(get("/admin/events", method="HEAD") + get("/version"))
+    assert (await client.head())[0] == 200
+    assert (await client.answer())[0] == 200
+
+
+@pytest.mark.parametrize("behind", [b"", get("/version")])
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_client_that_leaves_ends_its_request(served, streamed):
+async def test_a_client_that_leaves_ends_its_request(served, streamed, behind):
     r, engine, connect = served
     engine.gate = asyncio.Event()
     client = await connect()
-    client.writer.write(post(STREAM if streamed else ASK, "X-Request-Id: left"))
+    client.writer.write(post(STREAM if streamed else ASK, "X-Request-Id: left") + behind)
     await engine.until(lambda: engine.running == 1)
     client.writer.close()
     await engine.until(lambda: engine.running == 0)
