@@ -42,6 +42,11 @@ FORBIDDEN_METHODS: dict[str, tuple[str, object] | None] = {
 INTENDED = {
     ("router/catalog.py", "*.exec_module"),
     ("router/catalog.py", "*.source_to_code"),
+    # `strategy check` runs our own programs, by name, and reads what they print from a pipe of its
+    # own, as bytes.
+    ("router/conformance/forked.py", "runpy"),
+    ("router/conformance/forked.py", "multiprocessing.connection"),
+    ("router/conformance/forked.py", "multiprocessing.connection.Connection"),
 }
 
 
