@@ -10,6 +10,7 @@ from pathlib import Path
 from kvcache.address import KVAddress
 from kvcache.errors import PeerUnreachable
 from kvcache.layout import KVLayout
+from kvcache.populate import Populator
 from kvcache.region import SharedRegion
 from kvcache.transport.base import Put, after_scheme
 from kvcache.transport.mapped import MappedTarget
@@ -29,6 +30,8 @@ class ShmTransport:
         self._peers: dict[tuple[int, int], tuple[int, SharedRegion]] = {}
         self._peers_lock = threading.Lock()
         self._worker = Worker("put")
+        self._populator = Populator()
+        self._populator.add(self._region)
 
     @property
     def endpoint(self) -> str:
@@ -42,6 +45,7 @@ class ShmTransport:
 
     def close(self) -> None:
         self._worker.close()
+        self._populator.close()
         self._peers.clear()
         self._region.close()
 
@@ -58,6 +62,7 @@ class ShmTransport:
                 like = replace(self._region.layout, shard=address.shard)
                 region = SharedRegion.attach(pid, fd, address.epoch, like)
                 self._peers[pid, fd] = address.epoch, region
+                self._populator.add(region)
             return self._peers[pid, fd][1]
 
 
