@@ -76,8 +76,10 @@ class Sends:
                 raise Internal("the send was aborted")
             send = self._live[call.request_id] = self._reserve(call, begin, end, put)
             loop.submit(send)
+            done = asyncio.wrap_future(send.done)
+            done.add_done_callback(_seen)
             try:
-                reply = await asyncio.shield(asyncio.wrap_future(send.done))
+                reply = await asyncio.shield(done)
             except BaseException:
                 loop.abort(send)
                 raise
@@ -126,3 +128,9 @@ class Sends:
             arrived=time.monotonic(),
             started=True,
         )
+
+
+def _seen(done: asyncio.Future[RemoteSendReply]) -> None:
+    """How it ended is known, also where nobody waits for it any more."""
+    if not done.cancelled():
+        done.exception()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -307,6 +308,8 @@ async def test_a_lease_runs_out(engine: MicroserveEngine):
 @pytest.mark.parametrize("steps", range(4))
 async def test_a_cancelled_send_leaves_nothing(pair: Pair, steps: int):
     prefill, decode = pair
+    unseen: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     got = decode.prep_recv(prep(PROMPT, END))
     call = asyncio.create_task(prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr)))
     for _ in range(steps):
@@ -315,9 +318,12 @@ async def test_a_cancelled_send_leaves_nothing(pair: Pair, steps: int):
     with contextlib.suppress(asyncio.CancelledError):
         await call
     assert prefill.puts_in_flight == 0
+    decode.release(Release(request_id="r"))  # the send may find that its lease has ended
     await at_rest(prefill)
-    decode.release(Release(request_id="r"))
     await at_rest(decode)
+    del call
+    gc.collect()
+    assert not unseen
 
 
 async def test_a_release_is_idempotent(engine: MicroserveEngine):
