@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -34,6 +36,12 @@ Method = Callable[[dict[str, Any], Mapping[str, str]], Coroutine[Any, Any, T]]
 log = logging.getLogger(__name__)
 
 
+def _names() -> Iterator[EngineRequestId]:
+    """Unique over routers and their restarts."""
+    router = uuid.uuid4().hex[:16]
+    return (EngineRequestId(f"{router}-{number}") for number in itertools.count())
+
+
 @dataclass(frozen=True, slots=True)
 class Runtime:
     """What attempts share with the whole router."""
@@ -44,6 +52,7 @@ class Runtime:
     metrics: Metrics
     retries: RetryBudget
     tasks: asyncio.TaskGroup  # of the router: what is started there must not raise
+    names: Iterator[EngineRequestId] = field(default_factory=_names)  # of attempts, on the engines
 
 
 class Attempt:

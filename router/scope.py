@@ -8,7 +8,6 @@ drive ──► Attempt 1 ──► strategy ──► legs          an engine d
 from __future__ import annotations
 
 import itertools
-import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -30,7 +29,6 @@ from router.cluster import Cluster
 from router.engine import Engine
 from router.errors import EngineUnreachable, Moved, NoEngines, StrategyError
 from router.generations import Generation
-from router.ids import EngineRequestId
 from router.member import Member
 from router.receipts import Receipt
 from router.relocate import relocated
@@ -44,9 +42,6 @@ __all__ = ["Scope"]
 
 # Not worth a second try: the same request fails again anywhere.
 FINAL = (BadRequest, BadRange, BadAddress, Unauthorized, TooLarge, StrategyError, NoEngines)
-# Names of attempts on the engines: unique over routers and their restarts.
-_ROUTER = uuid.uuid4().hex[:16]
-_attempts = itertools.count()
 # An attempt that came so many tokens further was none that fails always.
 PROGRESS_TOKENS = 16
 
@@ -174,7 +169,7 @@ class Scope:
         return Attempt(
             self.runtime,
             self.receipt,
-            request_id=EngineRequestId(f"{_ROUTER}-{next(_attempts)}"),
+            request_id=next(self.runtime.names),
             headers=self.headers,
             choice=request.sampling.choice,
             number=number,
