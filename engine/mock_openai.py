@@ -19,7 +19,7 @@ from engine.protocol import MicroserveError, StartGenerate, Usage, error_body, p
 from engine.protocol.config import EngineConfig
 from engine.server import build_app
 from engine.service import MicroserveEngine
-from engine.sse import EventStream
+from engine.sse import event_stream
 from engine.stream import GenerationStream
 
 __all__ = ["build_mock_app"]
@@ -64,7 +64,7 @@ def build_mock_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -
             "model": model,
         }
         if wanted.stream:
-            return EventStream(stream, _events(stream, base))
+            return event_stream(stream, _events(stream, base))
         return await _whole(stream, base)
 
     @app.get("/v1/models")

@@ -14,9 +14,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import orjson
 from fastapi import FastAPI
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
+from engine.live_response import LiveResponse
 from engine.protocol import PageName, page_name
 from kvcache.cache import KVCache
 
@@ -109,27 +108,11 @@ class PrefixFeed:
 def add_prefixes(app: FastAPI, feed: PrefixFeed) -> None:
     """Let routers follow the prefix cache at `app`."""
 
-    @app.get("/microserving/prefixes", response_class=StreamingResponse)
-    async def prefixes() -> StreamingResponse:
+    @app.get("/microserving/prefixes", response_class=LiveResponse)
+    async def prefixes() -> LiveResponse:
         """What the prefix cache has, and from then on what it gains and loses.
 
         A frame is a line, `{"added": [NAME, …], "removed": [NAME, …]}`; the first has all.
         """
-        return _PrefixResponse(feed)
-
-
-class _PrefixResponse(StreamingResponse):
-    def __init__(self, feed: PrefixFeed) -> None:
-        self._feed = feed
-        self._reader = feed.open()
-        super().__init__(
-            self._reader.frames(),
-            media_type="application/x-ndjson",
-            headers={"Cache-Control": "no-cache"},
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._feed.close(self._reader)
+        reader = feed.open()
+        return LiveResponse(reader.frames(), lambda: feed.close(reader), "application/x-ndjson")

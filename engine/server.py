@@ -49,7 +49,7 @@ from engine.protocol import (
 )
 from engine.protocol.config import EngineConfig
 from engine.service import MicroserveEngine
-from engine.sse import EventStream
+from engine.sse import event_stream
 
 __all__ = ["build_app"]
 
@@ -107,7 +107,7 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         else:
             stream = await starting
         if mux is None:
-            return EventStream(stream)
+            return event_stream(stream)
         mux.deliver(call.request_id, stream, call.stream_tokens, call.stream_ms / 1e3)
         return JSONResponse({"request_id": call.request_id})
 

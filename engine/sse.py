@@ -4,35 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
-
+from engine.live_response import LiveResponse
 from engine.protocol import Event, MicroserveError, error_body
 from engine.stream import GenerationStream
 
-__all__ = ["EventStream"]
+__all__ = ["event_stream"]
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. With the response the generation ends, even if no event was asked for: a
-    caller may be gone before the first one."""
-
-    def __init__(
-        self, stream: GenerationStream, frames: AsyncIterator[bytes] | None = None
-    ) -> None:
-        """`frames` are made of the events of `stream`; None: as the protocol says."""
-        super().__init__(
-            frames or _frames(stream),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache"},
-        )
-        self._stream = stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._stream.close()
+def event_stream(
+    stream: GenerationStream, frames: AsyncIterator[bytes] | None = None
+) -> LiveResponse:
+    """Server-sent events; with the response the generation ends. `frames` are made of the events of
+    `stream`; None: as the protocol says."""
+    return LiveResponse(frames or _frames(stream), stream.close, "text/event-stream")
 
 
 async def _frames(stream: GenerationStream) -> AsyncIterator[bytes]:

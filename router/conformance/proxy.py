@@ -112,16 +112,13 @@ class Proxy:
             "127.0.0.1", self._engine_port, limit=LONGEST
         )
         passing = _Connection(self)
-        ways = [
-            asyncio.ensure_future(passing.forth(client, request)),
-            asyncio.ensure_future(passing.back(answer, reply)),
-        ]
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.TaskGroup() as ways:
+                forth = ways.create_task(passing.forth(client, request))
+                back = ways.create_task(passing.back(answer, reply))
+                forth.add_done_callback(lambda _: back.cancel())
+                back.add_done_callback(lambda _: forth.cancel())
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.wait(ways)
             request.transport.abort()
 
 
