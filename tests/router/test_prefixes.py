@@ -43,6 +43,13 @@ class Scripted(SimEngine):
     def add(self, *names: PageName) -> None:
         self.says.put_nowait(PrefixChange(added=list(names), removed=[]))
 
+    async def tells(
+        self, prefixes: Prefixes, member: Member, asked: Request, pages: int | None = None
+    ) -> None:
+        """Say that so many pages of `asked` are there (None: all), and have it heard."""
+        self.add(*asked.page_names(PAGE)[:pages])
+        await prefixes.known(member)
+
     async def prefixes(self) -> AsyncIterator[PrefixChange]:
         self.streams += 1
         self.opened += 1
@@ -134,14 +141,12 @@ async def test_what_has_landed_counts_until_the_engine_says_so_or_not(prefixes, 
 @virtually
 async def test_a_lost_stream_is_followed_again_and_all_is_forgotten(prefixes, member, engine):
     asked = request(list(range(100)))
-    engine.add(*asked.page_names(PAGE))
-    await prefixes.known(member)
+    await engine.tells(prefixes, member, asked)
     coming = prefixes.expect(member, asked, 100)
     engine.says.put_nowait(None)
     await asyncio.sleep(RETRY_S / 2)
     assert prefixes.cached(member, asked, 100) == 0
-    engine.add(*asked.page_names(PAGE)[:2])
-    await prefixes.known(member)
+    await engine.tells(prefixes, member, asked, 2)
     assert engine.opened == 2
     coming.end()  # of what the lost engine was to have
     assert prefixes.cached(member, asked, 100) == 32
@@ -150,23 +155,20 @@ async def test_a_lost_stream_is_followed_again_and_all_is_forgotten(prefixes, me
 @virtually
 async def test_of_an_engine_that_is_down_nothing_is_known(prefixes, member, engine):
     asked = request(list(range(100)))
-    engine.add(*asked.page_names(PAGE))
-    await prefixes.known(member)
+    await engine.tells(prefixes, member, asked)
     member.go_down("silent")
     await asyncio.sleep(10)
     assert prefixes.cached(member, asked, 100) == 0
     assert (engine.streams, engine.opened) == (0, 1)
     member.status = "up"
-    engine.add(*asked.page_names(PAGE)[:1])
-    await prefixes.known(member)
+    await engine.tells(prefixes, member, asked, 1)
     assert prefixes.cached(member, asked, 100) == 16
 
 
 @virtually
 async def test_engines_are_followed_as_long_as_strategies_ask(prefixes, member, engine):
     asked = request(list(range(100)))
-    engine.add(*asked.page_names(PAGE))
-    await prefixes.known(member)
+    await engine.tells(prefixes, member, asked)
     for _ in range(3):
         await asyncio.sleep(86400)
         for _ in range(UNASKED):
@@ -177,8 +179,7 @@ async def test_engines_are_followed_as_long_as_strategies_ask(prefixes, member, 
         prefixes.expect(member, asked, 100).end()
     await asyncio.sleep(1)
     assert engine.streams == 0
-    engine.add(*asked.page_names(PAGE)[:1])
-    await prefixes.known(member)
+    await engine.tells(prefixes, member, asked, 1)
     assert prefixes.cached(member, asked, 100) == 16
 
 

@@ -206,6 +206,14 @@ def landed(r: Any, tokens: int = EVERY, request_id: str = "x") -> bool:
     return bool(legs) and all((leg.landed or 0) >= len(PROMPT) + tokens for leg in legs)
 
 
+async def hurt(fleet: Fleet, r: Routed, number: signal.Signals) -> str:
+    """Send a signal to the engine that generates, once all of it has a replica; which one it was."""
+    await until(lambda: landed(r))
+    victim = running(r)
+    await asyncio.to_thread(fleet.hurt, victim, number)
+    return victim
+
+
 def went_on(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Whether what was known to have landed was not computed again."""
     again = second["recomputed_tokens"]
@@ -221,9 +229,7 @@ async def test_a_killed_engine_s_requests_go_on_at_the_next(fleet, replicated, u
 
         async def kill() -> None:
             nonlocal victim
-            await until(lambda: landed(r))
-            victim = running(r)
-            await asyncio.to_thread(fleet.hurt, victim, signal.SIGKILL)
+            victim = await hurt(fleet, r, signal.SIGKILL)
 
         answer = await ask(r, STYLES[style], at=20, then=kill)
         same(answer, wanted)
@@ -250,9 +256,7 @@ async def test_a_stopped_engine_s_requests_go_on_at_the_next(fleet, replicated, 
 
         async def stop() -> None:
             nonlocal victim
-            await until(lambda: landed(r))
-            victim = running(r)
-            await asyncio.to_thread(fleet.hurt, victim, signal.SIGSTOP)
+            victim = await hurt(fleet, r, signal.SIGSTOP)
 
         same(await ask(r, STYLES["greedy"], at=20, then=stop), wanted)
         first, second = generations(await r.receipt("x"))
