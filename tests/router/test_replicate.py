@@ -206,8 +206,8 @@ def landed(r: Any, tokens: int = EVERY, request_id: str = "x") -> bool:
     return bool(legs) and all((leg.landed or 0) >= len(PROMPT) + tokens for leg in legs)
 
 
-async def hurt(fleet: Fleet, r: Routed, number: signal.Signals) -> str:
-    """Send a signal to the engine that generates, once all of it has a replica; which one it was."""
+async def hurt(fleet: Any, r: Any, number: signal.Signals) -> str:
+    """Signal the engine that generates, once all of that has a replica; which one it was."""
     await until(lambda: landed(r))
     victim = running(r)
     await asyncio.to_thread(fleet.hurt, victim, number)
