@@ -6,6 +6,7 @@ import hashlib
 import os
 import ssl
 from pathlib import Path
+from urllib.parse import quote
 
 import torch
 
@@ -50,6 +51,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     torch.set_num_threads(threads)
     model = load_model(config.model, dtype=dtype, device=device)
     layout = _layout(model, config, dtype)
+    fingerprint = layout.fingerprint(_kv_digest(model))
     cache = KVCache(
         layout,
         make_transport(config.transport, layout, epoch, secret=secret, host=config.host),
@@ -58,10 +60,10 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
             EngineId(config.engine_id),
             epoch,
             secret,
-            layout.fingerprint(_kv_digest(model)),
+            fingerprint,
             config.url,
         ),
-        stores=_stores(config, layout),
+        stores=_stores(config, layout, fingerprint),
     )
     scheduler = Scheduler(
         cache,
@@ -106,7 +108,7 @@ def _runner(
     return runner, mock_sample
 
 
-def _stores(config: EngineConfig, layout: KVLayout) -> list[Store]:
+def _stores(config: EngineConfig, layout: KVLayout, fingerprint: str) -> list[Store]:
     """Room below the pool, fastest first."""
     stores: list[Store] = []
     pinned = config.device == "cuda"
@@ -120,8 +122,16 @@ def _stores(config: EngineConfig, layout: KVLayout) -> list[Store]:
             )
         stores.append(HostStore(layout, config.host_pages, pinned=pinned))
     if config.disk_pages:
-        folder = Path(config.disk_dir)
-        stores.append(DiskStore(layout, config.disk_pages, folder, pinned=pinned))
+        stores.append(
+            DiskStore(
+                layout,
+                config.disk_pages,
+                Path(config.disk_dir),
+                pinned=pinned,
+                keep=f"{quote(config.engine_id, safe='')}.kv" if config.disk_keep else "",
+                fingerprint=fingerprint,
+            )
+        )
     return stores
 
 

@@ -88,6 +88,7 @@ class StepLoop:
         self.forks = Forks(cache, scheduler)
         self.progress = time.monotonic()  # when it last began an iteration
         self._cache = cache
+        self._page_size = cache.layout.page_size
         self._runner = runner
         self._scheduler = scheduler
         self._deliver = deliver
@@ -225,8 +226,10 @@ class StepLoop:
 
     def _advance(self, generation: Generation, sampled: Sampled) -> Drawn:
         """Append a drawn token, and end the generation if that is the last."""
-        if generation.generated == 0:
+        first = generation.generated == 0
+        if first or (self._cache.kept and len(generation.tokens) % self._page_size == 0):
             self._cache.publish(generation.seq_id, generation.tokens)
+        if first:
             self.forks.computed(generation)
         generation.tokens.append(sampled.token)
         generation.generated += 1

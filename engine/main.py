@@ -81,6 +81,8 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         options: dict[str, Any] = {"type": kind}
         if choices := get_args(kind):
             options = {"choices": choices}
+        if kind is bool:
+            options = {"action": "store_true"}
         default = flag.default
         if flag.metadata.get("secret"):  # an argument can be read by everybody on the machine
             default = os.environ.get(f"MICROSERVE_ENGINE_{flag.name.upper()}", default)
@@ -126,6 +128,8 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         parser.error(str(error))
     if bool(config.disk_dir) != bool(config.disk_pages):
         parser.error("--disk-dir and --disk-pages go together")
+    if config.disk_keep and not config.disk_pages:
+        parser.error("--disk-keep needs --disk-pages")
     if not 0 <= config.port < 2**16:
         parser.error("--port must be between 0 and 65535")
     return config

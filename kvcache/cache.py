@@ -150,6 +150,11 @@ class KVCache:
 
     # Declare: tiers
 
+    @property
+    def kept(self) -> bool:
+        """Whether what is published is found again after this process has died."""
+        return self.tiers.kept
+
     def promote(self, tokens: Sequence[int]) -> Future[int] | None:
         """Bring back what tiers have of a prefix beyond what is cached; None: nothing, or no room.
 

@@ -45,6 +45,17 @@ class PagePool:
         self.refs[pages] = 1
         return pages
 
+    def claim(self, pages: Iterable[PageId]) -> list[PageId]:
+        """Take just these, each now held once. Raises `Internal` if one of them is not free."""
+        wanted = set(pages)
+        free = [page for page in self._free if page not in wanted]
+        if len(free) + len(wanted) != len(self._free):
+            raise Internal("a page is claimed that somebody holds")
+        self._free = free
+        claimed = sorted(wanted)
+        self.refs[claimed] = 1
+        return claimed
+
     def share(self, pages: Sequence[PageId]) -> None:
         """Hold each of `pages`, which somebody holds already, once more."""
         for page in pages:

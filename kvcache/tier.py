@@ -111,8 +111,14 @@ class Tier:
         self._offer: npt.NDArray[np.int32] | None = None  # the one that is being copied
         self._filling: list[PageId] = []  # the slot that it is copied into
         self._closed = False
+        self._find()
         self._thread = threading.Thread(target=self._run, name=f"{self.name}-tier", daemon=True)
         self._thread.start()
+
+    @property
+    def kept(self) -> bool:
+        """Whether what is in it outlives the process."""
+        return self._store.kept
 
     def offer(self, tokens: Tokens) -> None:
         """Copy the full pages of `tokens` behind, those that are not here and still above then."""
@@ -175,6 +181,20 @@ class Tier:
         Raises `Internal`.
         """
         self.books.check([*holders, *(move.slots for move in self._moves), self._filling])
+
+    def _find(self) -> None:
+        """Begin with what an earlier process has left."""
+        try:
+            found = self._store.found()
+        except OSError as error:
+            log.warning("the %s tier: %s", self.name, error)
+            return
+        claimed = self.books.pages.claim(slot for _, slots in found for slot in slots)
+        for tokens, slots in found:
+            self.books.prefix.insert(tokens, slots)
+        self.books.drop(claimed)
+        if claimed:
+            log.info("the %s tier has %d pages from before", self.name, len(claimed))
 
     # The thread
 
@@ -242,25 +262,27 @@ class Tier:
             depth, page = missing
             (slot,) = self._filling
             read = self._above.books.pages.begin_read(page)
-        copied = self._copied(partial(self._copy_from_above, page, slot, read))
+        prefix = tokens[: (depth + 1) * self._size]
+        copied = self._copied(partial(self._copy_from_above, page, slot, prefix, read))
         with self._work:
             self._above.books.pages.end_read(page)
-            prefix = tokens[: depth * self._size]
-            mine = self.books.prefix.match(prefix)
+            mine = self.books.prefix.match(tokens[: depth * self._size])
             if copied and len(mine) == depth:  # else swaps took what it continues
-                self.books.prefix.insert(tokens[: (depth + 1) * self._size], [*mine, slot])
+                self.books.prefix.insert(prefix, [*mine, slot])
             self._filling.clear()
             self.books.drop([slot])
             if not copied:
                 self._offer = None
 
-    def _copy_from_above(self, page: PageId, slot: PageId, read: threading.Event) -> None:
+    def _copy_from_above(
+        self, page: PageId, slot: PageId, prefix: npt.NDArray[np.int32], read: threading.Event
+    ) -> None:
         try:
             data = self._store.buffer(slot)
             self._above.read(page, data)
         finally:
             read.set()
-        self._store.flush(slot)
+        self._store.flush(slot, prefix)
         self.stats.bytes_in += data.nbytes
 
     def _missing(self, tokens: npt.NDArray[np.int32]) -> tuple[int, PageId] | None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcache.books import Books
 from kvcache.layout import KVLayout
+from kvcache.tier_ledger import Found
 from kvcache.types import PageId
 
 __all__ = ["DevicePages", "HostStore", "Store", "page_shape"]
@@ -29,12 +31,22 @@ class Store(Protocol):
     name: str
     slots: int
 
+    @property
+    def kept(self) -> bool:
+        """Whether what is in it outlives the process."""
+        ...
+
+    def found(self) -> list[Found]:
+        """What an earlier process has left in it; asked for once, first. Raises `OSError`."""
+        ...
+
     def buffer(self, slot: PageId) -> torch.Tensor:
         """Memory to fill with what `slot` shall hold, `page_shape`; `flush` is next."""
         ...
 
-    def flush(self, slot: PageId) -> None:
-        """Keep what the buffer of `slot` was filled with. Raises `OSError`."""
+    def flush(self, slot: PageId, prefix: npt.NDArray[np.int32] | None = None) -> None:
+        """Keep what the buffer of `slot` was filled with: the last page of `prefix`, which may be
+        found again, or, without one, a page of a sequence that ends with us. Raises `OSError`."""
         ...
 
     def fetch(self, slot: PageId) -> torch.Tensor:
@@ -52,6 +64,7 @@ class HostStore:
     contiguous. The kernel gives memory to slots when they are first used."""
 
     name = "host"
+    kept = False
 
     def __init__(self, layout: KVLayout, slots: int, *, pinned: bool = False) -> None:
         """`pinned` for copies to and from a GPU; it takes the memory at once."""
@@ -60,10 +73,13 @@ class HostStore:
             (slots, *page_shape(layout)), dtype=torch.uint8, pin_memory=pinned
         )
 
+    def found(self) -> list[Found]:
+        return []
+
     def buffer(self, slot: PageId) -> torch.Tensor:
         return self._memory[slot - 1]
 
-    def flush(self, slot: PageId) -> None:
+    def flush(self, slot: PageId, prefix: npt.NDArray[np.int32] | None = None) -> None:
         pass
 
     def fetch(self, slot: PageId) -> torch.Tensor:

@@ -46,6 +46,11 @@ class Tiers:
     def __iter__(self) -> Iterator[Tier]:
         return iter(self._all)
 
+    @property
+    def kept(self) -> bool:
+        """Whether one of them outlives the process."""
+        return any(tier.kept for tier in self._all)
+
     def promote(self, tokens: Tokens, leaving: int) -> Future[int] | None:
         """See `KVCache.promote`; `leaving` pages of the device stay available."""
         if not self._all:

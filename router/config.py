@@ -50,6 +50,9 @@ class RouterConfig:
     )
     max_queue: int = flag(1024, "requests waiting for room on an engine, at most; then 429")
     queue_timeout_s: float = flag(60.0, "how long a request waits for room on an engine (s)")
+    engine_wait_s: float = flag(
+        0.0, "how long a request that has begun waits for an engine, where none is up (s)"
+    )
     request_timeout_s: float = flag(3600.0, "how long a request may take in all (s)")
     connect_timeout_s: float = flag(2.0, "how long connecting to an engine may take (s)")
     health_interval_s: float = flag(0.5, "how often an engine is asked for its state (s)")

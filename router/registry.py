@@ -56,6 +56,7 @@ class Registry:
         self.moves = Moves()
         self.prefixes = Prefixes(tasks)
         self._model: ServedModel | None = None
+        self._came_up = asyncio.Event()  # never set for longer than it takes to wake who waits
         self._adopting = asyncio.Lock()  # of two engines with two models, the first one counts
 
     def __iter__(self) -> Iterator[Member]:
@@ -153,6 +154,13 @@ class Registry:
             async with asyncio.timeout(timeout):
                 for member in list(self):
                     await member.asked.wait()
+
+    async def returned(self, timeout: float) -> None:
+        """Wait until an engine takes new work, `timeout` seconds at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not self.usable():
+                    await self._came_up.wait()
 
     def close(self) -> None:
         for monitor in self._monitors.values():
@@ -261,5 +269,7 @@ class Registry:
         member.status = "up"
         member.last_error = ""
         if came_up:
+            self._came_up.set()
+            self._came_up.clear()
             log.info("engine %s is up at %s", member.id, member.url)
             self._events.publish("engine", id=member.id, status="up", url=member.url)

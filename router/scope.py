@@ -158,6 +158,10 @@ class Scope:
             # Those that just lost a connection may be well: a moment, not a failure.
             await registry.settled(config.health_timeout_s)
             members = registry.usable(without=failed)
+        if not members and request.output and config.engine_wait_s:
+            with self.receipt.queueing():
+                await registry.returned(config.engine_wait_s)
+            members = registry.usable(without=failed)
         if not members:
             raise NoEngines("no engine is up")
         if len(members) == 1:

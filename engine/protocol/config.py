@@ -38,6 +38,9 @@ class EngineConfig:
     host_pages: int = flag(0, "pages of host memory for prefixes and requests that lost their room")
     disk_pages: int = flag(0, "pages of disk space for the same, below that; needs --disk-dir")
     disk_dir: str = flag("", "folder for them, in a file without a name")
+    disk_keep: bool = flag(
+        False, "name that file after the engine's id, and find it again when the engine has died"
+    )
     preemption: Literal["swap", "recompute"] = flag(
         "swap", "what becomes of a request that loses its room; without such pages: recompute"
     )

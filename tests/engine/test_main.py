@@ -54,6 +54,7 @@ def test_defaults_are_those_of_the_config():
         ["--disk-pages", "-1", "--disk-dir", "/"],
         ["--disk-pages", "5"],
         ["--disk-dir", "/"],
+        ["--disk-keep"],
         ["--preemption", "never"],
     ],
 )

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,12 +42,11 @@ KINDS = [style for style in STYLES if style != "long"]
 
 
 class Fleet:
-    """Three engines that may be hurt, and one that is left alone."""
+    """Engines that may be hurt."""
 
-    def __init__(self) -> None:
-        self.engines = {name: self._start(name) for name in ("a", "b", "c")}
-        self.oracle = self._start("oracle")
-        self.answers: dict[str, Answer] = {}
+    def __init__(self, *names: str, flags: tuple[str, ...] = ()) -> None:
+        self._flags = flags
+        self.engines = {name: self._start(name) for name in names}
         self._dead: set[str] = set()
 
     @property
@@ -69,18 +70,26 @@ class Fleet:
         self._dead.clear()
 
     def stop(self) -> None:
-        for engine in (*self.engines.values(), self.oracle):
+        for engine in self.engines.values():
             engine.kill()
 
-    @staticmethod
-    def _start(name: str, port: int = 0) -> EngineProcess:
-        return EngineProcess(*FLAGS, "--engine-id", name, secret=SECRET, port=port)
+    def _start(self, name: str, port: int = 0) -> EngineProcess:
+        flags = (*FLAGS, *self._flags, "--engine-id", name)
+        return EngineProcess(*flags, secret=SECRET, port=port)
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
+    fleet = Fleet("a", "b", "c")
     yield fleet
+    fleet.stop()
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[tuple[str, dict[str, Answer]]]:
+    """The URL of an engine that is left alone, and what it has been asked for."""
+    fleet = Fleet("oracle")
+    yield fleet.urls[0], {}
     fleet.stop()
 
 
@@ -141,14 +150,15 @@ async def ask(
 
 
 @pytest.fixture
-def undisturbed(fleet: Fleet, routed_to: Any) -> Callable[[str], Awaitable[Answer]]:
+def undisturbed(oracle: Any, routed_to: Any) -> Callable[[str], Awaitable[Answer]]:
     """What an engine answers that is left alone; each style is asked for once."""
 
     async def answer(style: str) -> Answer:
-        if style not in fleet.answers:
-            async with routed_to([fleet.oracle.url]) as r:
-                fleet.answers[style] = await ask(r, STYLES[style])
-        return fleet.answers[style]
+        url, answers = oracle
+        if style not in answers:
+            async with routed_to([url]) as r:
+                answers[style] = await ask(r, STYLES[style])
+        return answers[style]
 
     return answer
 
@@ -350,6 +360,63 @@ async def test_one_engine_alone_has_no_replica_and_says_so(fleet, routed_to, und
         assert receipt["fallbacks"] == ["collapsed", "unmirrored"]
         (leg,) = receipt["legs"]
         assert leg["replica"] is None and leg["landed"] is None
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[Fleet]:
+    """One engine, whose replica is a file."""
+    lone = Fleet("lone", flags=("--disk-pages", "256", "--disk-dir", str(tmp_path), "--disk-keep"))
+    yield lone
+    lone.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", KINDS)
+async def test_one_engine_alone_goes_on_from_its_disk_when_it_is_back(
+    lone, routed_to, undisturbed, style
+):
+    wanted = await undisturbed(style)
+    async with routed_to(lone.urls, engine_wait_s=30, stream_interval_ms=0) as r:
+        pages = len(PROMPT) // 16 + 1  # and one of an output
+
+        def on_disk() -> bool:
+            (tier,) = lone.engines["lone"].state()["tiers"]
+            return bool(tier["cached"] >= pages)
+
+        async def die() -> None:
+            await until(on_disk)
+            await asyncio.to_thread(lone.hurt, "lone", signal.SIGKILL)
+            await asyncio.to_thread(lone.mend)
+
+        answer = await ask(r, STYLES[style], at=50, then=die)
+        same(answer, wanted)
+        receipt = await r.receipt("x")
+        legs = [generations(receipt, choice) for choice in answer.choices]
+        for first, second in legs:
+            assert first["engine"] == second["engine"] == "lone"
+            assert second["begin"] >= len(PROMPT) - 8
+        assert max(second["begin"] for _, second in legs) >= len(PROMPT) + 8
+        await r.settled()
+
+
+@pytest.mark.slow
+async def test_an_engine_that_does_not_come_back_is_not_waited_for_longer(lone, routed_to):
+    async with routed_to(lone.urls, engine_wait_s=1.0, stream_interval_ms=0) as r:
+        died = 0.0
+
+        async def die() -> None:
+            nonlocal died
+            await asyncio.to_thread(lone.hurt, "lone", signal.SIGKILL)
+            died = time.monotonic()
+
+        with pytest.raises(AssertionError, match="no_engines"):
+            await ask(r, {}, at=20, then=die)
+        assert 0.9 < time.monotonic() - died < 6
+        # Who has not begun is told at once, and may come again.
+        before = time.monotonic()
+        status, body = await r.post("/v1/completions", {**ASK, "stream": False})
+        assert (status, body["error"]["type"]) == (503, "no_engines")
+        assert time.monotonic() - before < 0.5
 
 
 @pytest.mark.slow
