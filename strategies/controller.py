@@ -7,18 +7,23 @@ there (a step with a chunk of prefill takes longer for all of them) and the chun
 last token that is moved should delay as many on one side as on the other.
 
 Requests come at a rate λ. A prefill engine that has B ms to do and is given x more has λ·(B + x)
-requests behind its last token. A decode engine where each request decodes for T ms has λ·T streams
-(Little's law), and with G ms of prefill promised to it λ·G requests behind these. λ cancels out:
-with two engines alike, of a prompt that takes S ms the prefill engine gets x, so that
+requests behind its last token, and while they wait others come: of a share ρ of its time in use,
+λ·(B + x) / (1 - ρ) in all. A decode engine where each request decodes for T ms has λ·T streams
+(Little's law), and with G ms of prefill promised to it λ·G / (1 - ρ) requests behind these. λ
+cancels out: with two engines alike, of a prompt that takes S ms the prefill engine gets x, so that
 
-    B + x = T + G + S/2 - x.
+    B + x = (1 - ρ)·T + G + 0.6·S - x.
 
-(The S - x that the decode engine then has of the prompt would be there in place of S/2 - x if
-requests came to it at random; they come one by one from the prefill engine, and wait less. In a
-model of the engines, `tests/strategies`, the rule is about as good as the best fixed ratio at any
-load, with any number of engines of either role.)
+(The S - x that the decode engine then has of the prompt would be there in place of 0.6·S - x if
+requests came to it at random; they come one by one from the prefill engine, and wait less. For ρ,
+what all engines together have to prefill is shared out evenly, and no more than 0.4 believed: what
+is measured over a few requests is often too much. In a model of the engines, `tests/strategies`,
+the rule is about as good as the best fixed ratio at any load, with any number of engines of either
+role.)
 
-B and G follow every request at once. T and the engines' speeds are measured, and forget slowly. No
+B and G follow every request at once. T, ρ and the engines' speeds are measured, and forget slowly.
+The speeds say when an engine is another kind of machine. Whether it had to end a step first, or
+took two prompts in one, moves them by a half: engines that seem to differ by less are alike. No
 error is summed up, so there is nothing to wind up or to swing: after a change of the workload the
 backlogs are right with the next request, the rest after some ten.
 """
@@ -35,6 +40,9 @@ __all__ = ["Controller", "Division"]
 
 FIRST_SHARE = 0.1  # the decode engine's, as long as nothing has been measured
 KEEP = 0.9  # of what was measured before, with each new measurement
+ALIKE = 1.6  # by what factor the measured speeds of two engines may differ that are alike
+BUSIEST = 0.4  # the most that is believed of how busy the engines are
+OWN = 0.6  # of a prompt, for how it waits for itself
 CHUNK_TOKENS = 64  # a chunk of a decode step must be that large to tell the engine's speed
 
 
@@ -51,6 +59,8 @@ class Controller:
         self._sides: dict[str, _Side] = {}
         self._speed = _Mean()  # of all engines, for those that have not been measured
         self._decoding = _Mean()  # ms a request decodes for, without its first token
+        self._offered = _Mean()  # tokens to be prefilled, a ms
+        self._asked: float | None = None  # when the last request came (s)
 
     def divide(
         self,
@@ -66,20 +76,31 @@ class Controller:
         of what comes will come to these two. To be entered, as soon as it is made."""
         self._meet({prefill, decode, *prefills, *decodes})
         sender, receiver = self._sides[prefill], self._sides[decode]
+        free = 1.0 - self._busy(tokens, len({*prefills, *decodes}))
         share = round(tokens * (1 - FIRST_SHARE))
         if sender is receiver:
             share = 0
         elif self._speed.known and self._decoding.known:
             share = self._share(
                 tokens,
-                self._marginal(sender, prefills, decodes),
-                self._marginal(receiver, prefills, decodes),
+                self._marginal(sender, free, prefills, decodes),
+                self._marginal(receiver, free, prefills, decodes),
             )
         share = min(max(share, 0), tokens - 1)  # the last token is the decode engine's: it samples
         return Division(self, sender, receiver, share, tokens - share)
 
+    def _busy(self, tokens: int, engines: int) -> float:
+        """The share of their time that all engines prefill for; another request has come."""
+        now = self._clock()
+        if self._asked is not None:
+            self._offered.add(tokens, (now - self._asked) * 1e3)
+        self._asked = now
+        if not (self._offered.known and self._speed.known):
+            return 0.0
+        return min(self._offered.value * self._speed.value / engines, BUSIEST)
+
     def _marginal(
-        self, side: _Side, prefills: Collection[str], decodes: Collection[str]
+        self, side: _Side, free: float, prefills: Collection[str], decodes: Collection[str]
     ) -> tuple[float, float, float]:
         """Of an engine: ms per token; how many wait behind it, as ms of arrivals; and the share of
         arrivals that will."""
@@ -87,7 +108,7 @@ class Controller:
         joining = decoding + (side.id in prefills) / max(len(prefills), 1)
         speed = side.speed.value if side.speed.known else self._speed.value
         backlog = side.backlog_ms(speed, self._clock())
-        return speed, decoding * self._decoding.value + joining * backlog, joining
+        return speed, free * decoding * self._decoding.value + joining * backlog, joining
 
     @staticmethod
     def _share(
@@ -96,7 +117,9 @@ class Controller:
         """Where the last token of the sender's delays as many as the last of the receiver's."""
         speed, behind, joining = sender
         slow, there, arriving = receiver
-        own = arriving * slow * tokens / 2
+        if max(slow, speed) < ALIKE * min(slow, speed):
+            slow = speed = (slow + speed) / 2
+        own = arriving * slow * tokens * OWN
         weight = joining * speed**2 + arriving * slow**2
         return round((slow * (there + own) - speed * behind) / weight) if weight else tokens
 
@@ -188,7 +211,7 @@ class _Mean:
     def __init__(self) -> None:
         self._sum = self._of = 0.0
 
-    def add(self, amount: float, of: int = 1) -> None:
+    def add(self, amount: float, of: float = 1) -> None:
         self._sum = KEEP * self._sum + amount
         self._of = KEEP * self._of + of
 
