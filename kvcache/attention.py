@@ -14,15 +14,32 @@ cut into tiles of `TILE` tokens of one sequence, so that blocks above the diagon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 
+from kvcache.layout import KVLayout
 from kvcache.pool import SCRATCH_PAGE
 from kvcache.types import PageId
 
-__all__ = ["BLOCK", "ROW_MULTIPLE", "Span", "Tile", "attend", "plan_tiles"]
+__all__ = [
+    "BLOCK",
+    "ROW_MULTIPLE",
+    "Plan",
+    "Planner",
+    "Span",
+    "StablePlan",
+    "Tile",
+    "attend",
+    "plan_tiles",
+    "planner_for",
+]
+
+log = logging.getLogger(__name__)
 
 BLOCK = 128  # keys
 ROW_MULTIPLE = 4
@@ -37,6 +54,67 @@ class Span:
     start: int
     count: int
     pages: Sequence[PageId]  # from position 0
+
+
+class Plan(Protocol):
+    """What one step does in each layer: planned once, as the spans alone say it."""
+
+    def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the rows' keys and values, `[rows, kv_heads, head_dim]`, into one layer's `pages`,
+        `[pages, 2, page_size, kv_heads, head_dim]`. Rows past the spans' are padding."""
+        ...
+
+    def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """Attention of the rows over one layer's `pages`; `q` and the result are
+        `[rows, heads, head_dim]`, and numbers in all rows."""
+        ...
+
+
+Planner = Callable[[Sequence[Span]], Plan]  # the spans' rows come in order, from 0
+
+
+def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
+    """The fastest there is for a pool on `device`; `group` = query heads per KV head.
+
+    In float32, the one whose results have the same bits in any batch.
+    """
+    if layout.dtype == torch.bfloat16 and device.type == "cpu":
+        try:
+            from kvcache.attention_bf16 import Bf16Plan, compiled
+        except (ImportError, RuntimeError) as error:  # or it has nowhere to keep what it compiles
+            log.warning("attention in bfloat16 is slow here: %s", error)
+        else:
+            compiled(layout.held.heads, group, layout.head_dim, layout.page_size)
+            return partial(Bf16Plan, page_size=layout.page_size, group=group)
+    return partial(StablePlan, page_size=layout.page_size, group=group, device=device)
+
+
+class StablePlan:
+    """See `Plan`, and this module's docstring."""
+
+    def __init__(
+        self, spans: Sequence[Span], page_size: int, group: int, device: torch.device
+    ) -> None:
+        page_of: list[int] = []
+        slot_of: list[int] = []
+        for span in spans:
+            for position in range(span.start, span.start + span.count):
+                page_of.append(span.pages[position // page_size])
+                slot_of.append(position % page_size)
+        self._page_of = torch.tensor(page_of, device=device)
+        self._slot_of = torch.tensor(slot_of, device=device)
+        self._tiles = plan_tiles(spans, page_size, group, device)
+
+    def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        rows = len(self._page_of)
+        pages[self._page_of, 0, self._slot_of] = k[:rows]
+        pages[self._page_of, 1, self._slot_of] = v[:rows]
+
+    def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(q)
+        for tile in self._tiles:
+            attend(tile, q, pages, out)
+        return out
 
 
 @dataclass(frozen=True, slots=True)

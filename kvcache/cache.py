@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcache.address import KVAddress
-from kvcache.attention import BLOCK
+from kvcache.attention import BLOCK, planner_for
 from kvcache.books import Books
 from kvcache.errors import BadRequest, Internal
 from kvcache.identity import Identity
@@ -80,7 +80,7 @@ class KVCache:
         self.lock = threading.RLock()
         self.identity = identity
         self.pool = transport.region.pool
-        self._group = query_heads // layout.kv_heads
+        self._planner = planner_for(layout, query_heads // layout.kv_heads, self.pool.device)
         self._books = Books(layout.pages, layout.page_size)
         self.tiers = Tiers(stores, self._books, self.pool, layout.page_size, self.lock)
         self._sequences = SequenceTable(self._books, layout, self.pool, self.tiers)
@@ -333,8 +333,7 @@ class KVCache:
                 [self._sequences[seq_id] for seq_id in seq_ids],
                 lengths,
                 page_size=self.layout.page_size,
-                group=self._group,
-                device=self.pool.device,
+                planner=self._planner,
             )
 
     def attention(
@@ -343,15 +342,15 @@ class KVCache:
         """Append, put what is marked, attend.
 
         `q` is `[rows, heads, head_dim]`, `k` and `v` are `[rows, kv_heads, head_dim]`, after RoPE;
-        rows past the declared ones are padding, and zero in the result, which is shaped as `q`.
+        rows past the declared ones are padding, in the result too, which is shaped as `q`.
         """
         step = self._step
         if step is None:
             raise Internal("attention without begin_forward")
         pages = self.pool[layer]
-        step.append(pages, k, v)
+        step.plan.append(pages, k, v)
         step.put(layer)
-        return step.attend(pages, q)
+        return step.plan.attend(pages, q)
 
     def put(self, layer: int) -> None:
         """Put what is marked, as the pages hold it: `attention` where nobody computes a layer."""

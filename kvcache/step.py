@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
-from kvcache.attention import Span, Tile, attend, plan_tiles
+from kvcache.attention import Plan, Planner, Span
 from kvcache.errors import Internal
 from kvcache.transport import Put
 from kvcache.types import PageId
@@ -43,44 +41,23 @@ class Step:
         counts: Sequence[int],
         *,
         page_size: int,
-        group: int,
-        device: torch.device,
+        planner: Planner,
     ) -> None:
-        """`group` = query heads per KV head. Raises `Internal` where no room has been made."""
+        """Raises `Internal` where no room has been made."""
         self._spans: list[tuple[PagedSequence, Span]] = []
-        page_of: list[int] = []
-        slot_of: list[int] = []
+        self._planner = planner
+        row = 0
         for sequence, count in zip(sequences, counts, strict=True):
             start = sequence.length
             if count < 1 or start + count > len(sequence.pages) * page_size:
                 raise Internal(f"no room for {count} tokens at {start} of a sequence")
-            self._spans.append((sequence, Span(len(page_of), start, count, list(sequence.pages))))
-            for position in range(start, start + count):
-                page_of.append(sequence.pages[position // page_size])
-                slot_of.append(position % page_size)
-        self._rows = len(page_of)
-        self._page_of = page_of
-        self._slot_of = slot_of
-        self._page_size = page_size
-        self._group = group
-        self._device = device
+            self._spans.append((sequence, Span(row, start, count, list(sequence.pages))))
+            row += count
 
     @cached_property
-    def _where(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and slot of each row, as tensors, once somebody computes."""
-        to = self._device
-        return torch.tensor(self._page_of, device=to), torch.tensor(self._slot_of, device=to)
-
-    @cached_property
-    def _tiles(self) -> list[Tile]:
-        spans = [span for _, span in self._spans]
-        return plan_tiles(spans, self._page_size, self._group, self._device)
-
-    def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the rows' keys and values into one layer's `pages`."""
-        page_of, slot_of = self._where
-        pages[page_of, 0, slot_of] = k[: self._rows]
-        pages[page_of, 1, slot_of] = v[: self._rows]
+    def plan(self) -> Plan:
+        """For all layers, once somebody computes."""
+        return self._planner([span for _, span in self._spans])
 
     def put(self, layer: int) -> None:
         """Send what is marked of the rows just appended."""
@@ -90,13 +67,6 @@ class Step:
                 begin, end = max(span.start, mark.begin), min(span.start + span.count, mark.end)
                 if begin < end:
                     mark.put.write(range(layer, layer + 1), span.pages, begin, end)
-
-    def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """Attention of the rows over one layer's `pages`; rows past the declared ones are zero."""
-        out = torch.zeros_like(q)
-        for tile in self._tiles:
-            attend(tile, q, pages, out)
-        return out
 
     def finish(self) -> None:
         """The rows count as present, and are signalled where they were put."""

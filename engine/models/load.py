@@ -12,6 +12,7 @@ from engine.models.errors import UnsupportedDtype
 from engine.models.gguf_checkpoint import open_gguf
 from engine.models.hf_folder import open_folder
 from engine.models.mock import open_mock
+from engine.models.ops import ops_for
 from engine.models.prepare import Source, locate
 from engine.models.tiny import open_tiny
 from engine.models.transformer import Transformer
@@ -57,7 +58,7 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
     return LoadedModel(
         name=name,
         config=checkpoint.config,
-        transformer=None if source.kind == "mock" else assemble(checkpoint, dtype, device),
+        transformer=None if source.kind == "mock" else _ready(checkpoint, dtype, device),
         tokenizer_json=text.tokenizer_json,
         chat_template=text.chat_template,
         bos_token=text.bos_token,
@@ -78,3 +79,12 @@ def _open(source: Source) -> Checkpoint:
             return open_gguf(source.path, source.sha256)
         case "folder":
             return open_folder(source.path)
+
+
+def _ready(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Transformer:
+    transformer = assemble(checkpoint, dtype, device)
+    if dtype == torch.bfloat16 and device.type == "cpu" and torch._C._has_mkldnn:
+        with torch.inference_mode():
+            transformer.pack()
+        ops_for(dtype, device)
+    return transformer

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.rope import rope_table, rotate
+from engine.models.ops import Ops, ops_for, rms_norm
+from engine.models.rope import rope_table
 
 __all__ = ["AttentionCache", "Transformer"]
 
@@ -47,6 +48,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         tied = config.tie_embeddings
         self.head = None if tied else _weight(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.packed_head: Tensor | None = None
         self.eval()
 
     def allocate(self, device: torch.device) -> None:
@@ -66,20 +68,35 @@ class Transformer(nn.Module):
         and what becomes of them in `attention` is the cache's business.
         """
         hidden = F.embedding(tokens, self.embed)
-        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        cos, sin = self.cos[positions], self.sin[positions]
+        ops = ops_for(hidden.dtype, hidden.device)
+        delta = None
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, cache)
-        out: Tensor = self.norm(hidden)
-        return out
+            delta = layer(hidden, delta, cos, sin, cache, ops)
+        return ops.add_norm(hidden, delta, self.norm.weight, self.norm.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab] float32 of hidden states [R, hidden], R a multiple of four."""
+        if self.packed_head is not None:
+            return packed_linear(hidden, self.packed_head, None).float()
         weight = self.embed if self.head is None else self.head
         return F.linear(hidden, weight).float()
+
+    def pack(self) -> None:
+        """Lay the weights out as the matrix products want them, where torch can: on CPU, in
+        bfloat16. They can be used for nothing else then."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.weight = nn.Parameter(packed(module.weight), requires_grad=False)
+        self.packed_head = packed(self.embed if self.head is None else self.head)
+        self.head = None
 
 
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm and around a residual; projections are fused."""
+
+    attention_norm: RMSNorm
+    mlp_norm: RMSNorm
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -102,17 +119,31 @@ class Layer(nn.Module):
         self.gate_up = Linear(hidden, 2 * config.intermediate_size, bias=False, dtype=dtype)
         self.down = Linear(config.intermediate_size, hidden, bias=False, dtype=dtype)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: AttentionCache) -> Tensor:
-        """`hidden` [T, hidden] through this layer; cos and sin [T, 1, head_dim / 2]."""
-        qkv = self.qkv(self.attention_norm(hidden)).unflatten(-1, (-1, self.head_dim))
+    def forward(
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: AttentionCache,
+        ops: Ops,
+    ) -> Tensor:
+        """`hidden` [T, hidden], to which `delta` is still to be added, through this layer.
+
+        It is changed in place; what is to be added to it then is returned. cos and sin are
+        [T, head_dim / 2].
+        """
+        norm = self.attention_norm
+        qkv = self.qkv(ops.add_norm(hidden, delta, norm.weight, norm.eps))
+        qkv = qkv.view(len(qkv), -1, self.head_dim)
         qk, v = qkv[:, : self.turned], qkv[:, self.turned :]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        qk = rotate(qk, cos, sin)
+        qk = ops.turn(qk, cos, sin)
         attended = cache.attention(self.index, qk[:, : self.heads], qk[:, self.heads :], v)
-        hidden = hidden + self.out(attended.flatten(1))
-        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, dim=-1)
-        out: Tensor = hidden + self.down(_swiglu(gate, up))
+        norm = self.mlp_norm
+        normed = ops.add_norm(hidden, self.out(attended.flatten(1)), norm.weight, norm.eps)
+        out: Tensor = self.down(ops.swiglu(self.gate_up(normed)))
         return out
 
 
@@ -125,6 +156,8 @@ class Linear(nn.Module):
         self.bias = _weight(outputs, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight.is_mkldnn:
+            return packed_linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -137,23 +170,20 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up.
+def packed(weight: Tensor) -> Tensor:
+    """`weight` `[out, in]` in the blocked layout of oneDNN, which otherwise makes it anew in each
+    product: 1.8 times faster with one row, 1.25 times with 512."""
+    out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return out
 
-    Torch's CPU `silu` computes the elements left over from its vector loop by a scalar function
-    with other bits, and where such tails fall depends on the row count and the threads. `exp` has
-    one result wherever an element lies (measured: 0 of 10⁶ differ, `silu` 4 %), and the rest of
-    silu is correctly rounded in either loop.
-    """
-    if gate.device.type != "cpu" or gate.dtype != torch.float32:
-        return F.silu(gate) * up
-    out = torch.neg(gate).exp_().add_(1)
-    return torch.div(gate, out, out=out).mul_(up)
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x · weightᵀ + bias, with a weight that is `packed`."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
 
 
 def _weight(*shape: int, dtype: torch.dtype, device: torch.device | str = "meta") -> nn.Parameter:

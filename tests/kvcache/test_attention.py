@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 import torch
+from attention_world import World
 
-from kvcache.attention import BLOCK, TILE, Span, attend, plan_tiles
+from kvcache.attention import BLOCK, TILE
 from kvcache.pool import SCRATCH_PAGE
-from kvcache.types import PageId
-
-DIM, CPU = 16, torch.device("cpu")
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -27,70 +24,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
-
-
-@dataclass
-class Sequence_:
-    """One sequence's queries, keys and values at every position, and its pages."""
-
-    q: torch.Tensor  # [length, heads, DIM]
-    k: torch.Tensor  # [length, kv_heads, DIM]
-    v: torch.Tensor
-    pages: list[PageId]
-
-
-class World:
-    """Sequences whose pages lie shuffled in one pool, full of NaN where nothing was written."""
-
-    def __init__(
-        self, lengths: Sequence[int], *, page_size: int = 16, kv_heads: int = 2, group: int = 3
-    ) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.page_size, self.group, self.kv_heads = page_size, group, kv_heads
-        counts = [-(-length // page_size) for length in lengths]
-        order = [PageId(page) for page in range(1, sum(counts) + 1)]
-        random.Random(2).shuffle(order)
-        self.pool = torch.full((sum(counts) + 1, 2, page_size, kv_heads, DIM), torch.nan)
-        self.pool[SCRATCH_PAGE] = 0.0
-        self.sequences = []
-        for length, count in zip(lengths, counts, strict=True):
-            q, k, v = (
-                torch.randn(length, heads, DIM, generator=generator)
-                for heads in (kv_heads * group, kv_heads, kv_heads)
-            )
-            self.sequences.append(Sequence_(q, k, v, order[:count]))
-            del order[:count]
-
-    def step(self, parts: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """Append and attend: (sequence, start, count) each; returns each one's output rows."""
-        spans, queries, row = [], [], 0
-        for index, start, count in parts:
-            sequence = self.sequences[index]
-            for position in range(start, start + count):
-                page, slot = sequence.pages[position // self.page_size], position % self.page_size
-                self.pool[page, 0, slot] = sequence.k[position]
-                self.pool[page, 1, slot] = sequence.v[position]
-            spans.append(Span(row, start, count, sequence.pages))
-            queries.append(sequence.q[start : start + count])
-            row += count
-        q = torch.cat(queries)
-        q = torch.cat([q, torch.full_like(q[:1], torch.nan)])  # padding
-        out = torch.zeros_like(q)
-        for tile in plan_tiles(spans, self.page_size, self.group, CPU):
-            attend(tile, q, self.pool, out)
-        assert not out[row:].count_nonzero()
-        return [out[span.row : span.row + span.count] for span in spans]
-
-    def dense(self, index: int) -> torch.Tensor:
-        """The reference: all positions of one sequence, in float64."""
-        sequence = self.sequences[index]
-        length = len(sequence.q)
-        k = sequence.k.double().repeat_interleave(self.group, 1)
-        v = sequence.v.double().repeat_interleave(self.group, 1)
-        scores = torch.einsum("qhd,khd->hqk", sequence.q.double(), k) * DIM**-0.5
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v).float()
 
 
 def close(ours: torch.Tensor, reference: torch.Tensor) -> None:
@@ -202,16 +135,3 @@ def test_the_scratch_page_is_only_read():
     world = World([5])
     world.step([(0, 0, 5)])
     assert not world.pool[SCRATCH_PAGE].count_nonzero()
-
-
-def test_half_precision_stays_near():
-    world = World([150])
-    (exact,) = world.step([(0, 0, 150)])
-    world.pool = world.pool.bfloat16()
-    for sequence in world.sequences:
-        sequence.q, sequence.k, sequence.v = (
-            t.bfloat16() for t in (sequence.q, sequence.k, sequence.v)
-        )
-    (out,) = world.step([(0, 0, 150)])
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), exact, atol=0.03, rtol=0.03)

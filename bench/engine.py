@@ -1,0 +1,234 @@
+"""How fast one engine computes, against vLLM on the same cores with the same weights.
+
+Purpose: a programmable layer is worth its price only if the engine below it is as fast as the best.
+
+Theory: at batch 1 a decode step reads all weights once, so memory bandwidth is the limit; at batch
+32 and in a prefill the matrix products are. What differs is all the rest: attention, the sampler,
+Python between the kernels, and how tokens get out of the process.
+
+How: SmolLM2-135M in bfloat16 on all cores, one server process each: our engine
+(`start_generate`) and vLLM's OpenAI-style server, measured by the same client over HTTP, streamed.
+They take turns, `REPEATS` times, and whoever's turn it is not is stopped (SIGSTOP): vLLM's threads
+spin. Prompts are random token ids, fresh each time, so that nothing is cached.
+
+- `decode_bB`: B sequences of 32 tokens of prompt (`_ctx1000`: 1000), tokens per second between the
+  last sequence's first token and the first sequence's last one, while all B decode;
+- `prefill_N`: N over the time to the first token of a prompt of N tokens, nothing else running.
+
+Every figure is ours over theirs, medians: more than 1 is faster than vLLM.
+
+Run: `make bench-engine`, or `python -m bench.engine [--save]`. Without the peer's environment
+(`make peers`) the ratios are null.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from bench import peer_vllm
+from bench.report import publish, spread, table
+
+MODEL, DTYPE = "smollm2", "bfloat16"
+CONTEXT = 4096
+REPEATS = 3
+START_S = 300.0
+DECODES = {"decode_b1": (1, 32), "decode_b8": (8, 32), "decode_b32": (32, 32),
+           "decode_b8_ctx1000": (8, 1000)}  # fmt: skip
+PREFILLS = {"prefill_1024": 1024, "prefill_3000": 3000}
+NEW_TOKENS = 128
+
+
+@dataclass(slots=True)
+class Server:
+    """One side: where it listens, and how it is asked for a stream of token ids."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    url: str
+    path: str
+    figures: dict[str, list[float]] = field(default_factory=dict)
+
+    def body(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        """A greedy request for exactly so many tokens."""
+        asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        if self.name == "ours":
+            return {**asked, "request_id": f"bench-{next(_numbers)}", "begin": 0}
+        return {**asked, "model": "peer", "stream": True, "return_token_ids": True}
+
+    def token_ids(self, event: dict[str, Any]) -> list[int]:
+        """Those of one event of its stream."""
+        ids: list[int] = (event if self.name == "ours" else event["choices"][0])["token_ids"]
+        return ids or []
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """While the body runs, this process and its children do; afterwards they are stopped."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            os.killpg(self.process.pid, signal.SIGSTOP)
+
+
+_numbers = itertools.count()
+
+
+def main() -> None:
+    """Measure, print the table, publish the JSON."""
+    with servers() as sides:
+        for server in sides:
+            with server.turn():
+                asyncio.run(warm_up(server))
+        for repeat in range(REPEATS):
+            for name in (*DECODES, *PREFILLS):
+                for server in sides:
+                    with server.turn():
+                        figure = asyncio.run(measure(server, name, repeat))
+                    server.figures.setdefault(name, []).append(figure)
+    show(sides)
+
+
+async def measure(server: Server, name: str, repeat: int) -> float:
+    """One figure, tokens per second."""
+    draw = random.Random(f"{name} {repeat}")
+    async with aiohttp.ClientSession() as http:
+        if name in PREFILLS:
+            count = PREFILLS[name]
+            began = time.perf_counter()
+            (first, _), *_ = await _stream(http, server, _prompt(draw, count), 1)
+            return count / (first - began)
+        batch, context = DECODES[name]
+        streams = await asyncio.gather(
+            *(_stream(http, server, _prompt(draw, context), NEW_TOKENS) for _ in range(batch))
+        )
+    begin = max(stream[0][0] for stream in streams)
+    end = min(stream[-1][0] for stream in streams)
+    tokens = sum(count for stream in streams for at, count in stream if begin < at <= end)
+    return tokens / (end - begin)
+
+
+async def warm_up(server: Server) -> None:
+    """Whatever is compiled or allocated at first use."""
+    for name in (*PREFILLS, *DECODES):
+        await measure(server, name, -1)
+
+
+async def _stream(
+    http: aiohttp.ClientSession, server: Server, prompt: list[int], tokens: int
+) -> list[tuple[float, int]]:
+    """When tokens came, and how many. Raises `RuntimeError` if they are not as many as asked."""
+    came = []
+    async with http.post(server.url + server.path, json=server.body(prompt, tokens)) as reply:
+        if reply.status != 200:
+            raise RuntimeError(f"{server.name}: {reply.status} {await reply.text()}")
+        async for line in reply.content:
+            if line.startswith(b"data: {"):
+                count = len(server.token_ids(orjson.loads(line[6:])))
+                if count:
+                    came.append((time.perf_counter(), count))
+    if sum(count for _, count in came) != tokens:
+        raise RuntimeError(f"{server.name} sent {sum(c for _, c in came)} tokens, not {tokens}")
+    return came
+
+
+def _prompt(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(1000, 40_000) for _ in range(count)]
+
+
+@contextmanager
+def servers() -> Iterator[list[Server]]:
+    """Our engine and, where it is installed, vLLM; both stopped, ready for their turns."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / MODEL
+        port = _free_port()
+        engine = [sys.executable, "-m", "engine", MODEL, "--port", str(port), "--dtype", DTYPE]
+        sides = [stack.enter_context(_started("ours", [*engine, "--pool-pages", "2048"], port))]
+        sides[0].path = "/microserving/start_generate"
+        if peer_vllm.PYTHON.exists():
+            peer_vllm.save_folder(MODEL, folder)
+            port = _free_port()
+            command = peer_vllm.serve(folder, port, CONTEXT)
+            sides.append(stack.enter_context(_started("vllm", command, port)))
+        yield sides
+
+
+@contextmanager
+def _started(name: str, command: list[str], port: int) -> Iterator[Server]:
+    """A server in a process group of its own, stopped as soon as it answers."""
+    with tempfile.TemporaryFile() as log, subprocess.Popen(
+        command, stdout=log, stderr=log, env=peer_vllm.environment(), start_new_session=True
+    ) as process:  # fmt: skip
+        try:
+            server = Server(name, process, f"http://127.0.0.1:{port}", "/v1/completions")
+            asyncio.run(_ready(server))
+            os.killpg(process.pid, signal.SIGSTOP)
+            yield server
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _ready(server: Server) -> None:
+    give_up = time.monotonic() + START_S
+    async with aiohttp.ClientSession() as http:
+        while True:
+            try:
+                async with http.get(server.url + "/health") as reply:
+                    if reply.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            if server.process.poll() is not None or time.monotonic() > give_up:
+                raise RuntimeError(f"{server.name} did not get ready")
+            await asyncio.sleep(0.2)
+
+
+def show(sides: list[Server]) -> None:
+    """The table, and the document."""
+    ours, theirs = sides[0].figures, sides[1].figures if len(sides) > 1 else {}
+    rows, ratios = [], {}
+    for name, figures in ours.items():
+        mine = statistics.median(figures)
+        other = statistics.median(theirs[name]) if theirs else None
+        ratios[name] = round(mine / other, 3) if other else None
+        rows.append([name, f"{mine:.0f}", f"{other:.0f}" if other else "", str(ratios[name])])
+    table(f"{MODEL}, {DTYPE}, tokens per second", ["", "ours", "vLLM", "ratio"], rows)
+    publish(
+        "engine",
+        {
+            **ratios,
+            "tokens_per_second": {
+                server.name: {name: spread(values) for name, values in server.figures.items()}
+                for server in sides
+            },
+            "repeats": REPEATS,
+        },
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    main()

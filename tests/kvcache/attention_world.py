@@ -1,0 +1,88 @@
+"""Sequences with queries, keys and values at every position, in a pool, and the dense reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcache.attention import Span, planner_for
+from kvcache.layout import KVLayout
+from kvcache.pool import SCRATCH_PAGE
+from kvcache.types import PageId
+
+__all__ = ["DIM", "World"]
+
+DIM, CPU = 16, torch.device("cpu")
+
+
+@dataclass
+class Sequence_:
+    """One sequence's queries, keys and values at every position, and its pages."""
+
+    q: torch.Tensor  # [length, heads, DIM]
+    k: torch.Tensor  # [length, kv_heads, DIM]
+    v: torch.Tensor
+    pages: list[PageId]
+
+
+class World:
+    """Sequences whose pages lie shuffled in one pool, full of NaN where nothing was written."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        page_size: int = 16,
+        kv_heads: int = 2,
+        group: int = 3,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.page_size, self.group, self.kv_heads = page_size, group, kv_heads
+        self.planner = planner_for(KVLayout(1, 1, page_size, kv_heads, DIM, dtype), group, CPU)
+        counts = [-(-length // page_size) for length in lengths]
+        order = [PageId(page) for page in range(1, sum(counts) + 1)]
+        random.Random(2).shuffle(order)
+        shape = (sum(counts) + 1, 3, 2, page_size, kv_heads, DIM)  # of three layers the middle one
+        self.pool = torch.full(shape, torch.nan, dtype=dtype)[:, 1]
+        self.pool[SCRATCH_PAGE] = 0.0
+        self.sequences = []
+        for length, count in zip(lengths, counts, strict=True):
+            q, k, v = (
+                torch.randn(length, heads, DIM, generator=generator).to(dtype)
+                for heads in (kv_heads * group, kv_heads, kv_heads)
+            )
+            self.sequences.append(Sequence_(q, k, v, order[:count]))
+            del order[:count]
+
+    def step(self, parts: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Append and attend: (sequence, start, count) each; returns each one's output rows."""
+        spans, row = [], 0
+        for index, start, count in parts:
+            spans.append(Span(row, start, count, self.sequences[index].pages))
+            row += count
+        plan = self.planner(spans)
+        q, k, v = (self._rows(parts, name) for name in "qkv")
+        plan.append(self.pool, k, v)
+        out = plan.attend(self.pool, q)
+        return [out[span.row : span.row + span.count] for span in spans]
+
+    def _rows(self, parts: Sequence[tuple[int, int, int]], name: str) -> torch.Tensor:
+        """Those of a step and one of padding, each followed in memory by what is not its own."""
+        rows = torch.cat([getattr(self.sequences[i], name)[at : at + n] for i, at, n in parts])
+        rows = torch.cat([rows, torch.full_like(rows[:1], torch.nan)])
+        return torch.cat([rows, torch.full_like(rows[:, :1], torch.nan)], 1)[:, :-1]
+
+    def dense(self, index: int) -> torch.Tensor:
+        """The reference: all positions of one sequence, in float64."""
+        sequence = self.sequences[index]
+        length = len(sequence.q)
+        k = sequence.k.double().repeat_interleave(self.group, 1)
+        v = sequence.v.double().repeat_interleave(self.group, 1)
+        scores = torch.einsum("qhd,khd->hqk", sequence.q.double(), k) * DIM**-0.5
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v).float()
