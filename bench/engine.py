@@ -15,7 +15,9 @@ spin. Prompts are random token ids, fresh each time, so that nothing is cached.
   last sequence's first token and the first sequence's last one, while all B decode;
 - `prefill_N`: N over the time to the first token of a prompt of N tokens, nothing else running.
 
-Every figure is ours over theirs, medians: more than 1 is faster than vLLM.
+Every ratio is ours over theirs, medians: more than 1 is faster than vLLM. Of ours alone:
+
+- `overhead_b32`: the share of a step in which the model does not run, while 32 sequences decode.
 
 Run: `make bench-engine`, or `python -m bench.engine [--save]`. Without the peer's environment
 (`make peers`) the ratios are null.
@@ -93,6 +95,7 @@ _numbers = itertools.count()
 
 def main() -> None:
     """Measure, print the table, publish the JSON."""
+    overhead: list[float] = []
     with servers() as sides:
         for server in sides:
             with server.turn():
@@ -101,9 +104,14 @@ def main() -> None:
             for name in (*DECODES, *PREFILLS):
                 for server in sides:
                     with server.turn():
+                        before = asyncio.run(seconds(server))
                         figure = asyncio.run(measure(server, name, repeat))
+                        if server.name == "ours" and name == "decode_b32":
+                            step, model = asyncio.run(seconds(server))
+                            share = (model - before[1]) / (step - before[0])
+                            overhead.append(1.0 - share)
                     server.figures.setdefault(name, []).append(figure)
-    show(sides)
+    show(sides, overhead)
 
 
 async def measure(server: Server, name: str, repeat: int) -> float:
@@ -123,6 +131,19 @@ async def measure(server: Server, name: str, repeat: int) -> float:
     end = min(stream[-1][0] for stream in streams)
     tokens = sum(count for stream in streams for at, count in stream if begin < at <= end)
     return tokens / (end - begin)
+
+
+async def seconds(server: Server) -> tuple[float, float]:
+    """Of our engine: in steps, and of these in the model, since it began."""
+    if server.name != "ours":
+        return 0.0, 0.0
+    async with aiohttp.ClientSession() as http, http.get(server.url + "/metrics") as reply:
+        text = await reply.text()
+    step, model = (
+        next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+        for name in ("microserve:step_seconds_total", "microserve:model_seconds_total")
+    )
+    return step, model
 
 
 async def warm_up(server: Server) -> None:
@@ -200,7 +221,7 @@ async def _ready(server: Server) -> None:
             await asyncio.sleep(0.2)
 
 
-def show(sides: list[Server]) -> None:
+def show(sides: list[Server], overhead: list[float]) -> None:
     """The table, and the document."""
     ours, theirs = sides[0].figures, sides[1].figures if len(sides) > 1 else {}
     rows, ratios = [], {}
@@ -214,6 +235,7 @@ def show(sides: list[Server]) -> None:
         "engine",
         {
             **ratios,
+            "overhead_b32": spread(overhead),
             "tokens_per_second": {
                 server.name: {name: spread(values) for name, values in server.figures.items()}
                 for server in sides

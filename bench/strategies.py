@@ -37,7 +37,7 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
 
 def main() -> None:
     """Measure, print the table, publish the JSON."""
-    with deployed(MODEL, "--engines", "2") as deployment:
+    with deployed(MODEL, "--engines", "2", "--dtype", "float32") as deployment:
         results = measure(deployment)
     rows = []
     for name, figures in results.items():

@@ -15,6 +15,7 @@ from engine.metrics import EngineMetrics
 from engine.mirrors import Mirrors
 from engine.mock import MockRunner, mock_sample
 from engine.models import LoadedModel, load_model
+from engine.processor import multiplies_bf16
 from engine.protocol import BadRequest
 from engine.protocol.config import EngineConfig
 from engine.runner import ModelRunner
@@ -46,7 +47,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadRequest("--device cuda: this machine's torch finds no GPU", param="device")
-    dtype: torch.dtype = getattr(torch, config.dtype)
+    dtype = _dtype(config)
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))  # read when it is first imported
@@ -88,6 +89,15 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     )
     metrics.watch(engine)
     return engine
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    """What weights and KV are in; the small models that are made up stay comparable to the bit."""
+    if config.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
+    exact = config.model in ("tiny", "mock") or (config.device == "cpu" and not multiplies_bf16())
+    return torch.float32 if exact else torch.bfloat16
 
 
 def _peer_tls(config: EngineConfig) -> ssl.SSLContext | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.job import Generation, Sampled
@@ -18,6 +19,7 @@ from engine.protocol import BadRequest, Sampling
 
 __all__ = ["sample"]
 
+LIKELY = 1024  # tokens among which a nucleus is looked for first
 GREEDY_BELOW = 1e-5  # a temperature under which noise cannot matter
 
 
@@ -33,8 +35,9 @@ def sample(logits: torch.Tensor, generations: Sequence[Generation]) -> list[Samp
             adjusted = _penalised(row, generation)
             if sampling.temperature >= GREEDY_BELOW:
                 adjusted = _filtered(adjusted / sampling.temperature, sampling)
-                adjusted = adjusted + _gumbel(sampling, len(generation.tokens), len(row))
-            result = Sampled(int(adjusted.argmax()))
+                result = Sampled(_drawn(adjusted, sampling, len(generation.tokens)))
+            else:
+                result = Sampled(int(adjusted.argmax()))
         if generation.matcher is not None and not generation.matcher.accept(result.token):
             # The request's fault: elsewhere it would fail as well, and no engine is to be blamed.
             message = "no token can continue the grammar, or it takes too long to find one"
@@ -99,21 +102,39 @@ def _filtered(row: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if 0 < sampling.top_k < len(row):
         row = row.masked_fill(row < row.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p < 1.0:
-        ordered, where = row.sort(descending=True, stable=True)
-        before = ordered.softmax(-1).cumsum(-1).roll(1)
-        before[0] = 0.0
-        row = row.index_fill(0, where[before >= sampling.top_p], -torch.inf)
+        row = _nucleus(row, sampling.top_p)
     return row
 
 
-def _gumbel(sampling: Sampling, position: int, vocab: int) -> torch.Tensor:
-    """`[vocab]` float32 noise of one draw, from Philox keyed with seed, choice and position."""
+def _nucleus(row: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the likeliest tokens, as many as it takes for their probabilities to reach `top_p`."""
+    total = row.logsumexp(-1)
+    for count in (LIKELY, len(row)):  # sorting all of a vocabulary takes ten times as long
+        values, where = row.topk(min(count, len(row)))
+        upto = (values - total).exp_().cumsum_(-1)
+        if upto[-1] >= top_p:
+            break
+    keep = int((upto[:-1] < top_p).sum()) + 1
+    return torch.full_like(row, -torch.inf).index_copy_(0, where[:keep], values[:keep])
+
+
+def _drawn(row: torch.Tensor, sampling: Sampling, position: int) -> int:
+    """argmax(row + g). A token's noise is the same, however many are left with it."""
+    logits = row.cpu().numpy()
+    left = np.flatnonzero(logits > -np.inf)
+    if not len(left):
+        return 0  # nothing may be drawn, which is the grammar's to say
+    uniform = _uniform(sampling, position, len(row))[left]
+    return int(left[np.argmax(logits[left] - np.log(-np.log(uniform)))])
+
+
+def _uniform(sampling: Sampling, position: int, vocab: int) -> npt.NDArray[np.float32]:
+    """`[vocab]` in (0, 1), of one draw, from Philox keyed with seed, choice and position."""
     # As uint64 from the start: numpy would round integers from 2⁶³ on to floats.
     key = np.array([sampling.seed % 2**64, sampling.choice << 32 | position], dtype=np.uint64)
     uniform = np.random.Generator(np.random.Philox(key=key)).random(vocab, dtype=np.float32)
     # u = 0 would be −∞ and u = 1 does not occur; float32 steps of u end at 1 − 2⁻²⁴
-    noise = -np.log(-np.log(np.maximum(uniform, np.float32(1e-20)), dtype=np.float32))
-    return torch.from_numpy(noise)
+    return np.maximum(uniform, np.float32(1e-20))
 
 
 def _add_logprobs(sampled: Sampled, row: torch.Tensor, top: int) -> None:

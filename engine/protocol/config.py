@@ -27,7 +27,11 @@ class EngineConfig:
     port: int = flag(8100, "port to listen on; 0 takes a free one")
     role: Literal["any", "prefill", "decode"] = flag("any", "a hint to strategies")
     device: Literal["cpu", "cuda"] = flag("cpu", "where the model runs")
-    dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", "of weights and KV")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto",
+        "of weights and KV; auto: bfloat16 where the device multiplies it, else float32, in which "
+        "tokens do not depend on the strategy by a bit",
+    )
     threads: int = flag(0, "compute threads; 0: one per usable core")
     cpus: str = flag("", "cores to run on, as in 0,1 or 0-3; empty: any")
     transport: Literal["shm", "nixl"] = flag(

@@ -159,7 +159,7 @@ TEXTS = [
 
 @pytest.fixture(scope="session")
 def smollm2(deploy: Callable[..., Deployment]) -> Deployment:
-    return deploy("smollm2", "--engines", "2")
+    return deploy("smollm2", "--engines", "2", "--dtype", "float32")
 
 
 @pytest.fixture(scope="session")

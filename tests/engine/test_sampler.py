@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.protocol import Sampling
-from engine.sampler import _filtered, _gumbel, sample
+from engine.sampler import _filtered, _uniform, sample
 
 VOCAB = 40
 
@@ -96,14 +96,37 @@ def test_each_of_seed_choice_and_position_matters(other: dict[str, object]):
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**53 + 1, 2**63, 2**64 - 1])
 def test_every_seed_that_the_protocol_allows_is_its_own(seed: int):
     near = seed - 1 if seed == 2**64 - 1 else seed + 1
-    noise = _gumbel(Sampling(seed=seed), 5, VOCAB)
-    assert torch.isfinite(noise).all()
-    assert not torch.equal(noise, _gumbel(Sampling(seed=near), 5, VOCAB))
+    uniform = _uniform(Sampling(seed=seed), 5, VOCAB)
+    assert ((uniform > 0) & (uniform < 1)).all()
+    assert (uniform != _uniform(Sampling(seed=near), 5, VOCAB)).any()
 
 
 def test_the_largest_choice_and_position_work():
-    noise = _gumbel(Sampling(seed=1, choice=2**31 - 1), 2**20, VOCAB)
-    assert torch.isfinite(noise).all()
+    uniform = _uniform(Sampling(seed=1, choice=2**31 - 1), 2**20, VOCAB)
+    assert ((uniform > 0) & (uniform < 1)).all()
+
+
+@pytest.mark.parametrize("top_p", [0.001, 0.5, 0.9, 0.999999])
+def test_a_nucleus_is_the_same_wherever_it_is_looked_for(
+    top_p: float, monkeypatch: pytest.MonkeyPatch
+):
+    rows = [*logits_of(4, rows=3), logits_of(5)[0] * 10, torch.zeros(VOCAB)]
+    expected = [_filtered(row, Sampling(top_p=top_p)) for row in rows]
+    monkeypatch.setattr("engine.sampler.LIKELY", 3)
+    for row, kept in zip(rows, expected, strict=True):
+        found = _filtered(row, Sampling(top_p=top_p))
+        assert found.isfinite().sum() == kept.isfinite().sum()
+        assert row is rows[-1] or torch.equal(found, kept)  # of equals any will do
+
+
+def test_a_draw_among_few_is_the_one_among_all_if_it_is_theirs():
+    """Noise belongs to a token: leaving others out does not change it."""
+    row = logits_of(6)
+    for seed in range(50):
+        token = draw(row, temperature=1.0, seed=seed)
+        few = row.clone()
+        few[0, torch.arange(VOCAB) % 3 != token % 3] = -torch.inf
+        assert draw(few, temperature=1.0, seed=seed) == token
 
 
 def test_draws_are_distributed_as_the_softmax():

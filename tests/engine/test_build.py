@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import build
+from engine.build import _dtype
+from engine.processor import multiplies_bf16
+from engine.protocol.config import EngineConfig
+
+X86 = "processor : 0\nmodel name : bf16\nflags\t\t: fpu avx512f avx512_bf16 avx512_vnni\n"
+ARM = "processor : 0\nFeatures\t: fp asimd bf16 sve\nCPU part : 0xd40\n"
+OLD = "processor : 0\nmodel name : avx512_bf16\nflags\t\t: fpu avx512f not_avx512_bf16\n"
+
+
+@pytest.mark.parametrize(("text", "there"), [(X86, True), (ARM, True), (OLD, False), ("", False)])
+def test_the_processor_says_whether_it_multiplies_bf16(text: str, there: bool, tmp_path: Path):
+    (tmp_path / "cpuinfo").write_text(text)
+    assert multiplies_bf16(tmp_path / "cpuinfo") is there
+
+
+def test_without_a_word_it_does_not(tmp_path: Path):
+    assert multiplies_bf16(tmp_path / "cpuinfo") is False
+
+
+@pytest.mark.parametrize(
+    ("config", "there", "dtype"),
+    [
+        (EngineConfig("smollm2"), True, torch.bfloat16),
+        (EngineConfig("smollm2"), False, torch.float32),
+        (EngineConfig("smollm2", device="cuda"), False, torch.bfloat16),
+        (EngineConfig("tiny"), True, torch.float32),
+        (EngineConfig("mock"), True, torch.float32),
+        (EngineConfig("tiny", dtype="bfloat16"), False, torch.bfloat16),
+        (EngineConfig("smollm2", dtype="float32"), True, torch.float32),
+    ],
+)
+def test_what_weights_are_in(
+    config: EngineConfig, there: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(build, "multiplies_bf16", lambda: there)
+    assert _dtype(config) == dtype
