@@ -28,7 +28,7 @@ take. That tells how requests queue on a machine whose cores others use as well,
 thing tells nothing. It is published by another name.
 
 Run: `make bench-balance`, or `python -m bench.balance [--save] [--requests 60] [--repeats 3]
-[--mock]`.
+[--mock] [--from 3]`, which gives the arrivals of the repeats after the first three.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import aiohttp
@@ -83,13 +83,15 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--requests", type=int, default=60)
     options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--from", type=int, default=0, dest="first", metavar="REPEAT")
     options.add_argument("--mock", action="store_true", help="engines that sleep instead")
     options.add_argument("--save", action="store_true")
     given = options.parse_args()
     began = time.monotonic()
     model = MOCK if given.mock else MODEL
     with deployed(*model, *ENGINES) as deployment:
-        runs, rates = asyncio.run(measure(deployment, model[0], given.requests, given.repeats))
+        repeats = range(given.first, given.first + given.repeats)
+        runs, rates = asyncio.run(measure(deployment, model[0], given.requests, repeats))
     results = {
         workload: {
             f"{rate:.2f}/s": {name: summarize(repeats) for name, repeats in by_name.items()}
@@ -112,9 +114,19 @@ def main() -> None:
             "engines": [*model, *ENGINES],
             "requests": given.requests,
             "repeats": given.repeats,
+            "first_repeat": given.first,
             "minutes": round((time.monotonic() - began) / 60, 1),
             "load_average": os.getloadavg(),
             "auto_vs_best_fixed": versus,
+            "jct_mean_ms_by_repeat": {
+                workload: {
+                    f"{rate:.2f}/s": {
+                        n: [round(r["jct_mean_ms"]) for r in s] for n, s in by.items()
+                    }
+                    for rate, by in zip(rates[workload], by_rate, strict=True)
+                }
+                for workload, by_rate in runs.items()
+            },
             "auto_vs_best_fixed_worst": max(max(by_rate.values()) for by_rate in versus.values()),
             "strongest": {
                 workload: {rate: strongest(by_name) for rate, by_name in by_rate.items()}
@@ -123,6 +135,7 @@ def main() -> None:
             "results": results,
         },
         *(["--mock"] if given.mock else []),
+        *([f"--from {given.first}"] if given.first else []),
     )
 
 
@@ -130,7 +143,7 @@ Run = dict[str, float]  # what one strategy did with one set of arrivals
 
 
 async def measure(
-    deployment: Deployment, model: str, count: int, repeats: int
+    deployment: Deployment, model: str, count: int, repeats: Iterable[int]
 ) -> tuple[dict[str, list[dict[str, list[Run]]]], dict[str, list[float]]]:
     """All runs by workload, rate and strategy; the rates (requests/s) by workload."""
     async with aiohttp.ClientSession(
@@ -146,7 +159,7 @@ async def measure(
         runs: dict[str, list[dict[str, list[Run]]]] = {
             workload: [{name: [] for name in STRATEGIES} for _ in RATES] for workload in WORKLOADS
         }
-        for repeat in range(repeats):
+        for repeat in repeats:
             for (workload, lengths), (index, _) in itertools.product(
                 WORKLOADS.items(), enumerate(RATES)
             ):

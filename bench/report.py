@@ -70,7 +70,7 @@ def publish(name: str, figures: dict[str, Any], *flags: str) -> None:
     }
     if "--save" in sys.argv:
         RESULTS.mkdir(exist_ok=True)
-        kind = "".join(flag.replace("--", "_") for flag in flags)
+        kind = "".join(flag.replace("--", "_").replace(" ", "_") for flag in flags)
         path = RESULTS / f"{name}{kind}-{now:%Y-%m-%d}.json"
         path.write_text(json.dumps(document, indent=2) + "\n")
     print(json.dumps(document))

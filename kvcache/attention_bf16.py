@@ -3,9 +3,9 @@
 bfloat16 is not bit-stable anyway (its matrix products are not), so nothing here has to be: this is
 whatever is fastest.
 
-- *Decode.* A work item is one sequence: its pages are read once, as they lie, for all heads, with
-  the running maximum of FlashAttention, in float32. Nothing is gathered, padded or masked, whatever
-  the lengths.
+- *Decode*, and chunks of a few tokens. A work item is one token: its pages are read once, as they
+  lie, for all heads, with the running maximum of FlashAttention, in float32. Nothing is gathered,
+  padded or masked, whatever the lengths.
 - *Prefill.* A chunk attends to what came before it without any mask, the query heads that share a
   KV head as rows of one product, and to itself causally; the log-sum-exps merge the two.
 """
@@ -25,6 +25,7 @@ from kvcache.native import bf16, exp, i32_at, i64_at, inlined, native, parallel,
 
 __all__ = ["Bf16Plan", "compiled"]
 
+FEW = 8  # tokens of a chunk that are better taken one by one, as decodes are
 PARALLEL_KEYS = 2048  # keys of all heads below which waking other threads costs more than it saves
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -42,15 +43,14 @@ class Bf16Plan:
     def __init__(self, spans: Sequence[Span], page_size: int, group: int) -> None:
         self._page_size = page_size
         self._group = group
-        decodes = [span for span in spans if span.count == 1]
-        self._prefills = [_Prefill(span, page_size) for span in spans if span.count > 1]
-        self._count = len(decodes)
-        self._rows = np.array([span.row for span in decodes], dtype=np.int32)
-        self._lengths = np.array([span.start + 1 for span in decodes], dtype=np.int32)
-        used = [-(-(span.start + 1) // page_size) for span in decodes]
-        self._width = max(used, default=0)
-        self._table = np.zeros((len(decodes), max(self._width, 1)), dtype=np.int32)
-        for row, span, pages in zip(self._table, decodes, used, strict=True):
+        self._prefills = [_Prefill(span, page_size) for span in spans if span.count > FEW]
+        single = [(span, at) for span in spans if span.count <= FEW for at in range(span.count)]
+        self._count = len(single)
+        self._rows = np.array([span.row + at for span, at in single], dtype=np.int32)
+        self._lengths = np.array([span.start + at + 1 for span, at in single], dtype=np.int32)
+        used = -(-self._lengths // page_size)
+        self._table = np.zeros((self._count, max(used, default=1)), dtype=np.int32)
+        for row, (span, _), pages in zip(self._table, single, used, strict=True):
             row[:pages] = span.pages[:pages]
         self._keys = int(self._lengths.sum())
         self._slots = _slots(spans, page_size)

@@ -39,6 +39,7 @@ from router import Chunk
 __all__ = ["Controller", "Division"]
 
 FIRST_SHARE = 0.1  # the decode engine's, as long as nothing has been measured
+FIRST_TOKENS = 16  # but none where that is less: it would be a chunk of its own for nothing
 KEEP = 0.9  # of what was measured before, with each new measurement
 ALIKE = 1.6  # by what factor the measured speeds of two engines may differ that are alike
 BUSIEST = 0.4  # the most that is believed of how busy the engines are
@@ -77,7 +78,8 @@ class Controller:
         self._meet({prefill, decode, *prefills, *decodes})
         sender, receiver = self._sides[prefill], self._sides[decode]
         free = 1.0 - self._busy(tokens, len({*prefills, *decodes}))
-        share = round(tokens * (1 - FIRST_SHARE))
+        first = round(tokens * FIRST_SHARE)
+        share = tokens - (first if first >= FIRST_TOKENS else 0)
         if sender is receiver:
             share = 0
         elif self._speed.known and self._decoding.known:

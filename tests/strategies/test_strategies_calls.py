@@ -96,7 +96,10 @@ async def test_balanced(ratio, end):
 
 @pytest.mark.parametrize(
     ("length", "match_len", "cached", "end"),
-    [(100, 0, 0, 90), (100, 32, 0, 93), (97, 96, 0, 96), (1, 0, 0, 0), (100, 0, 64, 96)],
+    [
+        *((300, 0, 0, 270), (300, 32, 0, 273), (300, 0, 64, 276)),  # a tenth of what both lack
+        *((100, 0, 0, 99), (100, 32, 0, 99), (97, 96, 0, 96), (1, 0, 0, 0)),  # too few to divide
+    ],
 )
 async def test_balanced_auto_divides_what_both_lack(length, match_len, cached, end):
     sends = [("p", "remote_send", match_len, end)] if end > match_len else []
