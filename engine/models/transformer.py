@@ -48,7 +48,6 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         tied = config.tie_embeddings
         self.head = None if tied else _weight(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.packed_head: Tensor | None = None
         self.eval()
 
     def allocate(self, device: torch.device) -> None:
@@ -77,19 +76,16 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab] float32 of hidden states [R, hidden], R a multiple of four."""
-        if self.packed_head is not None:
-            return packed_linear(hidden, self.packed_head, None).float()
         weight = self.embed if self.head is None else self.head
-        return F.linear(hidden, weight).float()
+        return _linear(hidden, weight).float()
 
     def pack(self) -> None:
         """Lay the weights out as the matrix products want them, where torch can: on CPU, in
         bfloat16. They can be used for nothing else then."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.weight = nn.Parameter(packed(module.weight), requires_grad=False)
-        self.packed_head = packed(self.embed if self.head is None else self.head)
-        self.head = None
+                module.weight = _packed(module.weight)
+        self.head = _packed(self.embed if self.head is None else self.head)
 
 
 class Layer(nn.Module):
@@ -156,9 +152,7 @@ class Linear(nn.Module):
         self.bias = _weight(outputs, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight.is_mkldnn:
-            return packed_linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return _linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -173,15 +167,17 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def packed(weight: Tensor) -> Tensor:
+def _packed(weight: Tensor) -> nn.Parameter:
     """`weight` `[out, in]` in the blocked layout of oneDNN, which otherwise makes it anew in each
-    product: 1.8 times faster with one row, 1.25 times with 512."""
-    out: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-    return out
+    product (`bench/LOG.md` has what that costs)."""
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return nn.Parameter(blocked, requires_grad=False)
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x · weightᵀ + bias, with a weight that is `packed`."""
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias, with a weight that may be `_packed`."""
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
