@@ -29,8 +29,8 @@ OWN = (
 # The router's flags that `up` takes besides its own, and passes on.
 PASSED_ON = (
     "api_key_file", "requests_per_minute", "tokens_per_minute", "max_queue", "queue_timeout_s",
-    "request_timeout_s", "client_stall_s", "shutdown_s", "stream_interval_ms", "tls_cert",
-    "tls_key", "log_format",
+    "engine_wait_s", "request_timeout_s", "client_stall_s", "shutdown_s", "stream_interval_ms",
+    "tls_cert", "tls_key", "log_format",
 )  # fmt: skip
 BOTH = ("max_body_mb", "log_level")  # flags of the engine that the router has as well
 
