@@ -139,3 +139,34 @@ def test_the_demo_ends_with_demo_ok():
     done = subprocess.run(command, **both, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-1] == "demo ok"
+
+
+def streamed(state: dict, number: int = 0, at: int = 0) -> list[int]:
+    """1500 greedy tokens; the engine gets the signal `number` when `at` of them are here."""
+    body = {
+        "prompt": [(7 * n * n + 3 * n) % 500 + 1 for n in range(200)], "max_tokens": 1500,
+        "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
+    }  # fmt: skip
+    tokens: list[int] = []
+    url = state["router"]["url"] + "/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=90) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    tokens += choice["token_ids"] or []
+            if number and len(tokens) >= at:
+                os.kill(state["engines"][0]["pid"], number)
+                number = 0
+    assert not number, "it ended before anything happened"
+    return tokens
+
+
+def test_a_lone_engine_that_is_restarted_goes_on_where_it_was(tmp_path):
+    disk = ("--disk-pages", "128", "--disk-dir", str(tmp_path), "--disk-keep")
+    flags = ("--engines", "1", "--threads", "1", "--engine-wait", "30", "--stream-interval-ms", "0")
+    with up(tmp_path, *flags, *disk) as (_, state):
+        went_on = streamed(state, signal.SIGKILL, at=300)
+        assert len(went_on) == 1500
+        assert streamed(state) == went_on
