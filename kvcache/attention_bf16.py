@@ -3,9 +3,9 @@
 bfloat16 is not bit-stable anyway (its matrix products are not), so nothing here has to be: this is
 whatever is fastest.
 
-- *Decode*, and chunks of a few tokens. A work item is one token: its pages are read once, as they
-  lie, for all heads, with the running maximum of FlashAttention, in float32. Nothing is gathered,
-  padded or masked, whatever the lengths.
+- *Decode*, and chunks of a few tokens. A work item is a run of pages and the rows that read it: it
+  is read once, as it lies, for all their heads, with the running maximum of FlashAttention, in
+  float32. Nothing is gathered, padded or masked, whatever the lengths.
 - *Prefill.* A chunk attends to what came before it without any mask, the query heads that share a
   KV head as rows of one product, and to itself causally; the log-sum-exps merge the two.
 """
@@ -16,25 +16,42 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
 from kvcache.attention import Span
-from kvcache.native import bf16, exp, i32_at, i64_at, inlined, native, parallel, to_bf16, u16_at
+from kvcache.native import (
+    Shared,
+    bf16,
+    exp,
+    f32,
+    f32_at,
+    f32_bits,
+    i32_at,
+    i64_at,
+    inlined,
+    native,
+    next_item,
+    to_bf16,
+    u16_at,
+)
+from kvcache.parts import Row, parts_of
 
 __all__ = ["Bf16Plan", "compiled"]
 
 FEW = 8  # tokens of a chunk that are better taken one by one, as decodes are
-PARALLEL_KEYS = 2048  # keys of all heads below which waking other threads costs more than it saves
+TOGETHER = 512  # keys of all rows below which waking other threads costs more than it saves
+MOST = 8  # rows of an item: what is held of them, and a page, stay in the first-level cache
+SHARE = 64  # keys that have to be saved, to be read together
+LEAST = 128  # keys of an item, if there are more
+ITEMS = 4  # for each thread, so that they end together
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def compiled(kv_heads: int, group: int, dim: int, page_size: int) -> None:
     """Compile what a plan needs, which takes seconds the first time, before there is a request."""
     _append(*[0] * 11)
-    for decode in _decoders(kv_heads, group, dim, page_size):
-        decode(*[0] * 12, np.float32(1.0))  # of no sequences
+    _kernels(kv_heads, group, dim, page_size)
 
 
 class Bf16Plan:
@@ -44,15 +61,8 @@ class Bf16Plan:
         self._page_size = page_size
         self._group = group
         self._prefills = [_Prefill(span, page_size) for span in spans if span.count > FEW]
-        single = [(span, at) for span in spans if span.count <= FEW for at in range(span.count)]
-        self._count = len(single)
-        self._rows = np.array([span.row + at for span, at in single], dtype=np.int32)
-        self._lengths = np.array([span.start + at + 1 for span, at in single], dtype=np.int32)
-        used = -(-self._lengths // page_size)
-        self._table = np.zeros((self._count, max(used, default=1)), dtype=np.int32)
-        for row, (span, _), pages in zip(self._table, single, used, strict=True):
-            row[:pages] = span.pages[:pages]
-        self._keys = int(self._lengths.sum())
+        few = [span for span in spans if span.count <= FEW]
+        self._decodes = _Decodes(few, page_size) if few else None
         self._slots = _slots(spans, page_size)
 
     def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -68,19 +78,65 @@ class Bf16Plan:
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """`q` and the result are `[rows, heads, head_dim]`; padding rows come out as anything."""
         out = torch.empty(q.shape, dtype=q.dtype)
-        _, _, _, kv_heads, dim = pages.shape
-        if self._count:
-            serial, shared = _decoders(kv_heads, self._group, dim, self._page_size)
-            alone = self._count == 1 or self._keys * kv_heads < PARALLEL_KEYS
-            (serial if alone else shared)(
-                self._count, q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0),
-                pages.data_ptr(), pages.stride(0), pages.stride(1), self._table.ctypes.data,
-                self._table.shape[1], self._rows.ctypes.data, self._lengths.ctypes.data,
-                np.float32(dim**-0.5),
-            )  # fmt: skip
+        if self._decodes is not None:
+            self._decodes.attend(pages, q, out, self._group)
         for prefill in self._prefills:
             prefill.attend(pages, q, out)
         return out
+
+
+class _Decodes:
+    """Rows that are taken one by one."""
+
+    def __init__(self, spans: Sequence[Span], page_size: int) -> None:
+        queries = [(span, at) for span in spans for at in range(span.count)]
+        rows = [Row(span.pages, span.start + at + 1) for span, at in queries]
+        keys = sum(row.length for row in rows)
+        self._together = keys >= TOGETHER
+        even = keys // (ITEMS * torch.get_num_threads()) if self._together else keys
+        parts = parts_of(rows, page_size, share=SHARE, most=MOST, work=even, least=LEAST)
+        # A row that is in one item is written by it; of others the results are put down to be
+        # merged, those of a row one behind the other.
+        pieces = np.zeros(len(rows), dtype=np.int32)
+        for part in parts:
+            pieces[part.rows] += 1
+        cut = np.flatnonzero(pieces > 1)
+        ends = np.cumsum(pieces[cut])
+        place = np.full(len(rows), -1, dtype=np.int64)
+        place[cut] = ends - pieces[cut]
+        where = [span.row + at for span, at in queries]
+        self._merges = np.array(
+            [(where[row], place[row], pieces[row]) for row in cut], dtype=np.int32
+        )
+        self._items = np.empty((len(parts), 5), dtype=np.int32)
+        pairs: list[tuple[int, int]] = []
+        table: list[int] = []
+        for item, (members, begin, end) in zip(self._items, parts, strict=True):
+            item[:] = (len(table), begin, end, len(pairs), len(members))
+            table += rows[members[0]].pages[begin // page_size : -(-end // page_size)]
+            for row in members:
+                pairs.append((where[row], place[row]))
+                place[row] += pieces[row] > 1
+        self._pairs = np.array(pairs, dtype=np.int32)
+        self._table = np.array(table, dtype=np.int32)
+        self._pieces = int(ends[-1]) if len(cut) else 0
+
+    def attend(self, pages: torch.Tensor, q: torch.Tensor, out: torch.Tensor, group: int) -> None:
+        _, _, page_size, kv_heads, dim = pages.shape
+        items, merges = _kernels(kv_heads, group, dim, page_size)
+        heads = kv_heads * group
+        held = torch.empty((self._pieces, heads, dim + 2))  # of each: sum, its weight, top
+        (items.together if self._together else items.alone)(
+            len(self._items), q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0),
+            pages.data_ptr(), pages.stride(0), pages.stride(1), self._table.ctypes.data,
+            self._items.ctypes.data, self._pairs.ctypes.data, held.data_ptr(),
+            f32_bits(dim**-0.5),
+        )  # fmt: skip
+        if len(self._merges):
+            merges.alone(
+                len(self._merges), out.data_ptr(), out.stride(0), self._merges.ctypes.data,
+                held.data_ptr(),
+            )  # fmt: skip
 
 
 class _Prefill:
@@ -137,102 +193,128 @@ def _append(
 
 
 @inlined
-def _one(
-    index: int, q: int, q_stride: int, out: int, out_stride: int, pool: int, page_stride: int,
-    half: int, table: int, table_width: int, rows: int, lengths: int, scale: Any,
-    kv_heads: int, group: int, dim: int, page_size: int,
-) -> None:  # fmt: skip
-    """All heads of one sequence: its pages are read from beginning to end, as they lie."""
+def _item(
+    item: int, a: Any, kv_heads: int, group: int, dim: int, page_size: int, most: int
+) -> None:
+    """All heads of some rows, over pages that are read from beginning to end, as they lie."""
     heads, width = kv_heads * group, kv_heads * dim
-    asked, to, memory = u16_at(q), u16_at(out), u16_at(pool)
-    row, length = i32_at(rows)[index], i32_at(lengths)[index]
-    pages = i32_at(table)
-    queries = np.empty((heads, dim), np.float32)
+    asked, q_stride, to, out_stride = u16_at(a[2]), a[3], u16_at(a[4]), a[5]
+    memory, page_stride, half, table = u16_at(a[6]), a[7], a[8], i32_at(a[9])
+    what, pairs, held, scale = i32_at(a[10]), i32_at(a[11]), f32_at(a[12]), f32(a[13])
+    first_page, begin, end = what[5 * item], what[5 * item + 1], what[5 * item + 2]
+    first, rows = what[5 * item + 3], what[5 * item + 4]
+    queries = np.empty((most, heads, dim), np.float32)
     page = np.empty((page_size, width), np.float32)  # its keys, then its values
-    flat = np.empty(heads * page_size, np.float32)
-    scores = flat.reshape((heads, page_size))
-    top = np.full(heads, np.float32(-1e30), np.float32)
-    shrink = np.empty(heads, np.float32)
-    total = np.zeros(heads, np.float32)
-    acc = np.zeros((heads, dim), np.float32)
-    for h in range(heads):
-        for d in range(dim):
-            queries[h, d] = bf16(asked[row * q_stride + h * dim + d]) * scale
-    for number in range((length + page_size - 1) // page_size):
-        count = min(page_size, length - number * page_size)
-        at = np.int64(pages[index * table_width + number]) * page_stride
+    flat = np.empty((most, heads * page_size), np.float32)
+    top = np.full((most, heads), np.float32(-1e30), np.float32)
+    shrink = np.empty((most, heads), np.float32)
+    total = np.zeros((most, heads), np.float32)
+    acc = np.zeros((most, heads, dim), np.float32)
+    for r in range(rows):
+        row = np.int64(pairs[2 * (first + r)])
+        for h in range(heads):
+            for d in range(dim):
+                queries[r, h, d] = bf16(asked[row * q_stride + h * dim + d]) * scale
+    for number in range((end - begin + page_size - 1) // page_size):
+        count = min(page_size, end - begin - number * page_size)
+        at = np.int64(table[first_page + number]) * page_stride
         for j in range(count):
             for d in range(width):
                 page[j, d] = bf16(memory[at + j * width + d])
-        for h in range(heads):
-            first = h // group * dim
-            for j in range(count):
-                dot = np.float32(0.0)
-                for d in range(dim):
-                    dot += queries[h, d] * page[j, first + d]
-                scores[h, j] = dot
-            for j in range(count, page_size):
-                scores[h, j] = np.float32(-1e30)
-        for h in range(heads):
-            peak = top[h]
-            for j in range(page_size):
-                peak = max(peak, scores[h, j])
-            shrink[h] = top[h] - peak
-            top[h] = peak
-            for j in range(page_size):
-                scores[h, j] -= peak
-        for i in range(heads * page_size):
-            flat[i] = exp(flat[i])
-        for h in range(heads):
-            shrink[h] = exp(shrink[h])
+        for r in range(rows):
+            for h in range(heads):
+                lead = h // group * dim
+                for j in range(count):
+                    dot = np.float32(0.0)
+                    for d in range(dim):
+                        dot += queries[r, h, d] * page[j, lead + d]
+                    flat[r, h * page_size + j] = dot
+                for j in range(count, page_size):
+                    flat[r, h * page_size + j] = np.float32(-1e30)
+            for h in range(heads):
+                peak = top[r, h]
+                for j in range(page_size):
+                    peak = max(peak, flat[r, h * page_size + j])
+                shrink[r, h] = top[r, h] - peak
+                top[r, h] = peak
+                for j in range(page_size):
+                    flat[r, h * page_size + j] -= peak
+            for i in range(heads * page_size):
+                flat[r, i] = exp(flat[r, i])
+            for h in range(heads):
+                shrink[r, h] = exp(shrink[r, h])
         for j in range(count):
             for d in range(width):
                 page[j, d] = bf16(memory[at + half + j * width + d])
-        for h in range(heads):
-            first = h // group * dim
-            added = np.float32(0.0)
-            for j in range(page_size):
-                added += scores[h, j]
-            total[h] = total[h] * shrink[h] + added
-            for d in range(dim):
-                acc[h, d] *= shrink[h]
-            for j in range(count):
-                weight = scores[h, j]
+        for r in range(rows):
+            for h in range(heads):
+                lead = h // group * dim
+                added = np.float32(0.0)
+                for j in range(page_size):
+                    added += flat[r, h * page_size + j]
+                total[r, h] = total[r, h] * shrink[r, h] + added
                 for d in range(dim):
-                    acc[h, d] += weight * page[j, first + d]
+                    acc[r, h, d] *= shrink[r, h]
+                for j in range(count):
+                    weight = flat[r, h * page_size + j]
+                    for d in range(dim):
+                        acc[r, h, d] += weight * page[j, lead + d]
+    for r in range(rows):
+        row, place = np.int64(pairs[2 * (first + r)]), np.int64(pairs[2 * (first + r) + 1])
+        for h in range(heads):
+            if place < 0:
+                share = np.float32(1.0) / total[r, h]
+                for d in range(dim):
+                    to[row * out_stride + h * dim + d] = to_bf16(acc[r, h, d] * share)
+            else:
+                piece = (place * heads + h) * (dim + 2)
+                for d in range(dim):
+                    held[piece + d] = acc[r, h, d]
+                held[piece + dim] = total[r, h]
+                held[piece + dim + 1] = top[r, h]
+
+
+@inlined
+def _merge(item: int, a: Any, heads: int, dim: int) -> None:
+    """o = Σ e^(mₚ - m) oₚ / Σ e^(mₚ - m) lₚ over the pieces of a row, m the largest of their mₚ."""
+    to, out_stride, what, held = u16_at(a[2]), a[3], i32_at(a[4]), f32_at(a[5])
+    row, place, pieces = np.int64(what[3 * item]), what[3 * item + 1], what[3 * item + 2]
+    acc = np.empty(dim, np.float32)
     for h in range(heads):
-        share = np.float32(1.0) / total[h]
+        peak = np.float32(-1e30)
+        for piece in range(place, place + pieces):
+            peak = max(peak, held[(piece * heads + h) * (dim + 2) + dim + 1])
+        total = np.float32(0.0)
         for d in range(dim):
-            to[row * out_stride + h * dim + d] = to_bf16(acc[h, d] * share)
+            acc[d] = np.float32(0.0)
+        for piece in range(place, place + pieces):
+            at = (np.int64(piece) * heads + h) * (dim + 2)
+            weight = exp(held[at + dim + 1] - peak)
+            total += weight * held[at + dim]
+            for d in range(dim):
+                acc[d] += weight * held[at + d]
+        for d in range(dim):
+            to[row * out_stride + h * dim + d] = to_bf16(acc[d] / total)
 
 
 @cache
-def _decoders(kv_heads: int, group: int, dim: int, page_size: int) -> tuple[Any, Any]:
-    """The kernel for one shape of model and page, serial and parallel: with loops of any length it
-    takes three times as long."""
+def _kernels(kv_heads: int, group: int, dim: int, page_size: int) -> tuple[Shared, Shared]:
+    """Items and merges for one shape of model and page: with loops of any length they take three
+    times as long."""
+    heads, most = kv_heads * group, MOST
 
-    @native
-    def serial(
-        sequences: int, q: int, q_stride: int, out: int, out_stride: int, pool: int,
-        page_stride: int, half: int, table: int, table_width: int, rows: int, lengths: int,
-        scale: Any,
-    ) -> None:  # fmt: skip
-        for index in range(sequences):
-            _one(
-                index, q, q_stride, out, out_stride, pool, page_stride, half, table, table_width,
-                rows, lengths, scale, kv_heads, group, dim, page_size,
-            )  # fmt: skip
+    @Shared
+    def items(address: Any) -> None:
+        item = next_item(address)
+        while item >= 0:
+            _item(item, i64_at(address), kv_heads, group, dim, page_size, most)
+            item = next_item(address)
 
-    @parallel
-    def shared(
-        sequences: int, q: int, q_stride: int, out: int, out_stride: int, pool: int,
-        page_stride: int, half: int, table: int, table_width: int, rows: int, lengths: int,
-        scale: Any,
-    ) -> None:  # fmt: skip
-        for index in numba.prange(sequences):
-            _one(
-                index, q, q_stride, out, out_stride, pool, page_stride, half, table, table_width,
-                rows, lengths, scale, kv_heads, group, dim, page_size,
-            )  # fmt: skip
+    @Shared
+    def merges(address: Any) -> None:
+        item = next_item(address)
+        while item >= 0:
+            _merge(item, i64_at(address), heads, dim)
+            item = next_item(address)
 
-    return serial, shared
+    return items, merges

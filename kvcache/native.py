@@ -7,7 +7,11 @@ numba takes half a second.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -17,24 +21,30 @@ from numba import types
 from numba.extending import intrinsic
 
 __all__ = [
+    "Shared",
     "bf16",
     "exp",
+    "f32",
     "f32_at",
+    "f32_bits",
     "i32_at",
     "i64_at",
     "inlined",
     "native",
-    "parallel",
+    "next_item",
     "to_bf16",
     "u16_at",
 ]
 
+log = logging.getLogger(__name__)
+
 F = TypeVar("F", bound=Callable[..., Any])
+QUICK: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "cache": True}
 
 
 def native(function: F) -> F:
     """Compile `function`. Sums may be reordered, so that they are vectors; nothing is checked."""
-    return cast(F, numba.njit(nogil=True, cache=True, fastmath=True, error_model="numpy")(function))
+    return cast(F, numba.njit(nogil=True, **QUICK)(function))
 
 
 def inlined(function: F) -> F:
@@ -43,10 +53,59 @@ def inlined(function: F) -> F:
     return cast(F, numba.njit(inline="always")(function))
 
 
-def parallel(function: F) -> F:
-    """The same, and its `numba.prange` loops are shared among threads."""
-    options = numba.njit(nogil=True, cache=True, fastmath=True, error_model="numpy", parallel=True)
-    return cast(F, options(function))
+class Shared:
+    """A function of an address, compiled, whose work is in items that threads may share.
+
+    At the address are, as int64: the next item, the number of items, and what else it is given.
+    It does items as long as there is a `next_item`. (That it gets no function to call for an item
+    is for numba's sake, which keeps on disk only what refers to nothing but globals and numbers.)
+    """
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        work: Any = numba.cfunc(types.void(types.int64), **QUICK)(function)
+        self._work = work
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)(work.address)
+
+    def alone(self, count: int, *arguments: int) -> None:
+        """Items 0 to `count`, one after the other."""
+        block = _block(count, arguments)
+        self._alone(ctypes.addressof(block))
+
+    def together(self, count: int, *arguments: int) -> None:
+        """By the threads that torch computes with: who is done with an item takes the next."""
+        team = _team()
+        if team is None:
+            return self.alone(count, *arguments)
+        block = _block(count, arguments)
+        team(self._work.address, ctypes.addressof(block), 0, 0)
+        return None
+
+
+def _block(count: int, arguments: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    """The next item, how many there are, and the arguments."""
+    return (ctypes.c_int64 * (2 + len(arguments)))(0, count, *arguments)
+
+
+@cache
+def _team() -> Any:
+    """`GOMP_parallel` of the OpenMP library that torch has loaded; None if it has no such library.
+
+    Numba's own threads would be a second team: after each product torch's go on spinning for a
+    while, on the cores that the others want (`bench/LOG.md` has what that costs).
+    """
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    loaded = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
+    # Others may have brought theirs.
+    for path in sorted(loaded, key=lambda path: ("torch" not in path, path)):
+        if Path(path).name.startswith(("libgomp", "libiomp", "libomp")):
+            parallel = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+            if parallel is not None:
+                parallel.restype = None
+                parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_uint] * 2]
+                return parallel
+    log.warning("torch's threads cannot be found: what lies between its products uses one")
+    return None
 
 
 def _pointer(kind: Any) -> Any:
@@ -71,6 +130,29 @@ i32_at = _pointer(types.int32)
 i64_at = _pointer(types.int64)
 
 
+def _add_one() -> Any:
+    @intrinsic
+    def claim(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+            return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+        return types.int64(types.int64), generate
+
+    return claim
+
+
+# The number at an address, which is one more afterwards, for whoever asks next.
+_claim = _add_one()
+
+
+@native
+def next_item(address: Any) -> Any:
+    """The item to do next, of a `Shared` function; -1 at the end."""
+    index = _claim(address)
+    return index if index < i64_at(address)[1] else -1
+
+
 def _cast(kind: Any, to: Any, ir_type: Any) -> Any:
     @intrinsic
     def same_bits(typing_context: Any, value: Any) -> Any:
@@ -84,6 +166,17 @@ def _cast(kind: Any, to: Any, ir_type: Any) -> Any:
 
 _as_float = _cast(types.uint32, types.float32, ir.FloatType())
 _as_bits = _cast(types.float32, types.uint32, ir.IntType(32))
+
+
+def f32_bits(value: float) -> int:
+    """A float32 among the integers that a `Shared` is given."""
+    return int(np.float32(value).view(np.uint32))
+
+
+@native
+def f32(bits: Any) -> Any:
+    """It, again."""
+    return _as_float(numba.uint32(bits))
 
 
 @native

@@ -6,16 +6,30 @@ Arithmetic is in float32, and rounded where torch's own would round.
 
 from __future__ import annotations
 
-import numba
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.native import bf16, exp, f32_at, native, parallel, to_bf16, u16_at
+from kvcache.native import (
+    Shared,
+    bf16,
+    exp,
+    f32,
+    f32_at,
+    f32_bits,
+    i64_at,
+    native,
+    next_item,
+    to_bf16,
+    u16_at,
+)
 
-__all__ = ["add_norm", "compiled", "swiglu", "turn"]
+__all__ = ["add_norm", "swiglu", "turn"]
 
-PARALLEL_ROWS = 64  # below it, waking other threads costs more than it saves
+ROWS = 16  # of an item
+TOGETHER = 64  # rows from which on it is worth waking other threads
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -23,10 +37,9 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
     times `weight` `[width]`."""
     rows, width = hidden.shape
     out = torch.empty_like(hidden)
-    run = _add_norm_parallel if rows >= PARALLEL_ROWS else _add_norm
-    run(
-        hidden.data_ptr(), delta.data_ptr() if delta is not None else 0, weight.data_ptr(),
-        out.data_ptr(), rows, width, np.float32(eps),
+    _do(
+        _add_norms, rows, hidden.data_ptr(), delta.data_ptr() if delta is not None else 0,
+        weight.data_ptr(), out.data_ptr(), width, f32_bits(eps),
     )  # fmt: skip
     return out
 
@@ -35,8 +48,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE, in place, of `x` `[rows, heads, head_dim]`, the last two dense; cos and sin are
     `[rows, head_dim / 2]` float32."""
     rows, heads, dim = x.shape
-    run = _turn_parallel if rows >= PARALLEL_ROWS else _turn
-    run(x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), rows, heads, dim)
+    _do(_turns, rows, x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), heads, dim)
     return x
 
 
@@ -44,24 +56,18 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) · up of `[rows, 2 · width]`: `[rows, width]`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype)
-    run = _swiglu_parallel if rows >= PARALLEL_ROWS else _swiglu
-    run(gate_up.data_ptr(), out.data_ptr(), rows, width)
+    _do(_swiglus, rows, gate_up.data_ptr(), out.data_ptr(), width)
     return out
 
 
-def compiled() -> None:
-    """Compile all of it, which takes seconds the first time, before there is a request."""
-    for run in (_add_norm, _add_norm_parallel):
-        run(0, 0, 0, 0, 0, 0, np.float32(1.0))  # of no rows
-    for turn_ in (_turn, _turn_parallel):
-        turn_(0, 0, 0, 0, 0, 0, 0)
-    for swiglu_ in (_swiglu, _swiglu_parallel):
-        swiglu_(0, 0, 0, 0)
+def _do(work: Shared, rows: int, *arguments: int) -> None:
+    run = work.together if rows >= TOGETHER else work.alone
+    run(-(-rows // ROWS), rows, *arguments)
 
 
 @native
-def _add_norm_row(
-    row: int, hidden: int, delta: int, weight: int, out: int, width: int, eps: np.float32
+def _add_norm(
+    row: int, hidden: int, delta: int, weight: int, out: int, width: int, eps: Any
 ) -> None:
     h, w, o = u16_at(hidden), u16_at(weight), u16_at(out)
     at = row * width
@@ -77,24 +83,18 @@ def _add_norm_row(
         o[at + i] = to_bf16(bf16(w[i]) * bf16(to_bf16(bf16(h[at + i]) * scale)))
 
 
-@native
-def _add_norm(
-    hidden: int, delta: int, weight: int, out: int, rows: int, width: int, eps: np.float32
-) -> None:
-    for row in range(rows):
-        _add_norm_row(row, hidden, delta, weight, out, width, eps)
-
-
-@parallel
-def _add_norm_parallel(
-    hidden: int, delta: int, weight: int, out: int, rows: int, width: int, eps: np.float32
-) -> None:
-    for row in numba.prange(rows):
-        _add_norm_row(row, hidden, delta, weight, out, width, eps)
+@Shared
+def _add_norms(address: Any) -> None:
+    a = i64_at(address)
+    item = next_item(address)
+    while item >= 0:
+        for row in range(item * ROWS, min((item + 1) * ROWS, a[2])):
+            _add_norm(row, a[3], a[4], a[5], a[6], a[7], f32(a[8]))
+        item = next_item(address)
 
 
 @native
-def _turn_row(row: int, qkv: int, stride: int, cos: int, sin: int, heads: int, dim: int) -> None:
+def _turn(row: int, qkv: int, stride: int, cos: int, sin: int, heads: int, dim: int) -> None:
     x, c, s = u16_at(qkv), f32_at(cos), f32_at(sin)
     half = dim // 2
     angle = row * half
@@ -106,22 +106,18 @@ def _turn_row(row: int, qkv: int, stride: int, cos: int, sin: int, heads: int, d
             x[at + half + i] = to_bf16(b * c[angle + i] + a * s[angle + i])
 
 
-@native
-def _turn(qkv: int, stride: int, cos: int, sin: int, rows: int, heads: int, dim: int) -> None:
-    for row in range(rows):
-        _turn_row(row, qkv, stride, cos, sin, heads, dim)
-
-
-@parallel
-def _turn_parallel(
-    qkv: int, stride: int, cos: int, sin: int, rows: int, heads: int, dim: int
-) -> None:
-    for row in numba.prange(rows):
-        _turn_row(row, qkv, stride, cos, sin, heads, dim)
+@Shared
+def _turns(address: Any) -> None:
+    a = i64_at(address)
+    item = next_item(address)
+    while item >= 0:
+        for row in range(item * ROWS, min((item + 1) * ROWS, a[2])):
+            _turn(row, a[3], a[4], a[5], a[6], a[7], a[8])
+        item = next_item(address)
 
 
 @native
-def _swiglu_row(row: int, gate_up: int, out: int, width: int) -> None:
+def _swiglu(row: int, gate_up: int, out: int, width: int) -> None:
     x, o = u16_at(gate_up), u16_at(out)
     gate, up, to = row * 2 * width, row * 2 * width + width, row * width
     for i in range(width):
@@ -133,13 +129,11 @@ def _swiglu_row(row: int, gate_up: int, out: int, width: int) -> None:
         o[to + i] = to_bf16(bf16(to_bf16(g * s)) * bf16(x[up + i]))
 
 
-@native
-def _swiglu(gate_up: int, out: int, rows: int, width: int) -> None:
-    for row in range(rows):
-        _swiglu_row(row, gate_up, out, width)
-
-
-@parallel
-def _swiglu_parallel(gate_up: int, out: int, rows: int, width: int) -> None:
-    for row in numba.prange(rows):
-        _swiglu_row(row, gate_up, out, width)
+@Shared
+def _swiglus(address: Any) -> None:
+    a = i64_at(address)
+    item = next_item(address)
+    while item >= 0:
+        for row in range(item * ROWS, min((item + 1) * ROWS, a[2])):
+            _swiglu(row, a[3], a[4], a[5])
+        item = next_item(address)

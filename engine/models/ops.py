@@ -39,7 +39,6 @@ def ops_for(dtype: torch.dtype, device: torch.device) -> Ops:
         except (ImportError, RuntimeError) as error:  # or it has nowhere to keep what it compiles
             log.warning("bfloat16 is slow here: %s", error)
         else:
-            fused.compiled()
             return Ops(fused.add_norm, fused.turn, fused.swiglu)
     return Ops(_add_norm, _turn, _swiglu)
 

@@ -15,7 +15,7 @@ from kvcache.attention_bf16 import Bf16Plan
 
 @pytest.fixture(params=[0, 10**9], ids=["parallel", "serial"], autouse=True)
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_bf16, "PARALLEL_KEYS", request.param)
+    monkeypatch.setattr(attention_bf16, "TOGETHER", request.param)
 
 
 def world(lengths: list[int], **shape: Any) -> World:
