@@ -72,6 +72,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         token_budget=config.token_budget,
         max_batch=config.max_batch,
         swap=config.preemption == "swap",
+        decode_slowdown=config.decode_slowdown,
     )
     metrics = EngineMetrics(config.model)
     engine = MicroserveEngine(

@@ -45,6 +45,7 @@ class Generation:
     matcher: Matcher | None = None  # where the output stands in its grammar, if it has one
     forks: int = 0  # generations that are still to fork from this one's prompt
     fork_of: str | None = None  # request id of the one to fork from
+    priority: int = 0  # lower is earlier
     started: bool = False  # the sequence exists in the cache
     begin: int | None = None  # where this engine began to compute
     cached: int = 0  # tokens that were here at the start
@@ -75,6 +76,7 @@ class Send:
     done: Future[RemoteSendReply]
     arrived: float  # seconds, monotonic
     started: bool  # the sequence exists in the cache, with pages for all of `tokens`
+    priority: int = 0  # lower is earlier
     failure: MicroserveError | None = None
     computed_at: float = 0.0  # seconds, monotonic: from then on it only waits for its puts
 

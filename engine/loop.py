@@ -197,6 +197,7 @@ class StepLoop:
             return False
         try:
             drawn = self._compute(plan)
+            self._scheduler.took(time.monotonic() - began)
         except Exception as error:  # whatever it is, it must not end the loop
             log.exception("a step failed")
             self.stats.failed_steps += 1

@@ -118,6 +118,8 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
     ):
         if getattr(config, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
+    if config.decode_slowdown and not config.decode_slowdown >= 1:
+        parser.error("--decode-slowdown must be at least 1, or 0")
     if config.router and not config.advertise and config.host in ("", "::", "0.0.0.0"):  # noqa: S104
         parser.error(f"on --host {config.host!r} a router needs --advertise to reach it by")
     if bool(config.tls_cert) != bool(config.tls_key):

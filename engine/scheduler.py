@@ -2,26 +2,40 @@
 
 Continuous batching under a token budget. Every step takes, in this order:
 
-1. one token of each running decode, so that neither prefills nor sends ever delay a decode by more
-   than one budget's worth of compute;
-2. chunks of prefills and of sends, first come first served within each kind. While both kinds wait,
-   each gets half of what is left: sends do not starve prefills, nor the other way round.
+1. one token of each running decode, so that neither prefills nor sends ever keep a decode out;
+2. chunks of prefills and of sends, as many tokens as the budget leaves and the pace allows, which
+   is how much longer a step may take than its decodes alone. While both kinds wait, each gets half:
+   sends do not starve prefills, nor the other way round. Decodes starve neither: `LEAST` tokens are
+   always left (`engine.pace`).
+
+Of what a kind gets, n tokens a step, half goes to the oldest job and half to the one with the least
+left, so that short prompts pass long ones and these go on. One with r tokens left is done
+
+- within ceil(r' / (n / 2)) steps, r' being r and at most r of each other job that gets as short;
+- within the sum of ceil(r / (n / 2)) over itself and those that are older;
+
+whichever is earlier, counted from when it has its pages. No stream of short prompts keeps a long
+one from its half, and no long prompts, however many, keep a short one waiting.
+
+Priorities come first: lower is earlier, in the queue, in both halves and, the other way round, in
+who makes room. Nothing is promised to those that are later while others of a lower number come.
 
 A job takes the pages of its whole prompt when it starts: a started prefill never waits for pages.
-Decodes grow page by page; when there are none left, the youngest generation makes room: its pages
-go to a tier, and it waits at the head of the queue for room to bring them back. Where no tier takes
-them, the full ones go to the prefix cache, and it computes the rest again. What it has drawn it
-keeps, so nothing is repeated. Nobody else makes way while pages are on their way, one direction or
-the other, so the oldest generation always progresses.
+Decodes grow page by page; when there are none left, the youngest generation of the last priority
+makes room: its pages go to a tier, and it waits at the head of its priority for room to bring them
+back. Where no tier takes them, the full ones go to the prefix cache, and it computes the rest
+again. What it has drawn it keeps, so nothing is repeated. Nobody else makes way while pages are on
+their way, one direction or the other, so the oldest of the first priority always progresses.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, insort_right
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from engine.job import Generation, Job, Send
+from engine.pace import Pace
 from engine.runner import Chunk
 from kvcache.cache import KVCache
 from kvcache.errors import NoCapacity
@@ -33,22 +47,33 @@ class Scheduler:
     """The queues. Used by the step loop's thread only; `len`s are safe to read from others."""
 
     def __init__(
-        self, cache: KVCache, *, token_budget: int, max_batch: int, swap: bool = True
+        self,
+        cache: KVCache,
+        *,
+        token_budget: int,
+        max_batch: int,
+        swap: bool = True,
+        decode_slowdown: float = 0.0,
     ) -> None:
-        """With `swap`, tiers take the pages of who makes room, as long as they have any."""
+        """With `swap`, tiers take the pages of who makes room, as long as they have any. See `Pace`
+        for `decode_slowdown`."""
         self.wake: Callable[[], object] = lambda: None  # `plan` may find more to do, from now on
-        self.waiting: deque[Generation] = deque()
-        self.running: list[Generation] = []  # started, in the order of arrival
+        # Each by priority; of one priority in the order of arrival.
+        self.waiting: list[Generation] = []
+        self.running: list[Generation] = []  # started
         self.sends: list[Send] = []
         self.preemptions = 0
         self._cache = cache
         self._budget = token_budget
         self._max_batch = max_batch
         self._swap = swap
+        self._pace = Pace(decode_slowdown)
+        self._planned = (0, 0)  # decodes and prompt tokens of the latest plan
         # Of those that wait, whose sequences a tier has: until they are out, and until they return.
         self._leaving: dict[Generation, Future[int]] = {}
         self._returning: dict[Generation, Future[int]] = {}
         self._untouched: set[Generation] = set()  # begun, but nothing of them is computed yet
+        self._unpublished: list[Generation] = []  # whose prompts the latest step went on with
 
     @property
     def full(self) -> bool:
@@ -58,11 +83,11 @@ class Scheduler:
     def add(self, job: Job) -> None:
         """A new job. A generation that is started already (from a lease) runs at once."""
         if isinstance(job, Send):
-            self.sends.append(job)
+            insort_right(self.sends, job, key=_priority)
         elif job.started:
-            self.running.append(job)
+            insort_right(self.running, job, key=_priority)
         else:
-            self.waiting.append(job)
+            insort_right(self.waiting, job, key=_priority)
 
     def remove(self, job: Job) -> None:
         """Forget a job, wherever it is; its sequence is the caller's business if it is started."""
@@ -72,6 +97,8 @@ class Scheduler:
         elif job in self.running:
             self.running.remove(job)
             self._untouched.discard(job)
+            if job in self._unpublished:
+                self._unpublished.remove(job)
         elif job in self.waiting:
             self.waiting.remove(job)
             if self._leaving.pop(job, None) or self._returning.pop(job, None):
@@ -79,32 +106,94 @@ class Scheduler:
 
     def plan(self) -> list[tuple[Job, Chunk]]:
         """The next step's chunks, with room made for each; empty if there is nothing to do."""
+        self._publish()
         waited = set(self._untouched)
         self._admit()
         chosen: list[tuple[Job, Chunk]] = []
         for decode in list(self.running):
             if self._missing(decode) == 1 and self._make_room(decode):
                 chosen.append((decode, self._chunk(decode, 1)))
-        budget = max(self._budget - len(chosen), 2)
+        decodes = len(chosen)
+        for job, count in self._prompts(decodes, waited).items():
+            if isinstance(job, Generation):
+                self._untouched.discard(job)
+                self._unpublished.append(job)
+            chosen.append((job, self._chunk(job, count)))
+        # Making room for one may have preempted another that was chosen before.
+        self._planned = (
+            sum(job.started for job, _ in chosen[:decodes]),
+            sum(len(chunk.tokens) for job, chunk in chosen[decodes:] if job.started),
+        )
+        return [(job, chunk) for job, chunk in chosen if job.started]
+
+    def took(self, seconds: float) -> None:
+        """The step that was planned last took so long."""
+        self._pace.took(*self._planned, seconds)
+
+    def _publish(self) -> None:
+        """What is computed of a prompt can be shared, and copied to a tier, from now on."""
+        for job in self._unpublished:
+            if job.started:
+                self._cache.publish(job.seq_id, job.tokens)
+        self._unpublished.clear()
+
+    def _prompts(self, decodes: int, waited: set[Generation]) -> dict[Job, int]:
+        """How many tokens of which prefills and sends go with so many decodes."""
         prefills = [job for job in self.running if self._missing(job) > 1]
         sends = [job for job in self.sends if self._missing(job) > 0]
-        share = budget // 2 if prefills and sends else budget
-        for job in _alternating(prefills, sends):
+        if not prefills and not sends:
+            return {}
+        budget = self._pace.allowed(decodes, max(self._budget - decodes, 2))
+        half = budget // 2 if sends else 0
+        wanted = sum(map(self._missing, sends))
+        chosen = self._divide(prefills, budget - min(half, wanted), waited)
+        return chosen | self._divide(sends, budget - sum(chosen.values()), waited)
+
+    def _divide(self, jobs: Sequence[Job], budget: int, waited: set[Generation]) -> dict[Job, int]:
+        """Of jobs of one kind, in the order of arrival: half to the first one, the rest to those
+        with the least left. What one does not need is for the next."""
+        chosen: dict[Job, int] = {}
+        least = sorted(jobs, key=lambda job: (job.priority, self._missing(job)))
+        for turn, job in enumerate([*jobs[:1], *least]):
             if budget <= 0:
                 break
-            if not self._make_room(job):
+            worker, count = self._worker(job, jobs, waited)
+            if not self._make_room(worker):
                 continue
-            if isinstance(job, Generation):
-                if job in waited:
-                    self._catch_up(job)
-                self._untouched.discard(job)
-                # What is computed of a prompt can be shared, and copied to a tier, from now on.
-                self._cache.publish(job.seq_id, job.tokens)
-            count = min(self._missing(job), budget, share)
-            chosen.append((job, self._chunk(job, count)))
-            budget -= count
-        # Making room for one may have preempted another that was chosen before.
-        return [(job, chunk) for job, chunk in chosen if job.started]
+            count = min(count - chosen.get(worker, 0), budget if turn else budget - budget // 2)
+            if count > 0:
+                chosen[worker] = chosen.get(worker, 0) + count
+                budget -= count
+        return chosen
+
+    def _worker(self, job: Job, jobs: Sequence[Job], waited: set[Generation]) -> tuple[Job, int]:
+        """Who computes what `job` needs next, and how many tokens of it.
+
+        Prompts that come at once often begin alike. The first one computes that part for all: in
+        place of those that have nothing yet, which then begin with what it has computed.
+        """
+        if job not in self._untouched or not isinstance(job, Generation):
+            return job, self._missing(job)
+        if job in waited:
+            self._catch_up(job)
+        length, earlier = self._cache.length(job.seq_id), True
+        for other in jobs:
+            if other is job:
+                earlier = False
+            elif other.started and (earlier or other not in self._untouched):
+                common = self._common(job, other)
+                if common > max(length, self._cache.length(other.seq_id)):
+                    return other, common - self._cache.length(other.seq_id)
+        return job, self._missing(job)
+
+    def _common(self, job: Job, other: Job) -> int:
+        """Tokens of the full pages that both begin with, but for the last token of `job`."""
+        page = self._cache.layout.page_size
+        limit = min(len(job.tokens) - 1, len(other.tokens)) // page * page
+        for begin in range(0, limit, page):
+            if job.tokens[begin : begin + page] != other.tokens[begin : begin + page]:
+                return begin
+        return limit
 
     def _admit(self) -> None:
         for job, returned in list(self._returning.items()):
@@ -123,7 +212,7 @@ class Scheduler:
     def _run(self, job: Generation) -> None:
         job.started = True
         self.waiting.remove(job)
-        self.running.append(job)
+        insort_right(self.running, job, key=_priority)
 
     def _begin(self, job: Generation) -> bool:
         """A sequence, with room, for a generation that has none; whether there was room."""
@@ -140,10 +229,7 @@ class Scheduler:
         return True
 
     def _catch_up(self, job: Generation) -> None:
-        """Begin with what others have computed of its prompt while it waited for its first chunk.
-
-        Prompts that come at once often begin alike: the first one computes that part for all.
-        """
+        """Begin with what others have computed of its prompt while it waited for a first chunk."""
         cache = self._cache
         with cache.lock:
             cache.remove_sequence(job.seq_id)
@@ -173,7 +259,7 @@ class Scheduler:
         return Chunk(job.seq_id, job.tokens[start:stop], draws)
 
     def _make_room(self, job: Job) -> bool:
-        """Pages for all the job has to compute; the youngest generations make way if need be."""
+        """Pages for all the job has to compute; the last generations make way if need be."""
         while job.started:
             try:
                 self._cache.grow(job.seq_id, job.target)
@@ -197,7 +283,7 @@ class Scheduler:
         self.running.remove(job)
         self._untouched.discard(job)
         job.started = False
-        self.waiting.appendleft(job)
+        self.waiting.insert(bisect_left(self.waiting, job.priority, key=_priority), job)
         self.preemptions += 1
 
     def _swap_out(self, job: Generation) -> bool:
@@ -210,8 +296,5 @@ class Scheduler:
         return True
 
 
-def _alternating(prefills: list[Generation], sends: list[Send]) -> Iterator[Job]:
-    """One of each in turn, then the rest of the longer list."""
-    for index in range(max(len(prefills), len(sends))):
-        yield from prefills[index : index + 1]
-        yield from sends[index : index + 1]
+def _priority(job: Job) -> int:
+    return job.priority

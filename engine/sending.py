@@ -127,6 +127,7 @@ class Sends:
             done=done,
             arrived=time.monotonic(),
             started=True,
+            priority=call.priority,
         )
 
 

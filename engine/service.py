@@ -203,6 +203,7 @@ class MicroserveEngine:
             | (frozenset() if call.ignore_eos else self.eos),
             forks=call.forks,
             fork_of=call.fork_of,
+            priority=call.priority,
         )
         if call.mirror is not None:
             self.cache.check_address(call.mirror.kv_addr, tokens)

@@ -140,6 +140,8 @@ class Engine:
                     sent_tokens=0, cached_tokens=0, computed_tokens=0, bytes=0, ms=0.0
                 )
             body = {"prompt": request.tokens, "begin": begin, "end": end, "kv_addr": kv.kv_addr}
+            if request.priority:
+                body["priority"] = request.priority
             with (
                 member.load.work(tokens=end - begin),
                 attempt.expect(member, request, end) as coming,

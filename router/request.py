@@ -65,6 +65,7 @@ class Request:
     sampling: Sampling
     output: list[int] = field(default_factory=list)
     session: str | None = None  # the client's X-Session-ID, for affinity
+    priority: int = 0  # the client's: lower is earlier, on engines too
     chunk_tokens: int = 1  # how many an engine may gather: a client may want all at once
     siblings: Siblings | None = field(default=None, repr=False, compare=False)  # with n > 1
     _names: list[PageName] = field(default_factory=list, init=False, repr=False, compare=False)

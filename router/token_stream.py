@@ -151,6 +151,8 @@ class TokenStream:
             body["begin"] = self._begin  # else: what has landed
         if request.output:
             body["output"] = request.output
+        if request.priority:
+            body["priority"] = request.priority
         if request.chunk_tokens > 1:
             body["stream_tokens"] = request.chunk_tokens
         elif interval := attempt.runtime.config.stream_interval_ms:

@@ -51,6 +51,9 @@ class EngineConfig:
     max_batch: int = flag(256, "sequences decoded in one step, at most")
     max_waiting: int = flag(1024, "requests waiting for their turn, at most; then no_capacity")
     token_budget: int = flag(512, "tokens run through the model in one step, at most")
+    decode_slowdown: float = flag(
+        1.7, "how much longer prompts may make a step with decodes, about; 0: as the budget allows"
+    )
     lease_ms: int = flag(30_000, "how long a receive lease lives while nobody writes (ms)")
     max_body_mb: int = flag(16, "largest request body (MiB)")
     step_ms: float = flag(20.0, "of the model mock: how long a step takes (ms)")

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 RequestId = Annotated[str, Field(min_length=1, max_length=128)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # lower is earlier
 Tokens = list[Annotated[int, Field(ge=0)]]
 Role = Literal["any", "prefill", "decode"]
 FinishReason = Literal["stop", "length"]
@@ -83,6 +84,7 @@ class RemoteSend(Message):
     begin: int
     end: int
     kv_addr: str
+    priority: Priority = 0
 
 
 class RemoteSendReply(Message):
@@ -182,6 +184,7 @@ class StartGenerate(Sampling):
     output: Tokens = Field(default_factory=list)
     forks: int = Field(default=0, ge=0, le=1024)
     fork_of: RequestId | None = None
+    priority: Priority = 0
     stream: Literal["events", "mux"] = "events"
     stream_id: str | None = None
     stream_tokens: int = Field(default=1, ge=1)

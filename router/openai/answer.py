@@ -237,6 +237,7 @@ class _Answer:
             prompt=self._ask.prompts[prompt],
             sampling=sampling.model_copy(update={"choice": choice}) if choice else sampling,
             session=self._http.headers.get("x-session-id"),
+            priority=self._scope.priority,
             siblings=self._siblings[prompt],
             chunk_tokens=1 if self._ask.stream else WHOLE_CHUNK,
         )

@@ -65,7 +65,12 @@ def make_cache(
 
 
 def generation(
-    number: int, tokens: Sequence[int], *, output: Sequence[int] = (), **sampling: Any
+    number: int,
+    tokens: Sequence[int],
+    *,
+    output: Sequence[int] = (),
+    priority: int = 0,
+    **sampling: Any,
 ) -> Generation:
     """A generation after `tokens` and `output`; greedy unless said otherwise."""
     return Generation(
@@ -75,6 +80,7 @@ def generation(
         prompt_len=len(tokens),
         sampling=Sampling(**{"temperature": 0.0, **sampling}),
         stop_ids=frozenset(sampling.get("stop_token_ids", ())),
+        priority=priority,
     )
 
 

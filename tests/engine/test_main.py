@@ -47,6 +47,8 @@ def test_defaults_are_those_of_the_config():
         ["--page-size", "0"],
         ["--max-batch", "0"],
         ["--token-budget", "-5"],
+        ["--decode-slowdown", "0.9"],
+        ["--decode-slowdown", "nan"],
         ["--lease-ms", "0"],
         ["--pool-pages", "-1"],
         ["--threads", "-1"],

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
 from engine_helpers import generation, make_cache
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from engine.job import Generation, Send
+from engine.job import Generation, Job, Send
 from engine.scheduler import Scheduler
 from kvcache.cache import KVCache
 from kvcache.types import SeqId
@@ -24,10 +27,14 @@ def make() -> Iterator[Make]:
     caches: list[KVCache] = []
 
     def build(
-        pages: int = 64, *, budget: int = 64, max_batch: int = 16
+        pages: int = 64, *, budget: int = 64, max_batch: int = 16, slowdown: float = 0.0
     ) -> tuple[Scheduler, KVCache]:
-        caches.append(make_cache(pages=pages))
-        return Scheduler(caches[-1], token_budget=budget, max_batch=max_batch), caches[-1]
+        cache = make_cache(pages=pages)
+        caches.append(cache)
+        scheduler = Scheduler(
+            cache, token_budget=budget, max_batch=max_batch, decode_slowdown=slowdown
+        )
+        return scheduler, cache
 
     yield build
     for cache in caches:
@@ -139,12 +146,182 @@ def test_one_kind_alone_gets_all(make: Make):
     assert step(scheduler, cache) == {"s1": 30}
 
 
-def test_first_come_first_served(make: Make):
+def test_alike_first_come_first_served(make: Make):
     scheduler, cache = make(budget=32)
     for number in range(3):
         scheduler.add(generation(number, range(1000 * number, 1000 * number + 40)))
     assert step(scheduler, cache) == {"r0": 32}
     assert step(scheduler, cache) == {"r0": 8, "r1": 24}
+
+
+def test_a_short_prompt_passes_long_ones_however_many(make: Make):
+    scheduler, cache = make(pages=200)
+    for number in range(5):
+        scheduler.add(generation(number, range(1000 * number, 1000 * number + 500)))
+    step(scheduler, cache)
+    scheduler.add(generation(9, range(9000, 9030)))
+    assert step(scheduler, cache) == {"r0": 34, "r9": 30}
+
+
+def test_a_short_send_passes_a_long_one(make: Make):
+    scheduler, cache = make()
+    scheduler.add(send(cache, 1, list(range(300))))
+    step(scheduler, cache)
+    scheduler.add(send(cache, 2, list(range(1000, 1020))))
+    assert step(scheduler, cache) == {"s1": 44, "s2": 20}
+
+
+def test_no_stream_of_short_prompts_keeps_a_long_one_from_its_half(make: Make):
+    scheduler, cache = make(pages=200)
+    long = generation(1, range(320))
+    scheduler.add(long)
+    for number in range(10):
+        shorts = [
+            generation(base, range(100 * base, 100 * base + 40))
+            for base in (100 + 2 * number, 101 + 2 * number)
+        ]
+        for job in shorts:
+            scheduler.add(job)
+        assert step(scheduler, cache)["r1"] == 32
+        for job in shorts:
+            finish(scheduler, cache, job)
+    assert len(long.tokens) == 321
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 200)), min_size=1, max_size=6),
+    kind=st.sampled_from([Generation, Send]),
+)
+@settings(deadline=None)
+def test_every_prompt_is_computed_within_both_bounds(
+    prompts: list[tuple[int, int]], kind: type[Job]
+):
+    """Those of the module's docstring, for prompts that come at any time, of any length."""
+    cache = make_cache(pages=100)
+    budget = 40
+    scheduler = Scheduler(cache, token_budget=budget, max_batch=16)
+    half = (budget - len(prompts)) // 2  # one that has a token left takes it out of the budget
+    arrivals = sorted(prompts, key=lambda prompt: prompt[0])
+    left: dict[str, int] = {}
+    allowed: dict[str, int] = {}  # the last step in which it may be done
+    at = 0
+    while left or at <= arrivals[-1][0]:
+        for number, (when, length) in enumerate(arrivals):
+            if when == at:
+                tokens = range(1000 * number, 1000 * number + length)
+                job = generation(number, tokens) if kind is Generation else None
+                scheduler.add(job or send(cache, number, list(tokens)))
+                name = f"{'r' if job else 's'}{number}"
+                left[name] = length
+                older = sum(math.ceil(other / half) for other in left.values())
+                later = [other for then, other in arrivals if then > at]
+                others = [*left.values(), *later]
+                shorter = sum(min(other, length) for other in others)  # itself among them
+                allowed[name] = at + min(older, math.ceil(shorter / half)) - 1
+        done = step(scheduler, cache)
+        for job in list(scheduler.running):
+            if job.target > job.prompt_len:
+                finish(scheduler, cache, job)
+        for name, count in done.items():
+            left[name] -= count
+            if not left[name]:
+                del left[name]
+                assert at <= allowed[name], name
+        at += 1
+    cache.check_integrity()
+    cache.transport.close()
+
+
+def test_what_several_prompts_begin_with_is_computed_once_whoever_is_first(make: Make):
+    """Shorter ones let the one that computes it go on in their place."""
+    scheduler, cache = make(pages=200, budget=32)
+    shared = list(range(64))
+    long, other = generation(1, range(5000, 5300)), generation(2, [*shared, *range(600, 800)])
+    short, same = generation(3, [*shared, 900, 901]), generation(4, [*shared, 900, 901])
+    for job in (long, other, short, same):
+        scheduler.add(job)
+    for _ in range(4):
+        assert step(scheduler, cache) == {"r1": 16, "r2": 16}
+    assert step(scheduler, cache) == {"r1": 16, "r3": 2, "r4": 2, "r2": 12}
+    assert (short.cached, same.cached) == (64, 64)
+
+
+def test_prompts_take_what_the_pace_of_the_decodes_allows(make: Make):
+    scheduler, cache = make(pages=200, budget=256, slowdown=2.0)
+
+    def timed() -> dict[str, int]:
+        """A step; 10 ms, and 0.25 ms more for each token of a prompt."""
+        done = step(scheduler, cache)
+        scheduler.took(0.01 + 0.00025 * sum(n for n in done.values() if n > 1))
+        return done
+
+    scheduler.add(generation(1, range(100)))
+    assert timed() == {"r1": 100}
+    scheduler.add(generation(2, range(1000, 1500)))
+    scheduler.add(send(cache, 3, list(range(2000, 2500))))
+    assert [timed(), timed()] == [{"r1": 1}] * 2  # to see how long that takes
+    for _ in range(8):
+        assert timed().keys() == {"r1", "r2", "s3"}
+    done = timed()
+    assert (done["r1"], done["r2"], done["s3"]) == (1, 20, pytest.approx(20, abs=1))
+
+
+def test_prompts_go_on_however_slow_they_are(make: Make):
+    scheduler, cache = make(pages=200, budget=256, slowdown=1.5)
+    scheduler.add(generation(1, range(10)))
+    step(scheduler, cache)
+    for _ in range(3):
+        step(scheduler, cache)
+        scheduler.took(0.001)
+    scheduler.add(generation(2, range(1000, 1500)))
+    scheduler.add(send(cache, 3, list(range(2000, 2500))))
+    for _ in range(20):
+        assert step(scheduler, cache) == {"r1": 1, "r2": 8, "s3": 8}
+        scheduler.took(10.0)
+
+
+def test_who_has_priority_overtakes_those_that_wait(make: Make):
+    scheduler, cache = make(max_batch=1)
+    first = generation(1, [1])
+    scheduler.add(first)
+    step(scheduler, cache)
+    for number, priority in ((2, 0), (3, -1), (4, 1), (5, -1), (6, 0)):
+        scheduler.add(generation(number, [number], priority=priority))
+    assert [job.request_id for job in scheduler.waiting] == ["r3", "r5", "r2", "r6", "r4"]
+    finish(scheduler, cache, first)
+    assert step(scheduler, cache) == {"r3": 1}
+
+
+def test_who_has_priority_gets_both_halves(make: Make):
+    scheduler, cache = make(budget=32)
+    scheduler.add(generation(1, range(100)))
+    scheduler.add(generation(2, range(1000, 1020)))
+    scheduler.add(generation(3, range(2000, 2100), priority=-1))
+    assert step(scheduler, cache) == {"r3": 32}
+    low, high = send(cache, 4, list(range(3000, 3100))), send(cache, 5, list(range(4000, 4100)))
+    high.priority = -1
+    scheduler.add(low)
+    scheduler.add(high)
+    assert step(scheduler, cache) == {"r3": 16, "s5": 16}
+
+
+def test_the_last_priority_makes_room_and_of_it_the_youngest(make: Make):
+    scheduler, cache = make(pages=12)
+    jobs = [
+        generation(number, range(1000 * number, 1000 * number + 40), priority=priority)
+        for number, priority in ((1, 1), (2, 1), (3, 0))
+    ]
+    for job in jobs:
+        scheduler.add(job)
+    while not scheduler.preemptions:
+        step(scheduler, cache)
+    assert [job.request_id for job in scheduler.running] == ["r3", "r1"]
+    late = generation(4, range(9000, 9016), priority=1)
+    scheduler.add(late)
+    assert scheduler.waiting == [jobs[1], late]  # it stays at the head of its own
+    urgent = generation(5, range(9100, 9116), priority=0)
+    scheduler.add(urgent)
+    assert scheduler.waiting == [urgent, jobs[1], late]
 
 
 def test_what_is_cached_is_not_computed(make: Make):
@@ -166,10 +343,11 @@ def test_who_waits_for_its_first_chunk_begins_with_what_others_have_computed_mea
     for job in (first, second, stranger):
         scheduler.add(job)
     assert [step(scheduler, cache) for _ in range(3)] == [
-        {"r1": 40},
-        {"r1": 40},
-        {"r1": 20, "r2": 12, "r3": 8},
+        {"r1": 30, "r3": 10},
+        {"r3": 1, "r1": 39},
+        {"r3": 1, "r1": 31},  # the second one waits: all of its 80 tokens are about to be there
     ]
+    assert step(scheduler, cache) == {"r1": 1, "r3": 1, "r2": 12}
     assert (second.cached, second.begin) == (80, 80)
     assert (stranger.cached, stranger.begin) == (0, 0)
 

@@ -198,6 +198,8 @@ async def test_priorities(route, fake):
         order = [h["x-request-id"] for h, (call, _) in zip(a.headers, a.calls, strict=True)
                  if call == "start_generate"]  # fmt: skip
         assert order[-3:] == ["first", "second", "last"]
+        told = [body.get("priority", 0) for call, body in a.calls if call == "start_generate"]
+        assert told[-3:] == [-2, -1, 0]  # for the engine's own queue
         await r.settled()
 
 
