@@ -84,8 +84,9 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
         except (ImportError, RuntimeError) as error:  # or it has nowhere to keep what it compiles
             log.warning("attention in bfloat16 is slow here: %s", error)
         else:
-            compiled(layout.held.heads, group, layout.head_dim, layout.page_size)
-            return partial(Bf16Plan, page_size=layout.page_size, group=group)
+            heads, dim, page_size = layout.held.heads, layout.head_dim, layout.page_size
+            compiled(heads, group, dim, page_size)
+            return partial(Bf16Plan, kv_heads=heads, group=group, dim=dim, page_size=page_size)
     return partial(StablePlan, page_size=layout.page_size, group=group, device=device)
 
 

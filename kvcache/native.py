@@ -18,6 +18,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 __all__ = [
@@ -30,10 +31,12 @@ __all__ = [
     "i32_at",
     "i64_at",
     "inlined",
+    "larger",
     "native",
     "next_item",
     "to_bf16",
     "u16_at",
+    "u32_at",
 ]
 
 log = logging.getLogger(__name__)
@@ -126,6 +129,7 @@ def _pointer(kind: Any) -> Any:
 # An address as a pointer, to be indexed.
 u16_at = _pointer(types.uint16)
 f32_at = _pointer(types.float32)
+u32_at = _pointer(types.uint32)
 i32_at = _pointer(types.int32)
 i64_at = _pointer(types.int64)
 
@@ -191,6 +195,24 @@ def to_bf16(value: Any) -> Any:
     bits = _as_bits(numba.float32(value))
     odd = (bits >> numba.uint32(16)) & numba.uint32(1)
     return numba.uint16((bits + numba.uint32(0x7FFF) + odd) >> numba.uint32(16))
+
+
+def _maximum() -> Any:
+    @intrinsic
+    def maximum(typing_context: Any, a: Any, b: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 2)
+            name = "llvm.maxnum.f32"
+            function = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
+            return builder.call(function, arguments, fastmath=["fast"])
+
+        return types.float32(types.float32, types.float32), generate
+
+    return maximum
+
+
+# The larger of two float32. Loops over Python's `max` are not made vectors of.
+larger = _maximum()
 
 
 # Not `native`: the order of the additions is what rounds.

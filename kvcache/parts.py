@@ -2,8 +2,7 @@
 
 Sequences that begin alike hold the same pages (the prefix cache saw to that), and so do the tokens
 of one chunk. What several rows share is read once for all of them (a cascade, as in FlashInfer's
-multi-level attention); what is long is cut, so that threads may share it. What a row has read in
-several items is merged by the log-sum-exp rule.
+multi-level attention); what a row has read in several items is merged by the log-sum-exp rule.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ from typing import NamedTuple
 
 from kvcache.types import PageId
 
-__all__ = ["Part", "Row", "parts_of"]
+__all__ = ["Part", "Read", "Row", "parts_of"]
 
 
 class Row(NamedTuple):
-    """A query: it sees the first `length` keys of `pages`."""
+    """A row of the step, a query: it sees the first `length` keys of `pages`."""
 
+    row: int
     pages: Sequence[PageId]
     length: int
 
@@ -26,54 +26,47 @@ class Row(NamedTuple):
 class Part(NamedTuple):
     """Keys `[begin, end)` of the pages that all `rows` have there; `begin` is where a page is."""
 
-    rows: list[int]
+    rows: list[Row]
     begin: int
     end: int
 
 
-def parts_of(
-    rows: Sequence[Row], page_size: int, *, share: int, most: int, work: int, least: int
-) -> list[Part]:
-    """Every key of every row, exactly once.
+class Read(NamedTuple):
+    """A part for a kernel: `pages` are those from `begin` on. Of its readers, the row, the key
+    before which it stops, and its place among the pieces that are merged, or -1: what it reads
+    here is all that it reads."""
 
-    Pages are read together where that saves `share` keys or more, by at most `most` rows. A part of
-    more keys than `work` divided by its rows, and than `least`, is cut (between pages).
-    """
+    readers: list[tuple[int, int, int]]
+    pages: Sequence[PageId]
+    begin: int
+    end: int
+
+
+def parts_of(rows: Sequence[Row], page_size: int, *, share: int | None) -> list[Part]:
+    """Every key of every row, exactly once. Where that saves `share` keys or more, pages are read
+    together; never, with None."""
+    if share is None:
+        return [Part([row], 0, row.length) for row in rows]
     found: list[Part] = []
-    _walk(list(range(len(rows))), 0, 0, rows, page_size, share, found)
-    cut: list[Part] = []
-    for part in found:
-        for first in range(0, len(part.rows), most):
-            together = part.rows[first : first + most]
-            keys = max(work // len(together), least)
-            step = -(-keys // page_size) * page_size
-            for begin in range(part.begin, part.end, step):
-                cut.append(Part(together, begin, min(begin + step, part.end)))
-    return cut
+    _walk(rows, 0, 0, page_size, share, found)
+    return found
 
 
 def _walk(
-    members: list[int],
-    at: int,
-    since: int,
-    rows: Sequence[Row],
-    page_size: int,
-    share: int,
-    found: list[Part],
+    rows: Sequence[Row], at: int, since: int, page_size: int, share: int, found: list[Part]
 ) -> None:
-    """`members` have the same pages up to `at`, of which nothing is in a part from `since` on."""
-    by_page: dict[int, list[int]] = {}
-    for member in members:
-        row = rows[member]
+    """`rows` have the same pages up to `at`, of which nothing is in a part from `since` on."""
+    by_page: dict[int, list[Row]] = {}
+    for row in rows:
         if row.length // page_size > at:
-            by_page.setdefault(row.pages[at], []).append(member)
+            by_page.setdefault(row.pages[at], []).append(row)
         elif row.length > since * page_size:
-            found.append(Part([member], since * page_size, row.length))
+            found.append(Part([row], since * page_size, row.length))
     for alike in by_page.values():
         if len(alike) == 1:
-            found.append(Part(alike, since * page_size, rows[alike[0]].length))
+            found.append(Part(alike, since * page_size, alike[0].length))
             continue
-        whole = [list(rows[m].pages[at : rows[m].length // page_size]) for m in alike]
+        whole = [list(row.pages[at : row.length // page_size]) for row in alike]
         low, high = min(whole), max(whole)  # which part ways before any other two do
         end = at + next(
             (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b),
@@ -81,6 +74,6 @@ def _walk(
         )
         if (end - since) * page_size * (len(alike) - 1) >= share:
             found.append(Part(alike, since * page_size, end * page_size))
-            _walk(alike, end, end, rows, page_size, share, found)
+            _walk(alike, end, end, page_size, share, found)
         else:
-            _walk(alike, end, since, rows, page_size, share, found)
+            _walk(alike, end, since, page_size, share, found)

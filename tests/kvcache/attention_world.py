@@ -13,17 +13,17 @@ from kvcache.layout import KVLayout
 from kvcache.pool import SCRATCH_PAGE
 from kvcache.types import PageId
 
-__all__ = ["DIM", "World"]
+__all__ = ["World"]
 
-DIM, CPU = 16, torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 @dataclass
 class Sequence_:
     """One sequence's queries, keys and values at every position, and its pages."""
 
-    q: torch.Tensor  # [length, heads, DIM]
-    k: torch.Tensor  # [length, kv_heads, DIM]
+    q: torch.Tensor  # [length, heads, dim]
+    k: torch.Tensor  # [length, kv_heads, dim]
     v: torch.Tensor
     pages: list[PageId]
 
@@ -38,21 +38,22 @@ class World:
         page_size: int = 16,
         kv_heads: int = 2,
         group: int = 3,
+        dim: int = 16,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.page_size, self.group, self.kv_heads = page_size, group, kv_heads
-        self.planner = planner_for(KVLayout(1, 1, page_size, kv_heads, DIM, dtype), group, CPU)
+        self.page_size, self.group, self.kv_heads, self.dim = page_size, group, kv_heads, dim
+        self.planner = planner_for(KVLayout(1, 1, page_size, kv_heads, dim, dtype), group, CPU)
         counts = [-(-length // page_size) for length in lengths]
         order = [PageId(page) for page in range(1, sum(counts) + 1)]
         random.Random(2).shuffle(order)
-        shape = (sum(counts) + 1, 3, 2, page_size, kv_heads, DIM)  # of three layers the middle one
+        shape = (sum(counts) + 1, 3, 2, page_size, kv_heads, dim)  # of three layers the middle one
         self.pool = torch.full(shape, torch.nan, dtype=dtype)[:, 1]
         self.pool[SCRATCH_PAGE] = 0.0
         self.sequences = []
         for length, count in zip(lengths, counts, strict=True):
             q, k, v = (
-                torch.randn(length, heads, DIM, generator=generator).to(dtype)
+                torch.randn(length, heads, dim, generator=generator).to(dtype)
                 for heads in (kv_heads * group, kv_heads, kv_heads)
             )
             self.sequences.append(Sequence_(q, k, v, order[:count]))
@@ -82,7 +83,7 @@ class World:
         length = len(sequence.q)
         k = sequence.k.double().repeat_interleave(self.group, 1)
         v = sequence.v.double().repeat_interleave(self.group, 1)
-        scores = torch.einsum("qhd,khd->hqk", sequence.q.double(), k) * DIM**-0.5
+        scores = torch.einsum("qhd,khd->hqk", sequence.q.double(), k) * self.dim**-0.5
         mask = torch.ones(length, length, dtype=torch.bool).tril()
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).float()

@@ -1,0 +1,114 @@
+"""Tiles of a product in bfloat16, on processors with AVX-512 BF16: as fast as oneDNN's, in place.
+
+A tile is a few rows by `WIDTH` columns, all of it in registers: in a step, pairs of numbers of each
+row are multiplied with pairs of each column, and added in float32 (`vdpbf16ps`). So the right side
+has to lie in pairs: `[depth / 2, WIDTH, 2]`.
+
+LLVM has other names for these instructions in each version, so they are given as what an assembler
+reads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = ["ROWS", "WIDTH", "available", "multiply", "multiply_add"]
+
+ROWS = 6  # 6 · 4 sums, a row's pair and 4 columns' are 29 of the processor's 32 registers
+WIDTH = 64
+LANES = 16
+
+I32, I64 = ir.IntType(32), ir.IntType(64)
+INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(ir.FloatType(), LANES)
+
+
+@cache
+def available() -> bool:
+    """Whether this processor has the instructions."""
+    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+def _tile(*, add: bool) -> Any:
+    """A function (a, b, c, depth, a_row, c_row; and with `add` scale): c = a · b.
+
+    a is `[ROWS, depth]`, b `[depth / 2, WIDTH, 2]`, both bfloat16, and c `[ROWS, WIDTH]` float32:
+    addresses, with bytes between the rows of a and c; depth is even. With `add` it is
+    c · scale + a · b, scale `[ROWS]` float32.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a, b, c, depth, a_row, c_row, *scale = arguments
+        rows = [builder.add(a, builder.mul(I64(m), a_row)) for m in range(ROWS)]
+        sums = []
+        for m in range(ROWS):
+            begin = builder.add(c, builder.mul(I64(m), c_row))
+            places = [builder.add(begin, I64(64 * n)) for n in range(WIDTH // LANES)]
+            for place in places:
+                value = ir.Constant(FLOATS, None)
+                if add:
+                    by = _everywhere(
+                        builder, _load(builder, builder.add(scale[0], I64(4 * m)), I32)
+                    )
+                    value = _load(builder, place, FLOATS)
+                    value = builder.fmul(value, builder.bitcast(by, FLOATS))
+                total = cgutils.alloca_once_value(builder, value)  # type: ignore[no-untyped-call]
+                sums.append((total, place))
+        with cgutils.for_range(builder, builder.lshr(depth, I64(1)), intp=I64) as loop:
+            step = builder.add(b, builder.mul(loop.index, I64(4 * WIDTH)))
+            columns = [
+                _load(builder, builder.add(step, I64(64 * n)), INTS) for n in range(WIDTH // LANES)
+            ]
+            pair = builder.mul(loop.index, I64(4))
+            for m, row in enumerate(rows):
+                mine = _everywhere(builder, _load(builder, builder.add(row, pair), I32))
+                for n, column in enumerate(columns):
+                    total = sums[m * len(columns) + n][0]
+                    builder.store(_multiplied(builder, mine, column, builder.load(total)), total)
+        for total, place in sums:
+            value = builder.load(total)
+            builder.store(value, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    if add:
+
+        @intrinsic
+        def tile_add(
+            context: Any, a: Any, b: Any, c: Any, depth: Any, a_row: Any, c_row: Any, scale: Any
+        ) -> Any:
+            return types.void(*[types.int64] * 7), generate
+
+        return tile_add
+
+    @intrinsic
+    def tile(context: Any, a: Any, b: Any, c: Any, depth: Any, a_row: Any, c_row: Any) -> Any:
+        return types.void(*[types.int64] * 6), generate
+
+    return tile
+
+
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+
+
+def _everywhere(builder: Any, value: Any) -> Any:
+    """A number in all lanes."""
+    one = builder.insert_element(ir.Constant(INTS, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(one, one, ir.Constant(INTS, [0] * LANES))
+
+
+def _multiplied(builder: Any, a: Any, b: Any, to: Any) -> Any:
+    """to + a₀b₀ + a₁b₁ of the pairs in each lane."""
+    function = ir.FunctionType(FLOATS, [INTS, INTS, FLOATS])
+    code = "vdpbf16ps $2, $1, $0"
+    return builder.asm(function, code, "=v,v,v,0", [a, b, to], False)
+
+
+binding.initialize_native_asmparser()
+multiply = _tile(add=False)
+multiply_add = _tile(add=True)
