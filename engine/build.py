@@ -50,8 +50,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     dtype = _dtype(config)
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))  # read when it is first imported
-    model = load_model(config.model, dtype=dtype, device=device)
+    model = load_model(config.model, dtype=dtype, device=device, quantization=config.quantization)
     layout = _layout(model, config, dtype)
     fingerprint = layout.fingerprint(_kv_digest(model))
     cache = KVCache(
@@ -178,4 +177,6 @@ def _layout(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVL
 def _kv_digest(model: LoadedModel) -> str:
     """What keys and values depend on beside the layout: the weights, and RoPE with the config."""
     what = f"{model.weights_digest}|{model.config}"
+    if model.quantization != "none":
+        what += f"|{model.quantization}"
     return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()

@@ -65,11 +65,11 @@ def digest_files(paths: Iterable[Path]) -> str:
 def _places(transformer: Transformer) -> dict[str, Tensor]:
     """Where each tensor goes, by its Hugging Face name: a weight, or a part of a fused one."""
     places: dict[str, Tensor] = {
-        "model.embed_tokens.weight": transformer.embed,
+        "model.embed_tokens.weight": transformer.embed.weight,
         "model.norm.weight": transformer.norm.weight,
     }
-    if transformer.head is not None:
-        places["lm_head.weight"] = transformer.head
+    if transformer.head is not transformer.embed:
+        places["lm_head.weight"] = transformer.head.weight
     for layer in transformer.layers:
         if not isinstance(layer, Layer):
             raise TypeError(f"a layer is a {type(layer)}")

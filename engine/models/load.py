@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -17,7 +18,9 @@ from engine.models.prepare import Source, locate
 from engine.models.tiny import open_tiny
 from engine.models.transformer import Transformer
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "Quantization", "load_model"]
+
+Quantization = Literal["none", "int8"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,7 +30,8 @@ class LoadedModel:
     """A model ready to run. `name` is as typed; the token fields are those of `Tokenization`.
     `transformer` is None for `mock`, which computes nothing.
 
-    `weights_digest` (hex) differs for different weights as stored, before any change of dtype.
+    `weights_digest` (hex) differs for different weights as stored, before any change of dtype and
+    any quantization.
     """
 
     name: str
@@ -40,16 +44,29 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     add_bos: bool
     weights_digest: str
+    quantization: Quantization
 
 
-def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization = "none",
+) -> LoadedModel:
     """Load an alias, a Hugging Face folder, a `.gguf` file or a hub id, fetching it if need be.
 
-    `dtype` is float32, bfloat16 or float16. Raises the errors of `engine.models.errors`.
+    `dtype` is float32, bfloat16 or float16; with quantization, bfloat16 on a CPU. Raises the errors
+    of `engine.models.errors`.
     """
     if dtype not in _DTYPES:
         raise UnsupportedDtype(
             f"{dtype} is not supported; supported are {', '.join(map(str, _DTYPES))}"
+        )
+    if quantization != "none" and (dtype != torch.bfloat16 or device.type != "cpu"):
+        raise UnsupportedDtype(
+            f"{quantization} weights are multiplied in bfloat16 on a CPU (--dtype bfloat16 "
+            f"--device cpu), not in {dtype} on {device}"
         )
     source = locate(name)
     checkpoint = _open(source)
@@ -58,7 +75,9 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
     return LoadedModel(
         name=name,
         config=checkpoint.config,
-        transformer=None if source.kind == "mock" else _ready(checkpoint, dtype, device),
+        transformer=None
+        if source.kind == "mock"
+        else _ready(checkpoint, dtype, device, quantization),
         tokenizer_json=text.tokenizer_json,
         chat_template=text.chat_template,
         bos_token=text.bos_token,
@@ -66,6 +85,7 @@ def load_model(name: str, *, dtype: torch.dtype, device: torch.device) -> Loaded
         eos_token_ids=text.eos_token_ids,
         add_bos=text.add_bos,
         weights_digest=checkpoint.digest,
+        quantization=quantization,
     )
 
 
@@ -81,10 +101,15 @@ def _open(source: Source) -> Checkpoint:
             return open_folder(source.path)
 
 
-def _ready(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Transformer:
+def _ready(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: Quantization
+) -> Transformer:
     transformer = assemble(checkpoint, dtype, device)
-    if dtype == torch.bfloat16 and device.type == "cpu" and torch._C._has_mkldnn:
+    if dtype == torch.bfloat16 and device.type == "cpu":
         with torch.inference_mode():
-            transformer.pack()
+            if quantization == "int8":
+                transformer.quantize()
+            elif torch._C._has_mkldnn:
+                transformer.pack()
         ops_for(dtype, device)
     return transformer

@@ -9,13 +9,14 @@ CPU gives other bits for some other counts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
+from engine.models.linear import Int8Linear, Linear, PackedLinear, empty_weight
 from engine.models.ops import Ops, ops_for, rms_norm
 from engine.models.rope import rope_table
 
@@ -43,11 +44,12 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self.embed = _weight(config.vocab_size, config.hidden_size, dtype=dtype)
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self.embed = Linear(hidden, vocab, bias=False, dtype=dtype)  # its rows are looked up
         self.layers = nn.ModuleList(Layer(config, i, dtype) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         tied = config.tie_embeddings
-        self.head = None if tied else _weight(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.head = self.embed if tied else Linear(hidden, vocab, bias=False, dtype=dtype)
         self.eval()
 
     def allocate(self, device: torch.device) -> None:
@@ -55,7 +57,9 @@ class Transformer(nn.Module):
         # `to_empty` would do, after half a second of importing sympy.
         for module in self.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
-                setattr(module, name, _weight(*weight.shape, dtype=weight.dtype, device=device))
+                setattr(
+                    module, name, empty_weight(*weight.shape, dtype=weight.dtype, device=device)
+                )
         for name, table in zip(("cos", "sin"), rope_table(self.config), strict=True):
             self.register_buffer(name, table.to(device), persistent=False)
 
@@ -66,7 +70,7 @@ class Transformer(nn.Module):
         [0, context_length). Padding rows may hold any token and position: they touch no other row,
         and what becomes of them in `attention` is the cache's business.
         """
-        hidden = F.embedding(tokens, self.embed)
+        hidden = self.embed.rows(tokens)
         cos, sin = self.cos[positions], self.sin[positions]
         ops = ops_for(hidden.dtype, hidden.device)
         delta = None
@@ -76,16 +80,27 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab] float32 of hidden states [R, hidden], R a multiple of four."""
-        weight = self.embed if self.head is None else self.head
-        return _linear(hidden, weight).float()
+        logits: Tensor = self.head(hidden)
+        return logits.float()
 
     def pack(self) -> None:
-        """Lay the weights out as the matrix products want them, where torch can: on CPU, in
-        bfloat16. They can be used for nothing else then."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.weight = _packed(module.weight)
-        self.head = _packed(self.embed if self.head is None else self.head)
+        """Lay the weights out as the matrix products want them: on CPU, in bfloat16."""
+        self._multiply_by(PackedLinear)
+
+    def quantize(self) -> None:
+        """Round the weights of all matrix products to int8: on CPU, in bfloat16. Of tied embeddings
+        the rows are looked up in what the head has, so that there is no second copy."""
+        tied = self.head is self.embed
+        self._multiply_by(Int8Linear)
+        if tied:
+            self.embed = self.head
+
+    def _multiply_by(self, kind: Callable[[Linear], Linear]) -> None:
+        for layer in self.layers:
+            for name, child in list(layer.named_children()):
+                if isinstance(child, Linear):
+                    setattr(layer, name, kind(child))
+        self.head = kind(self.head)
 
 
 class Layer(nn.Module):
@@ -143,45 +158,13 @@ class Layer(nn.Module):
         return out
 
 
-class Linear(nn.Module):
-    """x · weightᵀ + bias. Torch's own would first draw random weights, only to be overwritten."""
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = _weight(outputs, inputs, dtype=dtype)
-        self.bias = _weight(outputs, dtype=dtype) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _linear(x, self.weight, self.bias)
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) over the last dimension, in float32, times a weight of the given shape."""
 
     def __init__(self, *shape: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = _weight(*shape, dtype=dtype)
+        self.weight = empty_weight(*shape, dtype=dtype)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
-
-
-def _packed(weight: Tensor) -> nn.Parameter:
-    """`weight` `[out, in]` in the blocked layout of oneDNN, which otherwise makes it anew in each
-    product (`bench/LOG.md` has what that costs)."""
-    blocked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-    return nn.Parameter(blocked, requires_grad=False)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · weightᵀ + bias, with a weight that may be `_packed`."""
-    if not weight.is_mkldnn:
-        return F.linear(x, weight, bias)
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return out
-
-
-def _weight(*shape: int, dtype: torch.dtype, device: torch.device | str = "meta") -> nn.Parameter:
-    """A weight without values; on the meta device without memory too."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

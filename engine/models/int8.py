@@ -1,0 +1,209 @@
+"""Products of few rows in bfloat16 with a weight in int8, on processors with AVX-512 BF16.
+
+Such a product should take what reading the weight takes. Torch's own (`_weight_int8pack_mm`) takes
+twice that on one core, and with more rows loses to bfloat16 weights (`bench/LOG.md`): it multiplies
+in float32, and the processor does not read ahead where rows of the weight are read side by side.
+
+A tile is the product of `rows` rows of x with `outputs` rows of the weight, 32 numbers at a time:
+the weights are widened to bfloat16, which has all of int8, and `vdpbf16ps` adds the products of
+pairs in float32. LLVM has other names for these instructions in each version, so they are given as
+what an assembler reads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+from kvcache.native import Shared, i64_at, next_item
+
+__all__ = ["available", "compiled", "fits", "product"]
+
+numba_ir: Any = cgutils  # it has no types
+
+LANES = 16
+STEP = 32  # numbers of a row at a time
+AHEAD = 6  # tiles whose weights are fetched before their turn
+ITEM = 64  # outputs of an item
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F32 = ir.FloatType()
+BYTES, WORDS = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
+INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+
+
+def available() -> bool:
+    """Whether this processor has the instructions."""
+    return bool(binding.get_host_cpu_features().get("avx512bf16"))
+
+
+def fits(outputs: int, inputs: int) -> bool:
+    """Whether a weight `[outputs, inputs]` is made of whole tiles."""
+    return outputs >= 4 and inputs % STEP == 0
+
+
+def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """x · weightᵀ · scale, `[rows, out]`, of x `[rows, in]`, weight `[out, in]`, scale `[out]`."""
+    x = x.contiguous()
+    rows, (outputs, inputs) = len(x), weight.shape
+    out = x.new_empty((rows, outputs))
+    compiled().together(
+        -(-outputs // ITEM), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), out.data_ptr(),
+        rows, outputs, inputs,
+    )  # fmt: skip
+    return out
+
+
+@cache
+def compiled() -> Shared:
+    """What does the work; it takes seconds the first time. Only where it is `available`: elsewhere
+    LLVM ends the process."""
+    return Shared(_products)
+
+
+def _tile(rows: int, outputs: int) -> Any:
+    """A function (x, weight, scale, out: addresses of the tile's first numbers; rows that there are
+    of x, at least one; rows between those of out; length of a row of x and weight)."""
+
+    @intrinsic
+    def tile(
+        typing: Any, x: Any, w: Any, scale: Any, out: Any, left: Any, wide: Any, k: Any
+    ) -> Any:
+        return types.void(*[types.int64] * 7), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, weight, scale, out, left, wide, length = arguments
+        last = builder.sub(left, I64(1))
+        # Where there are fewer rows than the tile has, the last one is computed more than once.
+        which = []
+        for row in range(rows):
+            beyond = builder.icmp_signed(">", I64(row), last)
+            which.append(builder.select(beyond, last, I64(row)))
+        x_rows = [_at(builder, x, builder.mul(row, length), 2) for row in which]
+        weights = [_at(builder, weight, builder.mul(I64(n), length), 1) for n in range(outputs)]
+        ahead = builder.mul(I64(AHEAD * outputs), length)
+        sums = [
+            numba_ir.alloca_once_value(builder, ir.Constant(FLOATS, None))
+            for _ in range(rows * outputs)
+        ]
+        with numba_ir.for_range_slice(builder, I64(0), length, I64(STEP), I64) as (at, _):
+            widened = []
+            for begin in weights:
+                address = builder.add(begin, at)
+                _prefetch(builder, builder.add(address, ahead))
+                low, high = (
+                    builder.sitofp(
+                        builder.sext(_load(builder, builder.add(address, I64(o)), BYTES), INTS),
+                        FLOATS,
+                    )
+                    for o in (0, LANES)
+                )
+                widened.append(_assembled(builder, "vcvtne2ps2bf16 $1, $2, $0", INTS, low, high))
+            for m, begin in enumerate(x_rows):
+                row = _load(builder, _at(builder, begin, at, 2), INTS)
+                for n, pairs in enumerate(widened):
+                    total = sums[m * outputs + n]
+                    code = "vdpbf16ps $2, $1, $0"
+                    added = _assembled(builder, code, FLOATS, pairs, row, to=builder.load(total))
+                    builder.store(added, total)
+        totals = _add_up(builder, [builder.load(total) for total in sums])
+        places = [n % outputs for n in range(LANES)]
+        scales = _load(builder, scale, ir.VectorType(I16, outputs))
+        scales = builder.shuffle_vector(scales, scales, ir.Constant(INTS, places))
+        scales = builder.bitcast(builder.shl(builder.zext(scales, INTS), _all(16)), FLOATS)
+        bits = _rounded(builder, builder.fmul(totals, scales))
+        for m, row in enumerate(which):
+            mine = ir.Constant(
+                ir.VectorType(I32, outputs), [m * outputs + n for n in range(outputs)]
+            )
+            part = builder.shuffle_vector(bits, bits, mine)
+            address = _at(builder, out, builder.mul(row, wide), 2)
+            builder.store(part, builder.inttoptr(address, part.type.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return tile
+
+
+def _at(builder: Any, address: Any, count: Any, size: int) -> Any:
+    """The address `count` numbers of `size` bytes further."""
+    return builder.add(address, builder.mul(count, I64(size)))
+
+
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = numba_ir.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    # To be read, into the nearest cache; data.
+    builder.call(function, [builder.inttoptr(address, I8.as_pointer()), I32(0), I32(3), I32(1)])
+
+
+def _assembled(builder: Any, code: str, kind: Any, a: Any, b: Any, to: Any = None) -> Any:
+    """What an instruction makes of two vectors, and of what its result is added to."""
+    given = [a, b] if to is None else [a, b, to]
+    constraints = "=v,v,v" if to is None else "=v,v,v,0"
+    function = ir.FunctionType(kind, [value.type for value in given])
+    return builder.asm(function, code, constraints, given, False)
+
+
+def _add_up(builder: Any, vectors: list[Any]) -> Any:
+    """The sum of each vector, in a lane of its own, in their order: a power of two of them."""
+    even = ir.Constant(INTS, [2 * lane for lane in range(LANES)])
+    odd = ir.Constant(INTS, [2 * lane + 1 for lane in range(LANES)])
+    for _ in range(LANES.bit_length() - 1):
+        pairs = zip(vectors[::2], vectors[1::2] or vectors, strict=True)
+        vectors = [
+            builder.fadd(builder.shuffle_vector(a, b, even), builder.shuffle_vector(a, b, odd))
+            for a, b in pairs
+        ]
+    return vectors[0]
+
+
+def _rounded(builder: Any, value: Any) -> Any:
+    """The nearest bfloat16s, ties to even, as their bits."""
+    bits = builder.bitcast(value, INTS)
+    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
+    raised = builder.add(bits, builder.add(odd, _all(0x7FFF)))
+    return builder.trunc(builder.lshr(raised, _all(16)), WORDS)
+
+
+def _all(number: int) -> Any:
+    return ir.Constant(INTS, [number] * LANES)
+
+
+binding.initialize_native_asmparser()
+_tile_1 = _tile(1, 4)
+_tile_2 = _tile(2, 4)
+_tile_4 = _tile(4, 4)
+_tile_8 = _tile(8, 2)
+
+
+def _products(address: Any) -> None:
+    a = i64_at(address)
+    x, weight, scale, out, rows, outputs, inputs = a[2], a[3], a[4], a[5], a[6], a[7], a[8]
+    width = 2 if rows > 4 else 4
+    item = next_item(address)
+    while item >= 0:
+        for tile in range(item * ITEM, min((item + 1) * ITEM, outputs), width):
+            n = min(tile, outputs - width)
+            w, s = weight + n * inputs, scale + 2 * n
+            for m in range(0, rows, 8):
+                left = rows - m
+                xm, to = x + 2 * m * inputs, out + 2 * (m * outputs + n)
+                if rows > 4:
+                    _tile_8(xm, w, s, to, left, outputs, inputs)
+                elif rows > 2:
+                    _tile_4(xm, w, s, to, left, outputs, inputs)
+                elif rows > 1:
+                    _tile_2(xm, w, s, to, left, outputs, inputs)
+                else:
+                    _tile_1(xm, w, s, to, left, outputs, inputs)
+        item = next_item(address)
