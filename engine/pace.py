@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 __all__ = ["LEAST", "Pace"]
 
-# Prompt tokens of a step, also where that takes too long: a page, which is what the cache shares
-# and a send puts. A prompt of N tokens is thus never more than N / 16 steps, whatever decodes.
-LEAST = 16
+# Prompt tokens of a step, also where it lasts too long then: one for each half of prefills and of
+# sends. So nobody waits for ever, and alone a prompt of N tokens takes N / 4 steps at most.
+LEAST = 4
 PROBE_EVERY = 64  # steps
 PROBES = 4
 REMEMBERED = 16  # steps without prompts
