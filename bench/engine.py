@@ -11,13 +11,16 @@ How: SmolLM2-135M in bfloat16 on all cores, one server process each: our engine
 They take turns, `REPEATS` times, and whoever's turn it is not is stopped (SIGSTOP): vLLM's threads
 spin. Prompts are random token ids, fresh each time, so that nothing is cached.
 
-- `decode_bB`: B sequences of 32 tokens of prompt (`_ctx1000`: 1000), tokens per second between the
-  last sequence's first token and the first sequence's last one, while all B decode;
+- `decode_bB`: B sequences of 32 tokens of prompt (`_ctx1000`: 1000; `_shared2000`: and before them
+  2000 that are the same for all), tokens per second between the last sequence's first token and the
+  first sequence's last one, while all B decode; greedy, or `_sampled`: temperature 0.8, top_p 0.95;
 - `prefill_N`: N over the time to the first token of a prompt of N tokens, nothing else running.
 
 Every ratio is ours over theirs, medians: more than 1 is faster than vLLM. Of ours alone:
 
-- `overhead_b32`: the share of a step in which the model does not run, while 32 sequences decode.
+- `overhead_b32`: the share of a step in which the model does not run, while 32 sequences decode;
+- `idle_cpu`: cores that the process keeps busy while it has nothing to do, over ten seconds;
+- `memory_mib`: what the process holds of its own after all that, beside the weights and the pool.
 
 Run: `make bench-engine`, or `python -m bench.engine [--save]`. Without the peer's environment
 (`make peers`) the ratios are null.
@@ -44,18 +47,42 @@ from typing import Any
 
 import aiohttp
 import orjson
+import torch
 
 from bench import peer_vllm
 from bench.report import publish, spread, table
+from engine.models import load_model
+from engine.protocol.config import EngineConfig
+from kvcache.layout import KVLayout
 
 MODEL, DTYPE = "smollm2", "bfloat16"
 CONTEXT = 4096
 REPEATS = 3
 START_S = 300.0
-DECODES = {"decode_b1": (1, 32), "decode_b8": (8, 32), "decode_b32": (32, 32),
-           "decode_b8_ctx1000": (8, 1000)}  # fmt: skip
+POOL_PAGES = 2048
+IDLE_S = 10.0
 PREFILLS = {"prefill_1024": 1024, "prefill_3000": 3000}
 NEW_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """So many sequences that decode at once."""
+
+    batch: int
+    prompt: int = 32
+    shared: int = 0  # tokens before the prompt, the same for all
+    sampled: bool = False
+
+
+DECODES = {
+    "decode_b1": Decode(1),
+    "decode_b8": Decode(8),
+    "decode_b32": Decode(32),
+    "decode_b32_sampled": Decode(32, sampled=True),
+    "decode_b8_ctx1000": Decode(8, 1000),
+    "decode_b16_shared2000": Decode(16, shared=2000),
+}
 
 
 @dataclass(slots=True)
@@ -68,9 +95,11 @@ class Server:
     path: str
     figures: dict[str, list[float]] = field(default_factory=dict)
 
-    def body(self, prompt: list[int], tokens: int) -> dict[str, Any]:
-        """A greedy request for exactly so many tokens."""
+    def body(self, prompt: list[int], tokens: int, sampled: bool) -> dict[str, Any]:
+        """A request for exactly so many tokens, greedy or not."""
         asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        if sampled:
+            asked |= {"temperature": 0.8, "top_p": 0.95, "seed": next(_numbers)}
         if self.name == "ours":
             return {**asked, "request_id": f"bench-{next(_numbers)}", "begin": 0}
         return {**asked, "model": "peer", "stream": True, "return_token_ids": True}
@@ -111,7 +140,10 @@ def main() -> None:
                             share = (model - before[1]) / (step - before[0])
                             overhead.append(1.0 - share)
                     server.figures.setdefault(name, []).append(figure)
-    show(sides, overhead)
+        with sides[0].turn():
+            pid = sides[0].process.pid
+            extra = {"idle_cpu": idle(pid), "memory_mib": memory(pid)}
+    show(sides, overhead, extra)
 
 
 async def measure(server: Server, name: str, repeat: int) -> float:
@@ -123,9 +155,11 @@ async def measure(server: Server, name: str, repeat: int) -> float:
             began = time.perf_counter()
             (first, _), *_ = await _stream(http, server, _prompt(draw, count), 1)
             return count / (first - began)
-        batch, context = DECODES[name]
+        load = DECODES[name]
+        shared = _prompt(draw, load.shared)
+        prompts = [shared + _prompt(draw, load.prompt) for _ in range(load.batch)]
         streams = await asyncio.gather(
-            *(_stream(http, server, _prompt(draw, context), NEW_TOKENS) for _ in range(batch))
+            *(_stream(http, server, each, NEW_TOKENS, load.sampled) for each in prompts)
         )
     begin = max(stream[0][0] for stream in streams)
     end = min(stream[-1][0] for stream in streams)
@@ -146,6 +180,38 @@ async def seconds(server: Server) -> tuple[float, float]:
     return step, model
 
 
+def idle(pid: int) -> float:
+    """Seconds of CPU for a second in which nobody asks for anything."""
+    before = _cpu_s(pid)
+    time.sleep(IDLE_S)
+    return round((_cpu_s(pid) - before) / IDLE_S, 4)
+
+
+def _cpu_s(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def memory(pid: int) -> dict[str, int]:
+    """MiB that are no file's, of a process; what it has them for; and the rest."""
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    resident = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")) >> 10
+    dtype = getattr(torch, DTYPE)
+    model = load_model(MODEL, dtype=dtype, device=torch.device("cpu"))
+    shape = model.config
+    page, pages = EngineConfig.page_size, POOL_PAGES + 1
+    layout = KVLayout(shape.num_layers, pages, page, shape.num_kv_heads, shape.head_dim, dtype)
+    pool = layout.nbytes >> 20
+    if model.transformer is None:
+        raise RuntimeError(f"{MODEL} has no weights")
+    numbers = sum(weight.numel() for weight in model.transformer.parameters())
+    weights = numbers * dtype.itemsize >> 20
+    rest = resident - weights - pool
+    return {"resident": resident, "weights": weights, "pool": pool, "constant": rest}
+
+
 async def warm_up(server: Server) -> None:
     """Whatever is compiled or allocated at first use."""
     for name in (*PREFILLS, *DECODES):
@@ -153,11 +219,16 @@ async def warm_up(server: Server) -> None:
 
 
 async def _stream(
-    http: aiohttp.ClientSession, server: Server, prompt: list[int], tokens: int
+    http: aiohttp.ClientSession,
+    server: Server,
+    prompt: list[int],
+    tokens: int,
+    sampled: bool = False,
 ) -> list[tuple[float, int]]:
     """When tokens came, and how many. Raises `RuntimeError` if they are not as many as asked."""
     came = []
-    async with http.post(server.url + server.path, json=server.body(prompt, tokens)) as reply:
+    body = server.body(prompt, tokens, sampled)
+    async with http.post(server.url + server.path, json=body) as reply:
         if reply.status != 200:
             raise RuntimeError(f"{server.name}: {reply.status} {await reply.text()}")
         async for line in reply.content:
@@ -181,7 +252,8 @@ def servers() -> Iterator[list[Server]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / MODEL
         port = _free_port()
         engine = [sys.executable, "-m", "engine", MODEL, "--port", str(port), "--dtype", DTYPE]
-        sides = [stack.enter_context(_started("ours", [*engine, "--pool-pages", "2048"], port))]
+        pool = ["--pool-pages", str(POOL_PAGES)]
+        sides = [stack.enter_context(_started("ours", [*engine, *pool], port))]
         sides[0].path = "/microserving/start_generate"
         if peer_vllm.PYTHON.exists():
             peer_vllm.save_folder(MODEL, folder)
@@ -221,7 +293,7 @@ async def _ready(server: Server) -> None:
             await asyncio.sleep(0.2)
 
 
-def show(sides: list[Server], overhead: list[float]) -> None:
+def show(sides: list[Server], overhead: list[float], extra: dict[str, Any]) -> None:
     """The table, and the document."""
     ours, theirs = sides[0].figures, sides[1].figures if len(sides) > 1 else {}
     rows, ratios = [], {}
@@ -236,6 +308,7 @@ def show(sides: list[Server], overhead: list[float]) -> None:
         {
             **ratios,
             "overhead_b32": spread(overhead),
+            **extra,
             "tokens_per_second": {
                 server.name: {name: spread(values) for name, values in server.figures.items()}
                 for server in sides
