@@ -15,15 +15,16 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
 from kvcache.native import Shared, i64_at, next_item
+from kvcache.tile import available
 
-__all__ = ["available", "compiled", "fits", "product"]
+__all__ = ["compiled", "fits", "product"]
 
 numba_ir: Any = cgutils  # it has no types
 
@@ -38,14 +39,9 @@ BYTES, WORDS = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
 INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 
 
-def available() -> bool:
-    """Whether this processor has the instructions."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16"))
-
-
 def fits(outputs: int, inputs: int) -> bool:
-    """Whether a weight `[outputs, inputs]` is made of whole tiles."""
-    return outputs >= 4 and inputs % STEP == 0
+    """Whether the processor can, and a weight `[outputs, inputs]` is made of whole tiles."""
+    return available() and outputs >= 4 and inputs % STEP == 0
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -62,8 +58,8 @@ def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 @cache
 def compiled() -> Shared:
-    """What does the work; it takes seconds the first time. Only where it is `available`: elsewhere
-    LLVM ends the process."""
+    """What does the work; it takes seconds the first time. Only where a weight `fits`: for lesser
+    processors LLVM ends the process."""
     return Shared(_products)
 
 
@@ -179,7 +175,6 @@ def _all(number: int) -> Any:
     return ir.Constant(INTS, [number] * LANES)
 
 
-binding.initialize_native_asmparser()
 _tile_1 = _tile(1, 4)
 _tile_2 = _tile(2, 4)
 _tile_4 = _tile(4, 4)

@@ -109,7 +109,7 @@ def few_rows(outputs: int, inputs: int) -> FewRows:
     try:
         from engine.models import int8
 
-        if int8.available() and int8.fits(outputs, inputs):
+        if int8.fits(outputs, inputs):
             int8.compiled()
             return FewRows(32, int8.product)
     except (ImportError, RuntimeError) as error:  # or it has nowhere to keep what it compiles
