@@ -2,10 +2,10 @@
 
     alone(decodes) + cost * tokens  <=  slowdown * alone(decodes)
 
-Both are learnt from the steps that were done. `alone` is what decodes take without prompts: the low
-median of the latest three steps that had about as many of them and no prompts, so that a hiccup of
-the machine is none of theirs. `cost` is what a prompt token adds; it grows with what comes before
-it, so it is forgotten within a few steps.
+Both are learnt from the steps that were done. `alone` is what decodes take without prompts: the
+lower quartile of the latest steps that had about as many of them and no prompts, so that what
+hinders the machine for a moment is none of theirs. `cost` is what a prompt token adds; it grows
+with what comes before it, so it is forgotten within a few steps.
 
 What is not known is guessed too small, at the expense of prompts: fewer decodes than were measured
 take their share of that, more take no longer. Where fewer than two steps tell, or none lately, the
@@ -18,7 +18,6 @@ Sarathi-Serve; there the budget is profiled beforehand, here it is found while s
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from typing import NamedTuple
 
@@ -29,8 +28,8 @@ __all__ = ["LEAST", "Pace"]
 LEAST = 4
 PROBE_EVERY = 64  # steps
 PROBES = 4
-REMEMBERED = 16  # steps without prompts
-LATEST = 3  # of these, those that tell
+LATEST = 3 * PROBE_EVERY  # steps back
+REMEMBERED = 32  # of these, steps without prompts
 ALIKE = 1.25  # numbers of decodes that differ by no more take about the same
 FORGET = 0.5  # of what is known of the cost, with each step
 
@@ -85,22 +84,22 @@ class Pace:
 
     def _alike(self, decodes: int) -> list[_Alone]:
         """The latest steps of about as many decodes and no prompts."""
-        alike = [
+        return [
             alone
             for alone in self._alone
-            if decodes <= alone.decodes * ALIKE and alone.decodes <= decodes * ALIKE
+            if self._step - alone.step < LATEST
+            and decodes <= alone.decodes * ALIKE
+            and alone.decodes <= decodes * ALIKE
         ]
-        return alike[-LATEST:]
 
     def _knows(self, decodes: int) -> bool:
         alike = self._alike(decodes)
         return len(alike) > 1 and self._step - alike[-1].step < PROBE_EVERY
 
     def _seconds(self, decodes: int) -> float:
-        """What they would take alone; rather too little."""
-        known = self._alike(decodes) or list(self._alone)[-LATEST:]
-        if not known:
-            return 0.0
-        return statistics.median_low(
-            alone.seconds * min(1.0, decodes / alone.decodes) for alone in known
+        """What they would take alone; rather too little. 0: nothing is known."""
+        known = sorted(
+            alone.seconds * min(1.0, decodes / alone.decodes)
+            for alone in self._alike(decodes) or self._alone
         )
+        return known[(len(known) - 1) // 4] if known else 0.0

@@ -142,6 +142,15 @@ def test_a_hiccup_of_the_first_step_of_all_is_seen_through(hiccup: float):
     assert max(ratios) < 1.8
 
 
+def test_a_bad_moment_of_the_machine_is_not_taken_for_the_decodes():
+    pace = Pace(1.75)
+    learn(pace, 16, steps=30)
+    usual = run(pace, 16, 10)[-1]
+    for _ in range(20):
+        pace.took(16, 0, 5 * linear(16, 0))
+    assert pace.allowed(16, BUDGET) == pytest.approx(usual, rel=0.05)
+
+
 def test_decodes_that_get_slower_are_followed():
     """Their contexts grow, or others use the machine."""
     pace = Pace(1.75)
