@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Literal
 
@@ -112,4 +113,13 @@ def _ready(
             elif torch._C._has_mkldnn:
                 transformer.pack()
         ops_for(dtype, device)
+    _give_back()
     return transformer
+
+
+def _give_back() -> None:
+    """Have the C library return to the system what it keeps of memory that loading has freed: as
+    much as the weights, where these were laid out anew."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
