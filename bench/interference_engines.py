@@ -1,0 +1,196 @@
+"""The engines of `bench.interference`: what is asked of them, and when it came."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+from tokenizers import Tokenizer
+
+__all__ = ["BUDGET", "DECODES", "LONG", "SHORT", "Engines", "Figures"]
+
+DECODES, TOKENS, SECONDS = 16, 400, 20.0
+LONG, SHORT = 3000, 32
+BUDGET = 512  # tokens; the default of --token-budget
+
+Figures = dict[str, float]
+
+
+@dataclass(slots=True)
+class Stream:
+    """When the events of one generation came (`perf_counter`), and how many tokens they had."""
+
+    times: list[float] = field(default_factory=list)
+    tokens: int = 0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Engines:
+    """The one that computes, and the one that only receives."""
+
+    def __init__(self, http: aiohttp.ClientSession, sender: str, receiver: str) -> None:
+        self._http = http
+        self._sender, self._receiver = sender, receiver
+        self._numbers = itertools.count()
+        self._draw = random.Random(0)
+        self._text: list[int] = []
+
+    async def prepare(self) -> None:
+        """A text for decodes to go on with: one in letters, of which each token is an event.
+
+        And whatever is compiled or allocated at first use.
+        """
+        async with self._http.get(f"{self._sender}/microserving/model") as reply:
+            tokenizer = Tokenizer.from_str((await reply.json())["tokenizer_json"])
+        self._text = tokenizer.encode("Once upon a time there was an engine. " * 8).ids
+        await self.first_token(self.random(LONG))
+        await self.send()
+        async with self.decoding():
+            await self.first_token(self.random(SHORT))
+
+    async def phase(self, name: str) -> tuple[Figures, list[float]]:
+        """Its figures (ms), and the time of each prefill or send that was completed (s)."""
+        disturb: list[Callable[[], Coroutine[Any, Any, Any]]] = []
+        if name in ("prefills", "both"):
+            disturb.append(lambda: self.first_token(self.random(LONG)))
+        if name in ("sends", "both"):
+            disturb.append(self.send)
+        took: list[float] = []
+        async with self.decoding() as streams, asyncio.TaskGroup() as group:
+            computed, began = await self._computed(), time.perf_counter()
+            tasks = [group.create_task(_repeat(call, took)) for call in disturb]
+            while time.perf_counter() < began + SECONDS:
+                await asyncio.sleep(0.05)
+                if min(stream.tokens for stream in streams) >= TOKENS:
+                    break
+            ended, computed = time.perf_counter(), await self._computed() - computed
+            for task in tasks:
+                task.cancel()
+        gaps = [
+            1e3 * (later - earlier)
+            for stream in streams
+            for earlier, later in itertools.pairwise(stream.times[:TOKENS])
+            if began < earlier and later < ended
+        ]
+        return {
+            "tpot_p50_ms": statistics.median(gaps),
+            "tpot_p99_ms": statistics.quantiles(gaps, n=100)[98],
+            "tpot_max_ms": max(gaps),
+            "prompt_tokens_per_s": computed / (ended - began),
+        }, took
+
+    async def behind(self, *, decodes: bool) -> float:
+        """Time to first token (ms) of a short prompt that comes in the midst of a long one."""
+        if decodes:
+            async with self.decoding():
+                return await self.behind(decodes=False)
+        long = asyncio.create_task(self.first_token(self.random(LONG)))
+        try:
+            await asyncio.sleep(self._draw.uniform(0.2, 0.8))
+            return await self.first_token(self.random(SHORT))
+        finally:
+            long.cancel()
+            await asyncio.wait([long])
+
+    async def longest_step(self) -> float:
+        """How long the last `BUDGET` tokens of a long prompt take (ms)."""
+        context = self.random(LONG - BUDGET)
+        await self.first_token(context)
+        return await self.first_token(context + self.random(BUDGET))
+
+    async def first_token(self, prompt: list[int]) -> float:
+        """Milliseconds until the first token of `prompt` comes, the only one."""
+        stream, began = Stream(), time.perf_counter()
+        await self._generate(prompt, 1, stream)
+        return 1e3 * (stream.times[0] - began)
+
+    async def send(self) -> None:
+        """Have `LONG` tokens computed and put to the other engine, and forgotten there."""
+        prompt, request_id = self.random(LONG), f"bench-{next(self._numbers)}"
+        asked = {"request_id": request_id, "prompt": prompt}
+        lease = await self._call(self._receiver, "prep_recv", **asked, end=LONG)
+        where = {"begin": lease["match_len"], "end": LONG, "kv_addr": lease["kv_addr"]}
+        await self._call(self._sender, "remote_send", **asked, **where)
+        await self._call(self._receiver, "release", lease_id=lease["lease_id"])
+
+    @asynccontextmanager
+    async def decoding(self) -> AsyncIterator[list[Stream]]:
+        """Inside, `DECODES` generations decode; afterwards they are aborted."""
+        streams = [Stream() for _ in range(DECODES)]
+        tasks = []
+        for number, stream in enumerate(streams):
+            prompt = self._text[number : number + SHORT]
+            tasks.append(asyncio.create_task(self._generate(prompt, 4000, stream)))
+        try:
+            for stream in streams:
+                await stream.begun.wait()
+            yield streams
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await self._at_rest()
+        if failed := [task for task in tasks if not task.cancelled()]:
+            raise RuntimeError(f"a decode ended: {failed[0].exception()}")
+
+    async def _generate(self, prompt: list[int], tokens: int, stream: Stream) -> None:
+        body = {
+            "request_id": f"bench-{next(self._numbers)}", "prompt": prompt, "max_tokens": tokens,
+            "temperature": 0.0, "ignore_eos": True, "begin": 0,
+        }  # fmt: skip
+        url = f"{self._sender}/microserving/start_generate"
+        async with self._http.post(url, json=body) as reply:
+            if reply.status != 200:
+                raise RuntimeError(f"start_generate: {await reply.text()}")
+            async for line in reply.content:
+                if line.startswith(b"data: {"):
+                    now, event = time.perf_counter(), orjson.loads(line[6:])
+                    if "error" in event:
+                        raise RuntimeError(f"start_generate: {event}")
+                    if count := len(event.get("token_ids", ())):
+                        stream.times.append(now)
+                        stream.tokens += count
+                        stream.begun.set()
+
+    async def _call(self, engine: str, name: str, **body: Any) -> dict[str, Any]:
+        async with self._http.post(f"{engine}/microserving/{name}", json=body) as reply:
+            if reply.status != 200:
+                raise RuntimeError(f"{name}: {await reply.text()}")
+            answer: dict[str, Any] = await reply.json()
+            return answer
+
+    async def _at_rest(self) -> None:
+        for url in (self._sender, self._receiver):
+            for _ in range(600):
+                async with self._http.get(f"{url}/microserving/state") as reply:
+                    state = await reply.json()
+                if not state["running"] + state["waiting"] + state["puts_in_flight"]:
+                    break
+                await asyncio.sleep(0.05)
+            else:
+                raise RuntimeError(f"{url} does not come to rest")
+
+    async def _computed(self) -> float:
+        """Prompt tokens that the engine has computed so far, for prefills and sends."""
+        async with self._http.get(f"{self._sender}/metrics") as reply:
+            lines = (await reply.text()).splitlines()
+        return next(float(ln.split()[-1]) for ln in lines if ln.startswith("vllm:prompt_tokens_t"))
+
+    def random(self, count: int) -> list[int]:
+        return [self._draw.randrange(1000, 40_000) for _ in range(count)]
+
+
+async def _repeat(call: Callable[[], Coroutine[Any, Any, Any]], took: list[float]) -> None:
+    while True:
+        began = time.perf_counter()
+        await call()
+        took.append(time.perf_counter() - began)
