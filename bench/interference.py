@@ -49,7 +49,7 @@ from engine.pace import LEAST
 FLAGS = ("smollm2", "--engines", "2", "--dtype", "bfloat16", "--pool-pages", "2048",
          "--threads", str(len(os.sched_getaffinity(0))))  # fmt: skip
 PHASES = ("alone", "prefills", "sends", "both")
-TIMES = 5  # that a short prompt comes behind a long one
+TIMES = 4  # that a short prompt comes behind a long one
 GOAL = 2.0
 
 

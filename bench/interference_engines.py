@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 __all__ = ["BUDGET", "DECODES", "LONG", "SHORT", "Engines", "Figures"]
 
-DECODES, TOKENS, SECONDS = 16, 400, 20.0
+DECODES, TOKENS, SECONDS = 16, 400, 16.0
 LONG, SHORT = 3000, 32
 BUDGET = 512  # tokens; the default of --token-budget
 
