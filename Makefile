@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo serve test conformance fuzz check bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg bench-balance bench-engine bench-interference bench-prefix bench-aiperf peers soak clean
+.PHONY: demo serve test conformance fuzz check bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg bench-balance bench-engine bench-quantization bench-interference bench-prefix bench-aiperf peers soak clean
 
 demo: $(VENV)/demo.stamp  ## two engines and a router on a real model, shown off
 	@$(RUN) examples/demo.py
@@ -55,6 +55,9 @@ bench-balance: $(VENV)/demo.stamp  ## strategies under load on two cores, up to 
 
 bench-engine: $(VENV)/demo.stamp .peers/vllm/stamp  ## tokens per second, against vLLM on the same cores
 	@$(RUN) -m bench.engine $(ENGINE_FLAGS)
+
+bench-quantization: $(VENV)/demo.stamp  ## int8 weights: accuracy, time and memory, against bfloat16 and float32
+	@$(RUN) -m bench.quantization
 
 bench-interference: $(VENV)/demo.stamp  ## what decodes notice of prompts beside them
 	@$(RUN) -m bench.interference
