@@ -67,7 +67,7 @@ def _among_largest(
             total[n] = _total(rows[n], samplings[n].temperature, float(kept[n, 0]))
     before = (upto < top_p * total).sum(-1, keepdims=True)  # the nucleus needs one more than these
     last = np.take_along_axis(values, before.clip(max=width - 1), 1)
-    found = np.where(top_p < 1.0, np.maximum(last, kept), kept)
+    found = np.where(top_p < 1.0, last, kept)
     sure = (top_k <= width) & ((before < width) | (top_p == 1.0))
     return np.where(sure, found, least), sure[:, 0]
 

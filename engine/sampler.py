@@ -30,7 +30,7 @@ Tokens = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
-SLICES = 16  # of the groups; in each, one shows what can be reached
+SLICES = 8  # of the groups; in each, one shows what can be reached
 LOWEST = -1e300  # below any score, but for those that are left out
 SLACK = 1e-12  # logarithms need not be rounded alike wherever they stand in an array
 GREEDY_BELOW = 1e-5  # a temperature under which noise cannot matter
@@ -171,7 +171,7 @@ def _drawn(rows: Tensor, generations: Sequence[Generation]) -> Tokens:
     score += noise.at(row, token)
     best = np.full(count, -np.inf)
     np.maximum.at(best, row, score)
-    won = np.flatnonzero(score == best[row])[::-1]  # of equals the first is written last
+    won = score == best[row]
     drawn = np.zeros(count, dtype=np.int64)
     drawn[row[won]] = token[won]
     return drawn

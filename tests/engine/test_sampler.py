@@ -104,6 +104,16 @@ def test_a_row_is_drawn_as_if_it_were_alone(threads: int):
         torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_from_logits_on_another_device_the_same_is_drawn():
+    rows, generations = logits_of(1, 33, LARGE), several(33)
+    here, there = sample(rows, generations), sample(rows.cuda(), generations)
+    assert [item.token for item in there] == [item.token for item in here]
+    for one, other in zip(here, there, strict=True):
+        assert other.logprob == pytest.approx(one.logprob)
+        assert [token for token, _ in other.top] == [token for token, _ in one.top]
+
+
 def test_the_token_with_the_highest_score_is_drawn():
     """However few are looked at: against all scores, in vocabularies of any shape."""
     for vocab in (1, 40, 2047, 2048, 2049, 5000, 3 * 2048):
