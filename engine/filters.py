@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from engine.protocol import Sampling
+from engine.rows import Rows
 
 __all__ = ["least_logits"]
 
@@ -20,11 +19,11 @@ Flags = npt.NDArray[np.bool_]
 WIDTHS = (1024, 8192)  # tokens among which top_k and top_p look first, before they look among all
 
 
-def least_logits(rows: Tensor, top: Logits, samplings: Sequence[Sampling]) -> Floats:
+def least_logits(rows: Rows, top: Logits, samplings: Sequence[Sampling]) -> Floats:
     """The least logit that min_p, top_k and top_p leave, in this order: `[rows, 1]`.
 
-    `rows` is `[rows, vocab]` float32, `top` `[rows, 1]` the largest of each. That one always stays;
-    of equals all do, or none. Temperatures come before the filters, and are above 0.
+    `top` is the largest of each row, `[rows, 1]`. That one always stays; of equals all do, or none.
+    Temperatures come before the filters, and are above 0.
     """
     vocab = rows.shape[1]
     least = np.full(top.shape, -np.inf)
@@ -36,23 +35,29 @@ def least_logits(rows: Tensor, top: Logits, samplings: Sequence[Sampling]) -> Fl
             ranked.append(n)
     for width in (*(width for width in WIDTHS if width < vocab), vocab):
         if ranked:
-            some = rows if len(ranked) == len(rows) else rows[ranked]
             chosen = [samplings[n] for n in ranked]
-            least[ranked], sure = _among_largest(width, some, top[ranked], least[ranked], chosen)
+            least[ranked], sure = _among_largest(
+                width, rows, ranked, top[ranked], least[ranked], chosen
+            )
             ranked = [n for n, known in zip(ranked, sure, strict=True) if not known]
     return least
 
 
 def _among_largest(
-    width: int, rows: Tensor, top: Logits, least: Floats, samplings: Sequence[Sampling]
+    width: int,
+    rows: Rows,
+    some: Sequence[int],
+    top: Logits,
+    least: Floats,
+    samplings: Sequence[Sampling],
 ) -> tuple[Floats, Flags]:
-    """What top_k and top_p make of `least`, as far as the `width` largest logits of a row tell,
-    and `[rows]` whether they do; `least` is as it was where not."""
+    """What top_k and top_p make of some rows' `least`, as far as a row's `width` largest logits
+    tell, and `[len(some)]` whether they do; `least` is as it was where not."""
     vocab = rows.shape[1]
     temperature = np.array([[one.temperature] for one in samplings])
     top_p = np.array([[one.top_p] for one in samplings])
     top_k = np.array([[one.top_k if one.top_k < vocab else 0] for one in samplings])
-    values = _largest(rows, width)
+    values = rows.largest(some, width)
     kth = np.take_along_axis(values, np.clip(top_k - 1, 0, width - 1), 1)
     kept = np.where(top_k > 0, np.maximum(kth, least), least)
     # Probabilities of what is kept so far, as multiples of the likeliest token's.
@@ -64,30 +69,9 @@ def _among_largest(
     if width < vocab:  # where some that are kept may not be among the largest
         beyond = (kept <= values[:, -1:]) & (top_p < 1.0)
         for n in np.flatnonzero(beyond).tolist():
-            total[n] = _total(rows[n], samplings[n].temperature, float(kept[n, 0]))
+            total[n] = rows.total(some[n], samplings[n].temperature, float(kept[n, 0]))
     before = (upto < top_p * total).sum(-1, keepdims=True)  # the nucleus needs one more than these
     last = np.take_along_axis(values, before.clip(max=width - 1), 1)
     found = np.where(top_p < 1.0, last, kept)
     sure = (top_k <= width) & ((before < width) | (top_p == 1.0))
     return np.where(sure, found, least), sure[:, 0]
-
-
-def _largest(rows: Tensor, count: int) -> Logits:
-    """The largest of each row, `[rows, count]`, downwards."""
-    if rows.device.type != "cpu":
-        return rows.topk(count).values.cpu().numpy()
-    # Numpy's sorting is vectorised, and many times as fast as torch's. Row by row, so that there
-    # is no fresh memory for all of them: to touch that for the first time costs more than the work.
-    values = np.empty((len(rows), count), dtype=np.float32)
-    for row, some in zip(rows.numpy(), values, strict=True):
-        some[:] = np.partition(row, -count)[-count:]
-    values.sort(axis=-1)
-    return values[:, ::-1]
-
-
-def _total(row: Tensor, temperature: float, least: float) -> float:
-    """The sum of probabilities from some logit on, as a multiple of the likeliest token's."""
-    scaled = row / temperature
-    if least > -np.inf:
-        scaled.masked_fill_(row < least, -torch.inf)
-    return 1.0 / float(scaled.softmax(-1).amax())

@@ -5,9 +5,8 @@ request goes on with the same tokens wherever it moves. A token is drawn by the 
 argmax(logit/T + g): other than a search in a cumulated distribution, it does not change with the
 last bits of the logits.
 
-A row's bits are those that it has alone. Over a whole row go only maxima, sorting, and torch's
-softmax: a sum's bits would depend on how many rows there are. What is left then is little, and
-numpy's, which takes less time for a call than torch and has the same noise on every device.
+A row's bits are those that it has alone. What is left of whole rows is little, and numpy's: its
+calls take less time than torch's, and noise is the same on every device.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from engine.filters import least_logits
 from engine.job import Generation, Sampled
 from engine.noise import GROUPS, Noise
 from engine.protocol import BadRequest
+from engine.rows import Rows, rows_of
 
 __all__ = ["sample"]
 
 Tokens = npt.NDArray[np.int64]
-Logits = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
 SLICES = 8  # of the groups; in each, one shows what can be reached
@@ -41,14 +40,14 @@ def sample(logits: Tensor, generations: Sequence[Generation]) -> list[Sampled]:
     """One token for each generation. `logits` is `[len(generations), vocab]` float32."""
     if not generations:
         return []
-    rows = _adjusted(logits, generations)
+    rows = rows_of(_adjusted(logits, generations))
     warm = [n for n, one in enumerate(generations) if one.sampling.temperature >= GREEDY_BELOW]
     if len(warm) == len(generations):
         tokens = _drawn(rows, generations)
     else:
-        tokens = _likeliest(rows)
+        tokens = rows.likeliest()
         if warm:
-            tokens[warm] = _drawn(rows[warm], [generations[n] for n in warm])
+            tokens[warm] = _drawn(rows.some(warm), [generations[n] for n in warm])
     sampled = [Sampled(token) for token in tokens.tolist()]
     for one, row, result in zip(generations, logits, sampled, strict=True):
         if one.matcher is not None and not one.matcher.accept(result.token):
@@ -122,16 +121,7 @@ def _move(row: Tensor, generation: Generation) -> None:
 # Draws
 
 
-def _likeliest(rows: Tensor) -> Tokens:
-    """`[rows]`: the first of the largest; 0 where nothing is left."""
-    if rows.device.type == "cpu":  # ten times as fast as torch
-        tokens: Tokens = rows.numpy().argmax(-1)
-    else:
-        tokens = rows.argmax(-1).cpu().numpy()
-    return tokens
-
-
-def _drawn(rows: Tensor, generations: Sequence[Generation]) -> Tokens:
+def _drawn(rows: Rows, generations: Sequence[Generation]) -> Tokens:
     """`[rows]`: the argmax of logit/T + g among the tokens that the filters leave; 0 where nothing
     is left. A token's noise is the same, however many are left with it."""
     count, vocab = rows.shape
@@ -140,14 +130,14 @@ def _drawn(rows: Tensor, generations: Sequence[Generation]) -> Tokens:
     noise = Noise(
         [(one.sampling.seed, one.sampling.choice, len(one.tokens)) for one in generations], vocab
     )
-    largest = _group_maxima(rows)
+    largest = rows.group_maxima(GROUPS)
     least = least_logits(rows, largest.max(-1, keepdims=True), samplings)
     member = np.arange(noise.members) * GROUPS
 
     def members(row: Tokens, group: Tokens) -> tuple[Tokens, Floats]:
         """The tokens of some rows' groups, and what is left of their logits over temperature."""
         token = group[:, None] + member
-        logits = _at(rows, row[:, None], token.clip(max=vocab - 1))
+        logits = rows.at(row[:, None], token.clip(max=vocab - 1))
         left = (logits >= least[row]) & (token < vocab)
         return token, np.where(left, logits / temperature[row], -np.inf)
 
@@ -175,25 +165,6 @@ def _drawn(rows: Tensor, generations: Sequence[Generation]) -> Tokens:
     drawn = np.zeros(count, dtype=np.int64)
     drawn[row[won]] = token[won]
     return drawn
-
-
-def _group_maxima(rows: Tensor) -> Logits:
-    """`[rows, GROUPS]`: the largest of each group's logits."""
-    full = rows.shape[1] // GROUPS * GROUPS
-    largest = rows.new_full((len(rows), GROUPS), -torch.inf)
-    if full:
-        largest = rows[:, :full].view(len(rows), -1, GROUPS).amax(1)
-    rest = rows[:, full:]
-    part = largest[:, : rest.shape[1]]
-    part.copy_(torch.maximum(part, rest))
-    return largest.cpu().numpy()
-
-
-def _at(rows: Tensor, row: Tokens, token: Tokens) -> Logits:
-    if rows.device.type == "cpu":
-        return rows.numpy()[row, token]
-    where = torch.from_numpy(row).to(rows.device), torch.from_numpy(token).to(rows.device)
-    return rows[where].cpu().numpy()
 
 
 # Log probabilities

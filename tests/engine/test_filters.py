@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.filters import least_logits
 from engine.protocol import Sampling
+from engine.rows import rows_of
 
 VOCAB = 40
 
@@ -20,7 +21,7 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
 
 def kept(rows: torch.Tensor, samplings: list[Sampling]) -> list[set[int]]:
     """The tokens that are left of each row."""
-    least = least_logits(rows, rows.amax(-1, keepdim=True).numpy(), samplings)
+    least = least_logits(rows_of(rows), rows.amax(-1, keepdim=True).numpy(), samplings)
     left = rows.numpy() >= least
     return [set(row.nonzero()[0].tolist()) for row in left]
 
