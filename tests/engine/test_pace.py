@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -83,6 +84,8 @@ def test_probes_are_rare_and_do_come():
     taken = run(pace, 16, 100 * PROBE_EVERY)
     assert 50 <= taken.count(0) <= 100 + PROBES
     assert taken.count(0) / len(taken) < 0.02
+    probes = [step for step, tokens in enumerate(taken) if not tokens][2:]
+    assert min(b - a for a, b in pairwise(probes)) > 32  # no moment is all that they tell of
 
 
 def test_probes_are_rare_also_where_the_batch_never_stays_the_same():

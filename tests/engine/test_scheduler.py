@@ -307,21 +307,22 @@ def test_who_has_priority_gets_both_halves(make: Make):
 
 def test_the_last_priority_makes_room_and_of_it_the_youngest(make: Make):
     scheduler, cache = make(pages=12)
-    jobs = [
+    low, lower, high = (
         generation(number, range(1000 * number, 1000 * number + 40), priority=priority)
         for number, priority in ((1, 1), (2, 1), (3, 0))
-    ]
-    for job in jobs:
+    )
+    for job in (low, lower, high):
         scheduler.add(job)
+        step(scheduler, cache)
+    assert scheduler.running == [high, low, lower]
+    urgent = generation(4, range(9000, 9100), priority=0)
+    late = generation(5, range(9200, 9216), priority=1)
+    scheduler.add(late)
+    scheduler.add(urgent)  # there is no room for it, and so for nobody behind it
     while not scheduler.preemptions:
         step(scheduler, cache)
-    assert [job.request_id for job in scheduler.running] == ["r3", "r1"]
-    late = generation(4, range(9000, 9016), priority=1)
-    scheduler.add(late)
-    assert scheduler.waiting == [jobs[1], late]  # it stays at the head of its own
-    urgent = generation(5, range(9100, 9116), priority=0)
-    scheduler.add(urgent)
-    assert scheduler.waiting == [urgent, jobs[1], late]
+    assert scheduler.running == [high, low]
+    assert scheduler.waiting == [urgent, lower, late]
 
 
 def test_what_is_cached_is_not_computed(make: Make):
