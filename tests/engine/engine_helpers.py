@@ -165,10 +165,21 @@ def prep(prompt: Sequence[int], end: int, request_id: str = "r", **fields: Any) 
 
 
 def sending(
-    prompt: Sequence[int], begin: int, end: int, kv_addr: str, request_id: str = "r"
+    prompt: Sequence[int],
+    begin: int,
+    end: int,
+    kv_addr: str,
+    request_id: str = "r",
+    *,
+    priority: int = 0,
 ) -> RemoteSend:
     return RemoteSend(
-        request_id=request_id, prompt=list(prompt), begin=begin, end=end, kv_addr=kv_addr
+        request_id=request_id,
+        prompt=list(prompt),
+        begin=begin,
+        end=end,
+        kv_addr=kv_addr,
+        priority=priority,
     )
 
 

@@ -17,6 +17,7 @@ from engine_helpers import (
     sending,
     start,
 )
+from waiting import until
 
 from engine.protocol import (
     BadAddress,
@@ -374,6 +375,34 @@ async def test_a_dead_loop_fails_everything_that_waits(caplog: pytest.LogCapture
         with pytest.raises(Internal, match="stopped"):
             await engine.start_generate(start(PROMPT, "another"))
     assert "cannot go on" in caplog.text
+
+
+async def test_generations_and_sends_of_a_lower_number_overtake_others():
+    network, done = MemoryNetwork(), []
+    narrow = running(network, max_batch=1, token_budget=8)
+    async with narrow as engine, running(network, name="d", pages=200) as receiver:
+
+        async def ask(name: str, base: int, **fields: int) -> None:
+            await generate(engine, range(base, base + 40), name, **fields)
+            done.append(name)
+
+        async def send(name: str, base: int, priority: int) -> None:
+            prompt = range(base, base + 200)
+            got = receiver.prep_recv(prep(prompt, 200, name))
+            await engine.remote_send(sending(prompt, 0, 200, got.kv_addr, name, priority=priority))
+            receiver.release(Release(lease_id=got.lease_id))
+            done.append(name)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ask("runs", 0, max_tokens=60))
+            await until(lambda: engine.running == 1)
+            tasks.create_task(ask("low", 60, priority=1))
+            tasks.create_task(ask("high", 120, priority=-1))
+        assert done == ["runs", "high", "low"]
+        async with asyncio.TaskGroup() as tasks:
+            for name, base, priority in (("send", 0, 1), ("urgent send", 200, -1)):
+                tasks.create_task(send(name, base, priority))
+        assert done[3:] == ["urgent send", "send"]
 
 
 async def test_many_at_once_all_come_back(pair: Pair):

@@ -203,6 +203,14 @@ async def test_priorities(route, fake):
         await r.settled()
 
 
+async def test_sends_have_the_priority_of_their_request(route, fake):
+    p, d = fake("p", role="prefill"), fake("d", role="decode")
+    async with route(p, d, strategy="prefill_decode") as r:
+        assert (await r.post("/v1/completions", {**ASK, "priority": 7}))[0] == 200
+        (send,), (start,) = p.named("remote_send"), d.named("start_generate")
+        assert send["priority"] == start["priority"] == 7
+
+
 async def test_a_client_that_leaves_the_queue_leaves_nothing(route, fake):
     a = fake("a", refuse={"start_generate": [NoCapacity("full", retry_after_s=1000)]})
     async with route(a) as r:
