@@ -62,7 +62,6 @@ START_S = 300.0
 POOL_PAGES = 2048
 IDLE_S = 10.0
 PREFILLS = {"prefill_1024": 1024, "prefill_3000": 3000}
-NEW_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +72,7 @@ class Decode:
     prompt: int = 32
     shared: int = 0  # tokens before the prompt, the same for all
     sampled: bool = False
+    tokens: int = 128  # of each; enough for all to decode together for most of it
 
 
 DECODES = {
@@ -80,8 +80,8 @@ DECODES = {
     "decode_b8": Decode(8),
     "decode_b32": Decode(32),
     "decode_b32_sampled": Decode(32, sampled=True),
-    "decode_b8_ctx1000": Decode(8, 1000),
-    "decode_b16_shared2000": Decode(16, shared=2000),
+    "decode_b8_ctx1000": Decode(8, 1000, tokens=256),
+    "decode_b16_shared2000": Decode(16, shared=2000, tokens=256),
 }
 
 
@@ -159,10 +159,12 @@ async def measure(server: Server, name: str, repeat: int) -> float:
         shared = _prompt(draw, load.shared)
         prompts = [shared + _prompt(draw, load.prompt) for _ in range(load.batch)]
         streams = await asyncio.gather(
-            *(_stream(http, server, each, NEW_TOKENS, load.sampled) for each in prompts)
+            *(_stream(http, server, each, load.tokens, load.sampled) for each in prompts)
         )
     begin = max(stream[0][0] for stream in streams)
     end = min(stream[-1][0] for stream in streams)
+    if begin >= end:
+        raise RuntimeError(f"{server.name}: {name} never decoded all at once")
     tokens = sum(count for stream in streams for at, count in stream if begin < at <= end)
     return tokens / (end - begin)
 

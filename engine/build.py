@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
@@ -49,8 +50,12 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         raise BadRequest("--device cuda: this machine's torch finds no GPU", param="device")
     dtype = _dtype(config)
     threads = config.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
-    model = load_model(config.model, dtype=dtype, device=device, quantization=config.quantization)
+    # Whoever computes on several threads keeps a team of them for as long as it lives. Two teams
+    # are more than there are cores, and OpenMP then puts threads to sleep after each product.
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as loader:
+        model = loader.submit(
+            load_model, config.model, dtype=dtype, device=device, quantization=config.quantization
+        ).result()
     layout = _layout(model, config, dtype)
     fingerprint = layout.fingerprint(_kv_digest(model))
     cache = KVCache(

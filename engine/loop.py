@@ -98,6 +98,7 @@ class StepLoop:
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         scheduler.wake = self._wake.set
+        self._counted = threading.Event()  # its threads are set
         self._stopping = False
         self._dead = False
         self._mirrors = StepMirrors()
@@ -106,6 +107,9 @@ class StepLoop:
 
     def start(self) -> None:
         self._thread.start()
+        self._counted.wait()
+        # Of all threads that begin from now on: what they copy is not worth a team of their own.
+        torch.set_num_threads(1)
 
     def stop(self) -> None:
         """End after the step under way; jobs that are not done stay undone."""
@@ -163,7 +167,9 @@ class StepLoop:
                 self._died()
 
     def _loop(self) -> None:
+        torch.get_num_threads()  # a thread's first such call takes over what others have set
         torch.set_num_threads(self._threads)  # of this thread's parallel regions
+        self._counted.set()
         swept = 0.0
         while not self._stopping:
             self.progress = time.monotonic()

@@ -2,6 +2,9 @@
 
     alone(decodes) + cost * tokens  <=  slowdown * alone(decodes)
 
+Where more wait than decode, prompts get as many times the decodes' time as there are of them for
+each: one stream is no reason to keep thirty from beginning.
+
 Both are learnt from the steps that were done. `alone` is what decodes take without prompts: the
 lower quartile of the latest steps that had about as many of them and no prompts, so that what
 hinders the machine for a moment is none of theirs. `cost` is what a prompt token adds; it grows
@@ -54,14 +57,16 @@ class Pace:
         self._step = 0
         self._credit = float(PROBES)
 
-    def allowed(self, decodes: int, most: int) -> int:
-        """Prompt tokens for the next step, which has `decodes`: `most` at most. 0: a probe."""
+    def allowed(self, decodes: int, waiting: int, most: int) -> int:
+        """Prompt tokens, of so many that wait, for the next step, which has `decodes`: `most` at
+        most. 0: a probe."""
         if not self._slowdown or not decodes:
             return most
         if self._credit >= 1 and not self._knows(decodes):
             self._credit -= 1
             return 0
-        fitting = (self._slowdown - 1) * self._seconds(decodes) * self._tokens
+        longer = max(self._slowdown - 1, waiting / decodes if waiting > decodes else 0.0)
+        fitting = longer * self._seconds(decodes) * self._tokens
         if self._tokens and fitting >= most * self._spent:
             return most
         return min(most, max(LEAST, int(fitting / self._spent) if self._spent else 0))

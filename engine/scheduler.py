@@ -143,7 +143,8 @@ class Scheduler:
         sends = [job for job in self.sends if self._missing(job) > 0]
         if not prefills and not sends:
             return {}
-        budget = self._pace.allowed(decodes, max(self._budget - decodes, 2))
+        waiting = len(prefills) + len(sends)
+        budget = self._pace.allowed(decodes, waiting, max(self._budget - decodes, 2))
         half = budget // 2 if sends else 0
         wanted = sum(map(self._missing, sends))
         chosen = self._divide(prefills, budget - min(half, wanted), waited)

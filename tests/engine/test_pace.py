@@ -30,7 +30,7 @@ def run(pace: Pace, decodes: int, steps: int, cost: Cost = linear) -> list[int]:
     """So many steps while prompts never end; the prompt tokens of each."""
     taken = []
     for _ in range(steps):
-        tokens = pace.allowed(decodes, BUDGET)
+        tokens = pace.allowed(decodes, 1, BUDGET)
         pace.took(decodes, tokens, cost(decodes, tokens))
         taken.append(tokens)
     return taken
@@ -43,6 +43,16 @@ def test_a_step_lasts_as_much_longer_as_it_may():
         assert tokens == 0 or linear(16, tokens) == pytest.approx(1.75 * linear(16, 0), rel=0.02)
 
 
+def test_more_that_wait_than_decode_get_as_much_more_time():
+    pace = Pace(1.5)
+    learn(pace, 8)
+    run(pace, 8, 60)  # no probes are left
+    alone, cost = linear(8, 0), linear(8, 1) - linear(8, 0)
+    assert pace.allowed(8, 8, BUDGET) == pytest.approx(0.5 * alone / cost, abs=2)
+    assert pace.allowed(8, 16, BUDGET) == pytest.approx(2 * alone / cost, abs=2)
+    assert pace.allowed(8, 10**6, BUDGET) == BUDGET
+
+
 def test_without_a_slowdown_the_budget_is_all():
     pace = Pace(0.0)
     learn(pace, 16)
@@ -52,7 +62,7 @@ def test_without_a_slowdown_the_budget_is_all():
 def test_without_decodes_the_budget_is_all():
     pace = Pace(1.5)
     learn(pace, 16)
-    assert pace.allowed(0, BUDGET) == BUDGET
+    assert pace.allowed(0, 1, BUDGET) == BUDGET
 
 
 def test_where_nothing_is_known_two_steps_of_decodes_tell():
@@ -76,7 +86,7 @@ def test_however_slow_prompts_are_they_go_on():
 def test_never_more_than_is_left_of_the_budget():
     pace = Pace(1.1)
     learn(pace, 2)
-    assert pace.allowed(2, 3) == 3
+    assert pace.allowed(2, 1, 3) == 3
 
 
 def test_probes_are_rare_and_do_come():
@@ -105,8 +115,8 @@ def test_a_smaller_batch_than_any_measured_is_taken_for_its_share():
     pace = Pace(2.0)
     learn(pace, 16)
     for _ in range(PROBES):
-        pace.allowed(99, BUDGET)  # no probes are left
-    assert pace.allowed(8, BUDGET) == int(12 / 0.4 / (1 + 8 / 0.4 / BUDGET))
+        pace.allowed(99, 1, BUDGET)  # no probes are left
+    assert pace.allowed(8, 1, BUDGET) == int(12 / 0.4 / (1 + 8 / 0.4 / BUDGET))
 
 
 def test_what_tokens_cost_is_followed_within_a_few_steps():
@@ -130,10 +140,10 @@ def test_a_hiccup_is_soon_forgotten(hiccup: float):
     learn(pace, 16)
     usual = run(pace, 16, 20)[-1]
     pace.took(16, usual, linear(16, usual) + hiccup)  # among prompts
-    assert usual / 3 < pace.allowed(16, BUDGET) < usual
+    assert usual / 3 < pace.allowed(16, 1, BUDGET) < usual
     assert run(pace, 16, 8)[-1] == pytest.approx(usual, rel=0.1)
     pace.took(16, 0, linear(16, 0) + hiccup)  # while there are none
-    assert pace.allowed(16, BUDGET) == pytest.approx(usual, rel=0.1)
+    assert pace.allowed(16, 1, BUDGET) == pytest.approx(usual, rel=0.1)
 
 
 @pytest.mark.parametrize("hiccup", [0.1, 10.0])
@@ -151,7 +161,7 @@ def test_a_bad_moment_of_the_machine_is_not_taken_for_the_decodes():
     usual = run(pace, 16, 10)[-1]
     for _ in range(20):
         pace.took(16, 0, 5 * linear(16, 0))
-    assert pace.allowed(16, BUDGET) == pytest.approx(usual, rel=0.05)
+    assert pace.allowed(16, 1, BUDGET) == pytest.approx(usual, rel=0.05)
 
 
 def test_decodes_that_get_slower_are_followed():
