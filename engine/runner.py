@@ -12,7 +12,7 @@ from engine.protocol import Internal
 from kvcache.cache import KVCache
 from kvcache.types import SeqId
 
-__all__ = ["Chunk", "ModelRunner", "stable_row_multiple"]
+__all__ = ["Chunk", "ModelRunner", "bucket", "stable_row_multiple"]
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +39,10 @@ class ModelRunner:
         self._model = model.transformer
         self._cache = cache
         self._device = cache.pool.device
-        self._multiple = 1
+        self._padded = bucket
         if cache.pool.dtype == torch.float32 and self._device.type == "cpu":
-            self._multiple = stable_row_multiple(model.config.hidden_size)
+            multiple = stable_row_multiple(model.config.hidden_size)
+            self._padded = lambda rows: -(-rows // multiple) * multiple
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -62,19 +63,29 @@ class ModelRunner:
                 positions += range(start, start + len(chunk.tokens))
                 if chunk.sample:
                     last.append(len(tokens) - 1)
-            padding = [0] * (-len(tokens) % self._multiple)
+            padding = [0] * (self._padded(len(tokens)) - len(tokens))
             hidden = self._model(
                 torch.tensor(tokens + padding, device=self._device),
                 torch.tensor(positions + padding, device=self._device),
                 self._cache,
             )
-            wanted = last + [0] * (-len(last) % self._multiple)
+            wanted = last + [0] * (self._padded(len(last)) - len(last))
             logits: torch.Tensor = self._model.logits(hidden[wanted])[: len(last)]
         except BaseException:
             self._cache.abort_forward()
             raise
         self._cache.end_forward()
         return logits
+
+
+def bucket(rows: int) -> int:
+    """A number of rows, not much larger, of which there are few.
+
+    For each number of rows that it multiplies oneDNN keeps a kernel of its own: hundreds of MiB of
+    them, where prompts come in chunks of any length.
+    """
+    step = 1 if rows <= 8 else 4 if rows <= 32 else 16 if rows <= 128 else 64
+    return -(-rows // step) * step
 
 
 def stable_row_multiple(hidden: int) -> int:
