@@ -36,6 +36,7 @@ from kvcache.native import (
 )
 from kvcache.parts import Read
 from kvcache.tile import multiply, multiply_add
+from kvcache.vectors import available
 
 __all__ = ["Many", "fits", "items", "kernels"]
 
@@ -46,7 +47,7 @@ TILE, TALL = tile.WIDTH, tile.ROWS
 
 def fits(group: int, dim: int) -> bool:
     """Whether a model's heads are made of whole tiles, and the processor has them."""
-    return tile.available() and dim % TILE == 0 and group <= BLOCK
+    return available() and dim % TILE == 0 and group <= BLOCK
 
 
 def items(rows: int, kv_heads: int, group: int) -> int:

@@ -3,35 +3,22 @@
 A tile is a few rows by `WIDTH` columns, all of it in registers: in a step, pairs of numbers of each
 row are multiplied with pairs of each column, and added in float32 (`vdpbf16ps`). So the right side
 has to lie in pairs: `[depth / 2, WIDTH, 2]`.
-
-LLVM has other names for these instructions in each version, so they are given as what an assembler
-reads.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["ROWS", "WIDTH", "available", "multiply", "multiply_add"]
+from kvcache.vectors import FLOATS, I32, I64, INTS, LANES, assembled, load, numba_ir
+
+__all__ = ["ROWS", "WIDTH", "multiply", "multiply_add"]
 
 ROWS = 6  # 6 · 4 sums, a row's pair and 4 columns' are 29 of the processor's 32 registers
 WIDTH = 64
-LANES = 16
-
-I32, I64 = ir.IntType(32), ir.IntType(64)
-INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(ir.FloatType(), LANES)
-
-
-@cache
-def available() -> bool:
-    """Whether this processor has the instructions."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
 def _tile(*, add: bool) -> Any:
@@ -52,24 +39,25 @@ def _tile(*, add: bool) -> Any:
             for place in places:
                 value = ir.Constant(FLOATS, None)
                 if add:
-                    by = _everywhere(
-                        builder, _load(builder, builder.add(scale[0], I64(4 * m)), I32)
-                    )
-                    value = _load(builder, place, FLOATS)
+                    by = _everywhere(builder, load(builder, builder.add(scale[0], I64(4 * m)), I32))
+                    value = load(builder, place, FLOATS)
                     value = builder.fmul(value, builder.bitcast(by, FLOATS))
-                total = cgutils.alloca_once_value(builder, value)  # type: ignore[no-untyped-call]
+                total = numba_ir.alloca_once_value(builder, value)
                 sums.append((total, place))
-        with cgutils.for_range(builder, builder.lshr(depth, I64(1)), intp=I64) as loop:
+        with numba_ir.for_range(builder, builder.lshr(depth, I64(1)), intp=I64) as loop:
             step = builder.add(b, builder.mul(loop.index, I64(4 * WIDTH)))
             columns = [
-                _load(builder, builder.add(step, I64(64 * n)), INTS) for n in range(WIDTH // LANES)
+                load(builder, builder.add(step, I64(64 * n)), INTS) for n in range(WIDTH // LANES)
             ]
             pair = builder.mul(loop.index, I64(4))
             for m, row in enumerate(rows):
-                mine = _everywhere(builder, _load(builder, builder.add(row, pair), I32))
+                mine = _everywhere(builder, load(builder, builder.add(row, pair), I32))
                 for n, column in enumerate(columns):
                     total = sums[m * len(columns) + n][0]
-                    builder.store(_multiplied(builder, mine, column, builder.load(total)), total)
+                    # To it, a₀b₀ + a₁b₁ of the pairs in each lane.
+                    code = "vdpbf16ps $2, $1, $0"
+                    added = assembled(builder, code, FLOATS, mine, column, to=builder.load(total))
+                    builder.store(added, total)
         for total, place in sums:
             value = builder.load(total)
             builder.store(value, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
@@ -92,23 +80,11 @@ def _tile(*, add: bool) -> Any:
     return tile
 
 
-def _load(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
-
-
 def _everywhere(builder: Any, value: Any) -> Any:
     """A number in all lanes."""
     one = builder.insert_element(ir.Constant(INTS, ir.Undefined), value, I32(0))
     return builder.shuffle_vector(one, one, ir.Constant(INTS, [0] * LANES))
 
 
-def _multiplied(builder: Any, a: Any, b: Any, to: Any) -> Any:
-    """to + a₀b₀ + a₁b₁ of the pairs in each lane."""
-    function = ir.FunctionType(FLOATS, [INTS, INTS, FLOATS])
-    code = "vdpbf16ps $2, $1, $0"
-    return builder.asm(function, code, "=v,v,v,0", [a, b, to], False)
-
-
-binding.initialize_native_asmparser()
 multiply = _tile(add=False)
 multiply_add = _tile(add=True)

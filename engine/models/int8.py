@@ -6,8 +6,7 @@ in float32, and the processor does not read ahead where rows of the weight are r
 
 A tile is the product of `rows` rows of x with `outputs` rows of the weight, 32 numbers at a time:
 the weights are widened to bfloat16, which has all of int8, and `vdpbf16ps` adds the products of
-pairs in float32. LLVM has other names for these instructions in each version, so they are given as
-what an assembler reads.
+pairs in float32.
 """
 
 from __future__ import annotations
@@ -17,26 +16,30 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
 from kvcache.native import Shared, i64_at, next_item
-from kvcache.tile import available
+from kvcache.vectors import (
+    FLOATS,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    assembled,
+    available,
+    load,
+    numba_ir,
+)
 
 __all__ = ["compiled", "fits", "product"]
 
-numba_ir: Any = cgutils  # it has no types
-
-LANES = 16
 STEP = 32  # numbers of a row at a time
 AHEAD = 6  # tiles whose weights are fetched before their turn
 ITEM = 64  # outputs of an item
 
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-F32 = ir.FloatType()
+I8, I16 = ir.IntType(8), ir.IntType(16)
 BYTES, WORDS = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
-INTS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 
 
 def fits(outputs: int, inputs: int) -> bool:
@@ -95,22 +98,22 @@ def _tile(rows: int, outputs: int) -> Any:
                 _prefetch(builder, builder.add(address, ahead))
                 low, high = (
                     builder.sitofp(
-                        builder.sext(_load(builder, builder.add(address, I64(o)), BYTES), INTS),
+                        builder.sext(load(builder, builder.add(address, I64(o)), BYTES), INTS),
                         FLOATS,
                     )
                     for o in (0, LANES)
                 )
-                widened.append(_assembled(builder, "vcvtne2ps2bf16 $1, $2, $0", INTS, low, high))
+                widened.append(assembled(builder, "vcvtne2ps2bf16 $1, $2, $0", INTS, low, high))
             for m, begin in enumerate(x_rows):
-                row = _load(builder, _at(builder, begin, at, 2), INTS)
+                row = load(builder, _at(builder, begin, at, 2), INTS)
                 for n, pairs in enumerate(widened):
                     total = sums[m * outputs + n]
                     code = "vdpbf16ps $2, $1, $0"
-                    added = _assembled(builder, code, FLOATS, pairs, row, to=builder.load(total))
+                    added = assembled(builder, code, FLOATS, pairs, row, to=builder.load(total))
                     builder.store(added, total)
         totals = _add_up(builder, [builder.load(total) for total in sums])
         places = [n % outputs for n in range(LANES)]
-        scales = _load(builder, scale, ir.VectorType(I16, outputs))
+        scales = load(builder, scale, ir.VectorType(I16, outputs))
         scales = builder.shuffle_vector(scales, scales, ir.Constant(INTS, places))
         scales = builder.bitcast(builder.shl(builder.zext(scales, INTS), _all(16)), FLOATS)
         bits = _rounded(builder, builder.fmul(totals, scales))
@@ -131,23 +134,11 @@ def _at(builder: Any, address: Any, count: Any, size: int) -> Any:
     return builder.add(address, builder.mul(count, I64(size)))
 
 
-def _load(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
-
-
 def _prefetch(builder: Any, address: Any) -> None:
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = numba_ir.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     # To be read, into the nearest cache; data.
     builder.call(function, [builder.inttoptr(address, I8.as_pointer()), I32(0), I32(3), I32(1)])
-
-
-def _assembled(builder: Any, code: str, kind: Any, a: Any, b: Any, to: Any = None) -> Any:
-    """What an instruction makes of two vectors, and of what its result is added to."""
-    given = [a, b] if to is None else [a, b, to]
-    constraints = "=v,v,v" if to is None else "=v,v,v,0"
-    function = ir.FunctionType(kind, [value.type for value in given])
-    return builder.asm(function, code, constraints, given, False)
 
 
 def _add_up(builder: Any, vectors: list[Any]) -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache import tile
 from kvcache.native import Shared, i64_at, next_item
 from kvcache.tile import ROWS, WIDTH, multiply, multiply_add
+from kvcache.vectors import available
 
 pytestmark = pytest.mark.skipif(
-    not tile.available(), reason="this processor has no AVX-512 BF16: tiles are not used on it"
+    not available(), reason="this processor has no AVX-512 BF16: tiles are not used on it"
 )
 
 
