@@ -17,7 +17,7 @@ from engine.job import Generation, Job
 from engine.protocol import LeaseExpired, MicroserveError
 from kvcache.cache import KVCache
 from kvcache.sending import Mirror
-from kvcache.types import SeqId
+from kvcache.types import LeaseId, SeqId
 
 __all__ = ["Mirroring", "StepMirrors"]
 
@@ -30,8 +30,16 @@ class Mirroring:
     (The microserving paper's put; DéjàVu's token streaming and replication.)
     """
 
-    def __init__(self, cache: KVCache, every: int, most: int, loop: asyncio.AbstractEventLoop):
+    def __init__(
+        self,
+        cache: KVCache,
+        lease_id: LeaseId,
+        every: int,
+        most: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         """Sends `every` tokens at a time; the sequence never has more than `most`."""
+        self.lease_id = lease_id
         self.stopped: MicroserveError | None = None
         self._cache = cache
         self._every = every

@@ -71,7 +71,7 @@ class Mirrors:
         """Begin to mirror a generation; the step loop is to move it on. Raises `BadAddress`."""
         address = self._cache.check_address(call.kv_addr, generation.tokens)
         most = generation.prompt_len + generation.sampling.max_tokens
-        mirroring = Mirroring(self._cache, call.every, most, self._loop)
+        mirroring = Mirroring(self._cache, address.lease_id, call.every, most, self._loop)
         task = self._loop.create_task(
             self._look_after(mirroring, address.url, call.kv_addr, list(generation.tokens))
         )

@@ -162,7 +162,7 @@ class GenerationStream:
         mirror = self._generation.mirror
         if mirror is None:
             return None
-        now = Mirrored(landed=mirror.landed)
+        now = Mirrored(lease_id=mirror.lease_id, landed=mirror.landed)
         if mirror.stopped is not None:
             now.stopped, now.message = mirror.stopped.type, mirror.stopped.message
         if now == self._told and not last:

@@ -15,7 +15,7 @@ from router.errors import EngineUnreachable
 from router.member import Member, guard
 from router.receipts import Leg
 from router.replica import Mirror, Replica
-from router.request import Chunk, Request
+from router.request import Chunk, Mirrored, Request
 
 if TYPE_CHECKING:
     from router.attempt import Attempt
@@ -52,6 +52,7 @@ class Mirroring:
         self._tokens = list(request.tokens)  # with what has been emitted
         self._most = len(request.prompt) + request.sampling.max_tokens
         self._replica: Replica | None = None
+        self._told: Mirrored | None = None
         self._repair: asyncio.Task[None] | None = None
         self._over = False
 
@@ -79,8 +80,14 @@ class Mirroring:
     def saw(self, chunk: Chunk) -> None:
         """What the generation's stream says, of tokens and of the mirror."""
         self._tokens += chunk.token_ids
-        told, replica = chunk.mirror, self._replica
-        if told is None or replica is None or replica.over:
+        if chunk.mirror is not None:
+            self._told = chunk.mirror
+            self._heed()
+
+    def _heed(self) -> None:
+        """What was last told of a mirror, if that is the replica's."""
+        told, replica = self._told, self._replica
+        if told is None or replica is None or replica.over or told.lease_id != replica.lease_id:
             return
         self._leg.landed = replica.landed = max(replica.landed, told.landed)
         if told.stopped is None or self._repair is not None:
@@ -164,13 +171,15 @@ class Mirroring:
             while True:
                 await asyncio.sleep(pause)
                 if await self._replace():
-                    return
+                    break
                 self._attempt.fallback("unmirrored")
                 pause = min(max(RETRY_S, 2 * pause), RETRY_MOST_S)
         except Exception:  # of this one stream: what else the router does must go on
             log.exception("a replica could not be set up")
         finally:
             self._repair = None
+        if not self._over:
+            self._heed()  # of the new one, told before we knew that it was begun
 
     async def _replace(self) -> bool:
         """Mirror to the first engine that has room; returns whether there is one."""

@@ -19,6 +19,7 @@ __all__ = ["Chunk", "Mirrored", "Request"]
 class Mirrored(msgspec.Struct):
     """How far a generation's replica is; the fields are those of `engine.protocol.Mirrored`."""
 
+    lease_id: str
     landed: int
     stopped: str | None = None
     message: str | None = None

@@ -255,9 +255,12 @@ class Usage(Message):
 class Mirrored(Message):
     """How far a mirror is: `landed` tokens of prompt and output have their KV in the peer's lease.
 
+    `lease_id`: which lease, as a generation that gets another mirror still tells of the one before.
+
     `stopped`: it will not get further; the type of the error, as in error bodies, and its message.
     """
 
+    lease_id: str
     landed: int
     stopped: str | None = None
     message: str | None = None

@@ -308,7 +308,10 @@ async def test_a_peer_that_is_gone_stops_the_mirror_and_nothing_else(pair: Pair)
     part = await read(source, "r", max_tokens=60, mirror=to(got))
     assert len(part.tokens) == 60
     assert part.mirror == Mirrored(
-        landed=0, stopped="peer_unreachable", message=part.mirror and part.mirror.message
+        lease_id=got.lease_id,
+        landed=0,
+        stopped="peer_unreachable",
+        message=part.mirror and part.mirror.message,
     )
     replica.release(Release(lease_id=got.lease_id))
 

@@ -64,6 +64,7 @@ class FakeEngine:
     gate: asyncio.Event | None = None
     prep_gate: asyncio.Event | None = None
     send_gate: asyncio.Event | None = None
+    mirror_gate: asyncio.Event | None = None
     info: ModelInfo = field(default_factory=model_info)
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -131,6 +132,8 @@ class FakeEngine:
 
     async def mirror(self, http: web.Request) -> web.Response:
         await self._note("mirror", http)
+        if self.mirror_gate is not None:
+            await self.mirror_gate.wait()
         return web.json_response({"mirrored": True})
 
     async def release(self, http: web.Request) -> web.Response:

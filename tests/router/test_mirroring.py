@@ -48,6 +48,16 @@ async def answered(ask: asyncio.Task[Any]) -> None:
     assert (status, body["choices"][0]["token_ids"]) == (200, TOKENS)
 
 
+async def drain(r: Any, name: str) -> Any:
+    async with r.http.patch(f"{r.server.url}/admin/engines/{name}", json={"draining": True}) as got:
+        return await got.json()
+
+
+def leg(r: Any) -> Any:
+    """That of the one generation."""
+    return r.server.router.receipts["x"].legs[0]
+
+
 async def test_the_replica_is_on_the_next_engine_and_ends_with_the_request(three):
     r, a, b, c = three
     ask = await asked(r)
@@ -135,9 +145,7 @@ async def test_a_replica_whose_engine_is_drained_goes_elsewhere_first(three):
     r, a, b, c = three
     ask = await asked(r)
     await a.until(lambda: a.running)
-    url = f"{r.server.url}/admin/engines/b"
-    async with r.http.patch(url, json={"draining": True}) as reply:
-        assert (await reply.json())["moved"] == 0
+    assert (await drain(r, "b"))["moved"] == 0
     await b.until(lambda: not b.leases)
     assert [body["kv_addr"] for body in a.named("mirror")] == ["addr-c-1"]
     assert c.leases == {"c-1"}
@@ -148,7 +156,9 @@ async def test_a_replica_whose_engine_is_drained_goes_elsewhere_first(three):
 async def test_a_replica_that_has_no_more_room_is_kept_until_there_is_another(three, monkeypatch):
     monkeypatch.setattr("router.mirroring.RETRY_S", 0.02)
     r, a, b, c = three
-    a.tells = {"mirror": {"landed": 40, "stopped": "no_capacity", "message": "why"}}
+    a.tells = {
+        "mirror": {"lease_id": "b-1", "landed": 40, "stopped": "no_capacity", "message": "why"}
+    }
     c.refuse["prep_recv"] = [NoCapacity("full", retry_after_s=1)]
     ask = await asked(r)
     await c.until(lambda: len(c.named("prep_recv")) == 1)
@@ -165,11 +175,47 @@ async def test_a_replica_that_has_no_more_room_is_kept_until_there_is_another(th
 
 async def test_a_replica_that_is_gone_is_replaced_at_once(three):
     r, a, b, _ = three
-    a.tells = {"mirror": {"landed": 40, "stopped": "lease_expired", "message": "why"}}
+    a.tells = {
+        "mirror": {"lease_id": "b-1", "landed": 40, "stopped": "lease_expired", "message": "why"}
+    }
     ask = await asked(r)
     await a.until(lambda: a.named("mirror"))
     await b.until(lambda: {"lease_id": "b-1"} in b.named("release"))
     assert a.named("mirror")[0]["kv_addr"] == f"addr-{next(iter(b.leases))}"
+    a.tells = {}
+    a.gate.set()
+    await answered(ask)
+
+
+async def test_what_is_told_of_the_replica_before_is_not_the_new_one_s(three):
+    """Events may be on their way when the generation gets another mirror."""
+    r, a, _, c = three
+    ask = await asked(r)
+    await a.until(lambda: a.running)
+    await drain(r, "b")
+    await until(lambda: leg(r).replica == "c")
+    a.tells = {"mirror": {"lease_id": "b-1", "landed": 41, "stopped": "lease_expired"}}
+    a.gate.set()
+    await answered(ask)
+    assert leg(r).landed == 0 and leg(r).mirror_error is None
+    assert len(a.named("mirror")) == len(c.named("prep_recv")) == 1
+
+
+async def test_what_is_told_of_the_new_replica_too_early_is_heeded_later(three):
+    """It has stopped before the router has read that it was begun."""
+    r, a, _, c = three
+    ask = await asked(r)
+    await a.until(lambda: a.running)
+    a.mirror_gate = asyncio.Event()
+    await drain(r, "b")
+    await a.until(lambda: a.named("mirror"))
+    a.tells = {"mirror": {"lease_id": "c-1", "landed": 41, "stopped": "lease_expired"}}
+    a.gate.set()
+    a.gate.clear()  # one token
+    await until(lambda: leg(r).tokens == 2)
+    a.mirror_gate.set()
+    await c.until(lambda: {"lease_id": "c-1"} in c.named("release"))
+    await a.until(lambda: len(a.named("mirror")) == 2)
     a.tells = {}
     a.gate.set()
     await answered(ask)
