@@ -20,6 +20,11 @@ __all__ = ["DONE", "ChatFormat", "Choice", "CompletionFormat", "Format"]
 
 DONE = b"data: [DONE]\n\n"
 
+# Line ends of Unicode that are none of server-sent events: many clients split at them all the same.
+_LINE_ENDS = {
+    char.encode(): b"\\u%04x" % ord(char) for char in ("\N{NEXT LINE}", "\u2028", "\u2029")
+}
+
 
 @dataclass(slots=True)
 class Choice:
@@ -89,7 +94,7 @@ class Format(ABC):
             choice["stop_reason"] = chunk.stop_reason
         if self._ids:
             choice["token_ids"] = chunk.token_ids
-        return b'data: %b,"choices":[%b]%b' % (self._head, orjson.dumps(choice), self._tail)
+        return b'data: %b,"choices":[%b]%b' % (self._head, _line(choice), self._tail)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The event after all choices, for `stream_options.include_usage`."""
@@ -148,7 +153,7 @@ class ChatFormat(Format):
             "logprobs": None,
             "finish_reason": None,
         }
-        return b'data: %b,"choices":[%b]%b' % (self._head, orjson.dumps(choice), self._tail)
+        return b'data: %b,"choices":[%b]%b' % (self._head, _line(choice), self._tail)
 
     def delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
@@ -174,7 +179,7 @@ class ChatFormat(Format):
         return (
             b'data: %b,"choices":[{"index":%d,"delta":{"content":%b},'
             b'"logprobs":null,"finish_reason":null}]%b'
-            % (self._head, index, orjson.dumps(text), self._tail)
+            % (self._head, index, _line(text), self._tail)
         )
 
 
@@ -214,8 +219,17 @@ class CompletionFormat(Format):
     def _text(self, index: int, text: str) -> bytes:
         return (
             b'data: %b,"choices":[{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]%b'
-            % (self._head, index, orjson.dumps(text), self._tail)
+            % (self._head, index, _line(text), self._tail)
         )
+
+
+def _line(value: object) -> bytes:
+    """`value` as JSON that is one line to everybody."""
+    text = orjson.dumps(value)
+    if not text.isascii():
+        for end, escaped in _LINE_ENDS.items():
+            text = text.replace(end, escaped)
+    return text
 
 
 def _name(token: dict[str, Any]) -> str:

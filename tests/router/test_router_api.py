@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -48,6 +49,19 @@ async def test_chat_uses_the_models_template(route, fake):
     assert events[-2]["choices"] == []
     assert events[-2]["usage"]["completion_tokens"] == 3
     assert events[-1] == "[DONE]"
+
+
+async def test_an_event_is_one_line_to_clients_that_know_more_line_ends(route, fake):
+    text = "a\x85b\u2028c\u2029d\x0be\n\x1cf\u00e9"
+    a = fake("a", text=text)
+    async with route(a) as r:
+        for extra in ({}, {"return_token_ids": True}):
+            body = {**ASK, **extra, "stream": True}
+            async with r.http.post(r.server.url + "/v1/completions", json=body) as response:
+                lines = [line for line in (await response.text()).splitlines() if line]
+            assert lines.pop() == "data: [DONE]"
+            events = [json.loads(line.removeprefix("data: ")) for line in lines]
+            assert "".join(event["choices"][0]["text"] for event in events) == 3 * text
 
 
 async def test_defaults_of_max_tokens(route, fake):
