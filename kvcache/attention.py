@@ -78,6 +78,16 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
 
     In float32, the one whose results have the same bits in any batch.
     """
+    if layout.dtype != torch.float32 and device.type == "cuda":
+        try:
+            from kvcache.attention_flashinfer import FlashInfer, supports
+
+            if supports(layout):
+                return FlashInfer(layout, group, device).plan
+            what = f"heads of {layout.head_dim} in {layout.dtype}"
+            log.warning("attention is slow here: FlashInfer has no kernels for %s", what)
+        except ImportError as error:
+            log.warning("attention is slow here: %s (pip install 'microserve[cuda]')", error)
     if layout.dtype == torch.bfloat16 and device.type == "cpu":
         try:
             from kvcache.attention_bf16 import Bf16Plan, compiled

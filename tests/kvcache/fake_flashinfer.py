@@ -1,0 +1,76 @@
+"""What we use of FlashInfer, in a few lines of torch under its names: no GPU is needed.
+
+It reads the arrays as FlashInfer does, so it shows that they are right; of its kernels it says
+nothing. Log-sum-exps are to base 2, as there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        assert kv_layout == "NHD" and float_workspace_buffer.dtype == torch.uint8
+
+    def plan(
+        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor, paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *,
+        causal: bool = False, q_data_type: Any = "float16", kv_data_type: Any = None,
+    ) -> None:  # fmt: skip
+        for array in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len):
+            assert array.dtype == torch.int32 and array.device.type == "cpu" and array.dim() == 1
+        assert len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1
+        assert len(paged_kv_indices) == paged_kv_indptr[-1] and q_data_type == kv_data_type
+        self.arrays = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        self.shape, self.causal = (num_qo_heads, num_kv_heads, head_dim_qk, page_size), causal
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *,
+        out: torch.Tensor | None = None, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        heads, kv_heads, dim, page_size = self.shape
+        rows, begins, pages, last = self.arrays
+        assert q.shape == (rows[-1], heads, dim)
+        assert paged_kv_cache.shape[1:] == (2, page_size, kv_heads, dim)
+        values = torch.empty_like(q) if out is None else out
+        sums = torch.empty(q.shape[:2])
+        for n in range(len(last)):
+            mine = slice(rows[n], rows[n + 1])
+            kv = paged_kv_cache[pages[begins[n] : begins[n + 1]].long()].transpose(0, 1)
+            keys = (begins[n + 1] - begins[n] - 1) * page_size + last[n]
+            k, v = kv.reshape(2, -1, kv_heads, dim)[:, :keys].float()
+            k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->qhk", q[mine].float(), k) * dim**-0.5
+            if self.causal:  # the rows are the last of the keys
+                hidden = torch.ones(len(scores), int(keys)).triu(int(keys) - len(scores) + 1)
+                scores.masked_fill_(hidden.bool()[:, None], -torch.inf)
+            values[mine] = torch.einsum("qhk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+            sums[mine] = scores.logsumexp(-1) / math.log(2)
+        return (values, sums) if return_lse else values
+
+
+def merge_state(
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sums = torch.logaddexp2(s_a, s_b)
+    a, b = (torch.exp2(s - sums)[..., None] for s in (s_a, s_b))
+    return (a * v_a.float() + b * v_b.float()).to(v_a.dtype), sums
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor,
+    positions: torch.Tensor, paged_kv_cache: torch.Tensor, kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, kv_layout: str = "NHD",
+) -> None:  # fmt: skip
+    assert kv_layout == "NHD" and len(kv_last_page_len) + 1 == len(kv_indptr)
+    assert len(append_key) == len(append_value) == len(batch_indices) == len(positions)
+    page_size = paged_kv_cache.shape[2]
+    first = kv_indptr[batch_indices.long()]
+    page = kv_indices[(first + positions // page_size).long()].long()
+    paged_kv_cache[page, 0, positions.long() % page_size] = append_key
+    paged_kv_cache[page, 1, positions.long() % page_size] = append_value
