@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 NEAR_TIE = 1e-4  # two best logits closer than this may come out either way
 
 
-def hf_model(name: str) -> PreTrainedModel:
-    """transformers' model with the weights of the alias `tiny` or `smollm2`."""
-    if name == "tiny":
-        return _tiny()
-    from engine.models.prepare import locate
-
-    path = Path(str(locate(name).path))
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    return model.eval()
-
-
-def _tiny() -> PreTrainedModel:
+def hf_tiny() -> PreTrainedModel:
+    """transformers' model with the weights of `tiny`."""
     from engine.models.tiny import open_tiny
 
     checkpoint = open_tiny()

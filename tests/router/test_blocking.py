@@ -161,7 +161,7 @@ async def test_nobody_else_is_hit():
         async with staged(late, ("any", "any")) as stage, asyncio.TaskGroup() as others:
             others.create_task(innocent())
             # On a crowded machine the watchdog comes late; some time it does meet one.
-            while sum(outcomes.values()) < 90 or len(outcomes) < 2:
+            while sum(outcomes.values()) < 45 or len(outcomes) < 2:
                 asks = [stage.ask(list(range(1, 20 + i))) for i in range(3)]
                 for answer in await asyncio.gather(*asks, return_exceptions=True):
                     outcomes[type(answer)] += 1

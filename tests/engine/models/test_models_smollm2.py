@@ -14,7 +14,6 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from engine.models import DownloadFailed, smollm2
-from engine.models.prepare import locate
 
 CONTENT = b"GGUF, as it were"
 
@@ -172,18 +171,12 @@ def test_answer(smollm2, make_cache):
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2) -> tuple[list[int], torch.Tensor]:
+def reference(smollm2, smollm2_hf) -> tuple[list[int], torch.Tensor]:
     """Tokens, and transformers' logits of them."""
-    from transformers import AutoModelForCausalLM
-
-    path = locate("smollm2").path
-    theirs = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
-    )
     text = "The capital of France is Paris. In 1789, its people stormed the Bastille;" * 3
     tokens = Tokenizer.from_str(smollm2.tokenizer_json).encode(text).ids
     with torch.inference_mode():
-        expected = theirs(torch.tensor([tokens])).logits[0]
+        expected = smollm2_hf(torch.tensor([tokens])).logits[0]
     return tokens, expected
 
 
