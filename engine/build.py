@@ -46,8 +46,12 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     that is not installed or tiers that there is no room for, and `OSError` if it cannot listen.
     """
     device = torch.device(config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadRequest("--device cuda: this machine's torch finds no GPU", param="device")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise BadRequest("--device cuda: this machine's torch finds no GPU", param="device")
+        # See docs/gpu.md.
+        message = "--device cuda: there is no transport yet for pools in a GPU's memory"
+        raise BadRequest(message, param="device")
     dtype = _dtype(config)
     threads = config.threads or len(os.sched_getaffinity(0))
     # Whoever computes on several threads keeps a team of them for as long as it lives. Two teams

@@ -27,8 +27,9 @@ class Put(Protocol):
     def write(self, layers: range, pages: Sequence[PageId], begin: int, end: int) -> None:
         """Put positions `[begin, end)` of `layers`; `pages` are the sender's, from position 0.
 
-        Layers are counted as in the sender's pool. What of them, and of their heads, the receiver's
-        pool is not for is left out.
+        They may still be in the making: work that the caller has started on the pool's device is
+        waited for, not by the caller. Layers are counted as in the sender's pool. What of them, and
+        of their heads, the receiver's pool is not for is left out.
         """
         ...
 

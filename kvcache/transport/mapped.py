@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvcache.layout import KVLayout
 from kvcache.region import Region, Slots
 from kvcache.transport.runs import Runs
+from kvcache.transport.target import AtOnce
 
 __all__ = ["MappedSlots", "MappedTarget"]
 
@@ -50,7 +51,7 @@ class MappedSlots:
             self._slots.slots[slot, word] = value
 
 
-class MappedTarget(MappedSlots):
+class MappedTarget(AtOnce, MappedSlots):
     """A `Target` in this process's address space."""
 
     def __init__(self, source: Region, region: Region) -> None:

@@ -17,6 +17,7 @@ from kvcache.transport.nixl_agent import Agent
 from kvcache.transport.nixl_hello import HELLO_TIMEOUT_S, Welcome, is_over, meet, watch
 from kvcache.transport.nixl_receiver import ROW
 from kvcache.transport.runs import Runs
+from kvcache.transport.target import AtOnce
 from kvcache.transport.worker import Worker
 
 __all__ = ["Link"]
@@ -26,7 +27,7 @@ ROW_BYTES = ROW * WORD
 ALONE: Final = 1  # the flag of who has a right alone; else it is the number that they share
 
 
-class Link:
+class Link(AtOnce):
     """A `Target` behind a network. All its work is done by its worker, which has one thread.
 
     The first failure ends it, and with it whatever is under way; all later calls raise the same.

@@ -33,8 +33,17 @@ log = logging.getLogger(__name__)
 HOLD_BYTES = 4 << 20  # copied in one hold of the write right, at most: some 0.3 ms in memory
 RIGHT_TIMEOUT_S = 2.0  # the other holder copies for less than a millisecond, unless it is stopped
 RIGHT_POLL_S = 0.0005  # between tries at first; they become rarer
+MARK_POLL_S = 0.0002  # until what is to be copied has been computed: a layer takes some such time
 
 Batch = tuple[Runs, int]  # with its bytes
+
+
+@dataclass(slots=True)
+class _Write:
+    """What is to be copied, once the device's work up to `mark` is done."""
+
+    batches: Iterator[Batch]
+    mark: object
 
 
 @dataclass(slots=True)
@@ -52,9 +61,9 @@ class QueuedPut:
 
     Each turn holds the lease's write right once, and under it first rereads nonce and claim: a
     lease that has ended, or that another sender has claimed since, is not written. What is queued
-    by then goes together (DéjàVu's buffered copies): the few bytes that a token has in each layer
-    are one copy, with the watermark behind it. A turn that does not get the right lets other puts
-    go first.
+    by then, and computed, goes together (DéjàVu's buffered copies): the few bytes that a token has
+    in each layer are one copy, with the watermark behind it. A turn that does not get the right, or
+    whose KV a device has still to compute, lets other puts go first.
     """
 
     def __init__(
@@ -76,7 +85,7 @@ class QueuedPut:
         self._slot = address.slot
         self._worker = worker
         self._lock = threading.Lock()  # of `_busy`, and of adding to the queue
-        self._queue: deque[Iterator[Batch] | dict[int, int] | Future[None]] = deque()
+        self._queue: deque[_Write | dict[int, int] | Future[None]] = deque()
         self._busy = False  # whether turns are under way
         self._hold: _Hold | None = None  # what the next turn does
         self._waits_since: float | None = None  # for the right
@@ -119,7 +128,8 @@ class QueuedPut:
 
     def write(self, layers: range, pages: Sequence[PageId], begin: int, end: int) -> None:
         # A copy: the caller's table may grow or go meanwhile.
-        self._add(self._batches(layers, list(pages), begin, end))
+        batches = self._batches(layers, list(pages), begin, end)
+        self._add(_Write(batches, self._target.mark()))
 
     def signal(self, landed: int) -> None:
         if self._joins:
@@ -141,7 +151,7 @@ class QueuedPut:
         self._add(done)
         return done
 
-    def _add(self, what: Iterator[Batch] | dict[int, int] | Future[None]) -> None:
+    def _add(self, what: _Write | dict[int, int] | Future[None]) -> None:
         with self._lock:
             self._queue.append(what)
             if self._busy:
@@ -163,6 +173,8 @@ class QueuedPut:
                 self._hold = self._hold or self._gather()
                 if self._hold.words is not None:
                     delay = self._with_right(self._write_hold, share=self.claim)
+                elif self._queue and not self._hold.waiting:
+                    self._hold, delay = None, MARK_POLL_S  # what comes first is not computed yet
         except MicroserveError as error:
             self._failure = error
         except Exception as error:
@@ -189,7 +201,8 @@ class QueuedPut:
         return delay
 
     def _gather(self) -> _Hold:
-        """As much of the queue as goes into one hold, up to where somebody waits."""
+        """As much of the queue as goes into one hold, up to where somebody waits, or where what is
+        to be copied is not there yet."""
         hold = _Hold()
         while self._queue and not hold.waiting:
             what = self._queue[0]
@@ -197,12 +210,15 @@ class QueuedPut:
                 hold.waiting.append(what)
             elif isinstance(what, dict):
                 hold.words = (hold.words or {}) | what
+            elif what.mark is not None and not self._target.done(what.mark):
+                break
             else:
-                batch = next(what, None)
+                what.mark = None
+                batch = next(what.batches, None)
                 if batch is not None:
                     runs, size = batch
                     if hold.bytes and hold.bytes + size > HOLD_BYTES:
-                        self._queue[0] = chain([batch], what)
+                        what.batches = chain([batch], what.batches)
                         break
                     hold.runs.append(runs)
                     hold.bytes += size

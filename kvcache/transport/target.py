@@ -11,13 +11,13 @@ import numpy.typing as npt
 from kvcache.layout import KVLayout
 from kvcache.transport.runs import Runs
 
-__all__ = ["Target"]
+__all__ = ["AtOnce", "Target"]
 
 
 class Target(Protocol):
     """A peer's region as a sender sees it.
 
-    Calls return when their work is complete, and come from one thread.
+    Calls return when their work is complete, and come from one thread; but for `mark`.
     """
 
     @property
@@ -44,6 +44,25 @@ class Target(Protocol):
         """Write some of the slot's words, holding the right."""
         ...
 
+    def mark(self) -> object:
+        """Up to where the calling thread has started work on our pool's device, as an event on its
+        stream; None where work is done when it has been started, as on CPUs."""
+        ...
+
+    def done(self, mark: object) -> bool:
+        """Whether the work up to `mark` is done; never waits for it."""
+        ...
+
     def copy(self, runs: Runs) -> None:
         """Copy runs of bytes from our pool into theirs, holding the right."""
         ...
+
+
+class AtOnce:
+    """That part of a `Target` whose pools are in the host's memory."""
+
+    def mark(self) -> None:
+        return None
+
+    def done(self, mark: object) -> bool:
+        return True

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine import build
-from engine.build import _dtype
+from engine.build import _dtype, build_engine
 from engine.processor import multiplies_bf16
+from engine.protocol import BadRequest
 from engine.protocol.config import EngineConfig
 
 X86 = "processor : 0\nmodel name : bf16\nflags\t\t: fpu avx512f avx512_bf16 avx512_vnni\n"
@@ -42,3 +43,11 @@ def test_what_weights_are_in(
 ):
     monkeypatch.setattr(build, "multiplies_bf16", lambda: there)
     assert _dtype(config) == dtype
+
+
+@pytest.mark.parametrize(("there", "said"), [(False, "finds no GPU"), (True, "no transport yet")])
+def test_an_engine_on_a_gpu_is_refused(there: bool, said: str, monkeypatch: pytest.MonkeyPatch):
+    """See `docs/gpu.md`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    with pytest.raises(BadRequest, match=said):
+        build_engine(EngineConfig("tiny", device="cuda"), b"secret", 1)

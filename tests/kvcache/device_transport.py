@@ -1,13 +1,16 @@
 """A transport for pools on a device, as another one would be written: of the real ones' parts.
 
 The "device" is memory that no peer maps: it is reached by copy calls only, as a GPU's is. The
-control words are in host memory. What is here is all that a transport has to bring.
+control words are in host memory. Work on it is started and done later, in order, as on a stream.
+What is here is all that a transport has to bring.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -33,20 +36,34 @@ class DeviceRegion(SharedSlots):
         os.ftruncate(self.device, layout.nbytes)
         memory = mmap.mmap(self.device, layout.nbytes)
         self.pool = layout.view(torch.frombuffer(memory, dtype=layout.dtype))
+        self._stream = ThreadPoolExecutor(1)
+        self.started: Future[None] | None = None
+
+    def start(self, kernel: Callable[[], None]) -> None:
+        """Have the device do it, after all that was started before."""
+        self.started = self._stream.submit(kernel)
 
     def close(self) -> None:
+        self._stream.shutdown()
         super().close()
         os.close(self.device)
 
 
 class DeviceTarget(MappedSlots):
-    def __init__(self, ours: int, slots: SharedSlots, theirs: int) -> None:
+    def __init__(self, ours: DeviceRegion, slots: SharedSlots, theirs: int) -> None:
         super().__init__(slots)
         self._ours, self._theirs = ours, theirs
 
+    def mark(self) -> Future[None] | None:
+        return self._ours.started
+
+    def done(self, mark: object) -> bool:
+        assert isinstance(mark, Future)
+        return mark.done()
+
     def copy(self, runs: Runs) -> None:
         for source, target, size in runs.tolist():
-            os.pwrite(self._theirs, os.pread(self._ours, size, source), target)
+            os.pwrite(self._theirs, os.pread(self._ours.device, size, source), target)
 
     def __del__(self) -> None:
         os.close(self._theirs)
@@ -69,7 +86,7 @@ class DeviceTransport:
             theirs = os.open(f"/proc/{pid}/fd/{device}", os.O_RDWR)
         except OSError as error:
             raise PeerUnreachable(f"the peer's device cannot be opened: {error}") from error
-        target = DeviceTarget(self.region.device, slots, theirs)
+        target = DeviceTarget(self.region, slots, theirs)
         put = QueuedPut(target, self.region.layout, address, self._worker, join)
         put.take_claim(begin)
         return put

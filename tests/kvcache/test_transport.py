@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_transport import DeviceTransport
+import torch
+from device_transport import DeviceRegion, DeviceTransport
 from kv_helpers import (
+    LAYERS,
     Clock,
     assert_content,
     compute,
+    kv_of,
     make_cache,
     pages_of,
     send,
@@ -34,6 +37,7 @@ from kv_helpers import (
 from shm_peer import PAGES, Peer
 
 from kvcache.address import KVAddress
+from kvcache.attention import Plan
 from kvcache.cache import KVCache
 from kvcache.errors import (
     BadRange,
@@ -249,6 +253,66 @@ def _memories() -> int:
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return len({line.split()[4] for line in maps if "microserve-kv" in line})
+
+
+class Later:
+    """A plan whose kernels only start on the device, as on a GPU; each waits for one of `gates`."""
+
+    def __init__(self, plan: Plan, region: DeviceRegion, gates: Iterator[threading.Event]) -> None:
+        self._plan, self._region, self._gates = plan, region, gates
+
+    def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        gate = next(self._gates)
+
+        def kernel() -> None:
+            assert gate.wait(10)
+            self._plan.append(pages, k, v)
+
+        self._region.start(kernel)
+
+    def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return q
+
+
+@pytest.mark.parametrize("kind", ["device"])
+def test_what_a_device_computes_is_put_layer_by_layer_once_it_is_there(new: NewCache):
+    """The device is one of a few lines. Neither the step nor the put's worker waits for it: each
+    layer lands while the next is computed, and the watermark rises after the last."""
+    sender, receiver = new("s"), new("r")
+    gates = [threading.Event() for _ in range(LAYERS)]
+    each, planner = iter(gates), sender._planner
+    sender._planner = lambda spans: Later(planner(spans), sender.transport.region, each)  # type: ignore[arg-type]
+    lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+    other, elsewhere = receiver.prep_recv("o", PROMPT, 8, 0, 10.0)
+    put, seq_id = sender.open_put(address, PROMPT, 0, 21), SeqId(5)
+    sender.add_sequence(seq_id, PROMPT[:21])
+    sender.mark_send(seq_id, put, 0, 21)
+    compute(sender, seq_id, PROMPT[:21])
+    done = put.close()
+
+    def there() -> list[bool]:
+        kv = receiver.pool[:, lease.own].transpose(2, 3).flatten(1, 2)[:, :21]
+        return [torch.equal(kv[layer], kv_of(PROMPT[:21], layer)) for layer in range(LAYERS)]
+
+    def landed() -> int:
+        return int(receiver.transport.region.slots[lease.slot, LANDED])
+
+    # Another put of the same worker goes on meanwhile.
+    claimed = sender.open_put(elsewhere, PROMPT, 0, 8)
+    claimed.close().result(10)
+    for layer, gate in enumerate(gates):
+        time.sleep(0.01)
+        assert there() == [n < layer for n in range(LAYERS)] and not done.done()
+        assert landed() == 0
+        gate.set()
+        while not there()[layer]:
+            time.sleep(0.001)
+    done.result(10)
+    assert landed() == 21
+    sender.clear_mark(seq_id)
+    sender.remove_sequence(seq_id)
+    receiver.release(lease.lease_id)
+    receiver.release(other.lease_id)
 
 
 def test_a_transport_is_found_by_the_name_in_its_endpoint():
