@@ -13,7 +13,17 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvcache.vectors import FLOATS, I32, I64, INTS, LANES, assembled, load, numba_ir
+from kvcache.vectors import (
+    FLOATS,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    assembled,
+    everywhere,
+    load,
+    numba_ir,
+)
 
 __all__ = ["ROWS", "WIDTH", "multiply", "multiply_add"]
 
@@ -39,7 +49,7 @@ def _tile(*, add: bool) -> Any:
             for place in places:
                 value = ir.Constant(FLOATS, None)
                 if add:
-                    by = _everywhere(builder, load(builder, builder.add(scale[0], I64(4 * m)), I32))
+                    by = everywhere(builder, load(builder, builder.add(scale[0], I64(4 * m)), I32))
                     value = load(builder, place, FLOATS)
                     value = builder.fmul(value, builder.bitcast(by, FLOATS))
                 total = numba_ir.alloca_once_value(builder, value)
@@ -51,7 +61,7 @@ def _tile(*, add: bool) -> Any:
             ]
             pair = builder.mul(loop.index, I64(4))
             for m, row in enumerate(rows):
-                mine = _everywhere(builder, load(builder, builder.add(row, pair), I32))
+                mine = everywhere(builder, load(builder, builder.add(row, pair), I32))
                 for n, column in enumerate(columns):
                     total = sums[m * len(columns) + n][0]
                     # To it, a₀b₀ + a₁b₁ of the pairs in each lane.
@@ -78,12 +88,6 @@ def _tile(*, add: bool) -> Any:
         return types.void(*[types.int64] * 6), generate
 
     return tile
-
-
-def _everywhere(builder: Any, value: Any) -> Any:
-    """A number in all lanes."""
-    one = builder.insert_element(ir.Constant(INTS, ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(INTS, [0] * LANES))
 
 
 multiply = _tile(add=False)

@@ -22,14 +22,20 @@ from torch import Tensor
 from kvcache.native import Shared, i64_at, next_item
 from kvcache.vectors import (
     FLOATS,
+    I8,
+    I16,
     I32,
     I64,
     INTS,
     LANES,
     assembled,
+    at,
     available,
     load,
     numba_ir,
+    prefetch,
+    rounded,
+    widened,
 )
 
 __all__ = ["compiled", "fits", "product"]
@@ -38,8 +44,7 @@ STEP = 32  # numbers of a row at a time
 AHEAD = 6  # tiles whose weights are fetched before their turn
 ITEM = 64  # outputs of an item
 
-I8, I16 = ir.IntType(8), ir.IntType(16)
-BYTES, WORDS = ir.VectorType(I8, LANES), ir.VectorType(I16, LANES)
+BYTES = ir.VectorType(I8, LANES)
 
 
 def fits(outputs: int, inputs: int) -> bool:
@@ -84,18 +89,18 @@ def _tile(rows: int, outputs: int) -> Any:
         for row in range(rows):
             beyond = builder.icmp_signed(">", I64(row), last)
             which.append(builder.select(beyond, last, I64(row)))
-        x_rows = [_at(builder, x, builder.mul(row, length), 2) for row in which]
-        weights = [_at(builder, weight, builder.mul(I64(n), length), 1) for n in range(outputs)]
+        x_rows = [at(builder, x, builder.mul(row, length), 2) for row in which]
+        weights = [at(builder, weight, builder.mul(I64(n), length), 1) for n in range(outputs)]
         ahead = builder.mul(I64(AHEAD * outputs), length)
         sums = [
             numba_ir.alloca_once_value(builder, ir.Constant(FLOATS, None))
             for _ in range(rows * outputs)
         ]
-        with numba_ir.for_range_slice(builder, I64(0), length, I64(STEP), I64) as (at, _):
-            widened = []
+        with numba_ir.for_range_slice(builder, I64(0), length, I64(STEP), I64) as (here, _):
+            pairs_of = []
             for begin in weights:
-                address = builder.add(begin, at)
-                _prefetch(builder, builder.add(address, ahead))
+                address = builder.add(begin, here)
+                prefetch(builder, builder.add(address, ahead))
                 low, high = (
                     builder.sitofp(
                         builder.sext(load(builder, builder.add(address, I64(o)), BYTES), INTS),
@@ -103,10 +108,10 @@ def _tile(rows: int, outputs: int) -> Any:
                     )
                     for o in (0, LANES)
                 )
-                widened.append(assembled(builder, "vcvtne2ps2bf16 $1, $2, $0", INTS, low, high))
+                pairs_of.append(assembled(builder, "vcvtne2ps2bf16 $1, $2, $0", INTS, low, high))
             for m, begin in enumerate(x_rows):
-                row = load(builder, _at(builder, begin, at, 2), INTS)
-                for n, pairs in enumerate(widened):
+                row = load(builder, at(builder, begin, here, 2), INTS)
+                for n, pairs in enumerate(pairs_of):
                     total = sums[m * outputs + n]
                     code = "vdpbf16ps $2, $1, $0"
                     added = assembled(builder, code, FLOATS, pairs, row, to=builder.load(total))
@@ -115,30 +120,17 @@ def _tile(rows: int, outputs: int) -> Any:
         places = [n % outputs for n in range(LANES)]
         scales = load(builder, scale, ir.VectorType(I16, outputs))
         scales = builder.shuffle_vector(scales, scales, ir.Constant(INTS, places))
-        scales = builder.bitcast(builder.shl(builder.zext(scales, INTS), _all(16)), FLOATS)
-        bits = _rounded(builder, builder.fmul(totals, scales))
+        bits = rounded(builder, builder.fmul(totals, widened(builder, scales)))
         for m, row in enumerate(which):
             mine = ir.Constant(
                 ir.VectorType(I32, outputs), [m * outputs + n for n in range(outputs)]
             )
             part = builder.shuffle_vector(bits, bits, mine)
-            address = _at(builder, out, builder.mul(row, wide), 2)
+            address = at(builder, out, builder.mul(row, wide), 2)
             builder.store(part, builder.inttoptr(address, part.type.as_pointer()), align=2)
         return context.get_dummy_value()
 
     return tile
-
-
-def _at(builder: Any, address: Any, count: Any, size: int) -> Any:
-    """The address `count` numbers of `size` bytes further."""
-    return builder.add(address, builder.mul(count, I64(size)))
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    function = numba_ir.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    # To be read, into the nearest cache; data.
-    builder.call(function, [builder.inttoptr(address, I8.as_pointer()), I32(0), I32(3), I32(1)])
 
 
 def _add_up(builder: Any, vectors: list[Any]) -> Any:
@@ -152,18 +144,6 @@ def _add_up(builder: Any, vectors: list[Any]) -> Any:
             for a, b in pairs
         ]
     return vectors[0]
-
-
-def _rounded(builder: Any, value: Any) -> Any:
-    """The nearest bfloat16s, ties to even, as their bits."""
-    bits = builder.bitcast(value, INTS)
-    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
-    raised = builder.add(bits, builder.add(odd, _all(0x7FFF)))
-    return builder.trunc(builder.lshr(raised, _all(16)), WORDS)
-
-
-def _all(number: int) -> Any:
-    return ir.Constant(INTS, [number] * LANES)
 
 
 _tile_1 = _tile(1, 4)

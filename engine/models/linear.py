@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Int8Linear", "Linear", "PackedLinear", "empty_weight"]
+__all__ = ["Int8Linear", "Linear", "OneDnnLinear", "PackedLinear", "empty_weight", "packed"]
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,28 @@ class Linear(nn.Module):
 
 
 class PackedLinear(Linear):
+    """The same in bfloat16 on a CPU, with the weight laid out for `engine.models.packed`."""
+
+    def __init__(self, plain: Linear) -> None:
+        """Only where it `fits`."""
+        from engine.models import packed
+
+        nn.Module.__init__(self)
+        self.weight = _constant(packed.pack(plain.weight))
+        self.bias = plain.bias
+        none = plain.weight.new_zeros(len(plain.weight))
+        self._added: Tensor = none if plain.bias is None else plain.bias
+        self._product, self._rows = packed.product, packed.rows_of
+        packed.compiled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x, self.weight, self._added)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return self._rows(self.weight, indices)
+
+
+class OneDnnLinear(Linear):
     """The same in bfloat16 on a CPU, with the weight in the blocked layout of oneDNN, which
     otherwise makes it anew in each product (`bench/LOG.md` has what that costs)."""
 
@@ -55,6 +77,18 @@ class PackedLinear(Linear):
 
     def rows(self, indices: Tensor) -> Tensor:
         raise TypeError("a packed weight has no rows")
+
+
+def packed(plain: Linear) -> Linear:
+    """`plain`, in bfloat16, as products are fastest on this CPU."""
+    try:
+        from engine.models.packed import fits
+
+        if fits(*plain.weight.shape):
+            return PackedLinear(plain)
+    except (ImportError, RuntimeError) as error:  # or it has nowhere to keep what it compiles
+        log.warning("products of few rows are slow here: %s", error)
+    return OneDnnLinear(plain)
 
 
 class Int8Linear(Linear):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.linear import Int8Linear, Linear, PackedLinear, empty_weight
+from engine.models.linear import Int8Linear, Linear, OneDnnLinear, empty_weight, packed
 from engine.models.ops import Ops, ops_for, rms_norm
 from engine.models.rope import rope_table
 
@@ -85,22 +85,23 @@ class Transformer(nn.Module):
 
     def pack(self) -> None:
         """Lay the weights out as the matrix products want them: on CPU, in bfloat16."""
-        self._multiply_by(PackedLinear)
+        self._multiply_by(packed)
 
     def quantize(self) -> None:
-        """Round the weights of all matrix products to int8: on CPU, in bfloat16. Of tied embeddings
-        the rows are looked up in what the head has, so that there is no second copy."""
-        tied = self.head is self.embed
+        """Round the weights of all matrix products to int8: on CPU, in bfloat16."""
         self._multiply_by(Int8Linear)
-        if tied:
-            self.embed = self.head
 
     def _multiply_by(self, kind: Callable[[Linear], Linear]) -> None:
+        """Of tied embeddings the rows are looked up in what the head has, if they can be, so that
+        there is no second copy."""
+        tied = self.head is self.embed
         for layer in self.layers:
             for name, child in list(layer.named_children()):
                 if isinstance(child, Linear):
                     setattr(layer, name, kind(child))
         self.head = kind(self.head)
+        if tied and not isinstance(self.head, OneDnnLinear):
+            self.embed = self.head
 
 
 class Layer(nn.Module):
