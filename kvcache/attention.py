@@ -86,7 +86,7 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
                 return FlashInfer(layout, group, device).plan
             what = f"heads of {layout.head_dim} in {layout.dtype}"
             log.warning("attention is slow here: FlashInfer has no kernels for %s", what)
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:  # or it does not like what else is installed
             log.warning("attention is slow here: %s (pip install 'microserve[cuda]')", error)
     if layout.dtype == torch.bfloat16 and device.type == "cpu":
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -28,6 +29,7 @@ __all__ = [
     "f32",
     "f32_at",
     "f32_bits",
+    "forget_stale",
     "i32_at",
     "i64_at",
     "inlined",
@@ -42,11 +44,24 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
+COMMON = [Path(__file__).with_name(name) for name in ("native.py", "tile.py", "vectors.py")]
 QUICK: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "cache": True}
+
+
+@cache
+def forget_stale(file: str) -> None:
+    """Drop what numba has kept of a module's kernels from before a change to what is compiled into
+    them from elsewhere: it looks whether the module itself has changed, and at nothing else."""
+    changed = max(path.stat().st_mtime for path in COMMON)
+    for index in (Path(file).parent / "__pycache__").glob(f"{Path(file).stem}.*.nbi"):
+        with suppress(OSError):  # another process was first, or they are not ours
+            if index.stat().st_mtime < changed:
+                index.unlink()
 
 
 def native(function: F) -> F:
     """Compile `function`. Sums may be reordered, so that they are vectors; nothing is checked."""
+    forget_stale(function.__code__.co_filename)
     return cast(F, numba.njit(nogil=True, **QUICK)(function))
 
 
@@ -65,6 +80,7 @@ class Shared:
     """
 
     def __init__(self, function: Callable[[Any], None]) -> None:
+        forget_stale(function.__code__.co_filename)
         work: Any = numba.cfunc(types.void(types.int64), **QUICK)(function)
         self._work = work
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)(work.address)

@@ -87,7 +87,12 @@ class Mirroring:
     def _heed(self) -> None:
         """What was last told of a mirror, if that is the replica's."""
         told, replica = self._told, self._replica
-        if told is None or replica is None or replica.over or told.lease_id != replica.lease_id:
+        if (
+            told is None
+            or replica is None
+            or replica.over
+            or told.lease_id not in ("", replica.lease_id)
+        ):
             return
         self._leg.landed = replica.landed = max(replica.landed, told.landed)
         if told.stopped is None or self._repair is not None:
@@ -176,6 +181,7 @@ class Mirroring:
                 pause = min(max(RETRY_S, 2 * pause), RETRY_MOST_S)
         except Exception:  # of this one stream: what else the router does must go on
             log.exception("a replica could not be set up")
+            self._told = None  # or we might begin anew, and fail again
         finally:
             self._repair = None
         if not self._over:

@@ -19,8 +19,8 @@ __all__ = ["Chunk", "Mirrored", "Request"]
 class Mirrored(msgspec.Struct):
     """How far a generation's replica is; the fields are those of `engine.protocol.Mirrored`."""
 
-    lease_id: str
     landed: int
+    lease_id: str = ""  # of engines before they said so: the one that it has
     stopped: str | None = None
     message: str | None = None
 

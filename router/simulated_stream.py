@@ -112,8 +112,8 @@ class SimMirror:
         """Put what is new, if it is enough; what a step puts has landed in the next."""
         lease = self._peer.leases.get(self._lease_id)
         if lease is None:
-            return Mirrored(self._lease_id, 0, "lease_expired", "the lease has ended")
+            return Mirrored(0, self._lease_id, "lease_expired", "the lease has ended")
         lease.landed = max(lease.landed, self._sent)
         if computed >= self._sent + self._every:
             self._sent = lease.room = computed  # as if it had asked for more room in time
-        return Mirrored(self._lease_id, lease.landed)
+        return Mirrored(lease.landed, self._lease_id)

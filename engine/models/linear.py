@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -47,13 +48,13 @@ class PackedLinear(Linear):
         """Only where it `fits`."""
         from engine.models import packed
 
+        packed.compiled()
         nn.Module.__init__(self)
         self.weight = _constant(packed.pack(plain.weight))
         self.bias = plain.bias
         none = plain.weight.new_zeros(len(plain.weight))
         self._added: Tensor = none if plain.bias is None else plain.bias
         self._product, self._rows = packed.product, packed.rows_of
-        packed.compiled()
 
     def forward(self, x: Tensor) -> Tensor:
         return self._product(x, self.weight, self._added)
@@ -87,7 +88,7 @@ def packed(plain: Linear) -> Linear:
         if fits(*plain.weight.shape):
             return PackedLinear(plain)
     except (ImportError, RuntimeError) as error:  # or it has nowhere to keep what it compiles
-        log.warning("products of few rows are slow here: %s", error)
+        _warn(f"products of few rows are slow here: {error}")
     return OneDnnLinear(plain)
 
 
@@ -147,9 +148,15 @@ def few_rows(outputs: int, inputs: int) -> FewRows:
             int8.compiled()
             return FewRows(32, int8.product)
     except (ImportError, RuntimeError) as error:  # or it has nowhere to keep what it compiles
-        log.warning("products in int8 are slow here: %s", error)
+        _warn(f"products in int8 are slow here: {error}")
     # Torch's own reads beyond the end of rows that are not made of whole vectors.
     return FewRows(8 if inputs % 16 == 0 else 0, torch._weight_int8pack_mm)
+
+
+@cache
+def _warn(message: str) -> None:
+    """Once, not for each weight."""
+    log.warning(message)
 
 
 def empty_weight(

@@ -1,7 +1,7 @@
 """Products in bfloat16 with a weight that is laid out for them, with AVX-512 BF16.
 
-Of few rows such a product should take what reading the weight takes, and oneDNN's takes up to half
-as long again; of many rows both take the same time (`bench/LOG.md`). The weight is
+Of few rows such a product should take what reading the weight takes, and oneDNN's takes up to
+three quarters longer; of many rows both take the same time (`bench/LOG.md`). The weight is
 `[out / 64, in / 2, 64, 2]`, which is how oneDNN packs it too: blocks of 64 outputs, for which
 `vdpbf16ps` multiplies pairs of numbers of x with pairs of the weight and adds them in float32.
 """

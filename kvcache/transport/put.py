@@ -181,6 +181,8 @@ class QueuedPut:
             # Nothing may follow it: a watermark would rise over what was not written.
             log.exception("a put failed")
             self._failure = Internal(f"the put failed: {error}")
+        if delay is None and (self._failure is not None or self._cancelled):
+            delay = self._unfinished()
         if delay is not None:
             return delay
         waiting = self._hold.waiting if self._hold else []
@@ -199,6 +201,14 @@ class QueuedPut:
             else:
                 done.set_result(None)
         return delay
+
+    def _unfinished(self) -> float | None:
+        """When to look again whether the device still computes what is not wanted any more: its
+        pages must not become somebody else's before."""
+        with self._lock:
+            marks = [what.mark for what in self._queue if isinstance(what, _Write)]
+        pending = bool(marks) and marks[-1] is not None and not self._target.done(marks[-1])
+        return MARK_POLL_S if pending else None
 
     def _gather(self) -> _Hold:
         """As much of the queue as goes into one hold, up to where somebody waits, or where what is

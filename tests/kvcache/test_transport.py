@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,29 @@ def test_what_a_device_computes_is_put_layer_by_layer_once_it_is_there(new: NewC
     sender.remove_sequence(seq_id)
     receiver.release(lease.lease_id)
     receiver.release(other.lease_id)
+
+
+@pytest.mark.parametrize("kind", ["device"])
+def test_a_put_that_is_cancelled_is_over_once_the_device_is(new: NewCache):
+    """Before, the sender's pages may still be written, and are nobody else's."""
+    sender, receiver = new("s"), new("r")
+    gate, planner = threading.Event(), sender._planner
+    sender._planner = lambda spans: Later(planner(spans), sender.transport.region, repeat(gate))  # type: ignore[arg-type]
+    lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+    put, seq_id = sender.open_put(address, PROMPT, 0, 21), SeqId(5)
+    sender.add_sequence(seq_id, PROMPT[:21])
+    sender.mark_send(seq_id, put, 0, 21)
+    compute(sender, seq_id, PROMPT[:21])
+    put.cancel()
+    done = put.close()
+    time.sleep(0.01)
+    assert not done.done()
+    gate.set()
+    done.result(10)
+    assert receiver.transport.region.slots[lease.slot, LANDED] == 0 and put.bytes_sent == 0
+    sender.clear_mark(seq_id)
+    sender.remove_sequence(seq_id)
+    receiver.release(lease.lease_id)
 
 
 def test_a_transport_is_found_by_the_name_in_its_endpoint():

@@ -173,11 +173,11 @@ async def test_a_replica_that_has_no_more_room_is_kept_until_there_is_another(th
     assert (await r.receipt("x"))["fallbacks"] == ["unmirrored"]  # for a while
 
 
-async def test_a_replica_that_is_gone_is_replaced_at_once(three):
+@pytest.mark.parametrize("which", [{"lease_id": "b-1"}, {}])
+async def test_a_replica_that_is_gone_is_replaced_at_once(three, which):
+    """Also where an engine does not say which: those of some time ago."""
     r, a, b, _ = three
-    a.tells = {
-        "mirror": {"lease_id": "b-1", "landed": 40, "stopped": "lease_expired", "message": "why"}
-    }
+    a.tells = {"mirror": {**which, "landed": 40, "stopped": "lease_expired", "message": "why"}}
     ask = await asked(r)
     await a.until(lambda: a.named("mirror"))
     await b.until(lambda: {"lease_id": "b-1"} in b.named("release"))
