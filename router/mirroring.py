@@ -82,17 +82,14 @@ class Mirroring:
         self._tokens += chunk.token_ids
         if chunk.mirror is not None:
             self._told = chunk.mirror
+            if self._replica is not None:
+                self._told.lease_id = self._told.lease_id or self._replica.lease_id
             self._heed()
 
     def _heed(self) -> None:
         """What was last told of a mirror, if that is the replica's."""
         told, replica = self._told, self._replica
-        if (
-            told is None
-            or replica is None
-            or replica.over
-            or told.lease_id not in ("", replica.lease_id)
-        ):
+        if told is None or replica is None or replica.over or told.lease_id != replica.lease_id:
             return
         self._leg.landed = replica.landed = max(replica.landed, told.landed)
         if told.stopped is None or self._repair is not None:
