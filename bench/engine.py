@@ -50,7 +50,7 @@ import orjson
 import torch
 
 from bench import peer_vllm
-from bench.report import publish, spread, table
+from bench.report import only_save, publish, spread, table
 from engine.models import load_model
 from engine.protocol.config import EngineConfig
 from kvcache.layout import KVLayout
@@ -124,6 +124,7 @@ _numbers = itertools.count()
 
 def main() -> None:
     """Measure, print the table, publish the JSON."""
+    only_save(__doc__)
     overhead: list[float] = []
     with servers() as sides:
         for server in sides:

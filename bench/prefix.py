@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.report import publish, table
+from bench.report import only_save, publish, table
 from kvcache.books import Books
 
 PAGE, PAGES, TOKENS = 16, 100_000, 10_000
@@ -34,6 +34,7 @@ ROUNDS = 300
 
 def main() -> None:
     """Measure, print the table, publish the JSON."""
+    only_save(__doc__)
     books = Books(PAGES + 1, PAGE)
     prompts = fill(books)
     cache = books.prefix

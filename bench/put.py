@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from bench.report import publish, spread, table
+from bench.report import only_save, publish, spread, table
 from kvcache.address import KVAddress
 from kvcache.cache import KVCache
 from kvcache.identity import Identity
@@ -257,6 +257,7 @@ def ratio(ours: list[float], others: list[float]) -> float | None:
 
 def main() -> None:
     """Measure, print the table, publish the JSON."""
+    only_save(__doc__)
     torch.set_num_threads(1)
     figures: dict[str, dict[str, Any]] = {}
     rows = []

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from bench.report import publish, spread, table
+from bench.report import only_save, publish, spread, table
 from engine.models import LoadedModel, load_model
 from engine.models.load import Quantization
 from engine.runner import Chunk, ModelRunner
@@ -66,6 +66,7 @@ PAGES = 1024
 
 def main() -> None:
     """Measure, print the tables, publish the JSON."""
+    only_save(__doc__)
     # One process for each kind, and these before this one has loaded anything.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["machine", "publish", "spread", "table"]
+__all__ = ["machine", "only_save", "publish", "spread", "table"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -52,6 +53,13 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         view.add_row(*row)
     Console(width=100).print(view)
+
+
+def only_save(doc: str) -> None:
+    """The options of a bench that has none: `--help` and `--save`."""
+    options = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    options.add_argument("--save", action="store_true", help="keep the figures in bench/results")
+    options.parse_args()
 
 
 def publish(name: str, figures: dict[str, Any], *flags: str) -> None:

@@ -36,7 +36,7 @@ from typing import Any
 import uvloop
 
 from bench.load import Answer, closed_loop, open_loop, post
-from bench.report import publish, spread, table
+from bench.report import only_save, publish, spread, table
 from bench.router_peers import Deployment, Process, deployed
 
 TOKENS = 32
@@ -70,6 +70,7 @@ class Cost:
 
 def main() -> None:
     """Measure, print the tables, publish the JSON."""
+    only_save(__doc__)
     costs: dict[str, dict[str, Cost]] = {}
     with deployed("--step-ms", "0", "--prefill-tokens-per-ms", "0") as fast:
         for work in (Work("plain", False, 1500), Work("stream_burst", True, 800)):

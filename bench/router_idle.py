@@ -23,7 +23,7 @@ from typing import Any
 import uvloop
 
 from bench.load import closed_loop, connected, post
-from bench.report import publish, table
+from bench.report import only_save, publish, table
 from bench.router_peers import Process, deployed
 
 STREAMS = 10_000
@@ -35,6 +35,7 @@ LIMIT_MB = 500
 
 def main() -> None:
     """Measure, print the table, publish the JSON."""
+    only_save(__doc__)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     streams = min(STREAMS, files - SPARE_FILES)

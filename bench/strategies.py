@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from bench.deployment import Deployment, deployed
-from bench.report import publish, spread, table
+from bench.report import only_save, publish, spread, table
 
 MODEL = "smollm2"
 PROMPT_TOKENS = 1000
@@ -37,6 +37,7 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
 
 def main() -> None:
     """Measure, print the table, publish the JSON."""
+    only_save(__doc__)
     with deployed(MODEL, "--engines", "2", "--dtype", "float32") as deployment:
         results = measure(deployment)
     rows = []
