@@ -57,7 +57,7 @@ class EngineConfig:
     max_waiting: int = flag(1024, "requests waiting for their turn, at most; then no_capacity")
     token_budget: int = flag(512, "tokens run through the model in one step, at most")
     decode_slowdown: float = flag(
-        1.7, "how much longer prompts may make a step with decodes, about; 0: as the budget allows"
+        1.5, "how much longer prompts may make a step with decodes, about; 0: as the budget allows"
     )
     lease_ms: int = flag(30_000, "how long a receive lease lives while nobody writes (ms)")
     max_body_mb: int = flag(16, "largest request body (MiB)")
