@@ -40,7 +40,9 @@ async def passes(
     assert not [str(result) for result in results if result.problem]
 
 
-@pytest.mark.parametrize(("strategy", "params"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "params"), [case for case in CASES if case.id != "balanced ratio=0.3"]
+)
 async def test_on_tiny(tiny: Ground, strategy: str, params: dict[str, Any]) -> None:
     await passes(tiny, QUICK, strategy, params)
 

@@ -70,10 +70,10 @@ def test_tokens_equal_transformers(tiny: Deployment, tiny_reference: Reference) 
 def test_every_split_and_every_cache_state(tiny: Deployment, tenth: int) -> None:
     """`end` at each tenth; both caches cold, then warm receiver, then warm sender (Figure 8).
 
-    A third of the lengths at each tenth, as it is the slowest of all tests.
+    A quarter of the lengths at each tenth, as it is the slowest of all tests.
     """
     sender, receiver, oracle = tiny.engines
-    for length in LENGTHS[tenth % 3 :: 3]:
+    for length in LENGTHS[tenth % 4 :: 4]:
         end = min(length * tenth // 10, length - 1)
         prompt = prompt_of(length, salt=1 + tenth)
         wanted = oracle.generate(prompt, greedy=NEW, request_id=f"oracle-{next(ids)}")
@@ -175,7 +175,7 @@ def test_smollm2_strategies_equal_transformers(
         httpx.post(f"{smollm2.url}/tokenize", json={"prompt": text}, timeout=30).json()["tokens"]
         for text in TEXTS
     ]
-    wanted = [reference.greedy(prompt, 12) for prompt in prompts]
+    wanted = [reference.greedy(prompt, 8) for prompt in prompts]
     for strategy, params in (
         ("data_parallel", {}),
         ("prefill_decode", {}),
@@ -184,7 +184,7 @@ def test_smollm2_strategies_equal_transformers(
         smollm2.use(strategy, **params)
         for prompt, tokens in zip(prompts, wanted, strict=True):
             for salt in ("cold", "warm"):
-                reply = smollm2.complete(prompt, greedy=12, model="smollm2")
+                reply = smollm2.complete(prompt, greedy=8, model="smollm2")
                 got = reply["choices"][0]["token_ids"]
                 reference.check(prompt, got, tokens, f"{strategy} {salt}")
     print(f"{reference.excused} near ties excused")

@@ -729,7 +729,7 @@ class TwoCaches(RuleBasedStateMachine):
 TestTwoCaches = TwoCaches.TestCase
 TestTwoCaches.settings = settings(
     settings.default,
-    max_examples=max(settings.default.max_examples, 300),
+    max_examples=max(settings.default.max_examples, 200),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -142,9 +142,9 @@ def test_the_demo_ends_with_demo_ok():
 
 
 def streamed(state: dict, number: int = 0, at: int = 0) -> list[int]:
-    """1000 greedy tokens; the engine gets the signal `number` when `at` of them are here."""
+    """600 greedy tokens; the engine gets the signal `number` when `at` of them are here."""
     body = {
-        "prompt": [(7 * n * n + 3 * n) % 500 + 1 for n in range(200)], "max_tokens": 1000,
+        "prompt": [(7 * n * n + 3 * n) % 500 + 1 for n in range(200)], "max_tokens": 600,
         "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
     }  # fmt: skip
     tokens: list[int] = []
@@ -167,6 +167,6 @@ def test_a_lone_engine_that_is_restarted_goes_on_where_it_was(tmp_path):
     disk = ("--disk-pages", "128", "--disk-dir", str(tmp_path), "--disk-keep")
     flags = ("--engines", "1", "--threads", "1", "--engine-wait", "30", "--stream-interval-ms", "0")
     with up(tmp_path, *flags, *disk) as (_, state):
-        went_on = streamed(state, signal.SIGKILL, at=300)
-        assert len(went_on) == 1000
+        went_on = streamed(state, signal.SIGKILL, at=100)
+        assert len(went_on) == 600
         assert streamed(state) == went_on
