@@ -19,16 +19,38 @@ from kvcache.vectors import (
     I64,
     INTS,
     LANES,
-    assembled,
+    add_pairs,
     everywhere,
     load,
     numba_ir,
+    prefetch,
+    store,
 )
 
-__all__ = ["ROWS", "WIDTH", "multiply", "multiply_add"]
+__all__ = ["ROWS", "WIDTH", "accumulate", "multiply", "multiply_add"]
 
 ROWS = 6  # 6 · 4 sums, a row's pair and 4 columns' are 29 of the processor's 32 registers
 WIDTH = 64
+
+
+def accumulate(
+    builder: Any, sums: list[Any], rows: list[Any], b: Any, depth: Any, ahead: int = 0
+) -> None:
+    """To variables of `[rows, WIDTH / LANES]` sums, rows of `depth` numbers times b, as above; rows
+    and b are addresses. With `ahead`, of b so many steps are fetched before their turn."""
+    with numba_ir.for_range(builder, builder.lshr(depth, I64(1)), intp=I64) as loop:
+        step = builder.add(b, builder.mul(loop.index, I64(4 * WIDTH)))
+        columns = []
+        for n in range(WIDTH // LANES):
+            place = builder.add(step, I64(64 * n))
+            if ahead:
+                prefetch(builder, builder.add(place, I64(ahead * 4 * WIDTH)))
+            columns.append(load(builder, place, INTS))
+        pair = builder.mul(loop.index, I64(4))
+        for m, row in enumerate(rows):
+            mine = everywhere(builder, load(builder, builder.add(row, pair), I32))
+            for n, column in enumerate(columns):
+                add_pairs(builder, sums[m * len(columns) + n], mine, column)
 
 
 def _tile(*, add: bool) -> Any:
@@ -54,23 +76,9 @@ def _tile(*, add: bool) -> Any:
                     value = builder.fmul(value, builder.bitcast(by, FLOATS))
                 total = numba_ir.alloca_once_value(builder, value)
                 sums.append((total, place))
-        with numba_ir.for_range(builder, builder.lshr(depth, I64(1)), intp=I64) as loop:
-            step = builder.add(b, builder.mul(loop.index, I64(4 * WIDTH)))
-            columns = [
-                load(builder, builder.add(step, I64(64 * n)), INTS) for n in range(WIDTH // LANES)
-            ]
-            pair = builder.mul(loop.index, I64(4))
-            for m, row in enumerate(rows):
-                mine = everywhere(builder, load(builder, builder.add(row, pair), I32))
-                for n, column in enumerate(columns):
-                    total = sums[m * len(columns) + n][0]
-                    # To it, a₀b₀ + a₁b₁ of the pairs in each lane.
-                    code = "vdpbf16ps $2, $1, $0"
-                    added = assembled(builder, code, FLOATS, mine, column, to=builder.load(total))
-                    builder.store(added, total)
+        accumulate(builder, [total for total, _ in sums], rows, b, depth)
         for total, place in sums:
-            value = builder.load(total)
-            builder.store(value, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+            store(builder, builder.load(total), place, 4)
         return context.get_dummy_value()
 
     if add:

@@ -20,9 +20,11 @@ __all__ = [
     "I64",
     "INTS",
     "LANES",
+    "add_pairs",
     "assembled",
     "at",
     "available",
+    "clamped",
     "everywhere",
     "has",
     "load",
@@ -30,6 +32,7 @@ __all__ = [
     "prefetch",
     "rounded",
     "same",
+    "store",
     "widened",
 ]
 
@@ -91,6 +94,26 @@ def rounded(builder: Any, value: Any) -> Any:
     odd = builder.and_(builder.lshr(bits, same(16)), same(1))
     raised = builder.add(bits, builder.add(odd, same(0x7FFF)))
     return builder.trunc(builder.lshr(raised, same(16)), ir.VectorType(I16, LANES))
+
+
+def add_pairs(builder: Any, total: Any, a: Any, b: Any) -> None:
+    """To the sums in variable `total`, in each lane, a₀b₀ + a₁b₁ of the lane's pairs."""
+    code = "vdpbf16ps $2, $1, $0"
+    builder.store(assembled(builder, code, FLOATS, a, b, to=builder.load(total)), total)
+
+
+def clamped(builder: Any, count: int, there: Any) -> list[Any]:
+    """Numbers 0 to `count` of rows of which so many are there: of those beyond, the last one."""
+    last = builder.sub(there, I64(1))
+    return [
+        builder.select(builder.icmp_signed(">", I64(row), last), last, I64(row))
+        for row in range(count)
+    ]
+
+
+def store(builder: Any, value: Any, address: Any, align: int) -> None:
+    """Write a vector."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
 
 
 def assembled(builder: Any, code: str, kind: Any, a: Any, b: Any, to: Any = None) -> Any:

@@ -28,13 +28,16 @@ from kvcache.vectors import (
     I64,
     INTS,
     LANES,
+    add_pairs,
     assembled,
     at,
     available,
+    clamped,
     load,
     numba_ir,
     prefetch,
     rounded,
+    store,
     widened,
 )
 
@@ -83,12 +86,8 @@ def _tile(rows: int, outputs: int) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, weight, scale, out, left, wide, length = arguments
-        last = builder.sub(left, I64(1))
         # Where there are fewer rows than the tile has, the last one is computed more than once.
-        which = []
-        for row in range(rows):
-            beyond = builder.icmp_signed(">", I64(row), last)
-            which.append(builder.select(beyond, last, I64(row)))
+        which = clamped(builder, rows, left)
         x_rows = [at(builder, x, builder.mul(row, length), 2) for row in which]
         weights = [at(builder, weight, builder.mul(I64(n), length), 1) for n in range(outputs)]
         ahead = builder.mul(I64(AHEAD * outputs), length)
@@ -112,10 +111,7 @@ def _tile(rows: int, outputs: int) -> Any:
             for m, begin in enumerate(x_rows):
                 row = load(builder, at(builder, begin, here, 2), INTS)
                 for n, pairs in enumerate(pairs_of):
-                    total = sums[m * outputs + n]
-                    code = "vdpbf16ps $2, $1, $0"
-                    added = assembled(builder, code, FLOATS, pairs, row, to=builder.load(total))
-                    builder.store(added, total)
+                    add_pairs(builder, sums[m * outputs + n], pairs, row)
         totals = _add_up(builder, [builder.load(total) for total in sums])
         places = [n % outputs for n in range(LANES)]
         scales = load(builder, scale, ir.VectorType(I16, outputs))
@@ -126,8 +122,7 @@ def _tile(rows: int, outputs: int) -> Any:
                 ir.VectorType(I32, outputs), [m * outputs + n for n in range(outputs)]
             )
             part = builder.shuffle_vector(bits, bits, mine)
-            address = at(builder, out, builder.mul(row, wide), 2)
-            builder.store(part, builder.inttoptr(address, part.type.as_pointer()), align=2)
+            store(builder, part, at(builder, out, builder.mul(row, wide), 2), 2)
         return context.get_dummy_value()
 
     return tile

@@ -17,28 +17,24 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kvcache.native import Shared, i64_at, next_item
+from kvcache.tile import WIDTH, accumulate
 from kvcache.vectors import (
-    FLOATS,
     I16,
-    I32,
     I64,
-    INTS,
     LANES,
-    assembled,
     at,
     available,
-    everywhere,
+    clamped,
     has,
     load,
     numba_ir,
-    prefetch,
     rounded,
+    store,
     widened,
 )
 
 __all__ = ["compiled", "fits", "pack", "product", "rows_of"]
 
-WIDTH: Final = 64  # outputs of a block
 AHEAD: Final = 16  # steps whose weights are fetched before their turn
 WORDS: Final = ir.VectorType(I16, LANES)
 
@@ -92,12 +88,8 @@ def _tile(rows: int) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, weight, bias, out, left, wide, length = arguments
-        last = builder.sub(left, I64(1))
         # Where there are fewer rows than the tile has, the last one is computed more than once.
-        which = []
-        for row in range(rows):
-            beyond = builder.icmp_signed(">", I64(row), last)
-            which.append(builder.select(beyond, last, I64(row)))
+        which = clamped(builder, rows, left)
         x_rows = [at(builder, x, builder.mul(row, length), 2) for row in which]
         count = WIDTH // LANES
         start = [
@@ -107,29 +99,12 @@ def _tile(rows: int) -> Any:
         sums = [
             numba_ir.alloca_once_value(builder, start[n]) for _ in range(rows) for n in range(count)
         ]
-        steps = builder.lshr(length, I64(1))
-        with numba_ir.for_range(builder, steps, intp=I64) as loop:
-            step = builder.add(weight, builder.mul(loop.index, I64(4 * WIDTH)))
-            columns = []
-            for n in range(count):
-                place = builder.add(step, I64(64 * n))
-                prefetch(builder, builder.add(place, I64(AHEAD * 4 * WIDTH)))
-                columns.append(load(builder, place, INTS))
-            pair = builder.mul(loop.index, I64(4))
-            for m, row in enumerate(x_rows):
-                mine = everywhere(builder, load(builder, builder.add(row, pair), I32))
-                for n, column in enumerate(columns):
-                    total = sums[m * count + n]
-                    code = "vdpbf16ps $2, $1, $0"
-                    added = assembled(builder, code, FLOATS, mine, column, to=builder.load(total))
-                    builder.store(added, total)
+        accumulate(builder, sums, x_rows, weight, length, ahead=AHEAD)
         for m, row in enumerate(which):
             begin = at(builder, out, builder.mul(row, wide), 2)
             for n in range(count):
                 bits = rounded(builder, builder.load(sums[m * count + n]))
-                place = builder.add(begin, I64(2 * LANES * n))
-                pointer = builder.inttoptr(place, ir.PointerType(bits.type))
-                builder.store(bits, pointer, align=2)
+                store(builder, bits, builder.add(begin, I64(2 * LANES * n)), 2)
         return context.get_dummy_value()
 
     return tile
