@@ -53,7 +53,7 @@ from bench import peer_vllm
 from bench.report import only_save, publish, spread, table
 from engine.models import load_model
 from engine.protocol.config import EngineConfig
-from kvcache.layout import KVLayout
+from kvcache.memory.layout import KVLayout
 
 MODEL, DTYPE = "smollm2", "bfloat16"
 CONTEXT = 4096

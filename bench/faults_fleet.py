@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from router.conformance.forked import Forked, engine, microserve
+from router.conformance.forkserver import Forked, engine, microserve
 
 __all__ = ["Engine", "deployed", "leaked_pages", "oracle", "until_up"]
 

@@ -44,7 +44,7 @@ import aiohttp
 from bench.deployment import deployed
 from bench.interference_engines import DECODES, LONG, SHORT, Engines, Figures
 from bench.report import publish, spread, table
-from engine.pace import LEAST
+from engine.scheduling.chunk_budget import LEAST
 
 FLAGS = ("smollm2", "--engines", "2", "--dtype", "bfloat16", "--pool-pages", "2048",
          "--threads", str(len(os.sched_getaffinity(0))))  # fmt: skip

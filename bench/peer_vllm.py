@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.models.gguf_checkpoint import open_gguf
-from engine.models.prepare import locate
+from engine.models.loading.gguf_checkpoint import open_gguf
+from engine.models.loading.locate import locate
 
 __all__ = ["PYTHON", "environment", "save_folder", "serve"]
 

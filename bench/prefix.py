@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.report import only_save, publish, table
-from kvcache.books import Books
+from kvcache.pages.page_manager import Books
 
 PAGE, PAGES, TOKENS = 16, 100_000, 10_000
 ROUNDS = 300

@@ -41,12 +41,12 @@ from typing import Any
 import torch
 
 from bench.report import only_save, publish, spread, table
-from kvcache.address import KVAddress
 from kvcache.cache import KVCache
-from kvcache.identity import Identity
-from kvcache.layout import KVLayout
-from kvcache.region import SharedRegion
+from kvcache.lease.identity import Identity
+from kvcache.memory.layout import KVLayout
+from kvcache.memory.region import SharedRegion
 from kvcache.transport import ShmTransport
+from kvcache.transport.address import KVAddress
 from kvcache.transport.runs import Route
 from kvcache.types import EngineId, SeqId
 

@@ -41,12 +41,12 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.report import only_save, publish, spread, table
+from engine.execution.model_runner import Chunk, ModelRunner
 from engine.models import LoadedModel, load_model
-from engine.models.load import Quantization
-from engine.runner import Chunk, ModelRunner
+from engine.models.loading.load import Quantization
 from kvcache.cache import KVCache
-from kvcache.identity import Identity
-from kvcache.layout import KVLayout
+from kvcache.lease.identity import Identity
+from kvcache.memory.layout import KVLayout
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
 

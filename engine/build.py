@@ -11,23 +11,23 @@ from urllib.parse import quote
 
 import torch
 
-from engine.loop import Draw, StepLoop
-from engine.metrics import EngineMetrics
-from engine.mirrors import Mirrors
-from engine.mock import MockRunner, mock_sample
+from engine.api.metrics import EngineMetrics
+from engine.execution.model_runner import ModelRunner
+from engine.execution.step_loop import Draw, StepLoop
+from engine.kernels.cpu_features import multiplies_bf16
+from engine.mock.runner import MockRunner, mock_sample
 from engine.models import LoadedModel, load_model
-from engine.processor import multiplies_bf16
 from engine.protocol import BadRequest
 from engine.protocol.config import EngineConfig
-from engine.runner import ModelRunner
-from engine.sampler import sample
-from engine.scheduler import Scheduler
-from engine.service import MicroserveEngine
+from engine.sampling.sampler import sample
+from engine.scheduling.scheduler import Scheduler
+from engine.service.engine import MicroserveEngine
+from engine.service.mirrors import Mirrors
 from kvcache.cache import KVCache
-from kvcache.identity import Identity
-from kvcache.layout import KVLayout
-from kvcache.tier_disk import DiskStore
-from kvcache.tier_store import HostStore, Store
+from kvcache.lease.identity import Identity
+from kvcache.memory.layout import KVLayout
+from kvcache.tiers.disk_store import DiskStore
+from kvcache.tiers.store import HostStore, Store
 from kvcache.transport import make_transport
 from kvcache.types import EngineId
 

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import uvicorn
 
+from engine.api.registration import announce, read_labels
 from engine.protocol.config import EngineConfig
-from engine.registration import announce, read_labels
 
 if TYPE_CHECKING:
-    from engine.service import MicroserveEngine
+    from engine.service.engine import MicroserveEngine
 
 __all__ = ["main", "parse_flags"]
 
@@ -160,11 +160,11 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _serve(config: EngineConfig, secret: bytes) -> None:
-    from engine.server import build_app
+    from engine.api.app import build_app
 
     new_app = build_app
     if config.model == "mock":
-        from engine.mock_openai import build_mock_app as new_app
+        from engine.mock.openai import build_mock_app as new_app
 
     with socket.create_server((config.host, config.port), backlog=512) as listener:
         # asyncio sets it on sockets that name their protocol only: each small answer, and each

@@ -20,23 +20,23 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache.address import KVAddress
-from kvcache.attention import BLOCK, planner_for
-from kvcache.books import Books
+from kvcache.attention.stable import BLOCK, planner_for
 from kvcache.errors import BadRequest, Internal
-from kvcache.identity import Identity
-from kvcache.layout import KVLayout
-from kvcache.lease import ReceiveLease, Watch
-from kvcache.pool import SCRATCH_PAGE
-from kvcache.prefix import Namer, Tell
-from kvcache.receiving import Receiver
-from kvcache.sending import Mirror, Sender
-from kvcache.sequences import SequenceTable
-from kvcache.step import Mark, Step
-from kvcache.tier import TierUse
-from kvcache.tier_store import Store
-from kvcache.tiers import Tiers
+from kvcache.lease.identity import Identity
+from kvcache.lease.receiver import Receiver
+from kvcache.lease.sender import Mirror, Sender
+from kvcache.lease.table import ReceiveLease, Watch
+from kvcache.memory.layout import KVLayout
+from kvcache.pages.page_manager import Books
+from kvcache.pages.page_pool import SCRATCH_PAGE
+from kvcache.pages.prefix_tree import Namer, Tell
+from kvcache.sequences.step import Mark, Step
+from kvcache.sequences.table import SequenceTable
+from kvcache.tiers.hierarchy import Tiers
+from kvcache.tiers.store import Store
+from kvcache.tiers.tier import TierUse
 from kvcache.transport import Put, Transport
+from kvcache.transport.address import KVAddress
 from kvcache.types import LeaseId, PageName, SeqId
 
 __all__ = ["KVCache", "PageUse"]

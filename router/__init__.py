@@ -3,12 +3,12 @@
 from router import Cluster, Request, strategy
 """
 
-from router.cluster import Cluster, Pool
-from router.engine import Engine
-from router.lease import Lease
-from router.replica import Mirror
-from router.request import Chunk, Request
-from router.strategy import Strategy, strategy
+from router.base.request import Chunk, Request
+from router.legs.replica import Mirror
+from router.strategy.cluster import Cluster, Pool
+from router.strategy.definition import Strategy, strategy
+from router.strategy.engine import Engine
+from router.strategy.lease import Lease
 
 __all__ = [
     "Chunk",

@@ -9,28 +9,28 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.attempt import Runtime
-from router.audit import Audit
-from router.backlog import Backlog
-from router.catalog import Catalog
-from router.config import RouterConfig
-from router.control import Control
-from router.drain import Drain
-from router.engine_client import EngineClient
-from router.engines_file import EngineEntry, engine_url, parse_engines
-from router.events import Events
-from router.generations import Generations
-from router.keys import Key, Keys, make_key, parse_keys
-from router.metrics import Metrics
-from router.rate_limit import RateLimits
-from router.receipts import Receipts
-from router.registry import Registry
-from router.release import Releaser
-from router.retry_budget import RetryBudget
-from router.tls import client_context
-from router.trace import Tracing, open_tracing
-from router.watched import WatchedFile
-from router.wire import Wire
+from router.admission.keys import Key, Keys, make_key, parse_keys
+from router.admission.queue import Backlog
+from router.admission.rate_limit import RateLimits
+from router.admission.retry_budget import RetryBudget
+from router.admission.shutdown import Drain
+from router.base.config import RouterConfig
+from router.base.tls import client_context
+from router.base.watched_file import WatchedFile
+from router.engines.client import EngineClient
+from router.engines.engines_file import EngineEntry, engine_url, parse_engines
+from router.engines.http_client import Wire
+from router.engines.registry import Registry
+from router.legs.attempt import Runtime
+from router.legs.releaser import Releaser
+from router.rollout.audit_log import Audit
+from router.rollout.catalog import Catalog
+from router.rollout.revisions import Generations
+from router.rollout.rollout import Control
+from router.telemetry.events import Events
+from router.telemetry.metrics import Metrics
+from router.telemetry.receipts import Receipts
+from router.telemetry.trace import Tracing, open_tracing
 
 __all__ = ["Router"]
 

@@ -11,16 +11,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from router.app import make_routes
-from router.config import RouterConfig
-from router.connections import Connections
-from router.drain import Drain
-from router.offspring import adopting
+from router.admission.shutdown import Drain
+from router.api.app import make_routes
+from router.api.connections import Connections
+from router.api.gate import RouterService
+from router.api.slow_clients import SlowClients
+from router.base.config import RouterConfig
+from router.base.tls import server_context
 from router.router import Router
-from router.service import RouterService
-from router.slow_clients import SlowClients
-from router.tls import server_context
-from router.watchdog import Watchdog
+from router.supervision.child_tasks import adopting
+from router.supervision.watchdog import Watchdog
 
 __all__ = ["Server", "listen", "run", "serving"]
 

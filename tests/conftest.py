@@ -24,7 +24,7 @@ def smollm2_hf() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from engine.models.prepare import locate
+    from engine.models.loading.locate import locate
 
     path = locate("smollm2").path
     model = AutoModelForCausalLM.from_pretrained(

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from router.conformance.forked import Forked, Program, microserve
-from router.conformance.forked import engine as run_engine
+from router.conformance.forkserver import Forked, Program, microserve
+from router.conformance.forkserver import engine as run_engine
 
 __all__ = ["Forked", "Program", "engine", "microserve"]
 

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from kvcache.tier_store import HostStore
+from kvcache.tiers.store import HostStore
 from kvcache.types import PageId
 
 PATIENCE_S = 20.0

@@ -20,11 +20,11 @@ from engine.models.errors import (
     UnsupportedDtype,
     UnsupportedTokenizer,
 )
-from engine.models.prepare import prepare_model
+from engine.models.loading.locate import prepare_model
 
 if TYPE_CHECKING:
-    from engine.models.load import LoadedModel, load_model
-    from engine.models.transformer import AttentionCache, Transformer
+    from engine.models.decoder import AttentionCache, Transformer
+    from engine.models.loading.load import LoadedModel, load_model
 
 __all__ = [
     "AttentionCache",
@@ -44,10 +44,10 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
-    "AttentionCache": "engine.models.transformer",
-    "LoadedModel": "engine.models.load",
-    "Transformer": "engine.models.transformer",
-    "load_model": "engine.models.load",
+    "AttentionCache": "engine.models.decoder",
+    "LoadedModel": "engine.models.loading.load",
+    "Transformer": "engine.models.decoder",
+    "load_model": "engine.models.loading.load",
 }
 
 

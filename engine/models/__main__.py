@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from engine.models.errors import ModelError
-from engine.models.prepare import prepare_model
+from engine.models.loading.locate import prepare_model
 
 __all__ = ["main"]
 

@@ -42,11 +42,11 @@ class Linear(nn.Module):
 
 
 class PackedLinear(Linear):
-    """The same in bfloat16 on a CPU, with the weight laid out for `engine.models.packed`."""
+    """The same in bfloat16 on a CPU, with the weight laid out for `engine.kernels.linear_bf16`."""
 
     def __init__(self, plain: Linear) -> None:
         """Only where it `fits`."""
-        from engine.models import packed
+        from engine.kernels import linear_bf16 as packed
 
         packed.compiled()
         nn.Module.__init__(self)
@@ -83,7 +83,7 @@ class OneDnnLinear(Linear):
 def packed(plain: Linear) -> Linear:
     """`plain`, in bfloat16, as products are fastest on this CPU."""
     try:
-        from engine.models.packed import fits
+        from engine.kernels.linear_bf16 import fits
 
         if fits(*plain.weight.shape):
             return PackedLinear(plain)
@@ -142,7 +142,7 @@ def few_rows(outputs: int, inputs: int) -> FewRows:
     """The fastest there is for a weight `[outputs, inputs]`, up to where it is faster to widen the
     weight first (`bench/LOG.md`)."""
     try:
-        from engine.models import int8
+        from engine.kernels import linear_int8 as int8
 
         if int8.fits(outputs, inputs):
             int8.compiled()

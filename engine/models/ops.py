@@ -35,7 +35,7 @@ def ops_for(dtype: torch.dtype, device: torch.device) -> Ops:
     """The fastest there are; in float32, those whose rows have the same bits in any batch."""
     if dtype == torch.bfloat16 and device.type == "cpu":
         try:
-            from engine.models import fused
+            from engine.kernels import elementwise as fused
         except (ImportError, RuntimeError) as error:  # or it has nowhere to keep what it compiles
             log.warning("bfloat16 is slow here: %s", error)
         else:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from kvcache.address import KVAddress
 from kvcache.errors import PeerUnreachable
-from kvcache.region import Region
+from kvcache.memory.region import Region
+from kvcache.transport.address import KVAddress
 from kvcache.types import PageId
 
 __all__ = ["Put", "Transport", "after_scheme"]

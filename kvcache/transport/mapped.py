@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.layout import KVLayout
-from kvcache.region import Region, Slots
+from kvcache.memory.layout import KVLayout
+from kvcache.memory.region import Region, Slots
 from kvcache.transport.runs import Runs
 from kvcache.transport.target import AtOnce
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import count
 
-from kvcache.address import KVAddress
 from kvcache.errors import PeerUnreachable, StaleEpoch
-from kvcache.layout import KVLayout
-from kvcache.region import LocalRegion
+from kvcache.memory.layout import KVLayout
+from kvcache.memory.region import LocalRegion
+from kvcache.transport.address import KVAddress
 from kvcache.transport.base import Put
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut

@@ -17,10 +17,10 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.address import KVAddress
 from kvcache.errors import BadRange, Internal, LeaseExpired, MicroserveError, Timeout
-from kvcache.layout import KVLayout
-from kvcache.region import CLAIM, LANDED, NONCE, RENEWALS
+from kvcache.memory.layout import KVLayout
+from kvcache.memory.region import CLAIM, LANDED, NONCE, RENEWALS
+from kvcache.transport.address import KVAddress
 from kvcache.transport.runs import Route, Runs
 from kvcache.transport.target import Target
 from kvcache.transport.worker import Worker

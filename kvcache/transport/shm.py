@@ -7,11 +7,11 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from kvcache.address import KVAddress
 from kvcache.errors import PeerUnreachable
-from kvcache.layout import KVLayout
-from kvcache.populate import Populator
-from kvcache.region import SharedRegion
+from kvcache.memory.layout import KVLayout
+from kvcache.memory.prefault import Populator
+from kvcache.memory.region import SharedRegion
+from kvcache.transport.address import KVAddress
 from kvcache.transport.base import Put, after_scheme
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut

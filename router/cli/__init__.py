@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
+from router.base.environment import PREFIX, drop_service_links, hide_keys
 from router.cli.bench import bench
 from router.cli.chat import chat
 from router.cli.serve import engine, router
 from router.cli.strategy import strategy
 from router.cli.up import up
-from router.environment import PREFIX, drop_service_links, hide_keys
 
 __all__ = ["main"]
 

@@ -12,12 +12,12 @@ from typing import Any
 import click
 
 from engine.protocol import MicroserveError
-from router.audition import audition_of
-from router.children import StartFailed
+from router.base.errors import root_cause
+from router.base.tls import server_context
 from router.conformance.suite import ALL, run_checks, set_up
-from router.errors import root_cause
 from router.server import listen
-from router.tls import server_context
+from router.simulation.audition import audition_of
+from router.supervisor.child_process import StartFailed
 
 __all__ = ["Mistake", "check_address", "check_folder", "check_strategy", "check_tls"]
 

@@ -10,13 +10,13 @@ from typing import Any
 import click
 
 from engine.protocol import EngineConfig, MicroserveError
+from router.base.config import RouterConfig
+from router.base.environment import PREFIX, child_environment
 from router.cli.options import config_options, given, read_params
 from router.cli.preflight import Mistake, check_address, check_strategy
-from router.config import RouterConfig
-from router.environment import PREFIX, child_environment
-from router.fleet import as_arguments
-from router.logs import set_up_logging
 from router.server import run
+from router.supervisor.fleet import as_arguments
+from router.telemetry.logs import set_up_logging
 
 __all__ = ["engine", "router"]
 

@@ -10,10 +10,10 @@ import click
 import httpx
 
 from engine.protocol import MicroserveError
-from router.catalog import read_source
 from router.cli.options import read_params
 from router.cli.preflight import check_conformance, check_strategy
 from router.conformance.suite import ALL
+from router.rollout.catalog import read_source
 
 __all__ = ["strategy"]
 

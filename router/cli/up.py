@@ -10,11 +10,11 @@ from typing import Any
 import click
 
 from engine.protocol import EngineConfig
+from router.base.config import RouterConfig
+from router.base.errors import root_cause
 from router.cli.options import config_options, given, read_params
 from router.cli.preflight import check_address, check_folder, check_strategy, check_tls
-from router.config import RouterConfig
-from router.errors import root_cause
-from router.fleet import Fleet, FleetConfig, StartFailed, as_arguments
+from router.supervisor.fleet import Fleet, FleetConfig, StartFailed, as_arguments
 
 __all__ = ["up"]
 

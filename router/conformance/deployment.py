@@ -16,8 +16,8 @@ import aiohttp
 import orjson
 
 from engine.protocol import EngineState
-from router.conformance.forked import Forked, microserve
-from router.conformance.node import Node, started
+from router.conformance.engine_process import Node, started
+from router.conformance.forkserver import Forked, microserve
 from router.conformance.proxy import Gate, Moment
 
 __all__ = ["Deployment", "routed"]

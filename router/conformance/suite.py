@@ -12,8 +12,8 @@ import aiohttp
 
 from router.conformance.checks import CHECKS
 from router.conformance.deployment import Deployment, routed
+from router.conformance.engine_process import engines
 from router.conformance.faults import FAULTS
-from router.conformance.node import engines
 from router.conformance.trial import CheckFailed, Trial
 
 __all__ = ["ALL", "Check", "Result", "run_checks", "set_up"]

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from router.conformance.deployment import Deployment, routed
-from router.conformance.node import Node, engines
+from router.conformance.engine_process import Node, engines
 
 
 @dataclass

@@ -23,9 +23,9 @@ import torch
 from engine_process import EngineProcess, events
 from forked import Forked, microserve
 
-from kvcache.address import KVAddress
-from kvcache.layout import KVLayout
-from kvcache.region import CLAIM, HEADER_BYTES, LANDED, WORDS, SharedRegion
+from kvcache.memory.layout import KVLayout
+from kvcache.memory.region import CLAIM, HEADER_BYTES, LANDED, WORDS, SharedRegion
+from kvcache.transport.address import KVAddress
 
 SECRET = "secret"
 LEASE_MS = 500

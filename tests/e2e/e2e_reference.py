@@ -10,7 +10,7 @@ NEAR_TIE = 1e-4  # two best logits closer than this may come out either way
 
 def hf_tiny() -> PreTrainedModel:
     """transformers' model with the weights of `tiny`."""
-    from engine.models.tiny import open_tiny
+    from engine.models.loading.tiny import open_tiny
 
     checkpoint = open_tiny()
     shape = checkpoint.config

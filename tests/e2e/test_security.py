@@ -40,13 +40,13 @@ FORBIDDEN_METHODS: dict[str, tuple[str, object] | None] = {
 # A strategy's own source, which the user names on the command line or may upload: off unless
 # --allow-upload, and behind the admin key.
 INTENDED = {
-    ("router/catalog.py", "*.exec_module"),
-    ("router/catalog.py", "*.source_to_code"),
+    ("router/rollout/catalog.py", "*.exec_module"),
+    ("router/rollout/catalog.py", "*.source_to_code"),
     # `strategy check` runs our own programs, by name, and reads what they print from a pipe of its
     # own, as bytes.
-    ("router/conformance/forked.py", "runpy"),
-    ("router/conformance/forked.py", "multiprocessing.connection"),
-    ("router/conformance/forked.py", "multiprocessing.connection.Connection"),
+    ("router/conformance/forkserver.py", "runpy"),
+    ("router/conformance/forkserver.py", "multiprocessing.connection"),
+    ("router/conformance/forkserver.py", "multiprocessing.connection.Connection"),
 }
 
 

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 import uvicorn
 
-from engine.job import Generation
-from engine.loop import StepLoop
-from engine.metrics import EngineMetrics
-from engine.mirrors import Mirrors
+from engine.api.app import build_app
+from engine.api.metrics import EngineMetrics
+from engine.execution.model_runner import ModelRunner
+from engine.execution.step_loop import StepLoop
 from engine.models import LoadedModel, load_model
 from engine.protocol import EngineConfig, Event, PrepRecv, RemoteSend, Sampling, StartGenerate
-from engine.runner import ModelRunner
-from engine.scheduler import Scheduler
-from engine.server import build_app
-from engine.service import MicroserveEngine
-from engine.stream import GenerationStream
+from engine.scheduling.jobs import Generation
+from engine.scheduling.scheduler import Scheduler
+from engine.service.engine import MicroserveEngine
+from engine.service.generation_stream import GenerationStream
+from engine.service.mirrors import Mirrors
 from kvcache.cache import KVCache
-from kvcache.identity import Identity
-from kvcache.layout import KVLayout
-from kvcache.tier_store import Store
+from kvcache.lease.identity import Identity
+from kvcache.memory.layout import KVLayout
+from kvcache.tiers.store import Store
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
 

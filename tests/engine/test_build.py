@@ -7,7 +7,7 @@ import torch
 
 from engine import build
 from engine.build import _dtype, build_engine
-from engine.processor import multiplies_bf16
+from engine.kernels.cpu_features import multiplies_bf16
 from engine.protocol import BadRequest
 from engine.protocol.config import EngineConfig
 

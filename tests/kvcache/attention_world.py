@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache.attention import Span, planner_for
-from kvcache.layout import KVLayout
-from kvcache.pool import SCRATCH_PAGE
+from kvcache.attention.stable import Span, planner_for
+from kvcache.memory.layout import KVLayout
+from kvcache.pages.page_pool import SCRATCH_PAGE
 from kvcache.types import PageId
 
 __all__ = ["World"]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvcache.cache import KVCache
-from kvcache.identity import Identity
-from kvcache.layout import KVLayout
-from kvcache.tier_store import Store
+from kvcache.lease.identity import Identity
+from kvcache.memory.layout import KVLayout
+from kvcache.tiers.store import Store
 from kvcache.transport import MemoryNetwork, MemoryTransport, Transport
 from kvcache.types import EngineId, SeqId
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from kv_helpers import make_cache
 from shm_peer import Commands
 
-from kvcache.address import KVAddress
-from kvcache.layout import KVLayout
+from kvcache.memory.layout import KVLayout
 from kvcache.transport import Transport
-from kvcache.transport.nixl import NixlTransport
-from kvcache.transport.nixl_sender import Link
+from kvcache.transport.address import KVAddress
+from kvcache.transport.nixl.sender import Link
+from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.types import LeaseId
 
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000

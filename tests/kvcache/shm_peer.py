@@ -19,7 +19,7 @@ import torch
 from kv_helpers import assert_content, compute, make_cache, send, sequence, small_layout
 
 from kvcache.errors import MicroserveError
-from kvcache.layout import KVLayout
+from kvcache.memory.layout import KVLayout
 from kvcache.transport import ShmTransport, Transport
 from kvcache.transport.mapped import MappedTarget
 from kvcache.types import LeaseId, SeqId

@@ -32,7 +32,7 @@ from kvcache.errors import (
     NoCapacity,
     UnknownLease,
 )
-from kvcache.pool import SCRATCH_PAGE
+from kvcache.pages.page_pool import SCRATCH_PAGE
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import LeaseId, SeqId
 

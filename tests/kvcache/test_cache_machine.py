@@ -54,7 +54,7 @@ from kvcache.errors import (
     Timeout,
     UnknownLease,
 )
-from kvcache.sending import Mirror
+from kvcache.lease.sender import Mirror
 from kvcache.transport import MemoryNetwork, MemoryTransport, Put
 from kvcache.types import LeaseId, SeqId
 

@@ -11,7 +11,7 @@ from gated_store import PATIENCE_S
 from kv_helpers import memory_cache
 
 from kvcache.cache import KVCache
-from kvcache.tier_store import Store
+from kvcache.tiers.store import Store
 from kvcache.transport import MemoryNetwork
 
 

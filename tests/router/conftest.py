@@ -16,10 +16,10 @@ from engine_process import EngineProcess
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from engine.protocol import ModelInfo, NoCapacity, PageName, error_body
-from router.catalog import Catalog
-from router.config import RouterConfig
+from router.base.config import RouterConfig
+from router.rollout.catalog import Catalog
 from router.server import Server, serving
-from router.strategy import Strategy
+from router.strategy.definition import Strategy
 
 VOCAB = 1000
 PAGE = 16

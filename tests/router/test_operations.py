@@ -14,7 +14,7 @@ from waiting import until
 
 from engine.protocol import NoCapacity
 from router import cli
-from router.logs import JsonFormatter, TextFormatter
+from router.telemetry.logs import JsonFormatter, TextFormatter
 
 ASK = {"prompt": list(range(1, 41)), "max_tokens": 5, "temperature": 0, "return_token_ids": True}
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -9,18 +9,18 @@ from pydantic import Field
 
 import router
 from engine.protocol import BadRequest, TokenLogprob
-from router.catalog import Catalog
-from router.chat_template import ChatTemplate
+from router.api.openai.formats import ChatFormat, CompletionFormat
+from router.base.environment import child_environment, drop_service_links
+from router.base.errors import Conflict, NotFound
+from router.base.request import Chunk
 from router.cli.options import read_params
-from router.environment import child_environment, drop_service_links
-from router.errors import Conflict, NotFound
-from router.fleet import _shares, as_arguments
-from router.generations import Generations
-from router.model import ServedModel
-from router.openai.formats import ChatFormat, CompletionFormat
-from router.receipts import Receipt, Receipts
-from router.request import Chunk
-from router.strategy import strategy
+from router.model.chat_template import ChatTemplate
+from router.model.served import ServedModel
+from router.rollout.catalog import Catalog
+from router.rollout.revisions import Generations
+from router.strategy.definition import strategy
+from router.supervisor.fleet import _shares, as_arguments
+from router.telemetry.receipts import Receipt, Receipts
 
 
 def test_the_public_names_are_pinned():

@@ -13,12 +13,12 @@ from gguf import GGUFWriter, TokenType
 from torch import Tensor
 
 from engine.models import ModelConfig
-from engine.models.load import LoadedModel, load_model
-from engine.models.tiny import open_tiny
-from engine.models.transformer import AttentionCache, Transformer
+from engine.models.decoder import AttentionCache, Transformer
+from engine.models.loading.load import LoadedModel, load_model
+from engine.models.loading.tiny import open_tiny
 from kvcache.cache import KVCache
-from kvcache.identity import Identity
-from kvcache.layout import KVLayout
+from kvcache.lease.identity import Identity
+from kvcache.memory.layout import KVLayout
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
 

@@ -9,8 +9,8 @@ import torch
 from model_helpers import hf_model, load, save_folder
 from torch import Tensor
 
+from engine.models.decoder import Transformer
 from engine.models.ops import ops_for
-from engine.models.transformer import Transformer
 
 swiglu = ops_for(torch.float32, torch.device("cpu")).swiglu
 

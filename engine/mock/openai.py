@@ -1,0 +1,111 @@
+"""`/v1/completions` of a mock engine: for routers that know no sub-request calls.
+
+So they can be measured in front of the same processes as ours, doing the same work. It is not an
+OpenAI server: of a request it reads `prompt`, `max_tokens`, `stream` and `stop`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict
+
+from engine.api.app import build_app
+from engine.api.sse import event_stream
+from engine.protocol import MicroserveError, StartGenerate, Usage, error_body, parse
+from engine.protocol.config import EngineConfig
+from engine.service.engine import MicroserveEngine
+from engine.service.generation_stream import GenerationStream
+
+__all__ = ["build_mock_app"]
+
+_numbers = itertools.count(1)
+
+
+class _Completion(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    prompt: str | list[int]
+    max_tokens: int = 16
+    stream: bool = False
+    stop: list[str] = []
+
+
+def build_mock_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> FastAPI:
+    """The HTTP side of a mock engine: that of any engine, and these two."""
+    app = build_app(engine, config, epoch)
+    model = config.model
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """One completion, whole or as server-sent events."""
+        wanted = parse(_Completion, await request.body())
+        prompt = wanted.prompt
+        if isinstance(prompt, str):
+            prompt = engine.tokenizer.encode(prompt).ids
+        call = StartGenerate(
+            request_id=f"cmpl-{next(_numbers)}",
+            prompt=prompt,
+            max_tokens=wanted.max_tokens,
+            stop=wanted.stop,
+            ignore_eos=True,
+            temperature=0.0,
+        )
+        stream = await engine.start_generate(call)
+        base = {
+            "id": call.request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        if wanted.stream:
+            return event_stream(stream, _events(stream, base))
+        return await _whole(stream, base)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model there is."""
+        card = {"id": model, "object": "model", "created": 0, "owned_by": "microserve"}
+        return {"object": "list", "data": [card]}
+
+    return app
+
+
+async def _whole(stream: GenerationStream, base: dict[str, Any]) -> Response:
+    texts, finish, usage = [], None, None
+    async for event in stream.events():
+        texts.append(event.text)
+        finish, usage = event.finish_reason, event.usage
+    choice = {"index": 0, "text": "".join(texts), "logprobs": None, "finish_reason": finish}
+    body = {**base, "choices": [choice], "usage": _usage(usage)}
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+async def _events(stream: GenerationStream, base: dict[str, Any]) -> AsyncIterator[bytes]:
+    head = b"data: " + orjson.dumps(base)[:-1]
+    try:
+        async for event in stream.events():
+            choice = {
+                "index": 0,
+                "text": event.text,
+                "logprobs": None,
+                "finish_reason": event.finish_reason,
+            }
+            yield b'%b,"choices":[%b]}\n\n' % (head, orjson.dumps(choice))
+        yield b"data: [DONE]\n\n"
+    except MicroserveError as error:
+        yield b"data: %b\n\n" % orjson.dumps(error_body(error))
+
+
+def _usage(usage: Usage | None) -> dict[str, int]:
+    prompt, completion = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }

@@ -1,0 +1,128 @@
+"""The mirrors of one engine: the tasks that open them and ask their peers for more room."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+
+import httpx
+
+from engine.api.metrics import EngineMetrics
+from engine.execution.mirroring import Mirroring
+from engine.protocol import (
+    Extend,
+    ExtendReply,
+    Internal,
+    MicroserveError,
+    Mirror,
+    PeerUnreachable,
+    error_from_body,
+    parse,
+)
+from engine.scheduling.jobs import Generation
+from kvcache.cache import KVCache
+
+__all__ = ["Mirrors"]
+
+log = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 5.0
+
+
+class Mirrors:
+    """One task for each generation that is mirrored, whose parent this is; `close` ends them.
+
+    Lives on one asyncio event loop. What goes wrong with a mirror stops it and nothing else.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        metrics: EngineMetrics,
+        api_key: str = "",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`api_key` is ours and that of our peers; empty: none is needed. `tls` verifies peers that
+        are reached by https; None: there are none."""
+        self._cache = cache
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[asyncio.Task[None], Mirroring] = {}
+        self._sent = 0  # tokens, by mirrors that are over
+        # An empty context: to load the certificates of the world would take longer than a call.
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=ASK_TIMEOUT_S,
+            verify=tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        )
+
+    @property
+    def running(self) -> int:
+        """Mirrors that are neither over nor about to be."""
+        return sum(not mirroring.over for mirroring in self._tasks.values())
+
+    @property
+    def sent(self) -> int:
+        """Tokens whose KV has been mirrored since the start."""
+        return self._sent + sum(mirroring.sent for mirroring in self._tasks.values())
+
+    def start(self, generation: Generation, call: Mirror) -> Mirroring:
+        """Begin to mirror a generation; the step loop is to move it on. Raises `BadAddress`."""
+        address = self._cache.check_address(call.kv_addr, generation.tokens)
+        most = generation.prompt_len + generation.sampling.max_tokens
+        mirroring = Mirroring(self._cache, address.lease_id, call.every, most, self._loop)
+        task = self._loop.create_task(
+            self._look_after(mirroring, address.url, call.kv_addr, list(generation.tokens))
+        )
+        self._tasks[task] = mirroring
+        task.add_done_callback(self._forget)
+        return mirroring
+
+    async def close(self) -> None:
+        """End all that run, and wait until they have."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._http.aclose()
+
+    async def _look_after(
+        self, mirroring: Mirroring, url: str, kv_addr: str, tokens: list[int]
+    ) -> None:
+        try:
+            # Claiming may wait for the peer's write right, so it is done off the event loop.
+            await asyncio.to_thread(mirroring.open, kv_addr, tokens)
+            while reserve := await mirroring.wants():
+                kv_addr = await self._ask(url, kv_addr, reserve)
+                await asyncio.to_thread(mirroring.extend, kv_addr)
+        except MicroserveError as error:
+            mirroring.stop(error)
+        except Exception as error:
+            log.exception("a mirror failed")
+            mirroring.stop(Internal(f"the mirror failed: {error}"))
+        finally:
+            mirroring.end()
+
+    async def _ask(self, url: str, kv_addr: str, reserve: int) -> str:
+        """`POST /microserving/extend`; returns the new address. Raises what the peer answers."""
+        if not url:
+            raise PeerUnreachable("the lease's owner has no URL to ask for more room")
+        call = Extend(kv_addr=kv_addr, reserve=reserve)
+        try:
+            reply = await self._http.post(
+                f"{url}/microserving/extend", content=call.model_dump_json()
+            )
+            body = reply.json() if reply.is_error else None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            reason = str(error) or type(error).__name__
+            raise PeerUnreachable(f"{url} was asked for more room: {reason}") from error
+        if reply.is_error:
+            raise error_from_body(body)
+        return parse(ExtendReply, reply.content).kv_addr
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        mirroring = self._tasks.pop(task)
+        self._sent += mirroring.sent
+        if mirroring.stopped is not None:
+            self._metrics.mirror_stopped(mirroring.stopped.type)

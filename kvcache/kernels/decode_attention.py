@@ -1,0 +1,152 @@
+"""Attention in bfloat16 of rows that read alone: decodes.
+
+A work item is one row and a run of pages: they are read once, as they lie, for all its heads, with
+the running maximum of FlashAttention, in float32. Nothing is gathered, padded or masked, whatever
+the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcache.attention.cascade import Read
+from kvcache.kernels.jit import (
+    Shared,
+    bf16,
+    exp,
+    f32,
+    f32_at,
+    f32_bits,
+    i32_at,
+    i64_at,
+    inlined,
+    larger,
+    next_item,
+    to_bf16,
+    u16_at,
+)
+
+__all__ = ["Few", "kernel"]
+
+
+class Few:
+    """All such rows of a step, planned for all layers."""
+
+    def __init__(
+        self, reads: Sequence[Read], kv_heads: int, group: int, dim: int, page_size: int
+    ) -> None:
+        self._kernel = kernel(kv_heads, group, dim, page_size)
+        self._scale = f32_bits(dim**-0.5)
+        table: list[int] = []
+        items: list[tuple[int, ...]] = []
+        for ((row, _, place),), pages, begin, end in reads:
+            items.append((row, place, len(table), end - begin))
+            table += pages
+        self._table = np.array(table, dtype=np.int32)
+        self._items = np.array(items, dtype=np.int32)
+
+    def attend(
+        self, pages: torch.Tensor, q: torch.Tensor, out: torch.Tensor, pieces: torch.Tensor,
+        *, together: bool,
+    ) -> None:  # fmt: skip
+        """Over one layer's `pages`, `[pages, 2, page_size, kv_heads, head_dim]`; `q` and `out` are
+        `[rows, heads, head_dim]`, `pieces` `[places, heads, head_dim + 2]` float32."""
+        run = self._kernel.together if together and len(self._items) > 1 else self._kernel.alone
+        run(
+            len(self._items), q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0),
+            pages.data_ptr(), pages.stride(0), pages.stride(1), self._table.ctypes.data,
+            self._items.ctypes.data, pieces.data_ptr(), self._scale,
+        )  # fmt: skip
+
+
+@inlined
+def _attend(item: int, a: Any, kv_heads: int, group: int, dim: int, page_size: int) -> None:
+    heads, width = kv_heads * group, kv_heads * dim
+    asked, q_stride, to, out_stride = u16_at(a[2]), a[3], u16_at(a[4]), a[5]
+    memory, page_stride, half, table = u16_at(a[6]), a[7], a[8], i32_at(a[9])
+    what, held, scale = i32_at(a[10]), f32_at(a[11]), f32(a[12])
+    row, place = np.int64(what[4 * item]), np.int64(what[4 * item + 1])
+    first_page, keys = what[4 * item + 2], what[4 * item + 3]
+    queries = np.empty((heads, dim), np.float32)
+    page = np.empty((page_size, width), np.float32)  # its keys, then its values
+    flat = np.empty(heads * page_size, np.float32)
+    scores = flat.reshape((heads, page_size))
+    top = np.full(heads, np.float32(-1e30), np.float32)
+    shrink = np.empty(heads, np.float32)
+    total = np.zeros(heads, np.float32)
+    acc = np.zeros((heads, dim), np.float32)
+    for h in range(heads):
+        for d in range(dim):
+            queries[h, d] = bf16(asked[row * q_stride + h * dim + d]) * scale
+    for number in range((keys + page_size - 1) // page_size):
+        count = min(page_size, keys - number * page_size)
+        at = np.int64(table[first_page + number]) * page_stride
+        for j in range(count):
+            for d in range(width):
+                page[j, d] = bf16(memory[at + j * width + d])
+        for h in range(heads):
+            lead = h // group * dim
+            for j in range(count):
+                dot = np.float32(0.0)
+                for d in range(dim):
+                    dot += queries[h, d] * page[j, lead + d]
+                scores[h, j] = dot
+            for j in range(count, page_size):
+                scores[h, j] = np.float32(-1e30)
+        for h in range(heads):
+            peak = top[h]
+            for j in range(page_size):
+                peak = larger(peak, scores[h, j])
+            shrink[h] = top[h] - peak
+            top[h] = peak
+            for j in range(page_size):
+                scores[h, j] -= peak
+        for i in range(heads * page_size):
+            flat[i] = exp(flat[i])
+        for h in range(heads):
+            shrink[h] = exp(shrink[h])
+        for j in range(count):
+            for d in range(width):
+                page[j, d] = bf16(memory[at + half + j * width + d])
+        for h in range(heads):
+            lead = h // group * dim
+            added = np.float32(0.0)
+            for j in range(page_size):
+                added += scores[h, j]
+            total[h] = total[h] * shrink[h] + added
+            for d in range(dim):
+                acc[h, d] *= shrink[h]
+            for j in range(count):
+                weight = scores[h, j]
+                for d in range(dim):
+                    acc[h, d] += weight * page[j, lead + d]
+    for h in range(heads):
+        if place < 0:
+            share = np.float32(1.0) / total[h]
+            for d in range(dim):
+                to[row * out_stride + h * dim + d] = to_bf16(acc[h, d] * share)
+        else:
+            piece = (place * heads + h) * (dim + 2)
+            for d in range(dim):
+                held[piece + d] = acc[h, d]
+            held[piece + dim] = total[h]
+            held[piece + dim + 1] = top[h]
+
+
+@cache
+def kernel(kv_heads: int, group: int, dim: int, page_size: int) -> Shared:
+    """For one shape of model and page: with loops of any length it takes three times as long."""
+
+    @Shared
+    def attends(address: Any) -> None:
+        item = next_item(address)
+        while item >= 0:
+            _attend(item, i64_at(address), kv_heads, group, dim, page_size)
+            item = next_item(address)
+
+    return attends

@@ -1,0 +1,209 @@
+"""The receiver's side: from `prep_recv` to a sequence, to the prefix cache, or to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from kvcache.errors import (
+    BadAddress,
+    BadRange,
+    BadRequest,
+    KVIncomplete,
+    NoCapacity,
+    StaleEpoch,
+)
+from kvcache.lease.identity import Identity
+from kvcache.lease.table import LeaseTable, ReceiveLease
+from kvcache.memory.layout import KVLayout
+from kvcache.pages.page_manager import Books
+from kvcache.sequences.step import PagedSequence
+from kvcache.sequences.table import SequenceTable
+from kvcache.transport import Transport
+from kvcache.transport.address import KVAddress, page_runs, prompt_digest
+from kvcache.types import LeaseId, PageId, SeqId
+
+__all__ = ["Receiver"]
+
+STALL_S = 1.0  # a gap between sweeps beyond which the time did not count for any sender
+
+
+class Receiver:
+    """What `KVCache` says of leases is done here. The cache's lock guards it."""
+
+    def __init__(
+        self,
+        books: Books,
+        sequences: SequenceTable,
+        layout: KVLayout,
+        transport: Transport,
+        identity: Identity,
+        clock: Callable[[], float],
+    ) -> None:
+        self.leases = LeaseTable(transport.region)
+        self._books = books
+        self._sequences = sequences
+        self._layout = layout
+        self._transport = transport
+        self._identity = identity
+        self._clock = clock
+        self._swept = clock()
+
+    def prepare(
+        self, request_id: str, prompt: Sequence[int], end: int, reserve: int, lease_s: float
+    ) -> tuple[ReceiveLease, str]:
+        """See `KVCache.prep_recv`."""
+        tokens = list(prompt[:end])
+        matched = self._books.prefix.match(tokens)
+        begin = len(matched) * self._layout.page_size
+        wanted = self._layout.pages_for(end + reserve) - len(matched)
+        self._admit(wanted, wanted, "end")
+        matched = self._books.share(matched)
+        try:
+            # After sharing, so that taking pages cannot evict what was matched.
+            own = self._take(wanted)
+            try:
+                lease = self.leases.open(
+                    request_id, tokens, reserve, matched, begin, own, lease_s, self._clock()
+                )
+            except NoCapacity:
+                self._books.drop(own)
+                raise
+        except NoCapacity:
+            self._books.drop(matched)
+            raise
+        return lease, self._address(lease)
+
+    def extend(self, kv_addr: str, reserve: int) -> tuple[ReceiveLease, str]:
+        """See `KVCache.extend`."""
+        address, identity = KVAddress.verify(kv_addr, self._identity.secret), self._identity
+        if address.engine_id != identity.engine_id:
+            raise BadAddress("kv_addr is for another engine", param="kv_addr")
+        if address.epoch != identity.epoch:
+            raise StaleEpoch("this engine was restarted since the address was made")
+        lease = self.leases.get(address.lease_id)
+        pages = self._layout.pages_for(lease.room + reserve) - len(lease.matched)
+        wanted = pages - len(lease.own)
+        self._admit(wanted, pages, "reserve")
+        lease.own += self._take(wanted)
+        lease.room += reserve
+        return lease, self._address(lease)
+
+    def start(
+        self,
+        lease_id: LeaseId,
+        seq_id: SeqId,
+        tokens: Sequence[int],
+        begin: int | None,
+        *,
+        fence: bool,
+    ) -> int:
+        """See `KVCache.start_lease`."""
+        self._sequences.check_new(seq_id)
+        lease = self.leases.get(lease_id)
+        if list(tokens[: lease.end]) != lease.tokens:
+            raise BadRequest("the lease is for another prompt", param="lease_id")
+        length = lease.landed if begin is None else begin
+        if not 0 <= length <= lease.room:
+            raise BadRange(f"begin {length} is outside [0, {lease.room}]", param="begin")
+        if length > lease.landed:
+            raise KVIncomplete(f"begin is {length}, but {lease.landed} tokens have landed")
+        own = self._fenced(lease) if fence else self.leases.take_over(lease)
+        matched = lease.matched
+        length = max(length, lease.begin)
+        if lease.begin < len(tokens):
+            length = min(length, len(tokens) - 1)
+        else:
+            # All is matched, and its last page, which others share, must not be written.
+            matched, shared = matched[:-1], matched[-1:]
+            self._books.drop(shared)
+            length = len(matched) * self._layout.page_size
+        self._sequences.put(seq_id, PagedSequence(matched + own, length))
+        return length
+
+    def commit(self, lease_id: LeaseId) -> int:
+        """See `KVCache.commit`."""
+        before = self.leases.committed(lease_id)
+        if before is not None:
+            return before
+        lease = self.leases.get(lease_id)
+        if lease.landed < lease.end:
+            raise KVIncomplete(f"{lease.landed} of {lease.end} tokens have landed")
+        full = lease.end // self._layout.page_size
+        tokens = full * self._layout.page_size
+        pages = lease.matched + self.leases.commit(lease, tokens)
+        self._books.publish(lease.tokens[:tokens], pages[:full])
+        self._books.drop(pages)
+        return tokens
+
+    def release(self, lease_id: LeaseId) -> None:
+        """See `KVCache.release`."""
+        self._end(self.leases.get(lease_id))
+
+    def sweep(self) -> list[ReceiveLease]:
+        """See `KVCache.sweep`."""
+        now = self._clock()
+        gap, self._swept = now - self._swept, now
+        if gap > STALL_S:
+            for lease in self.leases.live():
+                lease.deadline += gap
+        late = self.leases.expired(now)
+        for lease in late:
+            self._end(lease)
+        self._books.drop(self.leases.sweep())
+        return late
+
+    def holders(self) -> Iterator[Sequence[PageId]]:
+        """Every page that a lease or quarantine holds, for the proof of ownership."""
+        return self.leases.holders()
+
+    def _admit(self, wanted: int, pages: int, param: str) -> None:
+        """Whether a lease may take `wanted` pages, to have `pages` of its own.
+
+        Raises `BadRequest` if never, `NoCapacity` if not now.
+        """
+        limit = self._books.total // 2
+        if pages > limit:
+            raise BadRequest(f"{pages} pages are wanted; a lease may take {limit}", param=param)
+        held = self.leases.leased + self.leases.quarantined
+        if held + wanted > limit:
+            raise NoCapacity(f"{wanted} pages wanted; leases hold {held} of at most {limit}")
+
+    def _take(self, count: int) -> list[PageId]:
+        """Pages for a lease, if every running sequence keeps one to grow into."""
+        if self._books.available < count + len(self._sequences):
+            raise NoCapacity(f"{count} pages wanted, {self._books.available} available")
+        return self._books.take(count)
+
+    def _address(self, lease: ReceiveLease) -> str:
+        identity = self._identity
+        return KVAddress(
+            engine_id=identity.engine_id,
+            epoch=identity.epoch,
+            url=identity.url,
+            endpoint=self._transport.endpoint,
+            lease_id=lease.lease_id,
+            slot=lease.slot,
+            nonce=lease.nonce,
+            begin=lease.begin,
+            end=lease.end,
+            room=lease.room,
+            runs=page_runs(lease.own),
+            fingerprint=identity.fingerprint,
+            digest=prompt_digest(lease.tokens),
+            shard=self._layout.shard,
+        ).sign(identity.secret)
+
+    def _fenced(self, lease: ReceiveLease) -> list[PageId]:
+        """Pages with what has landed of a lease, which no writer can reach; ends the lease."""
+        pool = self._transport.region.pool
+        safe, rest = divmod(lease.landed - lease.begin, self._layout.page_size)
+        fresh = self._books.take(len(lease.own) - safe)
+        if rest:
+            pool[:, fresh[0], :, :rest] = pool[:, lease.own[safe], :, :rest]
+        kept, lease.own = lease.own[:safe], lease.own[safe:]
+        self._books.drop(self.leases.close(lease))
+        return kept + fresh
+
+    def _end(self, lease: ReceiveLease) -> None:
+        self._books.drop(self.leases.close(lease))
+        self._books.drop(lease.matched)

@@ -1,0 +1,96 @@
+"""The books of the pool: who holds which page, and who makes way when pages are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.errors import NoCapacity
+from kvcache.pages.eviction import EvictionPolicy
+from kvcache.pages.page_pool import PagePool
+from kvcache.pages.prefix_tree import PrefixCache, Tokens
+from kvcache.types import PageId
+
+__all__ = ["Below", "Books"]
+
+
+class Below(Protocol):
+    """Where prefixes are kept that these books will evict one day."""
+
+    def offer(self, tokens: Tokens) -> None:
+        """The full pages of `tokens` are in the prefix tree now."""
+        ...
+
+
+class Books:
+    """Free pages, counted pages, and the prefix tree, which gives pages back under pressure.
+
+    Sequences, leases, quarantine and the tree hold one reference on each of their pages. The
+    cache's lock guards it.
+    """
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        """`pages` of `page_size` tokens, of which page 0 is set aside."""
+        self.pages = PagePool(pages)
+        self.policy = EvictionPolicy(pages)
+        self.prefix = PrefixCache(self.pages, page_size, self.policy)
+        self.below: Below | None = None
+
+    def take(self, count: int, *, leaving: int = 0) -> list[PageId]:
+        """`count` pages, each now held once; cached ones make way.
+
+        Raises `NoCapacity`, also where fewer than `leaving` pages would be available afterwards.
+        What can never be had evicts nothing: one that waits for room asks again at each step.
+        """
+        if leaving and self.available < count + leaving:
+            raise NoCapacity(f"{count} pages wanted, {self.available} available")
+        missing = count - self.pages.free
+        if missing > 0:
+            if missing > self.prefix.evictable:
+                raise NoCapacity(f"{count} pages wanted, {self.available} available")
+            self.prefix.evict(missing)
+        return self.pages.take(count)
+
+    def share(self, pages: Sequence[PageId]) -> list[PageId]:
+        """Hold each of `pages` once more; returns them as a list of one's own."""
+        self.pages.share(pages)
+        return list(pages)
+
+    def drop(self, pages: Sequence[PageId]) -> None:
+        """Hold each of `pages` once less; the last to let go frees it."""
+        self.pages.drop(pages)
+
+    def publish(self, tokens: Tokens, pages: Sequence[PageId]) -> None:
+        """Let the prefix tree share full pages, and the tier below keep a copy of them."""
+        self.prefix.insert(tokens, pages)
+        if self.below is not None:
+            self.below.offer(tokens)
+
+    @property
+    def refs(self) -> npt.NDArray[np.int32]:
+        """How often each page is held."""
+        return self.pages.refs
+
+    @property
+    def total(self) -> int:
+        """All pages but the scratch page."""
+        return self.pages.total
+
+    @property
+    def available(self) -> int:
+        """Pages that are free or can be made so by eviction, at most.
+
+        It may be fewer: what nobody else holds cannot go while somebody holds what continues it,
+        as a sequence does that has a duplicate of the former.
+        """
+        return self.pages.free + self.prefix.evictable
+
+    def check(self, holders: Iterable[Sequence[PageId]]) -> None:
+        """Prove that the tree's pages, `holders`' and the free ones partition the pool.
+
+        Raises `Internal`.
+        """
+        self.pages.check([*self.prefix.holders(), *holders])

@@ -1,0 +1,259 @@
+"""The prefix cache: a radix tree over token ids, page granular, beside the pool.
+
+A node holds a run of full pages and the tokens in them. A node's key is those tokens as raw bytes,
+so that following a path is one `memcmp` a node, whatever its length:
+
+    root ─ "pages 0..3 of prompt A" ─┬─ "pages 4..9 of prompt A"
+                                     └─ "pages 4..5 of prompt B"      children by their first page
+
+The tree holds one reference on each page in it. A page that only the tree holds can be evicted, in
+the order that the policy says, and from the ends of the branches inwards.
+
+Others can follow what is in the tree: from then on each page has a name, which says all tokens up
+to its end, and they are told of the names that come and go.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.errors import Internal
+from kvcache.pages.eviction import EvictionPolicy
+from kvcache.pages.page_pool import PagePool
+from kvcache.types import PageId, PageName
+
+__all__ = ["Namer", "PrefixCache", "Tell", "Tokens"]
+
+TOKEN_BYTES = 4
+Tokens = Sequence[int] | npt.NDArray[np.int32]
+# Of the page before it ("" for none) and of its own tokens, int32, the name of a page.
+Namer = Callable[[PageName, bytes], PageName]
+Tell = Callable[[Sequence[PageName], Sequence[PageName]], None]  # which came, which went
+
+
+class _Node:
+    __slots__ = ("children", "key", "names", "pages", "parent", "used")
+
+    def __init__(self, parent: _Node | None, key: bytes, pages: list[PageId], used: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.pages = pages
+        self.used = used
+        self.names: list[PageName] = []  # of the pages; none where nobody follows
+        self.children: dict[bytes, _Node] = {}
+
+
+class PrefixCache:
+    """Finds and keeps the pages of prompts seen before. The cache's lock guards it."""
+
+    def __init__(self, pool: PagePool, page_size: int, policy: EvictionPolicy) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._page_size = page_size
+        self._page_key = page_size * TOKEN_BYTES
+        self._root = _Node(None, b"", [], 0)
+        self._held = np.zeros(len(pool.refs), dtype=bool)
+        self._name: Namer | None = None
+        self._tell: Tell | None = None
+
+    def match(self, tokens: Tokens, *, use: bool = True) -> list[PageId]:
+        """The full pages of the longest cached prefix of `tokens`; none is held for you.
+
+        Unless it is only looked at, it counts as just used.
+        """
+        pages: list[PageId] = []
+        used = self._policy.stamp()
+        for node, shared in self._walk(self._key(tokens)):
+            if use:
+                node.used = used
+            pages += node.pages[:shared]
+        return pages
+
+    def insert(self, tokens: Tokens, pages: Sequence[PageId]) -> None:
+        """Keep `pages`, the KV of `tokens`, from now on; only full pages.
+
+        Where the tree has a prefix already, its own pages stay and the given ones are not kept.
+        """
+        key = self._key(tokens)
+        used = self._policy.stamp()
+        node, done = self._root, 0
+        for child, shared in self._walk(key):
+            done += shared
+            if shared < len(child.pages):
+                self._split(child, shared)
+            child.used = used
+            node = child
+        rest = list(pages[done : len(key) // self._page_key])
+        if rest:
+            self._pool.share(rest)
+            self._held[rest] = True
+            tail = key[done * self._page_key :]
+            if node.children or node is self._root:
+                child = _Node(node, tail, rest, used)
+                child.names = self._names(node, tail)
+                node.children[tail[: self._page_key]] = node = child
+            else:  # what comes piece by piece must not make a node of each piece
+                node.names += self._names(node, tail)
+                node.key += tail
+                node.pages += rest
+            if self._tell is not None:
+                self._tell(node.names[-len(rest) :], ())
+
+    def cut(self, tokens: Tokens, keep: int) -> None:
+        """Forget page number `keep` of `tokens`, from 0, and all that continues it."""
+        done = 0
+        for node, shared in self._walk(self._key(tokens)):
+            if done + shared > keep:
+                if done < keep:
+                    self._split(node, keep - done)
+                self._forget(node if done == keep else next(self._nodes(node)))
+                return
+            done += shared
+
+    def evict(self, wanted: int) -> int:
+        """Let go of up to `wanted` pages that nobody else holds; returns how many became free."""
+        order = count()
+        leaves = [(n.used, next(order), n) for n in self._nodes() if not n.children]
+        heapq.heapify(leaves)
+        freed = 0
+        went: list[PageName] = []
+        may_go = self._policy.evictable & (self._pool.refs == 1)
+        while leaves and freed < wanted:
+            _, _, node = heapq.heappop(leaves)
+            keep = len(node.pages)
+            while keep and freed < wanted and may_go[node.pages[keep - 1]]:
+                keep -= 1
+                freed += 1
+            gone = node.pages[keep:]
+            self._held[gone] = False
+            self._pool.drop(gone)
+            went += node.names[keep:]
+            parent = node.parent
+            if keep == 0 and parent is not None:
+                del parent.children[node.key[: self._page_key]]
+                if not parent.children and parent is not self._root:
+                    heapq.heappush(leaves, (parent.used, next(order), parent))
+            else:
+                del node.pages[keep:], node.names[keep:]
+                node.key = node.key[: keep * self._page_key]
+        if self._tell is not None and went:
+            self._tell((), went)
+        return freed
+
+    def follow(self, name: Namer, tell: Tell) -> list[PageName]:
+        """The names of all pages that are here; `tell` is called for those that come and go.
+
+        One follower at a time: the latest. Names are made once, when there is a first follower.
+        """
+        if self._name is None:
+            self._name = name
+            for node in self._nodes():  # parents come before their children
+                if node.parent is not None:
+                    node.names = self._names(node.parent, node.key)
+        self._tell = tell
+        return [each for node in self._nodes() for each in node.names]
+
+    @property
+    def evictable(self) -> int:
+        """Pages that only the tree holds, and that may go."""
+        return int(np.count_nonzero(self._cached & self._policy.evictable))
+
+    @property
+    def cached(self) -> int:
+        """Pages that only the tree holds."""
+        return int(np.count_nonzero(self._cached))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the tree."""
+        return int(np.count_nonzero(self._held)) * self._page_size
+
+    def pin(self, tokens: Sequence[int]) -> int:
+        """Keep what is cached of a prefix from eviction; returns its tokens. Raises `NoCapacity`.
+
+        Again for the same prefix: keep what is cached of it now.
+        """
+        pages = self.match(tokens)
+        self._policy.pin(self._key(tokens), pages)
+        return len(pages) * self._page_size
+
+    def unpin(self, tokens: Sequence[int]) -> int:
+        """Keep a prefix no longer; returns the tokens that this pin kept. Idempotent."""
+        return self._policy.unpin(self._key(tokens)) * self._page_size
+
+    def holders(self) -> Iterator[list[PageId]]:
+        """The pages of each node, for the proof of ownership. Raises `Internal` if broken."""
+        for node in self._nodes():
+            if len(node.key) != len(node.pages) * self._page_key or not node.pages:
+                raise Internal("a node's key and pages differ in length")
+            yield node.pages
+
+    @property
+    def _cached(self) -> npt.NDArray[np.bool_]:
+        only_here: npt.NDArray[np.bool_] = self._held & (self._pool.refs == 1)
+        return only_here
+
+    def _key(self, tokens: Tokens) -> bytes:
+        full = len(tokens) - len(tokens) % self._page_size
+        return np.asarray(tokens[:full], dtype=np.int32).tobytes()
+
+    def _walk(self, key: bytes) -> Iterator[tuple[_Node, int]]:
+        """Nodes along `key` and how many pages of each agree; only the last may agree in part."""
+        step = self._page_key
+        node, at = self._root, 0
+        while (child := node.children.get(key[at : at + step])) is not None:
+            shared = len(child.pages)
+            if key[at : at + len(child.key)] != child.key:
+                shared = 1
+                while _page(key, at, shared, step) == _page(child.key, 0, shared, step):
+                    shared += 1
+            yield child, shared
+            if shared < len(child.pages):
+                return
+            node, at = child, at + len(child.key)
+
+    def _split(self, node: _Node, pages: int) -> None:
+        """Cut `node` after `pages` pages; it keeps the head, so that a walk may go on from it."""
+        at = pages * self._page_key
+        tail = _Node(node, node.key[at:], node.pages[pages:], node.used)
+        tail.children, node.children = node.children, {node.key[at:][: self._page_key]: tail}
+        for child in tail.children.values():
+            child.parent = tail
+        node.key, node.pages = node.key[:at], node.pages[:pages]
+        tail.names, node.names = node.names[pages:], node.names[:pages]
+
+    def _forget(self, node: _Node) -> None:
+        if node.parent is not None:
+            del node.parent.children[node.key[: self._page_key]]
+        branch = [node, *self._nodes(node)]
+        for gone in branch:
+            self._held[gone.pages] = False
+            self._pool.drop(gone.pages)
+        if self._tell is not None:
+            self._tell((), [each for gone in branch for each in gone.names])
+
+    def _names(self, before: _Node, key: bytes) -> list[PageName]:
+        """The names of the pages of `key`, which continues `before`."""
+        names: list[PageName] = []
+        if self._name is not None:
+            last = before.names[-1] if before.names else PageName("")
+            for at in range(0, len(key), self._page_key):
+                last = self._name(last, key[at : at + self._page_key])
+                names.append(last)
+        return names
+
+    def _nodes(self, below: _Node | None = None) -> Iterator[_Node]:
+        stack = list((below or self._root).children.values())
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            yield node
+
+
+def _page(key: bytes, at: int, page: int, step: int) -> bytes:
+    return key[at + page * step : at + (page + 1) * step]

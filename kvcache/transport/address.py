@@ -1,0 +1,95 @@
+"""`kv_addr`: where a peer may put, signed by the engine that owns the memory."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from kvcache.errors import BadAddress
+from kvcache.memory.shard import Shard
+from kvcache.types import EngineId, LeaseId, PageId
+
+__all__ = ["KVAddress", "prompt_digest"]
+
+MAC_BYTES = 16
+
+
+def prompt_digest(tokens: Sequence[int]) -> str:
+    """A digest of token ids; the content that an address is good for."""
+    raw = np.asarray(tokens, dtype=np.int64).tobytes()
+    return hashlib.blake2b(raw, digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class KVAddress:
+    """Room for the KV of `prompt[begin:end]` and of what follows it, up to `room` tokens in all.
+
+    `begin` is a multiple of the page size. `runs` are `[first page, count]` pairs: the pages of
+    positions `begin`, `begin + page_size`, …
+    """
+
+    engine_id: EngineId
+    epoch: int
+    url: str  # where the owner is asked for more room; empty: nowhere
+    endpoint: str  # how the owner's transport is reached, as in "shm:<pid>:<fd>"
+    lease_id: LeaseId
+    slot: int  # which word group of the owner's control block is the lease's
+    nonce: int  # what stands there while the lease lives
+    begin: int
+    end: int
+    room: int
+    runs: tuple[tuple[int, int], ...]
+    fingerprint: str
+    digest: str  # of prompt[:end]
+    shard: Shard | None = None  # the part of the model that the owner's pool is for; None: all
+
+    def pages(self) -> list[PageId]:
+        """The pages, one by one."""
+        return [PageId(first + i) for first, count in self.runs for i in range(count)]
+
+    def sign(self, secret: bytes) -> str:
+        """One URL-safe string: the fields, and an HMAC-SHA256 of them under the cluster secret."""
+        body = json.dumps(list(asdict(self).values()), separators=(",", ":")).encode()
+        return base64.urlsafe_b64encode(_mac(secret, body) + body).decode().rstrip("=")
+
+    @classmethod
+    def verify(cls, text: str, secret: bytes) -> KVAddress:
+        """Read what `sign` made. Raises `BadAddress` for anything else."""
+        try:
+            padding = "=" * (-len(text) % 4)
+            # altchars with validate: urlsafe_b64decode would skip over foreign characters
+            raw = base64.b64decode(text.encode("ascii") + padding.encode(), b"-_", validate=True)
+        except (UnicodeEncodeError, binascii.Error):
+            raise BadAddress("kv_addr is malformed", param="kv_addr") from None
+        mac, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
+        if not hmac.compare_digest(mac, _mac(secret, body)):
+            raise BadAddress("kv_addr was not signed with this cluster's secret", param="kv_addr")
+        fields = json.loads(body)  # ours, as the signature says
+        fields[cls.__slots__.index("runs")] = tuple(
+            (first, count) for first, count in fields[cls.__slots__.index("runs")]
+        )
+        at = cls.__slots__.index("shard")
+        fields[at] = fields[at] and Shard(**fields[at])
+        return cls(*fields)
+
+
+def page_runs(pages: Sequence[PageId]) -> tuple[tuple[int, int], ...]:
+    """Consecutive pages as `(first, count)`."""
+    runs: list[tuple[int, int]] = []
+    for page in pages:
+        if runs and page == runs[-1][0] + runs[-1][1]:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page, 1))
+    return tuple(runs)
+
+
+def _mac(secret: bytes, body: bytes) -> bytes:
+    return hmac.new(secret, body, hashlib.sha256).digest()[:MAC_BYTES]

@@ -1,0 +1,125 @@
+"""How many requests and tokens a minute each API key may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.admission.keys import ANYBODY, Key
+from router.base.errors import RateLimited
+
+__all__ = ["Bucket", "RateLimits"]
+
+MINUTE_S = 60.0
+
+
+class Bucket:
+    """Filled evenly, a minute's worth at most. It can be overdrawn by what was not known before,
+    and is empty then until that is made good."""
+
+    __slots__ = ("_level", "_per_s", "_then", "limit")
+
+    def __init__(self, limit: int, now: float) -> None:
+        self.limit = limit
+        self._per_s = limit / MINUTE_S
+        self._level = float(limit)
+        self._then = now
+
+    def level(self, now: float) -> float:
+        filled = self._level + (now - self._then) * self._per_s
+        self._level, self._then = min(filled, float(self.limit)), now
+        return self._level
+
+    def take(self, amount: float, now: float) -> None:
+        self._level = self.level(now) - amount
+
+    def until(self, amount: float, now: float) -> float:
+        """Seconds until there is so much in it."""
+        return max(0.0, (amount - self.level(now)) / self._per_s)
+
+
+@dataclass(slots=True)
+class _Allowance:
+    requests: Bucket | None
+    tokens: Bucket | None
+
+
+class RateLimits:
+    """A request counts when it comes; its tokens when they are known: the prompt's when it is read,
+    the answer's at the end. So a key may exceed its tokens by what it has in flight, and waits the
+    longer for it. `clock` gives seconds; the limits are for keys that have none of their own, 0:
+    none."""
+
+    def __init__(
+        self, requests_per_minute: int, tokens_per_minute: int, clock: Callable[[], float]
+    ) -> None:
+        self._defaults = (requests_per_minute, tokens_per_minute)
+        self._limited = any(self._defaults)
+        self._clock = clock
+        self._allowances: dict[Key, _Allowance] = {}
+
+    def admit(self, key: Key) -> None:
+        """Count a request. Raises `RateLimited`, with the time to wait, if it is one too many."""
+        if not self._limits(key):
+            return
+        allowance, now = self._allowance(key), self._clock()
+        for what, bucket, needed in (
+            ("requests", allowance.requests, 1.0),
+            ("tokens", allowance.tokens, 1.0),
+        ):
+            if bucket is not None and (wait := bucket.until(needed, now)) > 0:
+                raise RateLimited(
+                    f"over the limit of {bucket.limit} {what} a minute; try again in {wait:.1f} s",
+                    limit=what,
+                    retry_after_s=wait,
+                )
+        if allowance.requests is not None:
+            allowance.requests.take(1.0, now)
+
+    def charge(self, key: Key, tokens: int) -> None:
+        """Count tokens."""
+        if self._limits(key) and (bucket := self._allowance(key).tokens) is not None:
+            bucket.take(tokens, self._clock())
+
+    def headers(self, key: Key) -> dict[str, str]:
+        """OpenAI's `x-ratelimit-*`, of those limits that there are."""
+        headers: dict[str, str] = {}
+        if not self._limits(key):
+            return headers
+        allowance, now = self._allowance(key), self._clock()
+        for what, bucket in (("requests", allowance.requests), ("tokens", allowance.tokens)):
+            if bucket is not None:
+                headers[f"x-ratelimit-limit-{what}"] = str(bucket.limit)
+                headers[f"x-ratelimit-remaining-{what}"] = str(max(0, int(bucket.level(now))))
+                headers[f"x-ratelimit-reset-{what}"] = duration(bucket.until(bucket.limit, now))
+        return headers
+
+    def keep(self, keys: list[Key]) -> None:
+        """Forget those that are no longer good."""
+        good = {*keys, ANYBODY}
+        for key in [key for key in self._allowances if key not in good]:
+            del self._allowances[key]
+
+    def _limits(self, key: Key) -> bool:
+        """Whether there may be any for `key`: mostly there are none."""
+        return self._limited or bool(key.requests_per_minute or key.tokens_per_minute)
+
+    def _allowance(self, key: Key) -> _Allowance:
+        if (known := self._allowances.get(key)) is None:
+            now = self._clock()
+            own = (key.requests_per_minute, key.tokens_per_minute)
+            limits = [
+                mine if mine is not None else all
+                for mine, all in zip(own, self._defaults, strict=True)
+            ]
+            requests, tokens = (Bucket(limit, now) if limit else None for limit in limits)
+            known = self._allowances[key] = _Allowance(requests, tokens)
+        return known
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes it: `120ms`, `1.5s`, `6m0s`."""
+    if seconds < 1:
+        return f"{round(seconds * 1e3)}ms"
+    minutes, rest = divmod(round(seconds, 1), 60)
+    return f"{minutes:.0f}m{rest:.0f}s" if minutes else f"{rest:g}s"

@@ -1,0 +1,95 @@
+"""The admin API: who may use it; receipts."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from yarl import URL
+
+from engine.protocol import Unauthorized
+from router.api.http import HttpRequest, HttpResponse, json_response
+from router.api.openai.errors import invalid
+from router.api.openai.parsing import load
+from router.api.openapi import documented
+from router.api.routes import Route
+from router.base.errors import Forbidden
+from router.router import Router
+
+__all__ = ["Body", "check_admin", "read_body", "routes", "same_key"]
+
+B = TypeVar("B", bound=BaseModel)
+
+
+class Body(BaseModel):
+    """Base of what the admin API is sent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+def check_admin(router: Router, http: HttpRequest, given: str | None) -> None:
+    """Let an admin pass, and note who it is: by the key, or without one from this machine itself.
+
+    Raises `Unauthorized` or `Forbidden`. A web page in a browser on this machine is not this
+    machine: its calls carry another origin, or (DNS rebinding) another host name.
+    """
+    if key := router.config.admin_key:
+        if not same_key(given, key):
+            raise Unauthorized("the admin API needs its key", code="invalid_api_key")
+        http.who = "admin_key"
+        return
+    origin = http.headers.get("origin")
+    host = http.headers.get("host", "")
+    here = _is_loopback(http.remote) and _is_loopback(_host(f"http://{host}"))
+    if not here or (origin is not None and not _is_loopback(_host(origin))):
+        raise Forbidden("without --admin-key the admin API answers on loopback only")
+    http.who = http.remote or "loopback"
+
+
+def same_key(given: str | None, key: str) -> bool:
+    """Compare in constant time."""
+    if given is None:
+        return False
+    # Headers are bytes: what is no UTF-8 in them comes as surrogates.
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
+
+
+def routes(router: Router) -> list[Route]:
+    """The handlers of `/admin/requests`, over `router`."""
+
+    @documented()
+    async def receipt(http: HttpRequest) -> HttpResponse:
+        """What was done for a request: every leg, its times, bytes and retries."""
+        return json_response(router.receipts[http.params["id"]].describe())
+
+    return [
+        Route("GET", "/admin/requests/{id}", receipt),
+    ]
+
+
+async def read_body(body: type[B], http: HttpRequest) -> B:
+    """The body of a call. Raises `BadRequest`, naming the first bad field."""
+    try:
+        return body.model_validate(load(await http.read()))
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+def _host(url: str) -> str | None:
+    try:
+        return URL(url).host
+    except ValueError:
+        return None
+
+
+def _is_loopback(host: str | None) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host or "")
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)

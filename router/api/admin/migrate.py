@@ -1,0 +1,86 @@
+"""The admin API's context migration: what an engine has cached of a prefix, moved to another."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Annotated
+
+from pydantic import Field
+
+from engine.protocol import BadRequest, Timeout
+from router.api.admin.access import Body, read_body
+from router.api.http import HttpRequest, HttpResponse, json_response, off_loop
+from router.api.openapi import documented
+from router.api.routes import Route
+from router.base.errors import Conflict, NotFound
+from router.engines.backend import Member
+from router.execution.prefix_migration import Migrated, migrate_prefix
+from router.router import Router
+
+__all__ = ["Migrate", "routes"]
+
+
+class Migrate(Body):
+    """`prefix`: text, or token ids, as `/tokenize` gives them of a conversation. `from` and `to`:
+    ids of engines. `pin`: keep it at `to` from eviction, and at `from` no longer."""
+
+    prefix: str | Annotated[list[int], Field(max_length=2**20)]
+    source: str = Field(alias="from")
+    target: str = Field(alias="to")
+    pin: bool = False
+
+
+def routes(router: Router) -> list[Route]:
+    """The handler of `/admin/migrate`, over `router`."""
+
+    @documented(body=Migrate, reply=Migrated, errors=(404, 409, 429, 502, 503, 504))
+    async def migrate(http: HttpRequest) -> HttpResponse:
+        """Move what one engine has cached of a prefix to another one.
+
+        It is cached at both then: requests go where there is less to do.
+        """
+        wanted = await read_body(Migrate, http)
+        source, target = (
+            _engine(router, wanted.source, "from"),
+            _engine(router, wanted.target, "to"),
+        )
+        if source is target:
+            raise BadRequest(f"{source.id} has it already", param="to")
+        if target.draining or target.leaving:
+            raise Conflict(f"engine {target.id} takes nothing new: it is to be empty", param="to")
+        prefix = await _tokens(router, wanted.prefix)
+        limit_s = router.config.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                migrated = await migrate_prefix(
+                    router.runtime,
+                    {"X-Request-Id": http.id},
+                    prefix,
+                    source,
+                    target,
+                    pin=wanted.pin,
+                )
+        except TimeoutError:
+            raise Timeout(f"the migration took longer than {limit_s:g} s") from None
+        told = {"from": source.id, "to": target.id, **asdict(migrated)}
+        router.control.audit.note(http.who, "migrated", **told)
+        router.events.publish("migration", **told)
+        return json_response(asdict(migrated))
+
+    return [Route("POST", "/admin/migrate", migrate)]
+
+
+def _engine(router: Router, id: str, param: str) -> Member:
+    try:
+        return router.registry[id]
+    except NotFound as unknown:
+        raise NotFound(unknown.message, param=param) from None
+
+
+async def _tokens(router: Router, prefix: str | list[int]) -> list[int]:
+    model = router.registry.model
+    if isinstance(prefix, str):
+        prefix = await off_loop(len(prefix), model.encode, prefix)
+    model.check(prefix, param="prefix")
+    return prefix

@@ -1,0 +1,77 @@
+"""The one place where errors become OpenAI error objects."""
+
+from __future__ import annotations
+
+import orjson
+from pydantic import ValidationError
+from typing_extensions import TypedDict
+
+from engine.protocol import BadRequest, Draining, MicroserveError, NoCapacity
+from router.base.errors import MethodNotAllowed, NoEngines
+
+__all__ = ["ErrorObject", "error_headers", "error_json", "error_object", "invalid"]
+
+# Clients know these types by their status; everything else keeps the name of our tree.
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    409: "conflict",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorObject(TypedDict):
+    """The body of every reply that is an error."""
+
+    error: ErrorDetail
+
+
+def error_object(error: MicroserveError) -> ErrorObject:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    named = error.type not in ("bad_request", "internal")
+    return {
+        "error": {
+            "message": error.message,
+            "type": _TYPES.get(error.status, error.type),
+            "param": error.param,
+            "code": error.code or (error.type if named else None),
+        }
+    }
+
+
+def error_json(error: MicroserveError) -> bytes:
+    return orjson.dumps(error_object(error))
+
+
+def error_headers(error: MicroserveError) -> dict[str, str]:
+    """`Retry-After`, in whole seconds, where trying again is what to do; `Allow`."""
+    if isinstance(error, MethodNotAllowed):
+        return {"Allow": ", ".join(error.allowed)}
+    if isinstance(error, NoCapacity):
+        return {"Retry-After": str(max(1, round(error.retry_after_s)))}
+    if isinstance(error, NoEngines | Draining):
+        return {"Retry-After": "1"}
+    return {}
+
+
+def invalid(error: ValidationError, *, within: str = "") -> BadRequest:
+    """The first complaint of pydantic, with `param` as OpenAI writes it: `messages[0].role`.
+
+    `within`: the field that was validated, if not the whole body.
+    """
+    first = error.errors(include_url=False, include_input=False)[0]
+    param = within
+    for part in first["loc"]:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+    return BadRequest(f"{param}: {first['msg']}" if param else first["msg"], param=param or None)

@@ -1,0 +1,72 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing_extensions import TypedDict
+
+from router.api.http import HttpRequest, HttpResponse, json_response, off_loop
+from router.api.openai.models import served_name
+from router.api.openai.parsing import check_model, load, read_body, read_messages
+from router.api.openai.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from router.api.openapi import documented
+from router.model.served import ServedModel
+from router.router import Router
+
+__all__ = ["detokenize", "tokenize"]
+
+
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+@documented(body=TokenizeRequest | TokenizeChatRequest, reply=Tokenized, errors=(404, 503))
+async def tokenize(router: Router, http: HttpRequest) -> HttpResponse:
+    """The token ids of a prompt, or of a conversation."""
+    body, model = await http.read(), router.registry.model
+    return json_response(await off_loop(len(body), _tokenize, body, model, served_name(router)))
+
+
+@documented(body=DetokenizeRequest, reply=Detokenized, errors=(404, 503))
+async def detokenize(router: Router, http: HttpRequest) -> HttpResponse:
+    """The text of token ids."""
+    body, model = await http.read(), router.registry.model
+    return json_response(await off_loop(len(body), _detokenize, body, model, served_name(router)))
+
+
+def _tokenize(body: bytes, model: ServedModel, name: str) -> Tokenized:
+    fields = load(body)
+    asked: TokenizeRequest | TokenizeChatRequest
+    if "messages" in fields:
+        asked = read_body(TokenizeChatRequest, fields)
+        check_model(asked.model, name)
+        tokens = read_messages(
+            fields,
+            model,
+            add_generation_prompt=asked.add_generation_prompt,
+            template_kwargs=asked.chat_template_kwargs,
+        )
+    else:
+        asked = read_body(TokenizeRequest, fields)
+        check_model(asked.model, name)
+        tokens = model.encode(asked.prompt, special=asked.add_special_tokens)
+    return {
+        "count": len(tokens),
+        "max_model_len": model.info.context_length,
+        "tokens": tokens,
+        "token_strs": model.pieces(tokens) if asked.return_token_strs else None,
+    }
+
+
+def _detokenize(body: bytes, model: ServedModel, name: str) -> Detokenized:
+    asked = read_body(DetokenizeRequest, load(body))
+    check_model(asked.model, name)
+    if asked.tokens:
+        model.check(asked.tokens, param="tokens")
+    return {"prompt": model.decode(asked.tokens)}

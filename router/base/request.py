@@ -1,0 +1,83 @@
+"""What a strategy is given (`Request`) and what it yields (`Chunk`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from engine.protocol import PageName, Sampling, Usage, page_names
+
+if TYPE_CHECKING:
+    from router.legs.choices import Siblings
+
+__all__ = ["Chunk", "Mirrored", "Request"]
+
+
+class Mirrored(msgspec.Struct):
+    """How far a generation's replica is; the fields are those of `engine.protocol.Mirrored`."""
+
+    landed: int
+    lease_id: str = ""  # of engines before they said so: the one that it has
+    stopped: str | None = None
+    message: str | None = None
+
+
+class Chunk(msgspec.Struct):
+    """What an engine emitted for one request in a step, or in a few that arrived together.
+
+    The fields are those of `Event`.
+    """
+
+    token_ids: list[int] = []
+    text: str = ""
+    begin: int | None = None
+    logprobs: list[dict[str, Any]] | None = None  # `TokenLogprob`s in JSON form
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+    usage: Usage | None = None
+    mirror: Mirrored | None = None
+
+    def extend(self, later: Chunk) -> None:
+        """Append the steps after this one."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *later.logprobs]
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.usage = later.usage
+        if later.mirror is not None:
+            self.mirror = later.mirror
+
+
+@dataclass(frozen=True)
+class Request:
+    """One choice of one prompt. Strategies read it and compute their ranges from `tokens`.
+
+    `id` is the client's X-Request-Id; engines know the request by other names. `output` is what
+    has already been emitted: not empty when the scope reruns a strategy after a failure.
+    """
+
+    id: str
+    prompt: list[int]
+    sampling: Sampling
+    output: list[int] = field(default_factory=list)
+    session: str | None = None  # the client's X-Session-ID, for affinity
+    priority: int = 0  # the client's: lower is earlier, on engines too
+    chunk_tokens: int = 1  # how many an engine may gather: a client may want all at once
+    siblings: Siblings | None = field(default=None, repr=False, compare=False)  # with n > 1
+    _names: list[PageName] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """The prompt, plus what has been emitted."""
+        return self.prompt + self.output if self.output else self.prompt
+
+    def page_names(self, page_size: int) -> list[PageName]:
+        """The names of the full pages of `tokens`, made when they are first asked for."""
+        if not self._names:
+            self._names.extend(page_names(self.tokens, page_size))
+        return self._names

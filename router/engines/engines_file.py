@@ -1,0 +1,70 @@
+"""The file of `--engines-file`: which engines there are, one a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from yarl import URL
+
+from engine.protocol import BadRequest
+from router.engines.backend import ROLES, Role
+
+__all__ = ["EngineEntry", "engine_url", "parse_engines"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """One line: an engine's URL, and what the router is told of it beforehand."""
+
+    url: str
+    role: Role | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def engine_url(url: str) -> str:
+    """`url` without a slash at its end. Raises `BadRequest` if no engine can be there."""
+    try:
+        parsed = URL(url)
+        good = parsed.scheme in ("http", "https") and parsed.host and parsed.port is not None
+    except ValueError:
+        good = False
+    if not good or not url.isprintable() or parsed.user or parsed.query_string or parsed.fragment:
+        raise BadRequest(f"no URL of an engine: {url[:200]!r}", param="url")
+    return url.rstrip("/")
+
+
+def parse_engines(text: str) -> list[EngineEntry]:
+    """`URL [role=prefill] [LABEL=VALUE]…` a line; `#` begins a comment.
+
+    Raises `BadRequest`, which names the line, for anything else, for a URL that comes twice, and
+    for a file without any.
+    """
+    entries: dict[str, EngineEntry] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            entry = _entry(words)
+            if entry.url in entries:
+                raise BadRequest(f"{entry.url} comes twice")
+        except BadRequest as error:
+            raise BadRequest(f"line {number}: {error.message}") from None
+        entries[entry.url] = entry
+    if not entries:  # rather a file that is just being written than a wish
+        raise BadRequest("there is no engine in it")
+    return list(entries.values())
+
+
+def _entry(words: list[str]) -> EngineEntry:
+    labels: dict[str, str] = {}
+    for word in words[1:]:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            raise BadRequest(f"{word!r} is not of the form NAME=VALUE")
+        labels[name] = value
+    role = labels.pop("role", None)
+    if role is not None and role not in ROLES:
+        raise BadRequest(f"no role: {role!r}", param="role")
+    return EngineEntry(engine_url(words[0]), role, labels)

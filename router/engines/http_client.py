@@ -1,0 +1,231 @@
+"""HTTP/1.1 to one engine, and nothing of it that the router does not need.
+
+A call to an engine is on the path of every request. A general client costs several times what the
+call itself does; this one writes the request in one piece, parses with llhttp in the callback that
+brings the bytes, and wakes the caller once, when all of the reply is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httptools
+
+from router.base.errors import EngineUnreachable, NobodyListens
+
+__all__ = ["Reply", "Wire"]
+
+# Servers close idle connections after 5 s or more; a request on a connection that is just being
+# closed fails. So we drop ours first.
+KEEPALIVE_S = 3.0
+MOST_IDLE = 64  # kept between calls; more are left by a burst only
+Sink = Callable[[bytes], None]
+
+
+class Reply(NamedTuple):
+    """A whole reply; of a stream, what came before its body."""
+
+    status: int
+    retry_after: str | None
+    body: bytes
+
+
+class Wire:
+    """Connections to the server at `url`, kept open between calls.
+
+    Every call raises `EngineUnreachable` where the server cannot be reached or breaks off, and
+    `NobodyListens` where it refuses. Cancelled, a call closes its connection.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str = "",
+        connect_timeout_s: float = 2.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`tls`: for an https URL; by default the usual authorities are believed."""
+        self.url = url.rstrip("/")
+        self._tls = tls
+        self._connect_timeout_s = connect_timeout_s
+        parts = urlsplit(self.url)
+        self._path = parts.path
+        self._head = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        if api_key:
+            self._head += f"Authorization: Bearer {api_key}\r\n"
+        self._idle: deque[_Connection] = deque()  # the longest unused first
+        self._open: set[_Connection] = set()
+
+    async def call(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> Reply:
+        """Send a request and wait for all of its reply, whatever its status is."""
+        request = self._request(method, path, body, headers or {})
+        connection = self._reuse() or await self._connect()
+        try:
+            reply = await connection.ask(request)
+        except BaseException:
+            connection.close()
+            raise
+        if connection.reusable and len(self._idle) < MOST_IDLE:
+            connection.idle_since = asyncio.get_running_loop().time()
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return reply
+
+    async def listen(
+        self, path: str, sink: Sink, lost: Callable[[EngineUnreachable], None]
+    ) -> tuple[Reply, Callable[[], None]]:
+        """Open a stream: `sink` is given its body as it comes, and `lost` is called at its end,
+        unless it is closed before with the function that is returned.
+
+        A reply of another status than 200 is no stream, and comes whole.
+        """
+        connection = await self._connect()
+        connection.sink, connection.lost = sink, lost
+        try:
+            reply = await connection.ask(self._request("GET", path, b"", {}))
+        except BaseException:
+            connection.close()
+            raise
+        if reply.status != 200:
+            connection.close()
+        return reply, connection.close
+
+    def close(self) -> None:
+        """Close all connections; what waits on them fails."""
+        for connection in list(self._open):
+            connection.close()
+
+    def _request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        extra = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        if extra.count("\n") != len(headers):
+            raise ValueError(f"a header with a line break in it: {headers}")
+        head = (
+            f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{extra}"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode("utf-8", "surrogateescape") + body
+
+    def _reuse(self) -> _Connection | None:
+        """The connection used last, if it is not too old; older ones go."""
+        now = asyncio.get_running_loop().time()
+        while self._idle and now - self._idle[0].idle_since > KEEPALIVE_S:
+            self._idle.popleft().close()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection
+        return None
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            parts = urlsplit(self.url)
+            secure = parts.scheme == "https"
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self),
+                    parts.hostname or "",
+                    parts.port or (443 if secure else 80),
+                    ssl=(self._tls or ssl.create_default_context()) if secure else None,
+                )
+        except TimeoutError:
+            message = f"{self.url}: no connection within {self._connect_timeout_s:g} s"
+            raise EngineUnreachable(message) from None
+        except OSError as error:
+            raise NobodyListens(f"{self.url}: {error}") from error
+        except ValueError as error:  # no such host name, no such port
+            raise EngineUnreachable(f"{self.url}: {error}") from error
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: one request at a time. The `on_…` are llhttp's."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.idle_since = 0.0
+        self.sink: Sink | None = None
+        self.lost: Callable[[EngineUnreachable], None] | None = None
+        self._wire = wire
+        self._transport: Any = None  # uvloop's is no subclass of asyncio's
+        self._parser = httptools.HttpResponseParser(self)
+        self._reply: asyncio.Future[Reply] | None = None
+        self._retry_after: str | None = None
+        self._body: list[bytes] = []
+
+    @property
+    def reusable(self) -> bool:
+        return not self._transport.is_closing() and self._reply is None
+
+    def ask(self, request: bytes) -> asyncio.Future[Reply]:
+        """Send; done when the reply is here."""
+        self._reply = reply = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return reply
+
+    def close(self) -> None:
+        """Close at once. Idempotent."""
+        self.lost = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._wire._open.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._break(f"no HTTP: {error}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._wire._open.discard(self)
+        self._break(str(error) if error else "it closed the connection")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after":
+            self._retry_after = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        if self.sink is not None and self._parser.get_status_code() == 200:
+            self._answer()
+
+    def on_body(self, data: bytes) -> None:
+        if self.sink is not None and self._reply is None:
+            self.sink(data)
+        else:
+            self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._reply is None:
+            self._break("the stream ended")
+            return
+        self._answer()
+        if not self._parser.should_keep_alive():
+            self._transport.abort()
+
+    def _answer(self) -> None:
+        reply, self._reply = self._reply, None
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        if reply is not None and not reply.done():
+            reply.set_result(Reply(self._parser.get_status_code(), self._retry_after, body))
+        self._retry_after, self._body = None, []
+
+    def _break(self, why: str) -> None:
+        reply, self._reply = self._reply, None
+        lost, self.lost = self.lost, None
+        error = EngineUnreachable(f"{self._wire.url}: {why}")
+        if reply is not None and not reply.done():
+            reply.set_exception(error)
+        elif lost is not None:
+            lost(error)
+        self._transport.abort()

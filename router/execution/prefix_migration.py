@@ -1,0 +1,82 @@
+"""Context migration (§3.2, Example 4): what an engine has cached of a prefix, moved to another."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.protocol import BadRequest, Sampling
+from router.base.errors import EngineUnreachable
+from router.base.ids import EngineRequestId, GenerationNumber
+from router.base.request import Request
+from router.engines.backend import Member, guard
+from router.legs.attempt import Attempt, Runtime
+from router.legs.replica import Replicas
+from router.strategy.engine import Engine
+from router.telemetry.receipts import Receipt
+
+__all__ = ["Migrated", "migrate_prefix"]
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    """`tokens` of the prefix are cached at the receiver now; `sent_tokens`, or `bytes`, of them
+    were not before. `pinned` of them it keeps from eviction."""
+
+    tokens: int
+    sent_tokens: int
+    bytes: int
+    ms: float
+    pinned: int
+
+
+async def migrate_prefix(
+    runtime: Runtime,
+    headers: Mapping[str, str],
+    prefix: Sequence[int],
+    source: Member,
+    target: Member,
+    *,
+    pin: bool,
+) -> Migrated:
+    """Have `target` cache what `source` has of `prefix`, in full pages, by `prep_recv`,
+    `remote_send` and `commit`. `pin` moves as well: `source` keeps the prefix no longer.
+
+    Leaving by any door ends the lease and the send. Raises `BadRequest` where nothing is cached,
+    `EngineUnreachable` where an engine is not up or goes, and what engines say, as `NoCapacity`.
+    """
+    began, prefixes = time.monotonic(), runtime.registry.prefixes
+    for member in (source, target):
+        if member.status != "up":
+            raise EngineUnreachable(f"engine {member.id} is {member.status}")
+    whole = Request(uuid.uuid4().hex, list(prefix), Sampling())
+    await guard(prefixes.known(source), source)
+    end = prefixes.cached(source, whole, len(prefix), coming=False)
+    if not end:
+        raise BadRequest(f"engine {source.id} has no full page of it cached", param="prefix")
+    receipt = Receipt(
+        id=whole.id, generation=GenerationNumber(0), strategy="", params={}, seed=0,
+        prompt_tokens=end,
+    )  # fmt: skip
+    async with Attempt(
+        runtime,
+        receipt,
+        request_id=EngineRequestId(f"migration-{whole.id}"),
+        headers=headers,
+        choice=0,
+        number=1,
+        members=[source, target],
+        replicas=Replicas(runtime.releaser, headers),
+    ) as attempt:
+        sender, receiver = Engine(attempt, source), Engine(attempt, target)
+        async with receiver.prep_recv(whole, end=end) as kv:
+            sent = await sender.remote_send(whole, kv, begin=kv.match_len, end=end)
+            await receiver.commit(kv)
+        pinned = 0
+        if pin:
+            pinned = await receiver.pin(whole)
+            await sender.unpin(whole)
+    ms = (time.monotonic() - began) * 1e3
+    return Migrated(end, sent.sent_tokens, sent.bytes, ms, pinned)

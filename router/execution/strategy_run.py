@@ -1,0 +1,222 @@
+"""One run of a strategy for one choice: whatever it does, its request ends, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from engine.protocol import MicroserveError
+from router.base.errors import StrategyBlocked, StrategyError, StrategyStalled, root_cause
+from router.base.request import Chunk, Request
+from router.legs.attempt import Attempt
+from router.rollout.revisions import Generation
+from router.strategy.cluster import Cluster
+from router.supervision.child_tasks import Offspring
+from router.supervision.supervised import Interrupted, Leash
+from router.supervision.user_frames import line_in, waits_at
+from router.supervision.violations import Kind
+
+__all__ = ["Emit", "Run"]
+
+# What it returns is to be awaited, if it is not None: then the client is to read first.
+Emit = Callable[[Chunk], Awaitable[None] | None]
+
+
+class Run:
+    """Runs the strategy of `generation` once, on a leash, in a task of its own: whoever cancels the
+    request cannot be mistaken for the strategy's own timeouts and task groups.
+
+    Every failure of the strategy's own is raised as `StrategyError`, which names strategy,
+    generation and line, and is noted as an offence of the generation. Errors of engines go through.
+    """
+
+    def __init__(
+        self, generation: Generation, attempt: Attempt, request: Request, emit: Emit
+    ) -> None:
+        config = attempt.runtime.config
+        self._generation = generation
+        self._attempt = attempt
+        self._request = request
+        self._emit = emit
+        self._grace = config.grace_s
+        self._stall = config.stall_s
+        held: dict[str, Any] = {
+            "grace": self._grace, "on_ignored": self._ignored, "holder": generation,
+        }  # fmt: skip
+        self._offspring = Offspring(**held)
+        self._leash = Leash(self._run(), **held)
+        # The strategy sees what was emitted before it began, not what it emits.
+        given = replace(request, output=list(request.output))
+        self._chunks = generation.bound.run(given, Cluster(attempt, generation.states))
+        self._seen = (-1, -1)
+
+    async def finish(self) -> None:
+        """Run it to its end. Cancellation ends it within `grace_s`, whether it likes that or not;
+        so does making no progress for `stall_s`. Tasks that it has started end here too."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._stall, self._look)
+        try:
+            await self._end_of(self._leash.start(loop, context=self._offspring.context()))
+        except Interrupted:
+            raise self._blocked() from None
+        finally:
+            self._timer.cancel()
+            left = await self._offspring.end() if self._offspring else 0
+            if left and not self._leash.ending:
+                self._offend("left_tasks", f"leaves {left} task{'s' * (left > 1)} behind")
+            del self._leash, self._offspring  # they know us: nothing here is for the collector
+
+    async def _end_of(self, task: asyncio.Task[None]) -> None:
+        """Wait for `task`, and raise what it raises. Cancellation ends it, and is raised then."""
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            while not task.done():
+                # Not `await task`, which would pass our cancellation on, and wait for what it does.
+                ended = task.get_loop().create_future()
+                task.add_done_callback(partial(_wake, ended))
+                try:
+                    await ended
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    self._end()
+            if cancelled is not None:
+                if not task.cancelled():
+                    task.exception()  # seen: that we were cancelled is what counts
+                raise cancelled
+            task.result()
+        finally:
+            del task, cancelled  # they know the errors that know this frame
+
+    async def _run(self) -> None:
+        chunks, request, emit, leash = self._chunks, self._request, self._emit, self._leash
+        finished = False
+        try:
+            step = _first(chunks)
+            while True:
+                try:
+                    chunk = await step
+                except StopAsyncIteration:
+                    break
+                except BaseException as error:
+                    if finished and _is_engines(error):
+                        break  # the client has it all; the leg in the receipt tells of the error
+                    self._raise_own(error)
+                    raise
+                if finished:
+                    raise self._offend("went_on", "goes on after the stream's end")
+                if not isinstance(chunk, Chunk):
+                    raise self._offend("no_chunk", f"yielded no chunk but {chunk!r:.80}")
+                if leash.ending:
+                    self._offend("ignored_cancellation", "yields after its cancellation")
+                    raise asyncio.CancelledError
+                finished = chunk.finish_reason is not None
+                request.output.extend(chunk.token_ids)
+                if (reading := emit(chunk)) is not None:
+                    await reading
+                step = anext(chunks)
+        except GeneratorExit:  # the leash has let go: nothing can be awaited
+            raise
+        except BaseException:
+            await self._close()
+            raise
+        if leash.ending:
+            self._offend("ignored_cancellation", "swallowed its cancellation")
+        elif not finished:
+            raise self._offend("ended_early", "ended before the stream did")
+
+    def _raise_own(self, error: BaseException) -> None:
+        """Raise an error of the strategy's own by its name; return for those that pass as they are.
+
+        It is raised here so that no frame keeps what it raises, and with it all it refers to.
+        """
+        cause = root_cause(error)
+        if isinstance(cause, Interrupted):
+            raise self._blocked() from None
+        if isinstance(cause, MicroserveError | GeneratorExit | KeyboardInterrupt):
+            if cause is not error:
+                raise cause from error
+            return
+        if isinstance(error, asyncio.CancelledError):
+            if self._leash.ending:
+                return
+            # Nobody cancelled us: the strategy awaited something that was.
+            raise self._offend("raised", "CancelledError") from error
+        what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+        raise self._offend("raised", what, line_in(error.__traceback__)) from error
+
+    async def _close(self) -> None:
+        """Have it leave its `async with`s. What it was left for is what counts, not how it goes."""
+        loop = asyncio.get_running_loop()
+        error = StrategyError(f"{self._generation.label} does not end")
+        timer = loop.call_later(self._grace, self._end, error)
+        try:
+            await self._chunks.aclose()
+        except asyncio.CancelledError:
+            if self._leash.ending:
+                raise
+            self._offend("cleanup", "CancelledError in its cleanup")
+        except Exception as wrong:  # noqa: BLE001
+            what = f"{type(wrong).__name__}: {wrong}"
+            if isinstance(wrong, RuntimeError) and "GeneratorExit" in str(wrong):
+                what = "yields when it is to end"
+            self._offend("cleanup", f"{what} in its cleanup", line_in(wrong.__traceback__))
+        finally:
+            timer.cancel()
+
+    def _look(self) -> None:
+        """End it if it has done nothing since the last look, and no engine works for it.
+
+        What counts is what the strategy waits for: not a client that does not read.
+        """
+        legs = self._attempt.receipt.legs
+        seen = (len(legs), len(self._request.output))
+        working = any(leg.ms is None and leg.request_id == self._attempt.request_id for leg in legs)
+        waiting = getattr(self._chunks, "ag_running", True)
+        if waiting and not working and seen == self._seen:
+            message = f"made no progress for {self._stall:g} s"
+            self._offend("stalled", message, waits_at(self._chunks))
+            self._end(StrategyStalled(f"{self._generation.label} {message}"))
+            return
+        self._seen = seen
+        self._timer = asyncio.get_running_loop().call_later(self._stall, self._look)
+
+    def _end(self, error: Exception | None = None) -> None:
+        """Whatever waits for whatever: a task that waits for another passes its cancellation on."""
+        self._leash.end(error)
+        self._offspring.begin_end()
+
+    def _ignored(self) -> None:
+        self._offend("ignored_cancellation", "does not end when cancelled", waits_at(self._chunks))
+
+    def _blocked(self) -> StrategyBlocked:
+        return StrategyBlocked(f"{self._generation.label} held up the event loop")
+
+    def _offend(self, kind: Kind, what: str, line: str = "") -> StrategyError:
+        """Note an offence; the error that tells of it."""
+        message = f"{what} ({line})" if line else what
+        self._generation.offend(kind, message)
+        return StrategyError(f"{self._generation.label}: {message}")
+
+
+def _wake(waiter: asyncio.Future[None], _: asyncio.Task[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _is_engines(error: BaseException) -> bool:
+    cause = root_cause(error)
+    return isinstance(cause, MicroserveError) and not isinstance(cause, StrategyError)
+
+
+def _first(chunks: AsyncGenerator[Chunk, None]) -> Awaitable[Chunk]:
+    """Its first step, without asyncio's hooks: a run ends its generator itself, or cannot."""
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
+    try:
+        return anext(chunks)
+    finally:
+        sys.set_asyncgen_hooks(*hooks)

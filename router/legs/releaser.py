@@ -1,0 +1,49 @@
+"""Telling engines that a lease, a send or a generation is over, cancelled or not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from engine.protocol import MicroserveError
+from router.engines.backend import Member
+
+__all__ = ["Releaser"]
+
+log = logging.getLogger(__name__)
+
+
+class Releaser:
+    """Sends releases in tasks of the router's own group: they outlive the request they end.
+
+    An engine that cannot be told ends the lease itself after `lease_ms`.
+    """
+
+    def __init__(self, tasks: asyncio.TaskGroup, timeout: float) -> None:
+        self._tasks = tasks
+        self._timeout = timeout
+
+    def spawn(
+        self, member: Member, body: dict[str, Any], headers: Mapping[str, str]
+    ) -> asyncio.Task[None]:
+        """Begin a release; to wait for it, `wait`."""
+        return self._tasks.create_task(self._release(member, body, headers))
+
+    async def wait(self, member: Member, release: asyncio.Task[None]) -> None:
+        """Wait until the engine knows, so that what is done next finds its pages free.
+
+        Not for an engine that may be gone. Cancellation ends the waiting, not the release.
+        """
+        if member.status == "up":
+            await asyncio.shield(release)
+
+    async def _release(
+        self, member: Member, body: dict[str, Any], headers: Mapping[str, str]
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._timeout):
+                await member.client.release(body, headers)
+        except (MicroserveError, TimeoutError) as error:
+            log.info("release %s on engine %s: %s", body, member.id, str(error) or "timeout")

@@ -1,0 +1,243 @@
+"""One running generation: an async iterator of chunks whose end is owned by the attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from engine.protocol import BadAddress, LeaseExpired, MicroserveError, UnknownLease
+from router.base.errors import EngineUnreachable
+from router.base.ids import EngineRequestId
+from router.base.request import Chunk, Request
+from router.engines.api import ChunkStream
+from router.engines.backend import Member
+from router.engines.prefix_index import NOTHING, Expected
+from router.legs.choices import Origin
+from router.legs.mirroring import Mirroring, Rank
+from router.legs.replica import Mirror
+from router.strategy.lease import Lease
+from router.telemetry.receipts import Leg
+
+if TYPE_CHECKING:
+    from router.legs.attempt import Attempt
+
+__all__ = ["TokenStream"]
+
+
+class TokenStream:
+    """What `start_generate` returns; the call is made when the first chunk is asked for.
+
+    A plain `async for` over an async generator would leave it open on an early exit until the
+    garbage collector comes by. So this is a class, and the attempt stops it when it ends.
+    """
+
+    __slots__ = (
+        "_attempt", "_begin", "_coming", "_fork_of", "_kv", "_leg", "_load", "_member",
+        "_mirroring", "_over", "_request", "_stream", "mirror",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        member: Member,
+        request: Request,
+        begin: int,
+        kv: Lease | None,
+        fork_of: EngineRequestId | None = None,
+        mirror: Mirror | None = None,
+        rank: Rank | None = None,
+    ) -> None:
+        """`fork_of`: the generation there whose prompt's KV this one shares. `rank`: the mirror's
+        `key`, of members."""
+        self._attempt = attempt
+        self._member = member
+        self._request = request
+        self._begin = begin
+        self._kv = kv
+        self._fork_of = fork_of
+        self._stream: ChunkStream | None = None
+        self._leg: Leg | None = None
+        self._over = False
+        self.mirror = mirror
+        self._mirroring = (
+            Mirroring(attempt, member, mirror, rank, request) if mirror is not None else None
+        )
+        self._coming: Expected = NOTHING  # what is to be cached there
+        self._load = (0, 0)  # tokens to be prefilled and streams, as counted at the member
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._over:
+            # Only now: the last chunk has not waited for the end of its connection.
+            if self._stream is not None:
+                stream, self._stream = self._stream, None
+                await stream.finish()
+            raise StopAsyncIteration
+        try:
+            if self._stream is None or self._leg is None:
+                self._stream, self._leg = await self._open()
+            chunk = await self._stream.next()
+        except MicroserveError as error:
+            self._attempt.blame(error, self._member)
+            if self._leg is not None:
+                self._leg.fail(error)
+                if not isinstance(error, EngineUnreachable):
+                    self._over = True  # the engine itself says so: nothing is left to abort
+                    self._close(self._leg)
+            raise
+        leg = self._leg
+        if chunk.begin is not None:
+            leg.begin = chunk.begin
+            here = min(leg.begin, len(self._request.prompt)) - self._attempt.put_computed
+            leg.cached_tokens = max(0, here)
+            if self._request.output:
+                leg.recomputed_tokens = max(0, leg.end - leg.begin)
+        if leg.first_token_ms is None and chunk.token_ids:
+            leg.first_token_ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
+            self._count(0, 1)
+            self._coming.landed()
+        leg.tokens += len(chunk.token_ids)
+        if self._mirroring is not None:
+            self._mirroring.saw(chunk)
+        if chunk.finish_reason is not None:
+            self._finish(chunk, leg)
+        return chunk
+
+    def stop(self) -> asyncio.Task[None] | None:
+        """End it now if it is still running; the engine learns of it in the task returned."""
+        if self._over:
+            if self._stream is not None:
+                self._stream.abort()  # nobody asked for more after the last chunk
+            return None
+        self._over = True
+        if self._leg is None:
+            return None  # never asked for a chunk
+        if self._leg.error is None:
+            self._leg.fail(asyncio.CancelledError())
+        self._close(self._leg)
+        return self._attempt.spawn_release(self._member)
+
+    async def aclose(self) -> None:
+        """End it now: the engine is told, and stops. Idempotent; for `contextlib.aclosing`.
+
+        Not needed for the last stream of a strategy: it ends with the strategy.
+        """
+        if (release := self.stop()) is not None:
+            await self._attempt.runtime.releaser.wait(self._member, release)
+
+    @property
+    def member(self) -> Member:
+        return self._member
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and output, up to what it has emitted."""
+        return self._leg.end + self._leg.tokens if self._leg is not None else 0
+
+    async def _open(self) -> tuple[ChunkStream, Leg]:
+        attempt, member, request = self._attempt, self._member, self._request
+        total = len(request.tokens)
+        self._leg = leg = attempt.begin_leg("start_generate", member, self._begin, total)
+        attempt.streams.append(self)
+        self._count(max(0, total - self._begin), 1)
+        self._coming = attempt.expect(member, request, total)
+        if self._kv is not None:
+            self._kv.expected.close()  # it is here now, and counted
+        body = request.sampling.model_dump(exclude_defaults=True)
+        body["prompt"] = request.prompt
+        if self._kv is None or self._kv.replica is None:
+            body["begin"] = self._begin  # else: what has landed
+        if request.output:
+            body["output"] = request.output
+        if request.priority:
+            body["priority"] = request.priority
+        if request.chunk_tokens > 1:
+            body["stream_tokens"] = request.chunk_tokens
+        elif interval := attempt.runtime.config.stream_interval_ms:
+            body["stream_ms"] = interval
+        if self._kv is not None:
+            body["lease_id"] = self._kv.lease_id
+        if self._mirroring is not None:
+            attempt.mirrored = True
+            # A client that has read already waits for the next token: its replica comes after it.
+            if not request.output and (target := await self._mirroring.first(leg)):
+                body["mirror"] = target
+        if self._fork_of is not None:
+            body["fork_of"] = self._fork_of
+        siblings, choice = request.siblings, request.sampling.choice
+        if siblings is not None and (expected := siblings.expected(choice)):
+            body["forks"] = expected
+        try:
+            stream = await self._start(body)
+        except BaseException:
+            if self._mirroring is not None:
+                self._mirroring.drop()  # nothing will ever be in it
+            raise
+        if self._mirroring is not None:
+            self._mirroring.begun(leg)
+        if siblings is not None:
+            siblings.started(choice, Origin(member, attempt.request_id, self.mirror))
+        if self._kv is not None:
+            self._kv.taken()
+        if self._over:  # stopped meanwhile
+            stream.abort()
+        else:
+            member.watch(stream)
+        return stream, leg
+
+    async def _start(self, body: dict[str, Any]) -> ChunkStream:
+        """Have the engine begin; if it is the mirror that it does not want, without."""
+        try:
+            return await self._attempt.start(self._member, body)
+        except BadAddress:
+            if self._mirroring is None or not body.pop("mirror", None):
+                raise
+            self._mirroring.drop("bad_address")
+            return await self._attempt.start(self._member, body)
+        except (LeaseExpired, UnknownLease):
+            if self._kv is not None and self._kv.replica is not None:
+                self._kv.replica.forget()  # or it would be offered again
+            raise
+
+    def _count(self, tokens: int, streams: int) -> None:
+        """From now on this is what the member has of it to do."""
+        load, (old_tokens, old_streams) = self._member.load, self._load
+        load.tokens += tokens - old_tokens
+        load.streams += streams - old_streams
+        self._load = (tokens, streams)
+
+    def _finish(self, chunk: Chunk, leg: Leg) -> None:
+        self._over = True
+        if chunk.usage is not None:
+            # What was put here by this attempt is not cached but computed, only elsewhere.
+            cached = max(0, chunk.usage.cached_tokens - self._attempt.put_computed)
+            if self._request.output:  # nor what the request itself has computed elsewhere
+                cached = self._first_leg().cached_tokens
+            if cached != chunk.usage.cached_tokens:
+                chunk.usage = chunk.usage.model_copy(update={"cached_tokens": cached})
+            leg.cached_tokens = cached
+        leg.computed_tokens = max(0, leg.end - leg.begin)
+        self._close(leg)
+        self._attempt.praise(self._member)
+
+    def _first_leg(self) -> Leg:
+        """Of this choice's generations: before anything of it was computed."""
+        choice = self._request.sampling.choice
+        return next(
+            leg
+            for leg in self._attempt.receipt.legs
+            if leg.call == "start_generate" and leg.choice == choice
+        )
+
+    def _close(self, leg: Leg) -> None:
+        leg.ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
+        self._count(0, 0)
+        self._coming.end()
+        if self._mirroring is not None:
+            self._mirroring.end()
+        if self._stream is not None:
+            self._member.unwatch(self._stream)
+            if leg.error is not None:
+                self._stream.abort()

@@ -1,0 +1,86 @@
+"""The served model as the router needs it: tokenizer, chat template, limits. No weights."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import jinja2
+from tokenizers import Tokenizer
+
+from engine.protocol import BadRequest, Internal, ModelInfo
+from router.model.chat_template import ChatTemplate
+
+__all__ = ["ServedModel"]
+
+
+class ServedModel:
+    """Made of what `GET /microserving/model` tells; building and long texts belong in a thread.
+
+    Raises `Internal` if the engine's tokenizer or template cannot be read.
+    """
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+        try:
+            # tokenizers raises plain Exceptions: name the culprit and pass it on.
+            self._tokenizer = Tokenizer.from_str(info.tokenizer_json)
+        except Exception as error:
+            raise Internal(f"the tokenizer of {info.name}: {error}") from error
+        try:
+            self._template = ChatTemplate(
+                info.chat_template, bos_token=info.bos_token, eos_token=info.eos_token
+            )
+        except jinja2.TemplateError as error:
+            raise Internal(f"the chat template of {info.name}: {error}") from error
+        bos = self._tokenizer.token_to_id(info.bos_token) if info.bos_token else None
+        self._bos: int | None = bos if info.add_bos else None
+        self.created = int(time.time())
+        # OpenAI's: two answers with the same one, and the same seed, are the same.
+        digest = hashlib.sha256(info.fingerprint.encode()).hexdigest()
+        self.system_fingerprint = f"fp_{digest[:10]}"
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a plain prompt; `special`: with BOS, where the model wants one."""
+        # The fast one leaves out where in the text a token was; the ids are the same.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
+        if special and self._bos is not None and ids[:1] != [self._bos]:
+            return [self._bos, *ids]
+        return ids
+
+    def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        """Token ids of a conversation. The template writes the special tokens: none are added."""
+        return self.encode(self._template.render(messages, **kwargs), special=False)
+
+    def pieces(self, tokens: list[int]) -> list[str]:
+        """Each token as it is written in the vocabulary."""
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
+
+    def decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+    def check(self, tokens: list[int], *, param: str) -> None:
+        """Raises `BadRequest` for an empty prompt and for ids outside the vocabulary."""
+        if not tokens:
+            raise BadRequest("the prompt is empty", param=param)
+        if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
+            raise BadRequest(f"token ids must be from 0 to {self.info.vocab_size - 1}", param=param)
+
+    def room(self, prompt_tokens: int, max_tokens: int | None, *, param: str) -> int:
+        """How many tokens may follow the prompt: `max_tokens`, by default all that fit.
+
+        Raises `BadRequest` with code `context_length_exceeded`.
+        """
+        left = self.info.context_length - prompt_tokens
+        if left < (max_tokens or 1):
+            wanted = f" and {max_tokens} for the answer" if max_tokens else ""
+            raise BadRequest(
+                f"the context of {self.info.name} is {self.info.context_length} tokens; "
+                f"{prompt_tokens} are in the prompt{wanted}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return max_tokens or left

@@ -1,0 +1,142 @@
+"""The strategies that can be activated: those installed, and those loaded from source."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import itertools
+import logging
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from engine.protocol import BadRequest
+from router.base.errors import Conflict, NotFound, root_cause
+from router.strategy.definition import Strategy
+
+__all__ = ["Catalog", "read_source"]
+
+log = logging.getLogger(__name__)
+_modules = itertools.count()
+
+
+class Catalog:
+    """Strategies by name. Installed ones are entry points of the group `microserve.strategies`."""
+
+    def __init__(self) -> None:
+        self._installed: dict[str, Strategy] = {}
+        self._loaded: dict[str, Strategy] = {}
+        for entry in entry_points(group="microserve.strategies"):
+            try:
+                found = entry.load()
+            except Exception as error:  # noqa: BLE001  one bad package leaves the others usable
+                log.warning("the strategy %s is not there: %s", entry.value, error)
+                continue
+            if isinstance(found, Strategy):
+                self._installed[entry.name] = found
+            else:
+                log.warning("the entry point %s is no strategy: %r", entry.value, found)
+
+    def __getitem__(self, name: str) -> Strategy:
+        """Raises `NotFound`, naming what there is."""
+        found = self._loaded.get(name) or self._installed.get(name)
+        if found is None:
+            known = ", ".join(sorted({**self._installed, **self._loaded}))
+            raise NotFound(f"no strategy {name!r}; there are: {known}", param="name")
+        return found
+
+    def find(self, name: str) -> Strategy:
+        """The strategy of this name, or in the file of this path, which ends in `.py`.
+
+        Raises `NotFound`, and what `load` raises.
+        """
+        if not name.endswith(".py"):
+            return self[name]
+        return self.load(read_source(Path(name)), file=name)
+
+    def load(self, source: str, *, name: str = "", file: str = "") -> Strategy:
+        """Run `source` and list its strategies by their functions' names; returns the one meant.
+
+        That is the one called `name`. Without `name` it is the only one, or of several the one
+        that is named like the file. Raises `BadRequest` with what went wrong and the line,
+        `Conflict` for the name of an installed strategy; nothing is listed then.
+        """
+        where = file or f"<strategy {name}>"
+        found = {one.name: one for one in _run(source, where)}
+        chosen = found.get(name or Path(file).stem)
+        if chosen is None and not name and len(found) == 1:
+            chosen = next(iter(found.values()))
+        if chosen is None:
+            has = ", ".join(sorted(found)) or "none"
+            wanted = name or Path(file).stem
+            raise BadRequest(
+                f"{where}: no strategy {wanted!r} in it; it has: {has}", param="source"
+            )
+        if taken := sorted(found.keys() & self._installed.keys()):
+            raise Conflict(f"{where}: {taken[0]} is the name of an installed strategy")
+        replaced = {self._loaded[one].function.__module__ for one in found if one in self._loaded}
+        self._loaded.update(found)
+        for module in replaced - {one.function.__module__ for one in self._loaded.values()}:
+            sys.modules.pop(module, None)  # what still runs of it keeps what it needs
+        return chosen
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [
+            {**found.describe(), "installed": name in self._installed}
+            for name, found in sorted({**self._installed, **self._loaded}.items())
+        ]
+
+
+def read_source(path: Path) -> str:
+    """The text of a strategy file. Raises `BadRequest` if there is none."""
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise BadRequest(f"{path}: {error.strerror}", param="source") from None
+    except UnicodeDecodeError:
+        raise BadRequest(f"{path}: no text in UTF-8", param="source") from None
+
+
+def _explain(where: str, error: BaseException) -> str:
+    """`FILE:LINE: what went wrong`, in one line."""
+    line = error.lineno if isinstance(error, SyntaxError) else 0
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == where:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    said = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    return f"{where}:{line or 1}: {type(error).__name__}: {said}"
+
+
+class _Source(importlib.abc.InspectLoader):
+    def __init__(self, source: str, where: str) -> None:
+        self._source = source
+        self._where = where
+
+    def get_source(self, fullname: str) -> str:
+        return self._source
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._source, self._where)
+
+
+def _run(source: str, where: str) -> list[Strategy]:
+    name = f"microserve_strategy_{next(_modules)}"
+    loader = _Source(source, where)
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader))
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        cause = root_cause(error)
+        raise BadRequest(_explain(where, cause), param="source") from error
+    return [
+        found
+        for found in vars(module).values()
+        if isinstance(found, Strategy) and found.function.__module__ == name
+    ]

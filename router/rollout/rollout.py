@@ -1,0 +1,197 @@
+"""All that changes which strategy runs: by an admin, by a canary's verdict, or for misbehaviour.
+
+Every change is in the audit log, in the router's log and among the events.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from router.base.errors import Conflict
+from router.rollout.audit_log import Audit
+from router.rollout.canary import Canary, CanaryRules, Verdict
+from router.rollout.catalog import Catalog
+from router.rollout.revisions import Generation, Generations
+from router.strategy.definition import Bound, Strategy
+from router.supervision.violations import Kind
+from router.telemetry.events import Events
+from router.telemetry.metrics import Metrics
+from router.telemetry.receipts import Receipt
+
+__all__ = ["Control"]
+
+log = logging.getLogger(__name__)
+ITSELF = "router"
+# A request that fails for these has failed for its own sake, under any strategy.
+CLIENTS_OWN = frozenset({"bad_request", "too_large"})
+FALLBACK = "data_parallel"
+
+
+class Control:
+    """Made by `Router.opened`. Its methods are called on the event loop and do not wait."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        first: Bound,
+        *,
+        metrics: Metrics,
+        events: Events,
+        audit: Audit,
+        strikes: int,
+    ) -> None:
+        self.generations = Generations(first, on_offence=self._offended)
+        self.events = events
+        self.audit = audit
+        self.last_canary: dict[str, Any] | None = None
+        self._catalog = catalog
+        self._metrics = metrics
+        self._strikes = strikes
+        self._note(ITSELF, "started", self.generations.active)
+
+    def activate(
+        self,
+        who: str,
+        bound: Bound,
+        *,
+        if_generation: int | None = None,
+        rules: CanaryRules | None = None,
+    ) -> Generation:
+        """Make `bound` active for new requests, or a canary. Raises `Conflict`."""
+        generations = self.generations
+        if rules is not None:
+            generation = generations.try_out(bound, Canary(rules), if_generation=if_generation)
+            self._note(who, "canary", generation)
+            self._tell_canary(generation, "begun", "")
+            return generation
+        generations.check(if_generation)
+        self._drop_canary(f"{who} activates another generation")
+        generation = generations.activate(bound)
+        self._swapped(who, "activate", generation)
+        return generation
+
+    def rollback(self, who: str, why: str = "") -> Generation:
+        """End the canary if there is one, else go back to what was active before.
+
+        Returns the generation that is active then. Raises `Conflict`.
+        """
+        if self._drop_canary(why or f"{who} rolls back"):
+            return self.generations.active
+        generation = self.generations.rollback()
+        self._swapped(who, "rollback", generation, why)
+        return generation
+
+    def loaded(self, who: str, strategy: Strategy) -> None:
+        """A strategy was loaded and is listed."""
+        digest = strategy.source_sha256
+        self.audit.note(who, "load", name=strategy.name, source_sha256=digest)
+        self.events.publish("load", who=who, name=strategy.name, source_sha256=digest)
+        log.info("%s loaded strategy %s", who, strategy.name)
+
+    def begun(self, generation: Generation, receipt: Receipt) -> None:
+        """A request of `generation` begins."""
+        self.events.publish(
+            "request_begun",
+            id=receipt.id,
+            generation=generation.number,
+            strategy=receipt.strategy,
+            prompt_tokens=receipt.prompt_tokens,
+        )
+
+    def ended(self, generation: Generation, receipt: Receipt) -> None:
+        """It has ended, and is judged."""
+        self.events.publish(
+            "request_ended",
+            id=receipt.id,
+            generation=generation.number,
+            strategy=receipt.strategy,
+            status=receipt.status,
+            error=receipt.error,
+            ms=receipt.ms,
+            first_token_ms=receipt.first_token_ms,
+            completion_tokens=receipt.completion_tokens,
+        )
+        if generation is self.generations.candidate:
+            self._judge(receipt)
+
+    def _judge(self, receipt: Receipt) -> None:
+        canary = self.generations.canary
+        if canary is None:
+            return
+        failed, ttft_ms = receipt.status == "failed", receipt.first_token_ms
+        if failed and receipt.error and receipt.error["type"] in CLIENTS_OWN:
+            return
+        if ttft_ms is None and not failed:
+            ttft_ms = receipt.ms
+            limit = canary.rules.max_ttft_p99_ms
+            if limit is None or ttft_ms is None or ttft_ms <= limit:
+                return  # the client has left early: that says nothing
+        if (verdict := canary.note(failed=failed, ttft_ms=ttft_ms)) is not None:
+            self._decide(canary, verdict)
+
+    def _decide(self, canary: Canary, verdict: Verdict) -> None:
+        if verdict.decision == "rolled_back":
+            self._drop_canary(verdict.why)
+            return
+        generation = self.generations.promote()
+        self._swapped(ITSELF, "promote", generation, verdict.why)
+        self._tell_canary(generation, "promoted", verdict.why, canary)
+
+    def _drop_canary(self, why: str) -> bool:
+        canary, generation = self.generations.canary, self.generations.drop()
+        if generation is None:
+            return False
+        self._note(ITSELF, "canary_rolled_back", generation, why)
+        self._tell_canary(generation, "rolled_back", why, canary)
+        return True
+
+    def _offended(self, generation: Generation, kind: Kind, message: str) -> None:
+        name = generation.bound.strategy.name
+        log.warning("%s: %s [%s]", generation.label, message, kind)
+        self._metrics.offences.labels(name, generation.number, kind).inc()
+        self.events.publish(
+            "offence", generation=generation.number, strategy=name, kind=kind, message=message
+        )
+        if kind == "blocked" and generation.offences[kind] >= self._strikes:
+            self._dismiss(generation, f"it held up the event loop {self._strikes} times")
+
+    def _dismiss(self, generation: Generation, why: str) -> None:
+        """Take it out of service: to the one before, or to plain data parallelism."""
+        if generation is self.generations.candidate:
+            self._drop_canary(why)
+        if generation is not self.generations.active:
+            return
+        try:
+            self.rollback(ITSELF, why)
+        except Conflict:
+            fallback = self.generations.activate(self._catalog[FALLBACK].bind({}))
+            self._swapped(ITSELF, "fallback", fallback, why)
+
+    def _swapped(self, who: str, what: str, generation: Generation, why: str = "") -> None:
+        self._note(who, what, generation, why)
+        self.events.publish("swap", who=who, what=what, why=why, **generation.describe())
+
+    def _tell_canary(
+        self, generation: Generation, decision: str, why: str, canary: Canary | None = None
+    ) -> None:
+        account = canary.describe() if canary is not None else {}
+        told = {"generation": generation.number, "decision": decision, "why": why, **account}
+        if decision != "begun":
+            self.last_canary = told
+        self._metrics.canaries.labels(decision).inc()
+        self.events.publish("canary", name=generation.bound.strategy.name, **told)
+
+    def _note(self, who: str, what: str, generation: Generation, why: str = "") -> None:
+        strategy = generation.bound.strategy
+        self.audit.note(
+            who,
+            what,
+            name=strategy.name,
+            params=generation.bound.shown,
+            source_sha256=strategy.source_sha256,
+            generation=generation.number,
+            **({"why": why} if why else {}),
+        )
+        level = logging.WARNING if who == ITSELF and what != "started" else logging.INFO
+        log.log(level, "%s: %s %s: %s", who, what, generation.label, why)

@@ -1,0 +1,101 @@
+"""A strategy is tried in a process of its own, before the router or `up` has to do with it.
+
+Whatever it does there, when it is imported or when it is run, ends with that process. The source
+goes in as JSON on standard input; what became of it comes out as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from engine.protocol import BadRequest, MicroserveError
+from router.base.environment import child_environment
+from router.rollout.catalog import Catalog, read_source
+from router.simulation.dry_run import rehearse
+
+__all__ = ["audition", "audition_of"]
+
+TIMEOUT_S = 30.0
+SAID = 2000  # characters
+
+
+async def audition(
+    source: str,
+    *,
+    name: str = "",
+    file: str = "",
+    params: Mapping[str, Any] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> dict[str, Any]:
+    """Load `source` and run it dry, with `params`; `name` and `file` as in `Catalog.load`. Without
+    `source` it is the installed strategy `name`.
+
+    Returns `{"name", "requests"}`. Raises `BadRequest` that says what is wrong with it, and where.
+    Cancellation kills the process.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "router.simulation.audition",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE, env=child_environment(), start_new_session=True,
+    )  # fmt: skip
+    given = {"source": source, "name": name, "file": file, "params": dict(params or {})}
+    try:
+        async with asyncio.timeout(timeout_s):
+            out, errors = await process.communicate(json.dumps(given).encode())
+    except TimeoutError:
+        raise BadRequest(
+            f"{file or name}: it did not get through a dry run in {timeout_s:g} s", param="source"
+        ) from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what it has started
+        await process.wait()
+    try:
+        told: dict[str, Any] = json.loads(out)
+    except ValueError:
+        said = errors.decode(errors="replace")[-SAID:].strip()
+        ending = f"ended its process ({process.returncode})"
+        raise BadRequest(f"{file or name}: it {ending}: {said}", param="source") from None
+    if error := told.get("error"):
+        raise BadRequest(error["message"], param=error["param"])
+    return told
+
+
+async def audition_of(strategy: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """As `audition`, of a strategy by its name or by the path of its file, which ends in `.py`."""
+    if not strategy.endswith(".py"):
+        return await audition("", name=strategy, params=params)
+    return await audition(read_source(Path(strategy)), file=strategy, params=params)
+
+
+def main() -> None:
+    """The process."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what it prints is not the answer
+    logging.disable()
+    given = json.load(sys.stdin)
+    source, name, file = given["source"], given["name"], given["file"]
+    told: dict[str, Any]
+    try:
+        catalog = Catalog()
+        strategy = catalog.load(source, name=name, file=file) if source else catalog[name]
+        requests = rehearse(strategy.bind(given["params"]))
+        told = {"name": strategy.name, "requests": requests}
+    except MicroserveError as error:
+        told = {"error": {"message": error.message, "param": error.param or "source"}}
+    json.dump(told, out)
+    out.flush()
+    os._exit(0)  # its threads and tasks may have other plans
+
+
+if __name__ == "__main__":
+    main()

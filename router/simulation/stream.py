@@ -1,0 +1,119 @@
+"""What a simulated engine emits: a token a step, and what it puts into its mirror."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.protocol import Usage
+from router.base.errors import EngineUnreachable
+from router.base.request import Chunk, Mirrored
+
+if TYPE_CHECKING:
+    from router.simulation.engine import SimEngine
+
+__all__ = ["VOCAB", "Latency", "SimMirror", "SimStream", "tokens_after"]
+
+VOCAB = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long things take, in milliseconds."""
+
+    call: float = 1.0  # any call, there and back
+    prefill_token: float = 0.01
+    put_token: float = 0.001
+    step: float = 1.0  # of decoding
+
+
+def tokens_after(prompt: Sequence[int], *, seed: int = 0, choice: int = 0) -> Iterator[int]:
+    """What every simulated engine emits after `prompt`, for ever."""
+    state = zlib.crc32(b"%d/%d" % (seed, choice))
+    for token in prompt:
+        state = zlib.crc32(b"%d," % token, state)
+    while True:
+        token = 1 + state % (VOCAB - 1)
+        yield token
+        state = zlib.crc32(b"%d," % token, state)
+
+
+class SimStream:
+    """One generation: a token a step."""
+
+    def __init__(
+        self,
+        engine: SimEngine,
+        body: dict[str, Any],
+        tokens: list[int],
+        begin: int,
+        latency: Latency,
+    ) -> None:
+        self._engine = engine
+        self._request_id: str = body["request_id"]
+        self._prompt_tokens = len(body["prompt"])
+        self._tokens = tokens
+        self._begin = begin
+        self._latency = latency
+        self._limit: int = body.get("max_tokens", 16) - len(tokens) + self._prompt_tokens
+        self._source = tokens_after(tokens, seed=body.get("seed", 0), choice=body.get("choice", 0))
+        self._emitted = 0
+        self.mirror = SimMirror(engine.peers, body["mirror"]) if "mirror" in body else None
+        self._aborted = False
+
+    async def next(self) -> Chunk:
+        todo = len(self._tokens) - self._begin if self._emitted == 0 else 0
+        await asyncio.sleep((self._latency.step + self._latency.prefill_token * todo) / 1e3)
+        fate = self._engine.fate
+        if fate and self._emitted >= fate[0]:
+            fate.clear()
+            self._engine.die()
+        if self._aborted:
+            raise EngineUnreachable("the stream broke")
+        token = next(self._source)
+        self._tokens.append(token)
+        self._emitted += 1
+        chunk = Chunk([token], f"w{token} ", self._begin if self._emitted == 1 else None)
+        if self.mirror is not None:
+            chunk.mirror = self.mirror.advance(len(self._tokens) - 1)
+        if self._emitted >= self._limit:
+            chunk.finish_reason = "length"
+            chunk.usage = Usage(
+                prompt_tokens=self._prompt_tokens,
+                completion_tokens=len(self._tokens) - self._prompt_tokens,
+                cached_tokens=min(self._begin, self._prompt_tokens),
+            )
+            self._engine.keep(self._tokens)
+            self._engine.forget(self._request_id)
+        return chunk
+
+    def abort(self) -> None:
+        self._aborted = True
+        self._engine.keep(self._tokens)
+        self._engine.forget(self._request_id)
+
+    async def finish(self) -> None:
+        self._engine.forget(self._request_id)
+
+
+class SimMirror:
+    """What a generation has put into a lease on another engine."""
+
+    def __init__(self, peers: dict[str, SimEngine], body: dict[str, Any]) -> None:
+        url, _, self._lease_id = body["kv_addr"].partition(" ")
+        self._peer = peers[url]
+        self._every: int = body["every"]
+        self._sent = 0
+
+    def advance(self, computed: int) -> Mirrored:
+        """Put what is new, if it is enough; what a step puts has landed in the next."""
+        lease = self._peer.leases.get(self._lease_id)
+        if lease is None:
+            return Mirrored(0, self._lease_id, "lease_expired", "the lease has ended")
+        lease.landed = max(lease.landed, self._sent)
+        if computed >= self._sent + self._every:
+            self._sent = lease.room = computed  # as if it had asked for more room in time
+        return Mirrored(lease.landed, self._lease_id)

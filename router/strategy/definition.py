@@ -1,0 +1,103 @@
+"""The strategy interface: an async generator function over `(request, cluster)`, and params."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from importlib.abc import InspectLoader
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_jsonable_python
+
+from engine.protocol import BadRequest
+from router.base.request import Chunk, Request
+from router.strategy.params import Params
+
+if TYPE_CHECKING:
+    from router.strategy.cluster import Cluster
+
+__all__ = ["Bound", "Strategy", "strategy"]
+
+Function = Callable[..., AsyncGenerator[Chunk, None]]
+
+
+class Strategy:
+    """A named strategy with typed params. Made by `@strategy`; calling it calls the function.
+
+    `source_sha256` tells one version from the next; empty if the source is not to be had.
+    """
+
+    def __init__(self, function: Function) -> None:
+        name = getattr(function, "__name__", repr(function))
+        if not inspect.isasyncgenfunction(function):
+            raise TypeError(f"{name}: a strategy is an async function that yields")
+        self.name = name
+        self.doc = inspect.getdoc(function) or ""
+        self.function: Function = function
+        self.source_sha256 = _digest(function.__module__)
+        self._params = Params(function)
+
+    def __call__(
+        self, request: Request, cluster: Cluster, **params: Any
+    ) -> AsyncGenerator[Chunk, None]:
+        return self.function(request, cluster, **params)
+
+    def bind(self, params: Mapping[str, Any]) -> Bound:
+        """This strategy with `params` validated. Raises `BadRequest` naming the first bad one."""
+        try:
+            return Bound(self, self._params.validate(params))
+        except BadRequest as wrong:
+            message = f"strategy {self.name}: {wrong.message}"
+            raise BadRequest(message, param=wrong.param) from None
+
+    def describe(self) -> dict[str, Any]:
+        """Name, help and the JSON schema of each param, for the admin API."""
+        return {
+            "name": self.name,
+            "doc": self.doc,
+            "params": self._params.describe(),
+            "source_sha256": self.source_sha256,
+        }
+
+
+class Bound:
+    """A strategy together with the params it runs with."""
+
+    __slots__ = ("params", "strategy")
+
+    def __init__(self, strategy: Strategy, params: dict[str, Any]) -> None:
+        self.strategy = strategy
+        self.params = params
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The params as JSON has them."""
+        return {name: to_jsonable_python(value) for name, value in self.params.items()}
+
+    def run(self, request: Request, cluster: Cluster) -> AsyncGenerator[Chunk, None]:
+        return self.strategy.function(request, cluster, **self.params)
+
+
+def strategy(function: Function) -> Strategy:
+    """Make a strategy of an async generator function `(request, cluster, *, param=default, …)`.
+
+    The function's name and docstring become the strategy's; keyword-only parameters, which need
+    defaults, become its params, validated from their annotations. Raises `TypeError` for a
+    function of another shape.
+    """
+    return Strategy(function)
+
+
+def _digest(name: str) -> str:
+    module = sys.modules.get(name)
+    loader = getattr(module, "__loader__", None)
+    source = None
+    with suppress(ImportError, OSError, TypeError):  # no Python module, or no file
+        if isinstance(loader, InspectLoader):
+            source = loader.get_source(name)
+        elif module is not None:
+            source = inspect.getsource(module)
+    return hashlib.sha256(source.encode()).hexdigest() if source else ""

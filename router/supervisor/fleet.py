@@ -1,0 +1,274 @@
+"""`microserve up`: engines and a router on this machine, from start to end.
+
+The router is a child like the engines, not part of this process: strategies are the user's code,
+and whatever they do to the router, this process can still restart it and clean up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from router.base.environment import child_environment
+from router.supervisor.child_process import Child, StartFailed
+
+__all__ = ["Fleet", "FleetConfig", "StartFailed"]
+
+Say = Callable[[str], None]
+BACKOFF_S = (0.2, 10.0)  # before the first restart; at most
+STEADY_S = 30.0  # a child that lived so long starts again at the first backoff
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """What `up` is asked for. `roles`: one engine each; `engine_flags` as the engine takes them."""
+
+    model: str
+    roles: tuple[str, ...]
+    router_args: tuple[str, ...]
+    host: str
+    port: int
+    engine_flags: dict[str, Any] = field(default_factory=dict)
+    admin_key: str = ""
+    api_key: str = ""
+    respawn: bool = True
+    health_deadline_s: float = 10.0
+    served_model_name: str = ""
+    state_file: Path | None = None
+
+
+class Fleet:
+    """The processes of one `up`. `say` prints for people, `note` on standard error."""
+
+    def __init__(self, config: FleetConfig, *, say: Say, note: Say) -> None:
+        self._config = config
+        self._say = say
+        self._note = note
+        self._engines: list[Child] = []
+        self._router: Child | None = None
+
+    async def run(self) -> None:
+        """Start everything and stay until cancelled or, without respawn, the router has ended.
+
+        Raises `StartFailed`. On every exit all children and their children are gone.
+        """
+        await self._prepare_model()
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                await self._start(tasks)
+                self._write_state()
+                self._announce()
+                await self._watch(tasks)
+            finally:
+                await self._stop()
+
+    def kill(self) -> None:
+        """End all children at once."""
+        for child in self._children():
+            child.signal(signal.SIGKILL)
+
+    async def _prepare_model(self) -> None:
+        """Have the model here before two engines want to fetch it at once."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "engine.models", self._config.model,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+            env=child_environment(), start_new_session=True,
+        )  # fmt: skip
+        try:
+            if await process.wait() != 0:
+                raise StartFailed(f"the model {self._config.model!r} cannot be had")
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+
+    async def _start(self, tasks: asyncio.TaskGroup) -> None:
+        config = self._config
+        self._note(f"loading {config.model} on {len(config.roles)} engines …")
+        env = child_environment()
+        env.setdefault("MICROSERVE_SECRET", secrets.token_hex(32))
+        shares = _shares(len(config.roles), config.engine_flags)
+        for number, (role, share) in enumerate(zip(config.roles, shares, strict=True)):
+            flags = {
+                **config.engine_flags,
+                **share,
+                "role": role,
+                "engine_id": f"engine-{number}",
+                "port": 0,
+                "parent_pid": os.getpid(),
+            }
+            argv = [sys.executable, "-m", "engine", config.model, *as_arguments(flags)]
+            self._engines.append(Child(f"engine-{number}", argv, env, to=self._note))
+        await _together(child.start(tasks) for child in self._engines)
+        for child in self._engines:
+            self._say(f"{child.name} ready {child.url} (pid {child.pid})")
+        urls = [part for child in self._engines for part in ("--engine", child.url)]
+        argv = [
+            sys.executable, "-m", "router", "router", *urls, *config.router_args,
+            "--host", config.host, "--port", str(config.port), "--parent-pid", str(os.getpid()),
+        ]  # fmt: skip
+        env = child_environment()
+        # In the environment, not among the arguments, which everybody on the machine can read.
+        env["MICROSERVE_ROUTER_ADMIN_KEY"] = config.admin_key
+        env["MICROSERVE_ROUTER_API_KEY"] = config.api_key
+        self._router = Child("router", argv, env, to=self._note)
+        await self._router.start(tasks)
+        self._say(f"router ready {self._router.url} (pid {self._router.pid})")
+
+    def _announce(self) -> None:
+        url = self._router.url if self._router else ""
+        key = '-H "Authorization: Bearer $API_KEY" ' if self._config.api_key else ""
+        ca = '--cacert "$CA" ' if url.startswith("https:") else ""
+        name = self._config.served_model_name or self._config.model
+        self._say(f"ready {url}")
+        self._say(
+            f"curl {url}/v1/chat/completions {ca}{key}-H 'Content-Type: application/json' -d "
+            f'\'{{"model": "{name}", "temperature": 0, '
+            '"messages": [{"role": "user", "content": "What is the capital of France?"}]}\''
+        )
+
+    async def _watch(self, tasks: asyncio.TaskGroup) -> None:
+        async with asyncio.TaskGroup() as keepers:
+            for child in self._children():
+                keepers.create_task(self._keep(child, tasks))
+            if self._config.respawn and self._router is not None:
+                keepers.create_task(self._watch_health(self._router))
+
+    async def _keep(self, child: Child, tasks: asyncio.TaskGroup) -> None:
+        """Restart `child`, on its own port, whenever it ends."""
+        backoff = BACKOFF_S[0]
+        began = time.monotonic()
+        while True:
+            await child.wait()
+            if not self._config.respawn:
+                self._note(f"{child.name} has ended ({child.ending()})")
+                if child is self._router:
+                    raise StartFailed(f"the router has ended ({child.ending()})")
+                return
+            if time.monotonic() - began > STEADY_S:
+                backoff = BACKOFF_S[0]
+            self._note(f"{child.name} has ended ({child.ending()}); again in {backoff:g} s")
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, BACKOFF_S[1])
+            began = time.monotonic()
+            child.argv = _on_port(child.argv, child.url.rpartition(":")[2])
+            url = child.url
+            try:
+                await child.start(tasks)
+            except StartFailed as error:
+                child.url = url
+                self._note(str(error))
+                continue
+            self._note(f"{child.name} ready {child.url} (pid {child.pid})")
+            self._write_state()
+
+    async def _watch_health(self, router: Child) -> None:
+        """Kill a router that has not answered for `health_deadline_s`; then it is restarted.
+
+        It may be held up by a strategy for good, in code that cannot be interrupted.
+        """
+        deadline = self._config.health_deadline_s
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+            silent_since = time.monotonic()
+            while True:
+                await asyncio.sleep(deadline / 10)
+                pid = router.pid
+                try:
+                    async with (
+                        asyncio.timeout(deadline / 2),
+                        http.get(f"{router.url}/health", ssl=False),
+                    ):
+                        silent_since = time.monotonic()
+                except (aiohttp.ClientConnectorError, ValueError):
+                    silent_since = time.monotonic()  # nobody there: it is being restarted anyway
+                except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+                    pass
+                if time.monotonic() - silent_since > deadline and router.pid == pid:
+                    self._note(f"router has not answered for {deadline:g} s and is killed")
+                    router.signal(signal.SIGKILL)
+                    silent_since = time.monotonic()
+
+    async def _stop(self) -> None:
+        """The router first: it ends the requests in flight while their engines are there."""
+        try:
+            if self._router is not None:
+                await self._router.stop()
+            await _together(child.stop() for child in self._engines)
+        finally:
+            self.kill()
+            if self._config.state_file is not None:
+                self._config.state_file.unlink(missing_ok=True)
+
+    def _children(self) -> list[Child]:
+        return [*self._engines, *([self._router] if self._router else [])]
+
+    def _write_state(self) -> None:
+        path, router = self._config.state_file, self._router
+        if path is None or router is None:
+            return
+        state = {
+            "router": {"url": router.url, "pid": router.pid},
+            "engines": [
+                {"id": child.name, "url": child.url, "pid": child.pid, "role": role}
+                for child, role in zip(self._engines, self._config.roles, strict=True)
+            ],
+            "admin_key": self._config.admin_key or None,
+        }
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(orjson.dumps(state, option=orjson.OPT_INDENT_2))
+        Path(file.name).replace(path)
+
+
+def as_arguments(flags: dict[str, Any]) -> list[str]:
+    """Config fields as command-line arguments; a true one is a bare flag, a false one is none."""
+    arguments = []
+    for name, value in flags.items():
+        option = "--" + name.replace("_", "-")
+        if value is True:
+            arguments.append(option)
+        elif value is not False:
+            arguments += [option, str(value)]
+    return arguments
+
+
+def _shares(engines: int, flags: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each engine's own cores, where there is one for each and nobody has said otherwise."""
+    cores = sorted(os.sched_getaffinity(0))
+    if "cpus" in flags or "threads" in flags:
+        return [{} for _ in range(engines)]
+    if engines > len(cores):
+        return [{"threads": 1} for _ in range(engines)]
+    bounds = [len(cores) * number // engines for number in range(engines + 1)]
+    parts = [cores[low:high] for low, high in itertools.pairwise(bounds)]
+    return [{"cpus": ",".join(map(str, part)), "threads": len(part)} for part in parts]
+
+
+def _on_port(argv: Sequence[str], port: str) -> list[str]:
+    changed = list(argv)
+    changed[changed.index("--port") + 1] = port
+    return changed
+
+
+async def _together(awaitables: Iterable[Any]) -> None:
+    """All at once; the first failure cancels the others and is raised as itself."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for awaitable in awaitables:
+                tasks.create_task(awaitable)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None

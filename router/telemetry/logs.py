@@ -1,0 +1,67 @@
+"""Logs for people and for machines. Each record says which request it is about, if any."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextvars import ContextVar
+from typing import Literal
+
+import orjson
+
+from router.telemetry.receipts import Receipt
+
+__all__ = ["LogFormat", "serves", "set_up_logging"]
+
+LogFormat = Literal["text", "json"]
+_receipt: ContextVar[Receipt | None] = ContextVar("receipt", default=None)
+
+
+def serves(receipt: Receipt) -> None:
+    """From now on, what this task logs, and those that it starts, is about this request."""
+    _receipt.set(receipt)
+
+
+def set_up_logging(level: str, format: LogFormat) -> None:
+    """Log to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class TextFormatter(logging.Formatter):
+    """`TIME LEVEL LOGGER [REQUEST STRATEGY/GENERATION]: MESSAGE NAME=VALUE…`"""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s%(fields)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        receipt = _receipt.get()
+        record.request = (
+            f" [{receipt.id} {receipt.strategy}/{receipt.generation}]" if receipt else ""
+        )
+        fields = getattr(record, "receipt", {})
+        record.fields = "".join(f" {name}={value}" for name, value in fields.items())
+        return super().format(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if receipt := _receipt.get():
+            fields["request_id"] = receipt.id
+            fields["strategy"] = receipt.strategy
+            fields["generation"] = receipt.generation
+        fields.update(getattr(record, "receipt", {}))
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(fields, default=str).decode()

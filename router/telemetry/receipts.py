@@ -1,0 +1,193 @@
+"""Receipts: what was done for a request, leg by leg. Kept for the newest requests only."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from engine.protocol import MicroserveError
+from router.base.errors import NotFound
+from router.base.ids import EngineId, EngineRequestId, GenerationNumber
+from router.telemetry.timings import lifetime
+
+__all__ = ["Leg", "Receipt", "Receipts"]
+
+Phase = Literal["prefill", "migration", "decode"]
+Call = Literal["prep_recv", "remote_send", "start_generate", "commit", "pin", "unpin"]
+
+
+@dataclass(slots=True)
+class Leg:
+    """One call to one engine. Times are milliseconds, `start_ms` since the request arrived.
+
+    `begin`, `end`: the range of the prompt whose KV was asked for or sent; of a generation, from
+    where on it computed, and the length of the prompt (plus what had been emitted before).
+    """
+
+    call: Call
+    engine: EngineId
+    request_id: EngineRequestId
+    choice: int
+    attempt: int
+    begin: int
+    end: int
+    start_ms: float
+    ms: float | None = None
+    first_token_ms: float | None = None  # of a generation, since its start
+    match_len: int | None = None  # of prep_recv; of pin and unpin: tokens kept
+    bytes: int = 0  # put
+    put_ms: float = 0.0  # of a send: at its end, when only puts were left
+    sent_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    tokens: int = 0  # emitted
+    collapsed: bool = False  # sender and receiver are one: nothing was sent
+    # Of a generation that is mirrored: where to, how many tokens (of prompt and output) are known
+    # to have landed there, and why that stopped or could not begin.
+    replica: EngineId | None = None
+    landed: int | None = None
+    mirror_error: str | None = None
+    recomputed_tokens: int | None = None  # of one that went on elsewhere: computed once more
+    error: dict[str, Any] | None = None
+
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, MicroserveError):
+            self.error = {"type": error.type, "message": error.message}
+        else:  # cancelled: by the client, by a failed sibling or by the request's deadline
+            self.error = {"type": "cancelled", "message": type(error).__name__}
+
+
+@dataclass(slots=True)
+class Receipt:
+    """One request of a client: every leg of every choice and attempt."""
+
+    id: str
+    generation: GenerationNumber
+    strategy: str
+    params: dict[str, Any]
+    seed: int
+    prompt_tokens: int
+    key: str = ""  # the name of the client's API key
+    began: float = field(default_factory=time.monotonic)
+    _queueing: int = 0  # choices that wait for room now
+    created: float = field(default_factory=time.time)
+    status: Literal["running", "done", "failed", "cancelled"] = "running"
+    ms: float | None = None
+    first_token_ms: float | None = None
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    retries: list[dict[str, Any]] = field(default_factory=list)
+    waits: int = 0  # how often it waited for room on an engine
+    queued_ms: float = 0.0  # how long, over all choices
+    fallbacks: list[str] = field(default_factory=list)  # what was done otherwise than asked for
+    legs: list[Leg] = field(default_factory=list)
+    error: dict[str, Any] | None = None
+
+    def fallback(self, name: str) -> None:
+        """Name a fallback that was taken, once."""
+        if name not in self.fallbacks:
+            self.fallbacks.append(name)
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """The body waits for room."""
+        began = self.elapsed_ms()
+        self.waits += 1
+        self._queueing += 1
+        try:
+            yield
+        finally:
+            self._queueing -= 1
+            self.queued_ms += self.elapsed_ms() - began
+
+    @property
+    def phase(self) -> str:
+        """What it is doing now, for people: `queue`, `prefill`, `migration` or `decode`, and where.
+
+        The first of its legs that have not ended says it."""
+        if self._queueing:
+            return "queue"
+        for leg in self.legs:
+            if leg.ms is None:
+                return f"{self._phase_of(leg)} ({leg.call} on {leg.engine})"
+        return "decode" if self.first_token_ms is not None else "strategy"
+
+    @staticmethod
+    def _phase_of(leg: Leg) -> Phase:
+        if leg.call == "start_generate":
+            return "prefill" if leg.first_token_ms is None else "decode"
+        return "prefill" if leg.call == "remote_send" else "migration"
+
+    def per_token_ms(self) -> float | None:
+        """From the first to the last token, by token and sequence; `None` for a token or none."""
+        streams = {(leg.choice, leg.request_id) for leg in self.legs if leg.tokens}
+        later = self.completion_tokens - len(streams)
+        if self.ms is None or self.first_token_ms is None or later <= 0:
+            return None
+        return (self.ms - self.first_token_ms) * len(streams) / later
+
+    def elapsed_ms(self) -> float:
+        return (time.monotonic() - self.began) * 1e3
+
+    @contextmanager
+    def timed(self, leg: Leg) -> Iterator[Leg]:
+        """Note in `leg`, when the body is left, how long it took and how it failed."""
+        try:
+            yield leg
+        except BaseException as error:
+            leg.fail(error)
+            raise
+        finally:
+            leg.ms = self.elapsed_ms() - leg.start_ms
+
+    def fail(self, error: MicroserveError) -> None:
+        """The client is told of `error`."""
+        self.status = "failed"
+        self.error = {"type": error.type, "message": error.message}
+
+    def summary(self) -> dict[str, Any]:
+        """What a line in a log has room for."""
+        return {
+            "status": self.status,
+            "error": self.error["type"] if self.error else None,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "ms": self.ms,
+            "first_token_ms": self.first_token_ms,
+            "retries": len(self.retries),
+            "key": self.key,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        times = lifetime(self)
+        fields = asdict(self)
+        del fields["began"], fields["_queueing"]
+        fields["events"] = times.events()
+        fields["breakdown_ms"] = times.breakdown()
+        return fields
+
+
+class Receipts:
+    """The newest `limit` receipts by the client's request id; the last of equal ids is kept."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._receipts: OrderedDict[str, Receipt] = OrderedDict()
+
+    def add(self, receipt: Receipt) -> None:
+        self._receipts.pop(receipt.id, None)
+        self._receipts[receipt.id] = receipt
+        while len(self._receipts) > self._limit:
+            self._receipts.popitem(last=False)
+
+    def __getitem__(self, request_id: str) -> Receipt:
+        """Raises `NotFound`."""
+        try:
+            return self._receipts[request_id]
+        except KeyError:
+            raise NotFound(f"no receipt of request {request_id!r}", param="id") from None

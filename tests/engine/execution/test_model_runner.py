@@ -1,0 +1,46 @@
+"""The numbers of rows that a step has, and what is added to reach them."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.execution.model_runner import Chunk, ModelRunner, bucket
+from engine.models import load_model
+from kvcache.cache import KVCache
+from kvcache.lease.identity import Identity
+from kvcache.memory.layout import KVLayout
+from kvcache.transport import MemoryNetwork, MemoryTransport
+from kvcache.types import EngineId, SeqId
+
+
+def test_few_numbers_of_rows_and_none_much_larger():
+    sizes = [bucket(rows) for rows in range(2049)]
+    assert all(rows <= size <= max(rows + 3, rows * 1.5) for rows, size in enumerate(sizes))
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < 60
+
+
+def test_rows_that_are_added_change_nothing():
+    """In bfloat16: 9 rows are 12, and 3 logits are wanted of sequences of different lengths."""
+    model = load_model("tiny", dtype=torch.bfloat16, device=torch.device("cpu"))
+    shape = model.config
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    layout = KVLayout(shape.num_layers, 32, 16, heads, dim, torch.bfloat16)
+    me = Identity(EngineId("a"), 1, b"secret", "tiny")
+    transport = MemoryTransport(MemoryNetwork(), layout, 1)
+    cache = KVCache(layout, transport, query_heads=shape.num_heads, identity=me)
+    runner = ModelRunner(model, cache)
+    lengths = {SeqId(1): 2, SeqId(2): 3, SeqId(3): 4}
+    chunks = [Chunk(seq, list(range(seq, seq + n)), True) for seq, n in lengths.items()]
+    alone = []
+    for chunk in chunks:
+        cache.add_sequence(chunk.seq_id, [])
+        cache.grow(chunk.seq_id, 10)
+        alone.append(runner.run([chunk])[0])
+        cache.remove_sequence(chunk.seq_id)
+        cache.add_sequence(chunk.seq_id, [])
+        cache.grow(chunk.seq_id, 10)
+    together = runner.run(chunks)
+    assert together.shape == (3, shape.vocab_size)
+    assert together.isfinite().all()
+    torch.testing.assert_close(together, torch.stack(alone), atol=0.1, rtol=0.05)

@@ -1,0 +1,86 @@
+"""Products in bfloat16 with weights laid out for them: ours, and oneDNN's where ours cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import linear_bf16 as packed
+from engine.models import load_model
+from engine.models.linear import Linear, OneDnnLinear, PackedLinear
+from engine.models.linear import packed as fastest
+from kvcache.kernels.avx512_bf16 import available
+
+CPU = torch.device("cpu")
+needs = pytest.mark.skipif(not packed.fits(64, 2), reason="this processor has no AVX-512 BF16")
+
+
+def linear(outputs: int, inputs: int, *, bias: bool = False) -> Linear:
+    plain = Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+    plain.weight = torch.nn.Parameter(random(outputs, inputs), requires_grad=False)
+    if bias:
+        plain.bias = torch.nn.Parameter(random(outputs, seed=1), requires_grad=False)
+    return plain
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@needs
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 11, 12, 64, 131])
+@pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 2, True), (192, 70, False)])
+def test_a_product(outputs: int, inputs: int, bias: bool, rows: int):
+    plain = linear(outputs, inputs, bias=bias)
+    ours = fastest(plain)
+    assert isinstance(ours, PackedLinear)
+    # Rows that are not dense: what is between them is nobody's.
+    x = random(rows, 2 * inputs, seed=2)[:, :inputs]
+    expected = x.double() @ plain.weight.double().T
+    if plain.bias is not None:
+        expected += plain.bias.double()
+    out = ours(x)
+    assert out.dtype == torch.bfloat16
+    adding = 1e-5 * (x.abs().double() @ plain.weight.abs().double().T + 1)
+    assert ((out.double() - expected).abs() <= 2**-8 * expected.abs() + adding).all()
+
+
+@needs
+def test_a_row_has_the_same_bits_among_others():
+    ours = fastest(linear(128, 576))
+    x = random(40, 576, seed=3)
+    whole = ours(x)
+    for rows in (1, 2, 4, 5, 6, 9):
+        assert torch.equal(ours(x[:rows]), whole[:rows])
+
+
+@needs
+def test_rows_are_those_of_the_weight():
+    plain = linear(192, 6)
+    indices = torch.tensor([191, 0, 64, 63, 64])
+    assert torch.equal(fastest(plain).rows(indices), plain.weight[indices])
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(63, 64), (64, 3)])
+def test_what_is_not_made_of_blocks_is_onednn_s(outputs: int, inputs: int):
+    assert isinstance(fastest(linear(outputs, inputs)), OneDnnLinear)
+
+
+@pytest.mark.parametrize(("feature", "there"), [("amx-bf16", True), ("avx512bf16", False)])
+def test_so_is_what_this_processor_has_something_else_for(monkeypatch, feature, there):
+    has = {"avx512bf16": True, "amx-bf16": False} | {feature: there}
+    monkeypatch.setattr(packed, "available", lambda: has["avx512bf16"])
+    monkeypatch.setattr(packed, "has", has.__getitem__)
+    plain = linear(64, 64, bias=True)
+    theirs = fastest(plain)
+    assert isinstance(theirs, OneDnnLinear)
+    x = random(5, 64, seed=2)
+    torch.testing.assert_close(theirs(x), torch.nn.functional.linear(x, plain.weight, plain.bias))
+
+
+@needs
+def test_tied_embeddings_are_there_once():
+    model = load_model("smollm2", dtype=torch.bfloat16, device=CPU).transformer
+    assert model is not None and model.embed is model.head
+    assert isinstance(model.head, PackedLinear) and available()

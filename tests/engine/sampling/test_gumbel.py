@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from engine.sampling.gumbel import GROUPS, Noise
+
+VOCAB = 6 * GROUPS + 5
+Floats = npt.NDArray[np.float64]
+
+
+def uniform(noise: Floats) -> Floats:
+    """What Gumbel noise is the image of."""
+    return np.exp(-np.exp(-noise))
+
+
+def furthest(values: Floats) -> float:
+    """Kolmogorov's distance from the uniform distribution, times √n: 1.95 once in a thousand."""
+    values = np.sort(values.ravel())
+    steps = np.arange(len(values) + 1) / len(values)
+    distance = max((steps[1:] - values).max(), (values - steps[:-1]).max())
+    return float(distance * np.sqrt(len(values)))
+
+
+def of_all(draws: list[tuple[int, int, int]], vocab: int = VOCAB) -> Floats:
+    return Noise(draws, vocab).at(np.arange(len(draws))[:, None], np.arange(vocab)[None])
+
+
+SEEDS = [(seed, 0, 7) for seed in range(50)]
+CHOICES = [(5, choice, 7) for choice in range(50)]
+POSITIONS = [(5, 0, position) for position in range(50)]
+
+
+@pytest.mark.parametrize("draws", [SEEDS, CHOICES, POSITIONS])
+def test_noise_is_gumbel_noise(draws: list[tuple[int, int, int]]):
+    values = uniform(of_all(draws))
+    assert ((values > 0) & (values < 1)).all()
+    assert furthest(values) < 1.95
+    for token in (0, 1, GROUPS, VOCAB - 1):  # of one token, from draw to draw
+        assert furthest(uniform(of_all([(s, c, p) for s, c, p in draws])[:, token])) < 1.95
+
+
+@pytest.mark.parametrize("draws", [SEEDS, CHOICES, POSITIONS])
+def test_tokens_and_draws_are_independent(draws: list[tuple[int, int, int]]):
+    """No correlation beyond four standard deviations: of a draw with the next one, of a token with
+    the next one, with others of its group, and of their squares."""
+    values = uniform(of_all(draws)) - 0.5
+    for some in (values, values**2 - (values**2).mean()):
+        pairs = [(some[:-1], some[1:])]
+        pairs += [(some[:, :-by], some[:, by:]) for by in (1, 2, GROUPS, 2 * GROUPS)]
+        for one, other in pairs:
+            r = np.corrcoef(one.ravel(), other.ravel())[0, 1]
+            assert abs(r) < 4 / np.sqrt(one.size)
+
+
+def test_the_most_of_a_group_is_that_of_one_of_its_members():
+    """Of any of them alike."""
+    noise = Noise(SEEDS, 6 * GROUPS)
+    of_groups = of_all(SEEDS, 6 * GROUPS).reshape(len(SEEDS), 6, GROUPS)
+    assert (noise.most() == of_groups.max(1)).all()
+    counts = np.bincount(of_groups.argmax(1).ravel(), minlength=6)
+    expected = counts.sum() / 6
+    assert ((counts - expected) ** 2 / expected).sum() < 20.5  # once in a thousand
+
+
+def test_groups_of_which_some_have_a_member_less():
+    most, of_tokens = Noise(SEEDS, VOCAB).most(), of_all(SEEDS)
+    for group in (0, 4, 5, GROUPS - 1):
+        assert (most[:, group] >= of_tokens[:, group::GROUPS].max(1)).all()
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**53 + 1, 2**63, 2**64 - 1])
+def test_every_seed_that_the_protocol_allows_is_its_own(seed: int):
+    near = seed - 1 if seed == 2**64 - 1 else seed + 1
+    own, other = of_all([(seed, 0, 5), (near, 0, 5)])
+    assert np.isfinite(own).all()
+    assert (own != other).all()
+
+
+def test_the_largest_choice_and_position_work():
+    noise = of_all([(1, 2**31 - 1, 2**20), (1, 2**31 - 1, 2**20 - 1)])
+    assert np.isfinite(noise).all()
+    assert (noise[0] != noise[1]).all()
+
+
+def test_noise_at_a_token_is_the_same_whoever_asks():
+    everywhere = of_all(SEEDS)
+    few = Noise([SEEDS[7]], VOCAB).at(np.array([0, 0]), np.array([3, VOCAB - 1]))
+    assert few.tolist() == everywhere[7, [3, VOCAB - 1]].tolist()

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_helpers import generation
+
+from engine.sampling.gumbel import Noise
+from engine.sampling.sampler import sample
+from engine.scheduling.jobs import Generation, Sampled
+
+VOCAB = 40
+LARGE = 49152  # SmolLM2's
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "logprobs": 3},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"temperature": 1.0, "top_p": 0.999},
+    {"temperature": 0.8, "top_k": 50},
+    {"temperature": 0.8, "top_k": 5000, "top_p": 0.95},
+    {"temperature": 1.0, "min_p": 0.01, "top_k": 100, "logprobs": 0},
+    {"temperature": 2.0, "min_p": 0.001, "top_p": 0.99},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "top_p": 0.9},
+    {"temperature": 0.0, "logit_bias": {7: 3.0}, "logprobs": 5},
+]
+
+
+def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def draw(logits: torch.Tensor, **sampling: Any) -> int:
+    return sample(logits, [generation(1, [1, 2], **sampling)])[0].token
+
+
+def several(count: int) -> list[Generation]:
+    """Generations of all kinds, each with a seed and a position of its own."""
+    return [
+        generation(n, [1] * (n + 1), output=[5, 6], seed=n, **KINDS[n % len(KINDS)])
+        for n in range(count)
+    ]
+
+
+def test_a_step_in_which_nothing_is_drawn():
+    assert sample(torch.empty(0, VOCAB), []) == []
+
+
+def test_greedy_takes_the_likeliest():
+    logits = logits_of(1, rows=5)
+    drawn = sample(logits, [generation(i, [1]) for i in range(5)])
+    assert [item.token for item in drawn] == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("only", [{"top_k": 1}, {"top_p": 0.001}, {"min_p": 1.0}])
+def test_with_one_token_left_noise_changes_nothing(only: dict[str, Any]):
+    for seed in range(20):
+        logits = logits_of(seed)
+        assert draw(logits, temperature=1.0, seed=seed, **only) == int(logits.argmax())
+
+
+def test_a_draw_depends_on_seed_choice_and_position_alone():
+    row = logits_of(3)
+    one = generation(1, [1, 2, 3], temperature=1.5, seed=7, choice=2)
+    (alone,) = sample(row, [one])
+    elsewhere = generation(99, [1], output=[2, 3], temperature=1.5, seed=7, choice=2)
+    others = [generation(i, [i] * i, temperature=1.0, seed=i) for i in range(1, 6)]
+    batch = sample(torch.cat([logits_of(8, rows=5), row]), [*others, elsewhere])
+    assert batch[-1] == alone
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 8}, {"choice": 3}, {"prompt": [1, 2, 3, 4]}, {"seed": 7 + 2**32}]
+)
+def test_each_of_seed_choice_and_position_matters(other: dict[str, Any]):
+    def draws(**change: Any) -> list[int]:
+        options: dict[str, Any] = {"seed": 7, "choice": 2, "temperature": 5.0, **change}
+        prompt = options.pop("prompt", [1, 2, 3])
+        return [
+            sample(logits_of(n), [generation(1, prompt, **options)])[0].token for n in range(12)
+        ]
+
+    assert draws() == draws()
+    assert draws() != draws(**other)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_is_drawn_as_if_it_were_alone(threads: int):
+    """To the bit, in batches of any size and order; on one thread and on two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rows, generations = logits_of(1, 33, LARGE), several(33)
+        alone = [sample(rows[n : n + 1], [one])[0] for n, one in enumerate(generations)]
+        orders = random.Random(1)
+        for count in (2, 3, 7, 8, 16, 31, 33):
+            order = orders.sample(range(33), count)
+            batch = sample(rows[order], [generations[n] for n in order])
+            assert batch == [alone[n] for n in order]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_from_logits_on_another_device_the_same_is_drawn():
+    rows, generations = logits_of(1, 33, LARGE), several(33)
+    here, there = sample(rows, generations), sample(rows.cuda(), generations)
+    assert [item.token for item in there] == [item.token for item in here]
+    for one, other in zip(here, there, strict=True):
+        assert other.logprob == pytest.approx(one.logprob)
+        assert [token for token, _ in other.top] == [token for token, _ in one.top]
+
+
+def test_the_token_with_the_highest_score_is_drawn():
+    """However few are looked at: against all scores, in vocabularies of any shape."""
+    for vocab in (1, 40, 2047, 2048, 2049, 5000, 3 * 2048):
+        for temperature in (0.01, 0.5, 1.0, 3.0, 100.0):
+            rows = logits_of(vocab, 20, vocab)
+            many = [generation(n, [1] * n, temperature=temperature, seed=n) for n in range(20)]
+            keys = [(n, 0, n) for n in range(20)]
+            noise = Noise(keys, vocab).at(np.arange(20)[:, None], np.arange(vocab)[None])
+            best = (rows.double().numpy() / temperature + noise).argmax(-1)
+            assert [item.token for item in sample(rows, many)] == best.tolist()
+
+
+def test_a_draw_among_few_is_the_one_among_all_if_it_is_theirs():
+    """Noise belongs to a token: leaving others out does not change it."""
+    row = logits_of(6)
+    for seed in range(50):
+        token = draw(row, temperature=1.0, seed=seed)
+        few = row.clone()
+        few[0, torch.arange(VOCAB) % 3 != token % 3] = -torch.inf
+        assert draw(few, temperature=1.0, seed=seed) == token
+
+
+@pytest.mark.parametrize("vocab", [21, 2048 * 3])
+def test_draws_are_distributed_as_the_softmax(vocab: int):
+    """χ² over 4,000 draws; 20 degrees of freedom exceed 45.3 once in a thousand. In the large
+    vocabulary, the 21 are spread such that some share a group and some do not."""
+    some = torch.arange(21) if vocab == 21 else (torch.arange(21) * 1024) % vocab + torch.arange(21)
+    row = torch.full((1, vocab), -20.0)
+    row[0, some] = logits_of(5, vocab=21)
+    draws = 4000
+    drawn: list[Sampled] = []
+    for begin in range(0, draws, 200):
+        many = [generation(1, [0] * n, temperature=0.8, seed=11) for n in range(begin, begin + 200)]
+        drawn += sample(row.expand(200, -1), many)
+    counts = torch.bincount(torch.tensor([item.token for item in drawn]), minlength=vocab)
+    expected = (row[0] / 0.8).softmax(-1)[some] * draws
+    statistic = float(((counts[some] - expected) ** 2 / expected).sum())
+    assert statistic < 45.3
+
+
+def test_a_last_bit_does_not_change_a_draw():
+    row = logits_of(9)
+    near = row * (1 + 1e-6)
+    for seed in range(200):
+        assert draw(row, temperature=1.0, seed=seed) == draw(near, temperature=1.0, seed=seed)
+
+
+def test_the_penalties_and_the_bias_have_their_values():
+    """Logprobs are raw, so the adjusted logits show only in what wins; each case is on the edge."""
+    row = torch.zeros(1, 4)
+    row[0] = torch.tensor([2.0, 1.0, -1.0, -5.0])
+    seen = {"output": [0, 0, 0]}
+
+    def wins(**sampling: Any) -> int:
+        return sample(row, [generation(1, [3], **seen, **sampling)])[0].token
+
+    assert wins() == 0
+    assert wins(presence_penalty=0.99) == 0  # 2 − 0.99 > 1
+    assert wins(presence_penalty=1.01) == 1
+    assert wins(frequency_penalty=0.33) == 0  # 2 − 3·0.33 > 1
+    assert wins(frequency_penalty=0.34) == 1
+    assert wins(presence_penalty=0.5, frequency_penalty=0.16) == 0
+    assert wins(presence_penalty=0.5, frequency_penalty=0.17) == 1
+    assert wins(repetition_penalty=1.9) == 0  # 2 / 1.9 > 1
+    assert wins(repetition_penalty=2.1) == 1
+    assert wins(logit_bias={0: -0.99}) == 0
+    assert wins(logit_bias={0: -1.01}) == 1
+    assert wins(logit_bias={2: 3.01}) == 2
+    assert wins(presence_penalty=-2.0, logit_bias={1: 2.99}) == 0  # 2 + 2 > 1 + 2.99
+
+
+def test_a_repetition_penalty_pushes_negative_logits_further_down():
+    row = torch.tensor([[-1.0, -1.5]])
+    assert sample(row, [generation(1, [0], repetition_penalty=1.4)])[0].token == 0
+    assert sample(row, [generation(1, [0], repetition_penalty=1.6)])[0].token == 1
+
+
+def test_the_openai_penalties_spare_the_prompt():
+    row = torch.tensor([[2.0, 1.0]])
+    assert draw(row, presence_penalty=2.0, frequency_penalty=2.0) == 0
+
+
+def test_logits_are_left_as_they_are():
+    row = logits_of(2)
+    before = row.clone()
+    draw(row, temperature=0.7, top_k=3, top_p=0.5, logit_bias={1: 5.0}, repetition_penalty=2.0)
+    assert torch.equal(row, before)
+
+
+def test_min_tokens_hold_the_end_back():
+    row = torch.zeros(1, 4)
+    row[0, 2] = 9.0
+    for output, token in (([], 0), ([1], 0), ([1, 1], 2)):
+        one = generation(1, [1], output=output, min_tokens=2, stop_token_ids=[2])
+        assert sample(row, [one])[0].token == token
+
+
+def test_logprobs_are_of_the_raw_logits():
+    row = logits_of(4)
+    item = sample(row, [generation(1, [1], logprobs=3, logit_bias={5: 100.0})])[0]
+    expected = row[0].log_softmax(-1)
+    assert item.token == 5
+    assert item.logprob == pytest.approx(float(expected[5]))
+    assert [token for token, _ in item.top] == row[0].topk(3).indices.tolist()
+    assert [value for _, value in item.top] == pytest.approx(expected.topk(3).values.tolist())
+
+
+def test_logprobs_only_where_asked_for():
+    none, zero = sample(logits_of(4, rows=2), [generation(1, [1]), generation(2, [1], logprobs=0)])
+    assert none.logprob is None and none.top == []
+    assert zero.logprob is not None and zero.top == []
+
+
+@pytest.mark.parametrize("kind", [one for one in KINDS if not one.get("logit_bias")])
+def test_where_nothing_is_left_others_are_drawn_all_the_same(kind: dict[str, Any]):
+    rows = logits_of(6, 3)
+    broken = [rows.clone(), rows.clone()]
+    broken[0][1], broken[1][1] = -torch.inf, torch.nan
+    many = [generation(n, [1], **{**kind, "seed": n}) for n in range(3)]
+    expected = sample(rows, many)
+    for with_one in broken:
+        drawn = sample(with_one, many)
+        assert (drawn[0], drawn[2]) == (expected[0], expected[2])
+        assert drawn[1].token == 0

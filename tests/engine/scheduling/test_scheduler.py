@@ -1,0 +1,469 @@
+"""The scheduler over a real cache; a step computes no model, it only makes its tokens present."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+from engine_helpers import generation, make_cache
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.scheduling.jobs import Generation, Job, Send
+from engine.scheduling.scheduler import Scheduler
+from kvcache.cache import KVCache
+from kvcache.types import SeqId
+
+PAGE = 16
+Make = Callable[..., tuple[Scheduler, KVCache]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Schedulers over pools whose pages must all be accounted for afterwards."""
+    caches: list[KVCache] = []
+
+    def build(
+        pages: int = 64, *, budget: int = 64, max_batch: int = 16, slowdown: float = 0.0
+    ) -> tuple[Scheduler, KVCache]:
+        cache = make_cache(pages=pages)
+        caches.append(cache)
+        scheduler = Scheduler(
+            cache, token_budget=budget, max_batch=max_batch, decode_slowdown=slowdown
+        )
+        return scheduler, cache
+
+    yield build
+    for cache in caches:
+        cache.check_integrity()
+        cache.transport.close()
+
+
+def send(cache: KVCache, number: int, tokens: list[int]) -> Send:
+    """A send as the service makes it: with its sequence, and pages for all of it."""
+    seq_id = SeqId(number)
+    cached = cache.add_sequence(seq_id, tokens)
+    cache.grow(seq_id, len(tokens))
+    put = cast(Any, None)  # the scheduler does not look at it
+    return Send(f"s{number}", seq_id, tokens, 0, cached, put, Future(), 0.0, True)
+
+
+def step(scheduler: Scheduler, cache: KVCache) -> dict[str, int]:
+    """One step: its tokens are present then, and each generation that may draw has drawn.
+
+    Returns the tokens computed, by request.
+    """
+    plan = scheduler.plan()
+    if not plan:
+        return {}
+    cache.begin_forward(
+        [chunk.seq_id for _, chunk in plan], [len(chunk.tokens) for _, chunk in plan]
+    )
+    cache.end_forward()
+    for job, chunk in plan:
+        start = cache.length(job.seq_id) - len(chunk.tokens)
+        assert list(chunk.tokens) == job.tokens[start : start + len(chunk.tokens)]
+        assert chunk.sample == (
+            isinstance(job, Generation) and start + len(chunk.tokens) == len(job.tokens)
+        )
+        if chunk.sample:
+            job.tokens.append(100 + len(job.tokens))
+        elif isinstance(job, Send) and cache.length(job.seq_id) == job.target:
+            scheduler.remove(job)
+            cache.remove_sequence(job.seq_id)
+    return {job.request_id: len(chunk.tokens) for job, chunk in plan}
+
+
+def finish(scheduler: Scheduler, cache: KVCache, job: Generation) -> None:
+    scheduler.remove(job)
+    if job.started:
+        cache.remove_sequence(job.seq_id)
+
+
+def test_nothing_to_do_is_an_empty_plan(make: Make):
+    scheduler, _ = make()
+    assert scheduler.plan() == []
+
+
+def test_a_prompt_is_cut_by_the_budget(make: Make):
+    scheduler, cache = make(budget=40)
+    scheduler.add(generation(1, range(100)))
+    assert [step(scheduler, cache) for _ in range(4)] == [
+        {"r1": 40},
+        {"r1": 40},
+        {"r1": 20},
+        {"r1": 1},
+    ]
+
+
+def test_every_decode_is_in_every_step(make: Make):
+    scheduler, cache = make(budget=4)  # fewer than there are decodes
+    for number in range(8):
+        scheduler.add(generation(number, [number]))
+    step(scheduler, cache)
+    scheduler.add(generation(50, range(200, 240)))
+    scheduler.add(send(cache, 60, list(range(300, 340))))
+    for _ in range(10):
+        done = step(scheduler, cache)
+        assert {f"r{number}" for number in range(8)} <= set(done)
+        assert all(done[f"r{number}"] == 1 for number in range(8))
+
+
+def test_the_batch_is_bounded(make: Make):
+    scheduler, cache = make(max_batch=2)
+    jobs = [generation(number, [number]) for number in range(3)]
+    for job in jobs:
+        scheduler.add(job)
+    assert set(step(scheduler, cache)) == {"r0", "r1"}
+    finish(scheduler, cache, jobs[0])
+    assert set(step(scheduler, cache)) == {"r1", "r2"}
+
+
+@pytest.mark.parametrize("decodes", [0, 3, 5, 7, 9])
+def test_neither_sends_nor_prefills_starve(make: Make, decodes: int):
+    """However little the decodes leave, each kind gets some of it in every step."""
+    scheduler, cache = make(pages=200, budget=8, max_batch=64)
+    for number in range(decodes):
+        scheduler.add(generation(number, [number]))
+    step(scheduler, cache)
+    for number in range(3):
+        scheduler.add(generation(20 + number, range(1000 * number, 1000 * number + 60)))
+        base = 10_000 + 1000 * number
+        scheduler.add(send(cache, 40 + number, list(range(base, base + 60))))
+    for _ in range(8):
+        done = step(scheduler, cache)
+        assert any(name in done for name in ("r20", "r21", "r22"))
+        assert any(name in done for name in ("s40", "s41", "s42"))
+        assert sum(done.values()) <= max(8, decodes + 2)
+
+
+def test_one_kind_alone_gets_all(make: Make):
+    scheduler, cache = make(budget=30)
+    scheduler.add(send(cache, 1, list(range(100))))
+    assert step(scheduler, cache) == {"s1": 30}
+
+
+def test_alike_first_come_first_served(make: Make):
+    scheduler, cache = make(budget=32)
+    for number in range(3):
+        scheduler.add(generation(number, range(1000 * number, 1000 * number + 40)))
+    assert step(scheduler, cache) == {"r0": 32}
+    assert step(scheduler, cache) == {"r0": 8, "r1": 24}
+
+
+def test_a_short_prompt_passes_long_ones_however_many(make: Make):
+    scheduler, cache = make(pages=200)
+    for number in range(5):
+        scheduler.add(generation(number, range(1000 * number, 1000 * number + 500)))
+    step(scheduler, cache)
+    scheduler.add(generation(9, range(9000, 9030)))
+    assert step(scheduler, cache) == {"r0": 34, "r9": 30}
+
+
+def test_a_short_send_passes_a_long_one(make: Make):
+    scheduler, cache = make()
+    scheduler.add(send(cache, 1, list(range(300))))
+    step(scheduler, cache)
+    scheduler.add(send(cache, 2, list(range(1000, 1020))))
+    assert step(scheduler, cache) == {"s1": 44, "s2": 20}
+
+
+def test_no_stream_of_short_prompts_keeps_a_long_one_from_its_half(make: Make):
+    scheduler, cache = make(pages=200)
+    long = generation(1, range(320))
+    scheduler.add(long)
+    for number in range(10):
+        shorts = [
+            generation(base, range(100 * base, 100 * base + 40))
+            for base in (100 + 2 * number, 101 + 2 * number)
+        ]
+        for job in shorts:
+            scheduler.add(job)
+        assert step(scheduler, cache)["r1"] == 32
+        for job in shorts:
+            finish(scheduler, cache, job)
+    assert len(long.tokens) == 321
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 200)), min_size=1, max_size=6),
+    kind=st.sampled_from([Generation, Send]),
+)
+@settings(deadline=None)
+def test_every_prompt_is_computed_within_both_bounds(
+    prompts: list[tuple[int, int]], kind: type[Job]
+):
+    """Those of the module's docstring, for prompts that come at any time, of any length."""
+    cache = make_cache(pages=100)
+    budget = 40
+    scheduler = Scheduler(cache, token_budget=budget, max_batch=16)
+    half = (budget - len(prompts)) // 2  # one that has a token left takes it out of the budget
+    arrivals = sorted(prompts, key=lambda prompt: prompt[0])
+    left: dict[str, int] = {}
+    allowed: dict[str, int] = {}  # the last step in which it may be done
+    at = 0
+    while left or at <= arrivals[-1][0]:
+        for number, (when, length) in enumerate(arrivals):
+            if when == at:
+                tokens = range(1000 * number, 1000 * number + length)
+                job = generation(number, tokens) if kind is Generation else None
+                scheduler.add(job or send(cache, number, list(tokens)))
+                name = f"{'r' if job else 's'}{number}"
+                left[name] = length
+                older = sum(math.ceil(other / half) for other in left.values())
+                later = [other for then, other in arrivals if then > at]
+                others = [*left.values(), *later]
+                shorter = sum(min(other, length) for other in others)  # itself among them
+                allowed[name] = at + min(older, math.ceil(shorter / half)) - 1
+        done = step(scheduler, cache)
+        for job in list(scheduler.running):
+            if job.target > job.prompt_len:
+                finish(scheduler, cache, job)
+        for name, count in done.items():
+            left[name] -= count
+            if not left[name]:
+                del left[name]
+                assert at <= allowed[name], name
+        at += 1
+    cache.check_integrity()
+    cache.transport.close()
+
+
+def test_what_several_prompts_begin_with_is_computed_once_whoever_is_first(make: Make):
+    """Shorter ones let the one that computes it go on in their place."""
+    scheduler, cache = make(pages=200, budget=32)
+    shared = list(range(64))
+    long, other = generation(1, range(5000, 5300)), generation(2, [*shared, *range(600, 800)])
+    short, same = generation(3, [*shared, 900, 901]), generation(4, [*shared, 900, 901])
+    for job in (long, other, short, same):
+        scheduler.add(job)
+    for _ in range(4):
+        assert step(scheduler, cache) == {"r1": 16, "r2": 16}
+    assert step(scheduler, cache) == {"r1": 16, "r3": 2, "r4": 2, "r2": 12}
+    assert (short.cached, same.cached) == (64, 64)
+
+
+def test_prompts_take_what_the_pace_of_the_decodes_allows(make: Make):
+    scheduler, cache = make(pages=200, budget=256, slowdown=2.0)
+
+    def timed() -> dict[str, int]:
+        """A step; 10 ms, and 0.25 ms more for each token of a prompt."""
+        done = step(scheduler, cache)
+        scheduler.took(0.01 + 0.00025 * sum(n for n in done.values() if n > 1))
+        return done
+
+    scheduler.add(generation(1, range(100)))
+    assert timed() == {"r1": 100}
+    scheduler.add(generation(2, range(1000, 1500)))
+    scheduler.add(send(cache, 3, list(range(2000, 2500))))
+    assert [timed(), timed()] == [{"r1": 1}] * 2  # to see how long that takes
+    for _ in range(8):
+        assert timed().keys() == {"r1", "r2", "s3"}
+    done = timed()
+    # Two wait, and one decodes: twice what it takes is theirs.
+    assert (done["r1"], done["r2"], done["s3"]) == (1, 40, pytest.approx(40, abs=1))
+
+
+def test_prompts_go_on_however_slow_they_are(make: Make):
+    scheduler, cache = make(pages=200, budget=256, slowdown=1.5)
+    scheduler.add(generation(1, range(10)))
+    step(scheduler, cache)
+    for _ in range(3):
+        step(scheduler, cache)
+        scheduler.took(0.001)
+    scheduler.add(generation(2, range(1000, 1500)))
+    scheduler.add(send(cache, 3, list(range(2000, 2500))))
+    for _ in range(20):
+        assert step(scheduler, cache) == {"r1": 1, "r2": 2, "s3": 2}
+        scheduler.took(10.0)
+
+
+def test_who_has_priority_overtakes_those_that_wait(make: Make):
+    scheduler, cache = make(max_batch=1)
+    first = generation(1, [1])
+    scheduler.add(first)
+    step(scheduler, cache)
+    for number, priority in ((2, 0), (3, -1), (4, 1), (5, -1), (6, 0)):
+        scheduler.add(generation(number, [number], priority=priority))
+    assert [job.request_id for job in scheduler.waiting] == ["r3", "r5", "r2", "r6", "r4"]
+    finish(scheduler, cache, first)
+    assert step(scheduler, cache) == {"r3": 1}
+
+
+def test_who_has_priority_gets_both_halves(make: Make):
+    scheduler, cache = make(budget=32)
+    scheduler.add(generation(1, range(100)))
+    scheduler.add(generation(2, range(1000, 1020)))
+    scheduler.add(generation(3, range(2000, 2100), priority=-1))
+    assert step(scheduler, cache) == {"r3": 32}
+    low, high = send(cache, 4, list(range(3000, 3100))), send(cache, 5, list(range(4000, 4100)))
+    high.priority = -1
+    scheduler.add(low)
+    scheduler.add(high)
+    assert step(scheduler, cache) == {"r3": 16, "s5": 16}
+
+
+def test_the_last_priority_makes_room_and_of_it_the_youngest(make: Make):
+    scheduler, cache = make(pages=12)
+    low, lower, high = (
+        generation(number, range(1000 * number, 1000 * number + 40), priority=priority)
+        for number, priority in ((1, 1), (2, 1), (3, 0))
+    )
+    for job in (low, lower, high):
+        scheduler.add(job)
+        step(scheduler, cache)
+    assert scheduler.running == [high, low, lower]
+    urgent = generation(4, range(9000, 9100), priority=0)
+    late = generation(5, range(9200, 9216), priority=1)
+    scheduler.add(late)
+    scheduler.add(urgent)  # there is no room for it, and so for nobody behind it
+    while not scheduler.preemptions:
+        step(scheduler, cache)
+    assert scheduler.running == [high, low]
+    assert scheduler.waiting == [urgent, lower, late]
+
+
+def test_what_is_cached_is_not_computed(make: Make):
+    scheduler, cache = make()
+    first = generation(1, range(40))
+    scheduler.add(first)
+    step(scheduler, cache)
+    cache.publish(first.seq_id, first.tokens)
+    second = generation(2, range(40))
+    scheduler.add(second)
+    assert step(scheduler, cache)["r2"] == 8
+    assert (second.cached, second.begin) == (32, 32)
+
+
+def test_who_waits_for_its_first_chunk_begins_with_what_others_have_computed_meanwhile(make: Make):
+    scheduler, cache = make(budget=40)
+    first, second = generation(1, range(100)), generation(2, [*range(90), 500, 501])
+    stranger = generation(3, range(1000, 1010))
+    for job in (first, second, stranger):
+        scheduler.add(job)
+    assert [step(scheduler, cache) for _ in range(3)] == [
+        {"r1": 30, "r3": 10},
+        {"r3": 1, "r1": 39},
+        {"r3": 1, "r1": 31},  # the second one waits: all of its 80 tokens are about to be there
+    ]
+    assert step(scheduler, cache) == {"r1": 1, "r3": 1, "r2": 12}
+    assert (second.cached, second.begin) == (80, 80)
+    assert (stranger.cached, stranger.begin) == (0, 0)
+
+
+def test_what_has_landed_in_a_lease_is_not_given_up_for_what_is_cached(make: Make):
+    """Its KV is in no prefix tree yet."""
+    scheduler, cache = make(budget=4)
+    scheduler.add(generation(1, range(100, 120)))
+    job = generation(2, range(40))
+    lease, address = cache.prep_recv("r", job.tokens, 32, 0, 10.0)
+    put = cache.open_put(address, job.tokens, 0, 32)
+    put.signal(32)
+    put.close().result(10)
+    job.begin = job.cached = cache.start_lease(lease.lease_id, job.seq_id, job.tokens, 32)
+    job.started = True
+    scheduler.add(job)
+    computed = 0
+    while job.target == 40:
+        computed += step(scheduler, cache).get("r2", 0)
+    assert (computed, job.begin) == (8, 32)
+
+
+def test_the_last_token_is_always_computed(make: Make):
+    scheduler, cache = make()
+    first = generation(1, range(32))
+    scheduler.add(first)
+    step(scheduler, cache)
+    cache.publish(first.seq_id, first.tokens)
+    second = generation(2, range(32))
+    scheduler.add(second)
+    assert step(scheduler, cache)["r2"] == 16
+
+
+def test_a_prompt_waits_for_pages(make: Make):
+    scheduler, cache = make(pages=6)
+    first, second = generation(1, range(64)), generation(2, range(100, 164))
+    scheduler.add(first)
+    scheduler.add(second)
+    step(scheduler, cache)
+    assert (len(scheduler.running), len(scheduler.waiting)) == (1, 1)
+    finish(scheduler, cache, first)
+    assert step(scheduler, cache) == {"r2": 64}
+
+
+def test_preemption_keeps_the_output_and_repeats_nothing(
+    make: Make,
+):
+    scheduler, cache = make(pages=8)
+    old, young = generation(1, range(40)), generation(2, range(100, 140))
+    scheduler.add(old)
+    scheduler.add(young)
+    seen: list[int] = []
+    while not scheduler.preemptions:
+        step(scheduler, cache)
+        assert young.tokens[: len(seen)] == seen
+        seen = list(young.tokens)
+    assert not young.started and old.started
+    begin, cached = young.begin, young.cached
+    while len(old.tokens) < 100:
+        step(scheduler, cache)
+    finish(scheduler, cache, old)
+    step(scheduler, cache)
+    assert young.started
+    assert young.tokens[: len(seen)] == seen
+    assert (young.begin, young.cached) == (begin, cached)  # its own pages are no cache hit
+    assert young.tokens[len(seen) :] == [100 + n for n in range(len(seen), len(young.tokens))]
+
+
+def test_the_oldest_always_progresses(make: Make):
+    scheduler, cache = make(pages=10)
+    jobs = [generation(number, range(1000 * number, 1000 * number + 30)) for number in range(5)]
+    for job in jobs:
+        scheduler.add(job)
+    for _ in range(400):
+        step(scheduler, cache)
+        if all(len(job.tokens) >= 60 for job in jobs):
+            break
+        for job in jobs:
+            if job in scheduler.running and len(job.tokens) >= 60:
+                finish(scheduler, cache, job)
+    assert all(len(job.tokens) >= 60 for job in jobs)
+    assert scheduler.preemptions > 0
+
+
+def test_a_job_that_fits_alone_progresses(make: Make):
+    scheduler, cache = make(pages=8)
+    job = generation(1, range(100))
+    scheduler.add(job)
+    while len(job.tokens) < 8 * PAGE:
+        assert step(scheduler, cache)
+    assert scheduler.preemptions == 0
+
+
+def test_an_aborted_job_is_nowhere(make: Make):
+    scheduler, cache = make(max_batch=1)
+    running, waiting = generation(1, [1]), generation(2, [2])
+    sending = send(cache, 3, [3])
+    for job in (running, waiting, sending):
+        scheduler.add(job)
+    step(scheduler, cache)
+    for job in (running, waiting):
+        finish(scheduler, cache, job)
+        scheduler.remove(job)  # twice does no harm
+    assert step(scheduler, cache) == {}
+
+
+def test_a_started_generation_runs_at_once(make: Make):
+    """From a lease: whatever the size of the batch and of the queue."""
+    scheduler, cache = make(max_batch=1)
+    for number in range(3):
+        scheduler.add(generation(number, [number]))
+    job = generation(9, range(20))
+    lease, _ = cache.prep_recv("r", job.tokens, 0, 0, 10.0)
+    job.cached = cache.start_lease(lease.lease_id, job.seq_id, job.tokens, None)
+    job.started = True
+    scheduler.add(job)
+    assert step(scheduler, cache)["r9"] == 20

@@ -1,0 +1,158 @@
+"""What FlashInfer is told of a step. There is no GPU here: a few lines of torch read the arrays as
+FlashInfer would (`fake_flashinfer`), and the reference is the one of all attention."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+import fake_flashinfer
+import pytest
+import torch
+from attention_world import CPU, World
+
+from kvcache.attention import flashinfer as attention_flashinfer
+from kvcache.attention.flashinfer import FlashInfer, Ragged
+from kvcache.attention.stable import StablePlan, planner_for
+from kvcache.memory.layout import KVLayout
+from kvcache.types import PageId
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_flashinfer, "WORKSPACE_BYTES", 1)
+
+
+def layout(dtype: torch.dtype = torch.bfloat16, dim: int = 64) -> KVLayout:
+    return KVLayout(1, 1, 16, 2, dim, dtype)
+
+
+def world(lengths: list[int], dtype: torch.dtype = torch.bfloat16) -> World:
+    made = World(lengths, dim=64, dtype=dtype)
+    made.planner = FlashInfer(layout(dtype), made.group, CPU, kernels=fake_flashinfer).plan
+    return made
+
+
+def near(ours: torch.Tensor, reference: torch.Tensor) -> None:
+    torch.testing.assert_close(ours.float(), reference, atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_mixed_step(dtype: torch.dtype):
+    lengths = [300, 1, 129, 70, 33, 200, 16]
+    mixed = world(lengths, dtype)
+    for index in (0, 2, 3, 6):
+        mixed.step([(index, 0, lengths[index] - 1)])
+    mixed.step([(5, 0, 150)])
+    decodes = [(index, lengths[index] - 1, 1) for index in (0, 1, 2, 3, 6)]
+    parts = [(4, 0, 33), *decodes, (5, 150, 50)]
+    for (index, start, count), out in zip(parts, mixed.step(parts), strict=True):
+        near(out, mixed.dense(index)[start : start + count])
+
+
+@pytest.mark.parametrize(("share", "levels"), [(1, 4), (300, 2), (10**9, 1)])
+def test_what_sequences_share_is_read_by_levels(
+    monkeypatch: pytest.MonkeyPatch, share: int, levels: int
+):
+    """One page table that parts ways twice, one that ends where it does, and one of its own; some
+    decode, and some have a chunk to compute."""
+    monkeypatch.setattr(attention_flashinfer, "SHARE", share)
+    lengths = [420, 417, 200, 290, 300, 177]
+    common = [0, 384, 160, 256, 0, 160]
+    alike = world(lengths)
+    first = alike.sequences[0]
+    for sequence, tokens in zip(alike.sequences, common, strict=True):
+        sequence.pages[: tokens // 16] = first.pages[: tokens // 16]
+        sequence.k[:tokens], sequence.v[:tokens] = first.k[:tokens], first.v[:tokens]
+    counts = [1, 33, 1, 7, 1, 17]
+    for index, (length, tokens, count) in enumerate(zip(lengths, common, counts, strict=True)):
+        if length - count > tokens:
+            alike.step([(index, tokens, length - count - tokens)])
+    on = FlashInfer(layout(), alike.group, CPU, kernels=fake_flashinfer)
+    alike.planner = on.plan
+    ends = zip(lengths, counts, strict=True)
+    parts = [(index, length - count, count) for index, (length, count) in enumerate(ends)]
+    for (index, start, _), out in zip(parts, alike.step(parts), strict=True):
+        near(out, alike.dense(index)[start:])
+    assert len(on._wrappers) == levels
+
+
+def test_padding_rows_are_numbers():
+    one = world([20])
+    one.step([(0, 0, 19)])
+    plan = one.planner([attention_flashinfer.Span(0, 19, 1, one.sequences[0].pages)])
+    out = plan.attend(one.pool, torch.full((4, 6, 64), torch.nan, dtype=torch.bfloat16))
+    assert out[1:].isfinite().all()
+
+
+def test_the_arrays():
+    pages = [PageId(page) for page in (7, 3, 9)]
+    ragged = Ragged.of([(5, pages, 32), (1, pages[1:], 1), (2, pages, 33)], 16)
+    assert [array.tolist() for array in ragged] == [
+        [0, 5, 6, 8], [0, 2, 3, 6], [7, 3, 3, 7, 3, 9], [16, 1, 1],
+    ]  # fmt: skip
+
+
+# Which attention a pool gets
+
+
+def test_a_gpu_gets_flashinfer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    planner = planner_for(layout(), 3, CUDA)
+    assert isinstance(getattr(planner, "__self__", None), FlashInfer)
+
+
+def test_without_flashinfer_it_is_torch_and_we_say_so(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    planner = planner_for(layout(), 3, CUDA)
+    assert getattr(planner, "func", None) is StablePlan
+    assert "pip install 'microserve[cuda]'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "said"),
+    [(torch.float32, 64, ""), (torch.bfloat16, 80, "FlashInfer has no kernels for heads of 80")],
+)
+def test_what_flashinfer_cannot_do_is_torch_s(monkeypatch, caplog, dtype, dim, said):
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    assert getattr(planner_for(layout(dtype, dim), 3, CUDA), "func", None) is StablePlan
+    assert said in caplog.text and bool(said) == bool(caplog.text)
+
+
+# What we call is there
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed"
+)
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("prefill.py", "BatchPrefillWithPagedKVCacheWrapper.plan"),
+        ("prefill.py", "BatchPrefillWithPagedKVCacheWrapper.run"),
+        ("cascade.py", "merge_state"),
+        ("page.py", "append_paged_kv_cache"),
+    ],
+)
+def test_the_fake_has_the_arguments_of_the_real_one(file: str, name: str):
+    """Its source is read: to import it takes CUDA."""
+    spec = importlib.util.find_spec("flashinfer")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / file).read_text())
+    owner, _, function = name.rpartition(".")
+    scope: ast.AST = tree
+    fake: object = fake_flashinfer
+    if owner:
+        scope = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner)
+        fake = getattr(fake, owner)
+    real = [n for n in scope.body if isinstance(n, ast.FunctionDef) and n.name == function][-1]
+    names = [arg.arg for arg in real.args.args + real.args.kwonlyargs]
+    ours = inspect.signature(getattr(fake, function)).parameters
+    positional = [n for n, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert names[: len(positional)] == positional
+    assert set(ours) <= set(names)

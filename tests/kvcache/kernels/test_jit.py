@@ -1,0 +1,40 @@
+"""What numba keeps on disk is the code that is here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvcache.kernels import jit as native
+
+pytestmark = pytest.mark.usefixtures("common")
+
+
+@pytest.fixture
+def common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is compiled into all kernels, changed at time 1000."""
+    file = tmp_path / "common.py"
+    file.touch()
+    os.utime(file, (1000, 1000))
+    monkeypatch.setattr(native, "COMMON", [file])
+    return file
+
+
+@pytest.mark.parametrize(("age", "kept"), [(999, False), (1001, True)])
+def test_what_was_compiled_before_a_change_is_forgotten(tmp_path: Path, age: int, kept: bool):
+    folder = tmp_path / "__pycache__"
+    folder.mkdir()
+    for name in ("kernels.f-1.py311.nbi", "kernels.f-1.py311.1.nbc", "others.f-1.py311.nbi"):
+        (folder / name).touch()
+        os.utime(folder / name, (age, age))
+    native.forget_stale(str(tmp_path / "kernels.py"))
+    left = {path.name for path in folder.iterdir()}
+    # Without its index numba does not look at the code; another module's is its own affair.
+    assert left - {"kernels.f-1.py311.nbi"} == {"kernels.f-1.py311.1.nbc", "others.f-1.py311.nbi"}
+    assert ("kernels.f-1.py311.nbi" in left) is kept
+
+
+def test_a_module_without_any_is_none_of_our_business(tmp_path: Path):
+    native.forget_stale(str(tmp_path / "kernels.py"))

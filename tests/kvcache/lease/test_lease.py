@@ -1,0 +1,146 @@
+"""The lease table alone, over real memory; what KVCache makes of it is in test_cache."""
+
+from __future__ import annotations
+
+import pytest
+from kv_helpers import small_layout
+
+from kvcache.errors import KVIncomplete, LeaseExpired, NoCapacity, UnknownLease
+from kvcache.lease.table import REMEMBERED, LeaseTable, ReceiveLease
+from kvcache.memory.region import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, LocalRegion
+from kvcache.types import LeaseId, PageId
+
+PAGES = [PageId(3), PageId(4)]
+
+
+class Leases:
+    """A table, its memory, and the least of a lease."""
+
+    def __init__(self) -> None:
+        self.region = LocalRegion(small_layout(8))
+        self.table = LeaseTable(self.region)
+
+    def open(self, tokens: int = 8, begin: int = 0, now: float = 0.0) -> ReceiveLease:
+        return self.table.open("r", list(range(tokens)), 0, [], begin, list(PAGES), 10.0, now)
+
+
+@pytest.fixture
+def leases() -> Leases:
+    return Leases()
+
+
+def test_an_open_lease_stands_in_memory(leases: Leases):
+    lease = leases.open(begin=4)
+    words = leases.region.slots[lease.slot]
+    assert int(words[NONCE]) == lease.nonce != 0
+    assert int(words[LANDED]) == 4
+    assert int(words[CLAIM]) == int(words[RENEWALS]) == 0
+    assert lease.state == "reserved"
+    assert leases.table.leased == 2
+
+
+def test_the_watermark_is_reread(leases: Leases):
+    lease = leases.open()
+    leases.region.slots[lease.slot, LANDED] = 8
+    assert leases.table.get(lease.lease_id).landed == 8
+    assert leases.table.live()[0].state == "landed"
+
+
+def test_nothing_to_receive_has_landed_at_once(leases: Leases):
+    assert leases.open(tokens=0).state == "landed"
+
+
+def test_ended_and_unknown_leases_differ(leases: Leases):
+    lease = leases.open()
+    assert leases.table.close(lease) == PAGES
+    with pytest.raises(LeaseExpired):
+        leases.table.get(lease.lease_id)
+    with pytest.raises(UnknownLease):
+        leases.table.get(LeaseId("never"))
+
+
+def test_only_so_many_ended_ones_are_remembered(leases: Leases):
+    first = leases.open()
+    leases.table.close(first)
+    for _ in range(REMEMBERED):
+        leases.table.close(leases.open())
+    with pytest.raises(UnknownLease):
+        leases.table.get(first.lease_id)
+
+
+def test_slots_run_out_and_come_back(leases: Leases):
+    opened = [leases.open() for _ in range(SLOTS)]
+    assert len({lease.slot for lease in opened}) == SLOTS
+    with pytest.raises(NoCapacity):
+        leases.open()
+    leases.table.close(opened[5])
+    assert leases.open().slot == opened[5].slot
+
+
+def test_a_closed_slot_is_closed_in_memory(leases: Leases):
+    lease = leases.open()
+    leases.table.close(lease)
+    assert int(leases.region.slots[lease.slot, NONCE]) == 0
+
+
+def test_a_writer_keeps_the_pages_in_quarantine(leases: Leases):
+    lease = leases.open()
+    assert leases.region.try_right(lease.slot)
+    assert leases.table.close(lease) == []
+    assert leases.table.quarantined == 2
+    assert leases.table.leased == 0
+    assert list(leases.table.holders()) == [PAGES]
+    assert leases.table.sweep() == []
+    assert leases.open().slot != lease.slot  # nor is its slot given to another
+    leases.region.drop_right(lease.slot)
+    assert leases.table.sweep() == PAGES
+    assert leases.table.quarantined == 0
+    assert leases.table.sweep() == []
+
+
+def test_taking_over_ends_the_lease(leases: Leases):
+    lease = leases.open()
+    leases.table.take_over(lease)
+    assert int(leases.region.slots[lease.slot, NONCE]) == 0
+    assert leases.region.try_right(lease.slot)
+    with pytest.raises(LeaseExpired):
+        leases.table.get(lease.lease_id)
+
+
+def test_taking_over_from_a_writer_changes_nothing(leases: Leases):
+    lease = leases.open()
+    assert leases.region.try_right(lease.slot)
+    seen: list[int] = []
+    try_right = leases.region.try_right
+
+    def watched(slot: int) -> bool:
+        seen.append(int(leases.region.slots[slot, NONCE]))
+        return try_right(slot)
+
+    leases.region.try_right = watched  # type: ignore[method-assign]
+    with pytest.raises(KVIncomplete):
+        leases.table.take_over(lease)
+    assert seen == [lease.nonce]  # the writer never saw the lease closed
+    assert leases.table.get(lease.lease_id) is lease
+
+
+def test_a_lease_that_nobody_writes_expires(leases: Leases):
+    lease = leases.open(now=0.0)
+    assert leases.table.expired(10.0) == []
+    assert leases.table.expired(10.1) == [lease]
+
+
+def test_signs_of_life_renew(leases: Leases):
+    lease = leases.open(now=0.0)
+    leases.region.slots[lease.slot, RENEWALS] += 1
+    assert leases.table.expired(50.0) == []  # seen before it is judged late
+    assert lease.deadline == 60.0
+    assert leases.table.expired(61.0) == [lease]
+
+
+def test_looking_at_a_lease_does_not_hide_a_sign_of_life(leases: Leases):
+    lease = leases.open(now=0.0)
+    leases.region.slots[lease.slot, LANDED] = 8
+    leases.region.slots[lease.slot, RENEWALS] += 1
+    leases.table.live()
+    assert leases.table.expired(50.0) == []

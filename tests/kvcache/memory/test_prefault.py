@@ -1,0 +1,86 @@
+"""Memory is there before it is needed, and nobody waits for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcache.memory import prefault as populate
+from kvcache.memory.layout import KVLayout
+from kvcache.memory.prefault import Populator
+from kvcache.memory.region import SharedRegion
+
+LAYOUT = KVLayout(
+    layers=4, pages=1024, page_size=16, kv_heads=2, head_dim=32, dtype=torch.float32
+)  # 32 MiB
+
+
+def resident(region: SharedRegion) -> int:
+    """Bytes of the pool that this process has in its page table."""
+    begin, found = region.pool.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head:
+            low, high = (int(part, 16) for part in head.split("-"))
+            found = low <= begin < high
+        elif found and head == "Rss:":
+            return int(line.split()[1]) << 10
+    raise AssertionError("the pool is not mapped")
+
+
+def wait_for(region: SharedRegion) -> None:
+    give_up = time.monotonic() + 20
+    while resident(region) < LAYOUT.nbytes:
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def test_a_pool_and_a_peers_mapping_of_it():
+    own = SharedRegion.create(LAYOUT, epoch=1)
+    assert resident(own) < LAYOUT.nbytes / 8  # or there would be nothing to do
+    populator = Populator()
+    populator.add(own)
+    wait_for(own)
+    assert not own.pool.any()
+    own.pool[1, 7] = 3.0
+    peer = SharedRegion.attach(os.getpid(), own.fd, 1, LAYOUT)
+    assert resident(peer) < LAYOUT.nbytes / 8
+    populator.add(peer)
+    wait_for(peer)
+    assert (peer.pool[1, 7] == 3.0).all()
+    assert int(peer.pool.count_nonzero()) == peer.pool[1, 7].numel()
+    populator.close()
+    populator.close()
+
+
+def test_the_end_does_not_wait_for_the_rest(monkeypatch: pytest.MonkeyPatch):
+    pieces = []
+
+    def slow(*piece: int) -> int:
+        pieces.append(piece)
+        time.sleep(0.01)
+        return 0
+
+    monkeypatch.setattr(populate, "_madvise", slow)
+    populator = Populator()
+    for _ in range(100):
+        populator.add(SharedRegion.create(LAYOUT, epoch=1))
+    populator.close()
+    assert len(pieces) < 100  # of 900
+
+
+def test_a_kernel_that_cannot(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    monkeypatch.setattr(populate, "_madvise", lambda *piece: calls.append(piece) or -1)
+    populator = Populator()
+    regions = [SharedRegion.create(LAYOUT, epoch=1) for _ in range(3)]
+    for region in regions:
+        populator.add(region)
+    populator._queue.put(None)
+    populator._thread.join(20)
+    assert len(calls) == len(regions)  # it is not asked again for the same one
+    regions[0].pool[0, 0] = 1.0

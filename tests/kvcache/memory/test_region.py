@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kv_helpers import small_layout
+
+from kvcache.errors import PeerUnreachable, StaleEpoch
+from kvcache.memory.region import LANDED, SLOTS, LocalRegion, Region, SharedRegion
+
+LAYOUT = small_layout(3)
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedRegion]:
+    region = SharedRegion.create(LAYOUT, epoch=5)
+    yield region
+    region.close()
+
+
+@pytest.fixture(params=["local", "shared"])
+def region(request: pytest.FixtureRequest) -> Iterator[Region]:
+    region: Region = (
+        LocalRegion(LAYOUT) if request.param == "local" else SharedRegion.create(LAYOUT, epoch=1)
+    )
+    yield region
+    region.close()
+
+
+def test_new_memory_is_zero(region: Region):
+    assert region.pool.shape == LAYOUT.shape
+    assert not region.pool.count_nonzero()
+    assert not region.slots.any()
+
+
+def test_a_right_is_held_once(region: Region):
+    assert region.try_right(3)
+    assert not region.try_right(3)
+    region.drop_right(3)
+    assert region.try_right(3)
+    region.drop_right(3)
+
+
+def test_a_peer_sees_what_is_written(shared: SharedRegion):
+    peer = SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT)
+    peer.pool[1, 2] = 7.0
+    peer.slots[9, LANDED] = 1 << 40
+    assert torch.equal(shared.pool[1, 2], torch.full_like(shared.pool[1, 2], 7.0))
+    assert not shared.pool[0].count_nonzero()
+    assert int(shared.slots[9, LANDED]) == 1 << 40
+    peer.close()
+
+
+def test_rights_exclude_a_peer_slot_by_slot(shared: SharedRegion):
+    peer = SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT)
+    assert peer.try_right(0)
+    assert not shared.try_right(0)
+    peer.drop_right(0)
+    assert shared.try_right(SLOTS - 1)
+    assert peer.try_right(0)
+    peer.drop_right(0)
+    shared.drop_right(SLOTS - 1)
+    peer.close()
+
+
+def test_workers_of_one_sender_have_a_right_together(shared: SharedRegion):
+    one, two = (SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT) for _ in range(2))
+    assert one.try_right(4, share=9)
+    assert two.try_right(4, share=9)
+    one.drop_right(4)
+    assert not shared.try_right(4)  # the owner waits for the last
+    two.drop_right(4)
+    assert shared.try_right(4)
+    assert not one.try_right(4, share=9)
+    shared.drop_right(4)
+
+
+def test_a_mapping_that_goes_drops_its_rights(shared: SharedRegion):
+    peer = SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT)
+    assert peer.try_right(1)
+    peer.close()
+    del peer  # Python's mmap has a duplicate of the descriptor
+    assert shared.try_right(1)
+    shared.drop_right(1)
+
+
+def test_a_right_in_closed_memory_is_an_error_not_a_wait(shared: SharedRegion):
+    peer = SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT)
+    peer.close()
+    for _ in range(2):
+        with pytest.raises(OSError, match="descriptor"):
+            peer.try_right(1)
+
+
+def test_another_life_is_stale(shared: SharedRegion):
+    with pytest.raises(StaleEpoch):
+        SharedRegion.attach(os.getpid(), shared.fd, 6, LAYOUT)
+
+
+def test_another_file_is_stale():
+    other = os.memfd_create("other")
+    with pytest.raises(StaleEpoch):
+        SharedRegion.attach(os.getpid(), other, 5, LAYOUT)
+    os.close(other)
+
+
+def test_a_pipe_is_stale():
+    """As what another process has there, whose number was the peer's."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    ends = os.pipe()
+    with pytest.raises(StaleEpoch):
+        SharedRegion.attach(os.getpid(), ends[0], 5, LAYOUT)
+    for end in ends:
+        os.close(end)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_nobody_there_is_unreachable(shared: SharedRegion):
+    with pytest.raises(PeerUnreachable):
+        SharedRegion.attach(os.getpid(), 9999, 5, LAYOUT)
+    with pytest.raises(PeerUnreachable):
+        SharedRegion.attach(2**22 + 1, shared.fd, 5, LAYOUT)
+
+
+def test_a_mapping_that_nobody_has_any_more_is_closed(shared: SharedRegion):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    peer = SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 2  # mmap has a duplicate
+    del peer
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_refused_attach_leaks_no_descriptor(shared: SharedRegion):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(StaleEpoch):
+        SharedRegion.attach(os.getpid(), shared.fd, 6, LAYOUT)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_it_is_this_users_alone_and_in_no_file_system(shared: SharedRegion):
+    assert stat.S_IMODE(os.fstat(shared.fd).st_mode) == 0o600
+    assert str(Path(f"/proc/self/fd/{shared.fd}").readlink()).startswith("/memfd:")
+    assert not os.get_inheritable(shared.fd)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from kvcache.memory.write_rights import Rights
+
+
+def test_a_right_taken_alone_is_held_once():
+    rights = Rights()
+    assert rights.try_right(3)
+    assert not rights.try_right(3)
+    assert not rights.try_right(3, share=5)
+    assert rights.try_right(4)
+    rights.drop_right(3)
+    assert rights.try_right(3, share=5)
+
+
+def test_a_right_is_shared_under_one_number():
+    rights = Rights()
+    assert rights.try_right(3, share=5)
+    assert rights.try_right(3, share=5)
+    assert not rights.try_right(3, share=6)
+    assert not rights.try_right(3)
+    rights.drop_right(3)
+    assert not rights.try_right(3)
+    rights.drop_right(3)
+    assert rights.try_right(3)
+
+
+def test_other_processes_are_asked_for_the_first_and_told_after_the_last():
+    calls: list[tuple[int, ...]] = []
+
+    def take(slot: int, share: int) -> bool:
+        calls.append((slot, share))
+        return slot != 9
+
+    rights = Rights(take, lambda slot: calls.append((slot,)))
+    assert rights.try_right(3, share=5)
+    assert rights.try_right(3, share=5)
+    assert calls == [(3, 5)]
+    rights.drop_right(3)
+    assert calls == [(3, 5)]
+    rights.drop_right(3)
+    assert calls == [(3, 5), (3,)]
+    assert not rights.try_right(9)
+    assert not rights.try_right(9)  # what was refused is not held
+    assert calls[2:] == [(9, 0), (9, 0)]

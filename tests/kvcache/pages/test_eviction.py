@@ -1,0 +1,102 @@
+"""What may be evicted: pins, their limit, and that they can be taken back."""
+
+from __future__ import annotations
+
+import pytest
+from kv_helpers import SIZE, compute
+
+from kvcache.cache import KVCache
+from kvcache.errors import NoCapacity
+from kvcache.pages.eviction import EvictionPolicy
+from kvcache.types import PageId, SeqId
+
+A, B = list(range(100, 100 + 4 * SIZE)), list(range(200, 200 + 4 * SIZE))
+
+
+def cached(cache: KVCache, tokens: list[int], seq_id: int) -> None:
+    cache.add_sequence(SeqId(seq_id))
+    compute(cache, SeqId(seq_id), tokens)
+    cache.publish(SeqId(seq_id), tokens)
+    cache.remove_sequence(SeqId(seq_id))
+
+
+def matched(cache: KVCache, tokens: list[int]) -> int:
+    length = cache.add_sequence(SeqId(99), tokens)
+    cache.remove_sequence(SeqId(99))
+    return length
+
+
+def fill(cache: KVCache, pages: int) -> None:
+    """Take `pages` pages, evicting what has to go, and give them back."""
+    cache.add_sequence(SeqId(98))
+    try:
+        cache.grow(SeqId(98), pages * SIZE)
+    finally:
+        cache.remove_sequence(SeqId(98))
+
+
+def test_a_pinned_prefix_outlives_pressure(cache: KVCache) -> None:
+    cached(cache, A, 1)
+    cached(cache, B, 2)
+    assert cache.pin(A) == len(A)
+    assert cache.page_use().pinned == 4
+    fill(cache, cache.page_use().total - 4)
+    assert matched(cache, A) == len(A)
+    assert matched(cache, B) == 0
+
+
+def test_an_unpinned_prefix_may_go(cache: KVCache) -> None:
+    cached(cache, A, 1)
+    cache.pin(A)
+    assert cache.unpin(A) == len(A)
+    assert cache.unpin(A) == 0
+    fill(cache, cache.page_use().total)
+    assert matched(cache, A) == 0
+    assert cache.page_use().pinned == 0
+
+
+def test_pinned_pages_are_not_counted_as_available(cache: KVCache) -> None:
+    cached(cache, A, 1)
+    total = cache.page_use().total
+    assert cache.available == total
+    cache.pin(A)
+    assert cache.available == total - 4
+    with pytest.raises(NoCapacity):
+        fill(cache, total)
+    assert matched(cache, A) == len(A)
+
+
+def test_two_pins_of_one_page_keep_it_until_both_are_gone(cache: KVCache) -> None:
+    cached(cache, A, 1)
+    cache.pin(A)
+    cache.pin(A[: 2 * SIZE])
+    cache.unpin(A)
+    assert cache.page_use().pinned == 2
+    cache.unpin(A[: 2 * SIZE])
+    assert cache.page_use().pinned == 0
+
+
+def test_pinning_again_keeps_what_is_cached_now(cache: KVCache) -> None:
+    cached(cache, A[: 2 * SIZE], 1)
+    assert cache.pin(A) == 2 * SIZE
+    cached(cache, A, 2)
+    assert cache.pin(A) == 4 * SIZE
+    assert cache.page_use().pinned == 4
+
+
+def test_what_is_not_cached_cannot_be_pinned(cache: KVCache) -> None:
+    assert cache.pin(A) == 0
+    assert cache.page_use().pinned == 0
+
+
+def test_at_most_half_of_the_pool_is_pinned() -> None:
+    policy = EvictionPolicy(9)
+    policy.pin(b"a", [PageId(1), PageId(2), PageId(3)])
+    with pytest.raises(NoCapacity):
+        policy.pin(b"b", [PageId(4), PageId(5)])
+    with pytest.raises(NoCapacity):
+        policy.pin(b"a", [PageId(page) for page in range(1, 6)])
+    assert policy.pinned == 3
+    policy.pin(b"b", [PageId(3), PageId(4)])
+    assert policy.unpin(b"a") == 3
+    assert policy.pinned == 2

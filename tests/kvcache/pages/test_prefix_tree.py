@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.pages.eviction import EvictionPolicy
+from kvcache.pages.page_pool import PagePool
+from kvcache.pages.prefix_tree import PrefixCache
+from kvcache.types import PageId, PageName
+
+SIZE = 2
+
+
+class Tree:
+    """A prefix cache and the pool under it; `keep` inserts pages that only the tree then holds."""
+
+    def __init__(self, pages: int = 32) -> None:
+        self.pool = PagePool(pages)
+        self.cache = PrefixCache(self.pool, SIZE, EvictionPolicy(pages))
+
+    def keep(self, tokens: Sequence[int]) -> list[PageId]:
+        pages = self.pool.take(len(tokens) // SIZE)
+        self.cache.insert(tokens, pages)
+        self.pool.drop(pages)
+        return pages
+
+    def check(self) -> None:
+        self.pool.check(self.cache.holders())
+
+
+@pytest.fixture
+def tree() -> Iterator[Tree]:
+    tree = Tree()
+    yield tree
+    tree.check()
+
+
+def test_an_empty_tree_matches_nothing(tree: Tree):
+    assert tree.cache.match([1, 2, 3]) == []
+    assert tree.cache.match([]) == []
+
+
+def test_only_full_pages_match(tree: Tree):
+    pages = tree.keep([1, 2, 3, 4])
+    assert tree.cache.match([1, 2, 3, 4, 5]) == pages
+    assert tree.cache.match([1, 2, 3]) == pages[:1]
+    assert tree.cache.match([1]) == []
+
+
+def test_a_partial_last_page_is_not_kept(tree: Tree):
+    pages = tree.pool.take(2)
+    tree.cache.insert([1, 2, 3], pages)
+    tree.pool.drop(pages)
+    assert tree.cache.tokens == 2
+    assert tree.cache.match([1, 2, 3, 4]) == pages[:1]
+
+
+def test_a_match_may_end_within_a_node(tree: Tree):
+    pages = tree.keep([1, 2, 3, 4, 5, 6])
+    assert tree.cache.match([1, 2, 3, 4, 9, 9]) == pages[:2]
+
+
+def test_a_page_that_begins_alike_does_not_match(tree: Tree):
+    tree.keep([1, 2, 3, 4])
+    assert tree.cache.match([1, 9, 3, 4]) == []
+
+
+def test_a_branch_splits_a_node(tree: Tree):
+    first = tree.keep([1, 2, 3, 4, 5, 6])
+    second = tree.keep([1, 2, 3, 4, 7, 8])
+    assert tree.cache.match([1, 2, 3, 4, 5, 6]) == first
+    assert tree.cache.match([1, 2, 3, 4, 7, 8]) == [*first[:2], second[2]]
+    assert tree.cache.tokens == 8
+
+
+def test_a_split_keeps_what_hangs_below(tree: Tree):
+    first = tree.keep([1, 2, 3, 4])
+    below = tree.keep([1, 2, 3, 4, 5, 6])
+    tree.keep([1, 2, 9, 9])
+    assert tree.cache.match([1, 2, 3, 4, 5, 6]) == [*first, below[2]]
+
+
+def test_a_duplicate_is_not_kept(tree: Tree):
+    first = tree.keep([1, 2, 3, 4])
+    free = tree.pool.free
+    tree.keep([1, 2, 3, 4])
+    tree.keep([1, 2])
+    assert tree.pool.free == free
+    assert tree.cache.match([1, 2, 3, 4]) == first
+
+
+def test_large_token_ids_do_not_collide(tree: Tree):
+    tree.keep([1 << 20, 1 << 30])
+    assert tree.cache.match([0, 1 << 30]) == []
+    assert len(tree.cache.match([1 << 20, 1 << 30])) == 1
+
+
+def test_the_least_recently_used_goes_first(tree: Tree):
+    old, new = tree.keep([1, 2]), tree.keep([3, 4])
+    assert tree.cache.evict(1) == 1
+    assert tree.cache.match([1, 2]) == []
+    assert tree.cache.match([3, 4]) == new
+    assert old != new
+
+
+def test_a_match_counts_as_use(tree: Tree):
+    used = tree.keep([1, 2])
+    tree.keep([3, 4])
+    tree.cache.match([1, 2])
+    tree.cache.evict(1)
+    assert tree.cache.match([1, 2]) == used
+    assert tree.cache.match([3, 4]) == []
+
+
+def test_branches_shrink_from_their_ends(tree: Tree):
+    pages = tree.keep([1, 2, 3, 4, 5, 6])
+    assert tree.cache.evict(1) == 1
+    assert tree.cache.match([1, 2, 3, 4, 5, 6]) == pages[:2]
+    assert tree.cache.evict(1) == 1
+    assert tree.cache.match([1, 2, 3, 4, 5, 6]) == pages[:1]
+
+
+def test_an_inner_node_outlives_its_branches(tree: Tree):
+    stem = tree.keep([1, 2])
+    tree.keep([1, 2, 3, 4])
+    tree.keep([1, 2, 5, 6])
+    assert tree.cache.evict(2) == 2
+    assert tree.cache.match([1, 2, 3, 4]) == stem
+    assert tree.cache.evict(9) == 1
+    assert tree.cache.tokens == 0
+    assert tree.pool.free == tree.pool.total
+
+
+def test_pages_in_use_survive(tree: Tree):
+    pages = tree.keep([1, 2, 3, 4])
+    tree.pool.share(pages[:1])
+    assert tree.cache.evictable == 1
+    assert tree.cache.evict(9) == 1
+    assert tree.cache.match([1, 2, 3, 4]) == pages[:1]
+    tree.pool.drop(pages[:1])
+
+
+def test_eviction_stops_at_what_was_wanted(tree: Tree):
+    tree.keep([1, 2, 3, 4, 5, 6])
+    tree.keep([7, 8])
+    assert tree.cache.evict(2) == 2
+    assert tree.cache.tokens == 4
+
+
+def test_an_evicted_branch_can_be_inserted_again(tree: Tree):
+    tree.keep([1, 2, 3, 4])
+    tree.cache.evict(1)
+    again = tree.keep([1, 2, 3, 4])
+    assert tree.cache.match([1, 2, 3, 4])[1] == again[1]
+
+
+def test_what_is_only_looked_at_is_not_used(tree: Tree):
+    tree.keep([1, 2])
+    tree.keep([3, 4])
+    assert len(tree.cache.match([1, 2], use=False)) == 1
+    tree.cache.evict(1)
+    assert tree.cache.match([1, 2]) == []
+    assert len(tree.cache.match([3, 4])) == 1
+
+
+def test_pages_that_come_one_by_one_make_one_node(tree: Tree):
+    tokens = list(range(8))
+    for end in range(SIZE, 8 + SIZE, SIZE):
+        tree.keep(tokens[:end])
+    assert len(list(tree.cache.holders())) == 1
+    assert len(tree.cache.match(tokens)) == 4
+    tree.keep([0, 1, 9, 9])  # splits it
+    tree.keep([0, 1, 9, 9, 5, 5])
+    assert len(list(tree.cache.holders())) == 3
+    assert tree.cache.evict(99) == 6
+
+
+@pytest.mark.parametrize("keep", range(5))
+def test_a_cut_takes_all_that_follows(tree: Tree, keep: int):
+    tokens = list(range(8))
+    tree.keep(tokens)
+    tree.keep([*tokens[:6], 9, 9])  # branches off after three pages
+    tree.keep([0, 1, 7, 7])  # and after one
+    tree.cache.cut(tokens, keep)
+    tree.check()
+    assert len(tree.cache.match(tokens)) == min(keep, 4)
+    assert len(tree.cache.match([*tokens[:6], 9, 9])) == (4 if keep >= 3 else keep)
+    assert len(tree.cache.match([0, 1, 7, 7])) == (2 if keep >= 1 else 0)
+
+
+def test_a_cut_where_nothing_is_does_nothing(tree: Tree):
+    tree.keep([1, 2, 3, 4])
+    tree.cache.cut([1, 2, 5, 6], 1)
+    tree.cache.cut([7, 8], 0)
+    tree.cache.cut([1, 2, 3, 4, 5, 6], 2)
+    assert tree.cache.tokens == 4
+
+
+def readable(before: PageName, page: bytes) -> PageName:
+    """A name that shows all tokens up to the page's end."""
+    return PageName(before + "".join(f"{token}." for token in np.frombuffer(page, np.int32)))
+
+
+class Follower:
+    """What one who follows the tree knows of it; whoever is told must not be told it again."""
+
+    def __init__(self, tree: Tree) -> None:
+        names = tree.cache.follow(readable, self.tell)
+        self.known = set(names)
+        assert len(self.known) == len(names)
+
+    def tell(self, came: Sequence[PageName], went: Sequence[PageName]) -> None:
+        assert not self.known & set(came)
+        assert self.known >= set(went)
+        self.known = (self.known | set(came)) - set(went)
+
+
+def test_a_follower_knows_what_was_there_and_what_comes_and_goes(tree: Tree):
+    tree.keep([1, 2, 3, 4])
+    follower = Follower(tree)
+    assert follower.known == {"1.2.", "1.2.3.4."}
+    tree.keep([1, 2, 5, 6])
+    assert follower.known == {"1.2.", "1.2.3.4.", "1.2.5.6."}
+    tree.cache.evict(1)
+    assert follower.known == {"1.2.", "1.2.5.6."}
+    tree.cache.cut([1, 2], 0)
+    assert follower.known == set()
+
+
+def test_the_latest_follower_is_told(tree: Tree):
+    first = Follower(tree)
+    tree.keep([1, 2])
+    second = Follower(tree)
+    tree.keep([1, 2, 3, 4])
+    assert first.known == {"1.2."}
+    assert second.known == {"1.2.", "1.2.3.4."}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["keep", "match", "evict", "cut"]),
+            st.lists(st.integers(0, 1), max_size=9),
+            st.integers(0, 4),
+        ),
+        max_size=25,
+    ),
+    st.integers(0, 25),
+)
+def test_any_history_agrees_with_a_set_of_prefixes(
+    history: list[tuple[str, list[int], int]], followed: int
+):
+    """The model: the set of token prefixes, whole pages long, that are cached. Somebody follows the
+    tree after the first `followed` events, and somebody else from two events later on."""
+    tree, known = Tree(pages=200), set()
+    follower: Follower | None = None
+    for at, (what, tokens, number) in enumerate(history):
+        if at in (followed, followed + 2):
+            follower = Follower(tree)
+        full = len(tokens) // SIZE
+        prefixes = [tuple(tokens[: n * SIZE]) for n in range(1, full + 1)]
+        if what == "keep":
+            tree.keep(tokens)
+            known.update(prefixes)
+        elif what == "match":
+            assert len(tree.cache.match(tokens)) == sum(prefix in known for prefix in prefixes)
+        elif what == "cut":
+            tree.cache.cut(tokens, number)
+            gone = tuple(tokens[: (number + 1) * SIZE])
+            if len(gone) == (number + 1) * SIZE:
+                known = {prefix for prefix in known if prefix[: len(gone)] != gone}
+        else:
+            freed = tree.cache.evict(number)
+            assert freed == min(number, len(known))
+            known = {p for p in known if len(tree.cache.match(p)) * SIZE == len(p)}
+        assert tree.cache.tokens == len(known) * SIZE
+        assert tree.cache.evictable == len(known)
+        if follower is not None:
+            assert follower.known == {"".join(f"{t}." for t in prefix) for prefix in known}
+        tree.check()

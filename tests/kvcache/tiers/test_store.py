@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kv_helpers import small_layout
+
+from kvcache.errors import BadRequest
+from kvcache.memory.layout import KVLayout
+from kvcache.pages.page_manager import Books
+from kvcache.tiers.disk_store import DiskStore
+from kvcache.tiers.store import DevicePages, HostStore, Store, page_shape
+from kvcache.types import PageId
+
+LAYOUT = small_layout(3)
+
+
+def filled(value: int) -> torch.Tensor:
+    return torch.full(page_shape(LAYOUT), value, dtype=torch.uint8)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskStore]:
+    store = DiskStore(LAYOUT, 4, tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture(params=["host", "disk"])
+def store(request: pytest.FixtureRequest, disk: DiskStore) -> Store:
+    return HostStore(LAYOUT, 4) if request.param == "host" else disk
+
+
+def test_each_slot_keeps_its_page(store: Store):
+    for slot in (3, 1, 2, 4, 1):
+        store.buffer(PageId(slot)).copy_(filled(slot + 40))
+        store.flush(PageId(slot))
+    for slot in (1, 2, 3, 4):
+        assert torch.equal(store.fetch(PageId(slot)), filled(slot + 40))
+
+
+def test_a_page_survives_the_way_there_and_back(store: Store):
+    """Whatever the dtype; only this page is written."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layout = KVLayout(2, 4, 4, 2, 8 if dtype == torch.float32 else 16, dtype)
+        pool = torch.randn(layout.shape).to(dtype)
+        before = pool.clone()
+        device = DevicePages(Books(4, 4), pool)
+        device.read(PageId(2), store.buffer(PageId(1)))
+        store.flush(PageId(1))
+        device.write(PageId(3), store.fetch(PageId(1)))
+        assert torch.equal(pool[:, 3], before[:, 2])
+        assert torch.equal(pool[:, :3], before[:, :3])
+
+
+def test_the_pool_is_not_copied():
+    pool = torch.zeros(LAYOUT.shape)
+    assert DevicePages(Books(4, 4), pool)._pool.data_ptr() == pool.data_ptr()
+
+
+def test_the_file_is_ours_and_nobody_sees_it(disk: DiskStore, tmp_path: Path):
+    assert list(tmp_path.iterdir()) == []
+    found = os.fstat(disk.fd)
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert found.st_nlink == 0
+    assert found.st_size == 4 * LAYOUT.page_bytes
+    assert found.st_blocks * 512 >= found.st_size
+
+
+def test_a_closed_store_is_gone(tmp_path: Path):
+    store = DiskStore(LAYOUT, 4, tmp_path)
+    store.close()
+    store.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(store.fd)
+
+
+@pytest.mark.parametrize("byte", [0, 777, LAYOUT.page_bytes - 1])
+def test_a_damaged_page_is_no_page(disk: DiskStore, byte: int):
+    """Through the descriptor table, as another program would, or a bad disk."""
+    for slot in (1, 2):
+        disk.buffer(PageId(slot)).copy_(filled(slot))
+        disk.flush(PageId(slot))
+    with Path(f"/proc/self/fd/{disk.fd}").open("r+b") as file:
+        file.seek(LAYOUT.page_bytes + byte)
+        file.write(b"\x55")
+    with pytest.raises(OSError, match="not what was written"):
+        disk.fetch(PageId(2))
+    assert torch.equal(disk.fetch(PageId(1)), filled(1))
+
+
+def test_a_page_that_is_cut_off_is_no_page(disk: DiskStore):
+    disk.buffer(PageId(4)).copy_(filled(0))
+    disk.flush(PageId(4))
+    os.truncate(f"/proc/self/fd/{disk.fd}", 4 * LAYOUT.page_bytes - 1)
+    with pytest.raises(OSError, match="not what was written"):
+        disk.fetch(PageId(4))
+
+
+def test_a_slot_that_was_never_written_is_no_page(disk: DiskStore):
+    with pytest.raises(OSError, match="not what was written"):
+        disk.fetch(PageId(1))
+
+
+FULL = """
+import errno, resource, sys
+sys.path.insert(0, "tests/kvcache")
+from pathlib import Path
+from kv_helpers import small_layout
+from kvcache.tiers.disk_store import DiskStore
+
+layout = small_layout(3)
+store = DiskStore(layout, 4, Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 * layout.page_bytes + 1,) * 2)
+for slot in (1, 2):
+    store.buffer(slot).fill_(slot)
+    store.flush(slot)
+for slot in (3, 4):  # in part, and not at all
+    try:
+        store.flush(slot)
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+    try:
+        store.fetch(slot)
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+print(int(store.fetch(2)[0, 0]))
+try:
+    DiskStore(layout, 4, Path(sys.argv[1]))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_an_error_of_the_page(tmp_path: Path):
+    """A real limit, in a process of its own: writes beyond it fail as on a full disk."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    lines = done.stdout.splitlines()
+    assert lines[:5] == ["ENOSPC", "EIO", "EFBIG", "EIO", "2"], done.stderr
+    assert lines[5].startswith("BadRequest") and "no room for 4 pages" in lines[5]
+
+
+def test_no_folder_no_store(tmp_path: Path):
+    with pytest.raises(BadRequest, match="No such file"):
+        DiskStore(LAYOUT, 4, tmp_path / "nowhere")
+    with pytest.raises(BadRequest, match="no room"):
+        DiskStore(LAYOUT, 1 << 50, tmp_path)

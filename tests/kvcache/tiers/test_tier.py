@@ -1,0 +1,412 @@
+"""Prefixes that outlive their pages: copied behind, and promoted, at every interleaving."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from gated_store import PATIENCE_S, GatedStore
+from kv_helpers import SIZE, assert_content, cached, compute, sequence, small_layout
+from tier_helpers import at_rest, quiet, tiered, tiered_caches
+
+from kvcache.cache import KVCache
+from kvcache.errors import NoCapacity
+from kvcache.tiers.disk_store import DiskStore
+from kvcache.tiers.store import HostStore
+from kvcache.tiers.tier import OFFERS
+from kvcache.types import SeqId
+
+LAYOUT = small_layout(1)
+PROMPT = list(range(100, 100 + 4 * SIZE))
+OTHER = list(range(500, 500 + 8 * SIZE))
+
+
+@pytest.fixture
+def store() -> GatedStore:
+    return GatedStore(LAYOUT, 16)
+
+
+@pytest.fixture
+def new() -> Iterator[Callable[..., KVCache]]:
+    with tiered_caches() as make:
+        yield make
+
+
+@pytest.fixture
+def cache(new: Callable[..., KVCache], store: GatedStore) -> KVCache:
+    return new(store)
+
+
+def evict_all(cache: KVCache) -> None:
+    """Take all pages of the device for a moment."""
+    cache.add_sequence(SeqId(10**9))
+    cache.grow(SeqId(10**9), cache.page_use().total * SIZE)
+    cache.remove_sequence(SeqId(10**9))
+    assert cache.prefix_tokens == 0
+
+
+def promoted(future: Future[int] | None) -> int:
+    assert future is not None
+    return future.result(PATIENCE_S)
+
+
+def evicted(cache: KVCache, tokens: list[int] = PROMPT) -> None:
+    """`tokens` are in tiers only."""
+    cached(cache, 1, tokens)
+    quiet(cache)
+    evict_all(cache)
+
+
+def test_a_prefix_comes_back(cache: KVCache):
+    evicted(cache)
+    assert promoted(cache.promote([*PROMPT, 1, 2])) == len(PROMPT)
+    seq_id = sequence(cache, 2, PROMPT)
+    assert_content(cache, seq_id, PROMPT)
+    cache.remove_sequence(seq_id)
+    (tier,) = cache.tiers
+    assert (tier.stats.promoted_tokens, tier.stats.failures) == (len(PROMPT), 0)
+    assert tier.stats.bytes_in == tier.stats.bytes_out == 4 * LAYOUT.page_bytes
+
+
+def test_only_what_is_missing_is_copied(cache: KVCache):
+    cached(cache, 1, PROMPT[: 2 * SIZE])
+    cached(cache, 2, PROMPT)
+    quiet(cache)
+    cached(cache, 3, PROMPT)
+    quiet(cache)
+    (tier,) = cache.tiers
+    assert tier.stats.bytes_in == 4 * LAYOUT.page_bytes
+    evict_all(cache)
+    assert promoted(cache.promote(PROMPT[: 1 * SIZE])) == SIZE
+    assert promoted(cache.promote(PROMPT)) == 3 * SIZE
+    assert cache.promote(PROMPT) is None
+    seq_id = sequence(cache, 4, PROMPT)
+    assert_content(cache, seq_id, PROMPT)
+    cache.remove_sequence(seq_id)
+
+
+def test_nothing_known_is_nothing_promoted(cache: KVCache):
+    assert cache.promote(PROMPT) is None
+    evicted(cache)
+    assert cache.promote([7, *PROMPT]) is None
+    assert cache.promote(PROMPT[: SIZE - 1]) is None
+
+
+def test_a_commit_is_copied_behind(new: Callable[..., KVCache], store: GatedStore):
+    """What a peer has put counts like what was computed here."""
+    cache = new(store, pages=16)
+    lease, _ = cache.prep_recv("r", PROMPT, 0, 0, 10.0)
+    assert cache.commit(lease.lease_id) == 0
+    evicted(cache)
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)
+    lease, _ = cache.prep_recv("r", PROMPT, len(PROMPT), 0, 10.0)
+    assert lease.begin == len(PROMPT)
+    cache.commit(lease.lease_id)
+
+
+def test_what_lands_is_cached_then_and_not_before(cache: KVCache, store: GatedStore):
+    evicted(cache)
+    store.gate.shut()
+    future = cache.promote(PROMPT)
+    store.gate.one()
+    assert cache.prefix_tokens == 0
+    assert cache.add_sequence(SeqId(5), PROMPT) == 0
+    cache.check_integrity()
+    assert cache.tiers.use()[0].copying == 4
+    store.gate.open()
+    assert promoted(future) == len(PROMPT)
+    assert cache.prefix_tokens == len(PROMPT)
+    cache.remove_sequence(SeqId(5))
+
+
+def test_two_who_want_the_same_wait_for_one_copy(cache: KVCache, store: GatedStore):
+    evicted(cache)
+    store.gate.shut()
+    first = cache.promote(PROMPT)
+    assert cache.promote(PROMPT) is first
+    store.gate.open()
+    assert promoted(first) == len(PROMPT)
+
+
+def test_who_leaves_does_not_stop_a_copy(cache: KVCache, store: GatedStore):
+    evicted(cache)
+    store.gate.shut()
+    future = cache.promote(PROMPT)
+    assert future is not None and not future.cancel()
+    store.gate.open()
+    assert promoted(future) == len(PROMPT)
+
+
+def test_who_computes_it_meanwhile_keeps_his_own(cache: KVCache, store: GatedStore):
+    evicted(cache)
+    store.gate.shut()
+    future = cache.promote(PROMPT)
+    store.gate.one()
+    cached(cache, 5, PROMPT)
+    store.gate.open()
+    promoted(future)
+    quiet(cache)
+    seq_id = sequence(cache, 6, PROMPT)
+    assert_content(cache, seq_id, PROMPT)
+    cache.remove_sequence(seq_id)
+
+
+def test_running_sequences_keep_a_page_to_grow_into(cache: KVCache):
+    evicted(cache)
+    cache.add_sequence(SeqId(5))
+    cache.grow(SeqId(5), 7 * SIZE)
+    assert cache.promote(PROMPT) is None
+    cache.pop(SeqId(5), 0)
+    cache.remove_sequence(SeqId(5))
+    cache.add_sequence(SeqId(5))
+    cache.grow(SeqId(5), 5 * SIZE)
+    assert promoted(cache.promote(PROMPT)) == 2 * SIZE  # as much as there is room for
+    cache.grow(SeqId(5), 6 * SIZE)
+    cache.remove_sequence(SeqId(5))
+
+
+def test_a_promotion_that_finds_less_room_than_it_thought_leaves_nothing(cache: KVCache):
+    """A cached page that nobody else has stays while somebody has the one behind it."""
+    evicted(cache)
+    prompt = OTHER[: 3 * SIZE]
+    for number in (1, 2):  # both compute the first two pages, and each has its own
+        cache.add_sequence(SeqId(number), prompt)
+    compute(cache, SeqId(1), prompt[: 2 * SIZE])
+    compute(cache, SeqId(2), prompt)
+    cache.publish(SeqId(1), prompt[: 2 * SIZE])
+    cache.publish(SeqId(2), prompt)
+    cache.remove_sequence(SeqId(1))
+    quiet(cache)
+    assert cache.available == 5  # of which 3 can be had
+    assert cache.promote(PROMPT) is None
+    cache.check_integrity()
+    cache.remove_sequence(SeqId(2))
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)
+
+
+def test_pages_in_a_promotion_are_nobody_elses(cache: KVCache, store: GatedStore):
+    evicted(cache)
+    store.gate.shut()
+    future = cache.promote(PROMPT)
+    store.gate.one()
+    cache.add_sequence(SeqId(5))
+    with pytest.raises(NoCapacity):
+        cache.grow(SeqId(5), 5 * SIZE)
+    cache.grow(SeqId(5), 4 * SIZE)
+    cache.check_integrity()
+    store.gate.open()
+    assert promoted(future) == len(PROMPT)
+    cache.remove_sequence(SeqId(5))
+
+
+def test_pages_that_wait_to_be_copied_can_be_evicted(cache: KVCache, store: GatedStore):
+    """They count as cached, and are not copied once they are gone."""
+    store.gate.shut()
+    cached(cache, 1, PROMPT)
+    store.gate.one()
+    use = cache.page_use()
+    assert (use.free, use.cached, cache.available) == (4, 4, 8)
+    cache.add_sequence(SeqId(2))
+    cache.grow(SeqId(2), 7 * SIZE)  # all but the page that is being copied
+    cache.check_integrity()
+    store.gate.open()
+    quiet(cache)
+    cache.remove_sequence(SeqId(2))
+    evict_all(cache)
+    assert promoted(cache.promote(PROMPT)) == SIZE
+
+
+def test_who_frees_a_page_that_is_being_copied_waits_for_it(cache: KVCache, store: GatedStore):
+    store.gate.shut()
+    cached(cache, 1, PROMPT)
+    store.gate.one()
+    cache.add_sequence(SeqId(2))
+    assert cache.available == 8
+    with ThreadPoolExecutor(1) as pool:
+        growing = pool.submit(cache.grow, SeqId(2), 8 * SIZE)
+        threading.Event().wait(0.05)
+        assert not growing.done()
+        store.gate.open()
+        growing.result(PATIENCE_S)
+    cache.remove_sequence(SeqId(2))
+    quiet(cache)
+    assert promoted(cache.promote(PROMPT)) == SIZE  # it was read before it went
+    seq_id = sequence(cache, 3, PROMPT[:SIZE])
+    assert_content(cache, seq_id, PROMPT[:SIZE])
+    cache.remove_sequence(seq_id)
+
+
+def test_a_full_tier_forgets_what_was_used_longest_ago(new: Callable[..., KVCache]):
+    cache = new(HostStore(LAYOUT, 20), pages=16)
+    prompts = [[1000 * n + i for i in range(4 * SIZE)] for n in range(6)]
+    for number, prompt in enumerate(prompts):
+        evicted(cache, prompt)
+        if number:
+            assert promoted(cache.promote(prompts[0])) == 4 * SIZE  # used again and again
+            evict_all(cache)
+    assert promoted(cache.promote(prompts[0])) == 4 * SIZE
+    assert promoted(cache.promote(prompts[5])) == 4 * SIZE
+    assert cache.promote(prompts[1]) is None
+
+
+def test_a_prompt_that_does_not_fit_is_kept_in_part(new: Callable[..., KVCache]):
+    cache = new(HostStore(LAYOUT, 3))
+    evicted(cache)
+    assert promoted(cache.promote(PROMPT)) == 3 * SIZE
+    (tier,) = cache.tiers
+    assert tier.stats.skipped > 0
+
+
+def test_too_many_prefixes_at_once_are_not_all_copied(cache: KVCache, store: GatedStore):
+    store.gate.shut()
+    (tier,) = cache.tiers
+    for number in range(OFFERS + 10):
+        cached(cache, 1, [number % 3] * SIZE)
+    assert tier.stats.skipped >= 9
+    cached(cache, 1, PROMPT)
+    store.gate.open()
+    quiet(cache)
+    evict_all(cache)
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)
+
+
+def test_a_page_that_cannot_be_written_is_not_there(cache: KVCache, store: GatedStore):
+    store.fail_at = 2
+    evicted(cache)
+    assert promoted(cache.promote(PROMPT)) == 2 * SIZE
+    (tier,) = cache.tiers
+    assert tier.stats.failures == 1
+
+
+def test_a_page_that_cannot_be_read_is_a_miss_and_forgotten(cache: KVCache, store: GatedStore):
+    evicted(cache)
+    store.fail_at = 1
+    assert promoted(cache.promote(PROMPT)) == SIZE
+    assert cache.promote(PROMPT) is None
+    seq_id = sequence(cache, 2, PROMPT)
+    assert_content(cache, seq_id, PROMPT)
+    cache.publish(seq_id, PROMPT)  # and learnt again
+    cache.remove_sequence(seq_id)
+    quiet(cache)
+    evict_all(cache)
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)
+
+
+def test_a_damaged_file_is_a_miss_and_never_other_kv(new: Callable[..., KVCache], tmp_path: Path):
+    disk = DiskStore(LAYOUT, 16, tmp_path)
+    cache = new(disk)
+    evicted(cache)
+    os.pwrite(disk.fd, b"\x77", 2 * LAYOUT.page_bytes + 99)
+    assert promoted(cache.promote(PROMPT)) == 2 * SIZE
+    seq_id = sequence(cache, 2, PROMPT)
+    assert_content(cache, seq_id, PROMPT)
+    cache.remove_sequence(seq_id)
+
+
+def test_the_disk_has_what_the_host_has_forgotten(new: Callable[..., KVCache], tmp_path: Path):
+    cache = new(HostStore(LAYOUT, 8), DiskStore(LAYOUT, 32, tmp_path))
+    host, disk = cache.tiers
+    evicted(cache)
+    evicted(cache, OTHER)  # takes all of the host's slots
+    assert host.books.prefix.match(PROMPT) == []
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)
+    assert disk.stats.promoted_tokens == len(PROMPT)
+    quiet(cache)
+    assert len(host.books.prefix.match(PROMPT)) == 4  # it is copied behind again
+    seq_id = sequence(cache, 2, PROMPT)
+    assert_content(cache, seq_id, PROMPT)
+    cache.remove_sequence(seq_id)
+
+
+def test_a_slot_that_the_disk_reads_is_not_freed(new: Callable[..., KVCache], tmp_path: Path):
+    """The tier above is held to what the device is held to."""
+
+    class Slow(DiskStore):
+        def buffer(self, slot):  # type: ignore[no-untyped-def]
+            gate.pass_()
+            return super().buffer(slot)
+
+    gate = GatedStore(LAYOUT, 1).gate
+    cache = new(HostStore(LAYOUT, 4), Slow(LAYOUT, 32, tmp_path))
+    gate.shut()
+    cached(cache, 1, PROMPT)
+    gate.one()
+    cached(cache, 2, OTHER[: 4 * SIZE])  # for which the host must evict what the disk reads
+    threading.Event().wait(0.05)
+    gate.open()
+    quiet(cache)
+    evict_all(cache)
+    assert promoted(cache.promote(PROMPT)) >= SIZE
+    seq_id = sequence(cache, 2, PROMPT)
+    assert_content(cache, seq_id, PROMPT)
+    cache.remove_sequence(seq_id)
+
+
+def test_many_threads_at_once(new: Callable[..., KVCache], tmp_path: Path):
+    """Prompts that come and go in a pool that is too small for two of them."""
+    cache = new(HostStore(LAYOUT, 12), DiskStore(LAYOUT, 40, tmp_path), pages=9)
+    prompts = [[1000 * n + i for i in range(4 * SIZE)] for n in range(5)]
+
+    def work(worker: int) -> int:
+        hits = 0
+        for turn in range(30):
+            prompt = prompts[(worker + turn) % len(prompts)]
+            future = cache.promote(prompt)
+            if future is not None:
+                hits += promoted(future)
+            seq_id = SeqId(1000 * worker + turn)
+            with cache.lock:  # a step computes one sequence of these at a time
+                try:
+                    sequence(cache, seq_id, prompt)
+                except NoCapacity:
+                    cache.remove_sequence(seq_id)
+                    continue
+                assert_content(cache, seq_id, prompt)
+                cache.publish(seq_id, prompt)
+            cache.remove_sequence(seq_id)
+        return hits
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sum(pool.map(work, range(2))) > 0
+
+
+def test_closing_ends_what_is_being_copied(store: GatedStore):
+    cache = tiered(store)
+    evicted(cache)
+    store.gate.shut()
+    future = cache.promote(PROMPT)
+    store.gate.one()
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(cache.close)
+        threading.Event().wait(0.02)
+        assert not closing.done()
+        store.gate.open()
+        closing.result(PATIENCE_S)
+    assert promoted(future) == SIZE  # what was copied by then
+    at_rest(cache)
+    cached(cache, 5, OTHER)  # nobody copies it
+    future = cache.promote(PROMPT)
+    assert future is None or promoted(future) == 0
+    at_rest(cache)
+    assert not any("tier" in thread.name for thread in threading.enumerate())
+
+
+def test_a_defect_in_one_copy_does_not_end_the_others(
+    cache: KVCache, monkeypatch: pytest.MonkeyPatch
+):
+    (tier,) = cache.tiers
+    usual = tier.books.prefix.match
+
+    def fails_once(*_: object, **__: object) -> None:
+        monkeypatch.setattr(tier.books.prefix, "match", usual)
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(tier.books.prefix, "match", fails_once)
+    cached(cache, 1, OTHER[:SIZE])
+    quiet(cache)
+    evicted(cache)
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.errors import BadAddress
+from kvcache.memory.shard import Shard
+from kvcache.transport.address import MAC_BYTES, KVAddress, page_runs, prompt_digest
+from kvcache.types import EngineId, LeaseId, PageId
+
+SECRET = b"cluster"
+ADDRESS = KVAddress(
+    engine_id=EngineId("127.0.0.1:8100"),
+    epoch=(1 << 62) + 1,
+    endpoint="shm:1:2",
+    lease_id=LeaseId("0f"),
+    slot=7,
+    nonce=(1 << 63) - 1,
+    begin=16,
+    end=61,
+    room=75,
+    runs=((3, 2), (9, 1)),
+    fingerprint="f",
+    digest=prompt_digest(range(61)),
+    url="http://127.0.0.1:8100",
+)
+SIGNED = ADDRESS.sign(SECRET)
+
+
+def test_an_address_reads_back():
+    assert KVAddress.verify(SIGNED, SECRET) == ADDRESS
+
+
+def test_so_does_one_of_a_worker_that_has_a_part_of_the_model():
+    part = replace(ADDRESS, shard=Shard(0, 2, 1, 3))
+    assert KVAddress.verify(part.sign(SECRET), SECRET) == part
+
+
+def test_it_is_url_safe():
+    assert set(SIGNED) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_")
+
+
+def test_pages_are_the_runs():
+    assert ADDRESS.pages() == [3, 4, 9]
+
+
+@given(st.lists(st.integers(1, 50), unique=True))
+def test_runs_are_the_pages(pages: list[int]):
+    address = replace(ADDRESS, runs=page_runs([PageId(page) for page in pages]))
+    assert address.pages() == pages
+    assert KVAddress.verify(address.sign(SECRET), SECRET) == address
+
+
+def test_another_secret_is_refused():
+    with pytest.raises(BadAddress, match="secret"):
+        KVAddress.verify(SIGNED, b"other")
+
+
+@pytest.mark.parametrize("text", ["", "=", "A", "é", "not base64!", "AAAA", "\0", SIGNED + "!"])
+def test_nonsense_is_refused(text: str):
+    with pytest.raises(BadAddress):
+        KVAddress.verify(text, SECRET)
+
+
+@given(st.integers(0, len(SIGNED) - 1))
+def test_a_truncated_address_is_refused(length: int):
+    with pytest.raises(BadAddress):
+        KVAddress.verify(SIGNED[:length], SECRET)
+
+
+@given(st.data())
+def test_a_flipped_bit_is_refused(data: st.DataObject):
+    raw = bytearray(base64.urlsafe_b64decode(SIGNED + "=" * (-len(SIGNED) % 4)))
+    bit = data.draw(st.integers(0, len(raw) * 8 - 1))
+    raw[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(BadAddress):
+        KVAddress.verify(base64.urlsafe_b64encode(raw).decode().rstrip("="), SECRET)
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_refused(text: str):
+    with pytest.raises(BadAddress):
+        KVAddress.verify(text, SECRET)
+
+
+def test_new_fields_under_an_old_signature_are_refused():
+    raw = base64.urlsafe_b64decode(SIGNED + "=" * (-len(SIGNED) % 4))
+    body = json.loads(raw[MAC_BYTES:])
+    body[KVAddress.__slots__.index("end")] = 100
+    forged = base64.urlsafe_b64encode(raw[:MAC_BYTES] + json.dumps(body).encode()).decode()
+    with pytest.raises(BadAddress, match="secret"):
+        KVAddress.verify(forged.rstrip("="), SECRET)
+
+
+def test_digests_tell_prompts_apart():
+    assert prompt_digest([1, 2]) == prompt_digest((1, 2))
+    digests = {prompt_digest(tokens) for tokens in ([], [1], [1, 2], [2, 1], [1, 2, 0], [258])}
+    assert len(digests) == 6

@@ -1,0 +1,702 @@
+"""All transports through one suite; then what only processes can show, with processes.
+
+`device` is written here, to show what one takes; NIXL has a module of its own.
+
+Signals are sent for real: a stopped process holds its lock on the pool, a killed one does not.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_transport import DeviceRegion, DeviceTransport
+from kv_helpers import (
+    LAYERS,
+    Clock,
+    assert_content,
+    compute,
+    kv_of,
+    make_cache,
+    pages_of,
+    send,
+    sequence,
+    small_layout,
+)
+from shm_peer import PAGES, Peer
+
+from kvcache.attention.stable import Plan
+from kvcache.cache import KVCache
+from kvcache.errors import (
+    BadRange,
+    BadRequest,
+    Internal,
+    KVIncomplete,
+    LeaseExpired,
+    MicroserveError,
+    PeerUnreachable,
+    StaleEpoch,
+    Timeout,
+)
+from kvcache.lease.table import ReceiveLease
+from kvcache.memory.region import CLAIM, LANDED
+from kvcache.transport import (
+    MemoryNetwork,
+    MemoryTransport,
+    Put,
+    ShmTransport,
+    Transport,
+    make_transport,
+)
+from kvcache.transport.address import KVAddress
+from kvcache.types import PageId, SeqId
+
+NewCache = Callable[..., KVCache]
+PROMPT = list(range(100, 122))
+ONE = SeqId(1)
+
+
+@pytest.fixture(params=["memory", "shm", "device"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def new(kind: str) -> Iterator[NewCache]:
+    """Makes caches of one transport, each of which must account for its pages in the end."""
+    network, made, clock = MemoryNetwork(), [], Clock()
+
+    def make(name: str, epoch: int = 1, pages: int = PAGES) -> KVCache:
+        layout = small_layout(pages)
+        transport: Transport
+        match kind:
+            case "memory":
+                transport = MemoryTransport(network, layout, epoch)
+            case "shm":
+                transport = ShmTransport(layout, epoch)
+            case _:
+                transport = DeviceTransport(layout, epoch)
+        made.append(make_cache(transport, layout, name=name, epoch=epoch, clock=clock))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.check_integrity()
+        cache.transport.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_dev_shm() -> Iterator[None]:
+    before = _named_memory()
+    yield
+    assert _named_memory() <= before
+
+
+def _named_memory() -> set[str]:
+    """All but semaphores, which other programs come and go with."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
+
+
+def test_a_put_lands(new: NewCache):
+    sender, receiver = new("s"), new("r", pages=40)  # pools may differ in size
+    lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+    send(sender, address, PROMPT, 0, 21, chunk=5)
+    assert receiver.start_lease(lease.lease_id, ONE, PROMPT, 21) == 21
+    assert_content(receiver, ONE, PROMPT[:21])
+
+
+def test_two_puts_at_a_time_do_not_mix(new: NewCache):
+    sender, receiver = new("s"), new("r")
+    prompts = [[base + i for i in range(20)] for base in (100, 200)]
+    leases = [receiver.prep_recv("r", prompt, 20, 0, 10.0) for prompt in prompts]
+    puts = [
+        sender.open_put(address, prompt, 0, 20)
+        for (_, address), prompt in zip(leases, prompts, strict=True)
+    ]
+    for number, (put, prompt) in enumerate(zip(puts, prompts, strict=True)):
+        sender.mark_send(sequence(sender, number, prompt), put, 0, 20)
+    for put in puts:
+        put.close().result(10)
+    for number, ((lease, _), prompt) in enumerate(zip(leases, prompts, strict=True)):
+        receiver.start_lease(lease.lease_id, SeqId(number), [*prompt, 1], None)
+        assert_content(receiver, SeqId(number), prompt)
+        sender.clear_mark(SeqId(number))
+
+
+def test_an_engine_may_send_to_itself(new: NewCache):
+    cache = new("s")
+    lease, address = cache.prep_recv("r", PROMPT, 20, 0, 10.0)
+    send(cache, address, PROMPT, 0, 20)
+    cache.start_lease(lease.lease_id, ONE, PROMPT, None)
+    assert_content(cache, ONE, PROMPT[:20])
+
+
+def test_a_claim_stands_in_the_receivers_memory(new: NewCache):
+    sender, receiver = new("s"), new("r")
+    lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    words = receiver.transport.region.slots[lease.slot]
+    assert int(words[CLAIM]) == 0
+    sender.open_put(address, PROMPT, 0, 20)
+    first = int(words[CLAIM])
+    sender.open_put(address, PROMPT, 0, 20)
+    assert 0 != int(words[CLAIM]) != first != 0
+
+
+def test_the_watermark_rises_with_each_chunk(new: NewCache):
+    sender, receiver = new("s"), new("r")
+    lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    put = sender.open_put(address, PROMPT, 0, 20)
+    sender.add_sequence(ONE)
+    sender.mark_send(ONE, put, 0, 20)
+    for at in range(0, 20, 5):
+        compute(sender, ONE, PROMPT[at : at + 5])
+        put.close().result(10)
+        assert int(receiver.transport.region.slots[lease.slot, LANDED]) == at + 5
+    sender.clear_mark(ONE)
+
+
+def test_an_engine_that_is_gone_is_unreachable(new: NewCache, kind: str):
+    sender, receiver = new("s"), new("r")
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    if isinstance(receiver.transport, MemoryTransport):
+        receiver.transport._network.members.clear()
+    else:
+        nowhere = {"shm": "shm:{}:999", "device": "device:{}:999:998"}[kind].format(os.getpid())
+        address = _with_endpoint(receiver, nowhere, PROMPT)
+    with pytest.raises(PeerUnreachable):
+        sender.open_put(address, PROMPT, 0, 20)
+
+
+def _with_endpoint(receiver: KVCache, endpoint: str, prompt: list[int]) -> str:
+    """An address, rightly signed, of an engine that is reached at `endpoint`."""
+    lease, address = receiver.prep_recv("r", prompt, 20, 0, 10.0)
+    receiver.release(lease.lease_id)
+    return replace(KVAddress.verify(address, b"secret"), endpoint=endpoint).sign(b"secret")
+
+
+@pytest.mark.parametrize("endpoint", ["memory:0", "shm:x:1", "shm:1", "", "shm:-1:3"])
+@pytest.mark.parametrize("kind", ["shm"])
+def test_an_endpoint_of_another_kind_is_unreachable(new: NewCache, endpoint: str):
+    sender, receiver = new("s"), new("r")
+    with pytest.raises(PeerUnreachable):
+        sender.open_put(_with_endpoint(receiver, endpoint, PROMPT), PROMPT, 0, 20)
+
+
+def test_a_restarted_engine_is_stale(new: NewCache):
+    sender, receiver = new("s"), new("r", epoch=1)
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    region = receiver.transport.region
+    if isinstance(receiver.transport, MemoryTransport):
+        receiver.transport.epoch = 2
+    else:  # another engine's memory under the same number, as after a restart
+        again = new("r", epoch=2)
+        os.dup2(again.transport.region.fd, region.fd)  # type: ignore[attr-defined]
+    with pytest.raises(StaleEpoch):
+        sender.open_put(address, PROMPT, 0, 20)
+
+
+def test_a_held_right_times_out(new: NewCache, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 0.01)
+    sender, receiver = new("s"), new("r")
+    lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    assert receiver.transport.region.try_right(lease.slot)
+    with pytest.raises(Timeout):
+        sender.open_put(address, PROMPT, 0, 20)
+    receiver.transport.region.drop_right(lease.slot)
+
+
+def test_a_start_meets_a_writer(new: NewCache):
+    """The lease, and the put, go on as if nothing had happened."""
+    sender, receiver = new("s"), new("r")
+    lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    put = sender.open_put(address, PROMPT, 0, 20)
+    region = receiver.transport.region
+    assert region.try_right(lease.slot)
+    for call in (
+        lambda: receiver.start_lease(lease.lease_id, ONE, PROMPT, 0),
+        lambda: receiver.start_lease(lease.lease_id, ONE, PROMPT, None),
+    ):
+        with pytest.raises(KVIncomplete):
+            call()
+    region.drop_right(lease.slot)
+    sender.mark_send(sequence(sender, 1, PROMPT[:20]), put, 0, 20)
+    put.close().result(10)
+    sender.clear_mark(ONE)
+    assert receiver.start_lease(lease.lease_id, ONE, PROMPT, None) == 20
+
+
+@pytest.mark.parametrize("kind", ["shm"])
+def test_memory_of_dead_peers_is_let_go(new: NewCache, peers: Callable[..., Peer]):
+    sender, dead, alive = new("s"), peers("dead"), peers("alive")
+    before = _memories()
+    _, address = dead.call("prep_recv", PROMPT, 20)
+    send(sender, address, PROMPT, 0, 20)
+    dead.kill()
+    _, address = alive.call("prep_recv", PROMPT, 20)
+    send(sender, address, PROMPT, 0, 20)  # its worker has let go before this put is done
+    assert _memories() == before + 1
+
+
+def _memories() -> int:
+    """How many caches' memory this process maps."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return len({line.split()[4] for line in maps if "microserve-kv" in line})
+
+
+class Later:
+    """A plan whose kernels only start on the device, as on a GPU; each waits for one of `gates`."""
+
+    def __init__(self, plan: Plan, region: DeviceRegion, gates: Iterator[threading.Event]) -> None:
+        self._plan, self._region, self._gates = plan, region, gates
+
+    def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        gate = next(self._gates)
+
+        def kernel() -> None:
+            assert gate.wait(10)
+            self._plan.append(pages, k, v)
+
+        self._region.start(kernel)
+
+    def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return q
+
+
+@pytest.mark.parametrize("kind", ["device"])
+def test_what_a_device_computes_is_put_layer_by_layer_once_it_is_there(new: NewCache):
+    """The device is one of a few lines. Neither the step nor the put's worker waits for it: each
+    layer lands while the next is computed, and the watermark rises after the last."""
+    sender, receiver = new("s"), new("r")
+    gates = [threading.Event() for _ in range(LAYERS)]
+    each, planner = iter(gates), sender._planner
+    sender._planner = lambda spans: Later(planner(spans), sender.transport.region, each)  # type: ignore[arg-type]
+    lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+    other, elsewhere = receiver.prep_recv("o", PROMPT, 8, 0, 10.0)
+    put, seq_id = sender.open_put(address, PROMPT, 0, 21), SeqId(5)
+    sender.add_sequence(seq_id, PROMPT[:21])
+    sender.mark_send(seq_id, put, 0, 21)
+    compute(sender, seq_id, PROMPT[:21])
+    done = put.close()
+
+    def there() -> list[bool]:
+        kv = receiver.pool[:, lease.own].transpose(2, 3).flatten(1, 2)[:, :21]
+        return [torch.equal(kv[layer], kv_of(PROMPT[:21], layer)) for layer in range(LAYERS)]
+
+    def landed() -> int:
+        return int(receiver.transport.region.slots[lease.slot, LANDED])
+
+    # Another put of the same worker goes on meanwhile.
+    claimed = sender.open_put(elsewhere, PROMPT, 0, 8)
+    claimed.close().result(10)
+    for layer, gate in enumerate(gates):
+        time.sleep(0.01)
+        assert there() == [n < layer for n in range(LAYERS)] and not done.done()
+        assert landed() == 0
+        gate.set()
+        while not there()[layer]:
+            time.sleep(0.001)
+    done.result(10)
+    assert landed() == 21
+    sender.clear_mark(seq_id)
+    sender.remove_sequence(seq_id)
+    receiver.release(lease.lease_id)
+    receiver.release(other.lease_id)
+
+
+@pytest.mark.parametrize("kind", ["device"])
+def test_a_put_that_is_cancelled_is_over_once_the_device_is(new: NewCache):
+    """Before, the sender's pages may still be written, and are nobody else's."""
+    sender, receiver = new("s"), new("r")
+    gate, planner = threading.Event(), sender._planner
+    sender._planner = lambda spans: Later(planner(spans), sender.transport.region, repeat(gate))  # type: ignore[arg-type]
+    lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+    put, seq_id = sender.open_put(address, PROMPT, 0, 21), SeqId(5)
+    sender.add_sequence(seq_id, PROMPT[:21])
+    sender.mark_send(seq_id, put, 0, 21)
+    compute(sender, seq_id, PROMPT[:21])
+    put.cancel()
+    done = put.close()
+    time.sleep(0.01)
+    assert not done.done()
+    gate.set()
+    done.result(10)
+    assert receiver.transport.region.slots[lease.slot, LANDED] == 0 and put.bytes_sent == 0
+    sender.clear_mark(seq_id)
+    sender.remove_sequence(seq_id)
+    receiver.release(lease.lease_id)
+
+
+def test_a_transport_is_found_by_the_name_in_its_endpoint():
+    transport = make_transport("shm", small_layout(3), 1, secret=b"", host="")
+    assert transport.endpoint.startswith("shm:")
+    transport.close()
+    with pytest.raises(BadRequest, match="carrier pigeon"):
+        make_transport("carrier pigeon", small_layout(3), 1, secret=b"", host="")
+
+
+# Workers of one sender
+
+
+def test_who_joins_writes_beside_the_lead(new: NewCache):
+    lead, other, receiver = new("s"), new("t"), new("r")
+    lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    first = lead.open_put(address, PROMPT, 0, 20)
+    second = other.transport.open(KVAddress.verify(address, b"secret"), 0, join=first.claim)
+    for cache in (lead, other):
+        sequence(cache, 1, PROMPT[:20])
+    first.write(range(1), pages_of(lead, ONE), 0, 20)
+    second.write(range(1, 2), pages_of(other, ONE), 0, 20)
+    second.close().result(10)
+    first.signal(20)
+    first.close().result(10)
+    receiver.start_lease(lease.lease_id, ONE, PROMPT, None)
+    assert_content(receiver, ONE, PROMPT[:20])
+
+
+def test_a_foreign_claim_cannot_join(new: NewCache):
+    lead, other, receiver = new("s"), new("t"), new("r")
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    claim = lead.open_put(address, PROMPT, 0, 20).claim
+    for foreign in (claim ^ 2, 1):
+        with pytest.raises(LeaseExpired):
+            other.transport.open(KVAddress.verify(address, b"secret"), 0, join=foreign)
+    with pytest.raises(BadRange):
+        other.transport.open(KVAddress.verify(address, b"secret"), 4, join=claim)
+    assert not receiver.pool.count_nonzero()
+
+
+def test_only_the_lead_signals(new: NewCache):
+    lead, other, receiver = new("s"), new("t"), new("r")
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    claim = lead.open_put(address, PROMPT, 0, 20).claim
+    joined = other.transport.open(KVAddress.verify(address, b"secret"), 0, join=claim)
+    assert joined.claim == claim
+    with pytest.raises(Internal):
+        joined.signal(20)
+
+
+def test_who_takes_over_fences_all_workers_of_the_sender_before(new: NewCache):
+    lead, other, receiver = new("s"), new("t"), new("r")
+    lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    first = lead.open_put(address, PROMPT, 0, 20)
+    second = other.transport.open(KVAddress.verify(address, b"secret"), 0, join=first.claim)
+    send(new("u"), address, PROMPT, 0, 20)
+    for put, cache in ((first, lead), (second, other)):
+        sequence(cache, 1, PROMPT[:20])
+        put.write(range(2), pages_of(cache, ONE), 0, 20)
+        with pytest.raises(LeaseExpired):
+            put.close().result(10)
+    receiver.start_lease(lease.lease_id, ONE, PROMPT, None)
+    assert_content(receiver, ONE, PROMPT[:20])
+
+
+# Few and short holds of the right
+
+
+@pytest.fixture
+def deep(new: NewCache, monkeypatch: pytest.MonkeyPatch) -> NewCache:
+    """As `new`, with caches of 30 layers."""
+    layout = replace(small_layout(PAGES), layers=30)
+    monkeypatch.setattr(sys.modules[new.__module__], "small_layout", lambda pages: layout)
+    return new
+
+
+def test_a_token_of_many_layers_is_one_copy(deep: NewCache):
+    """DéjàVu's buffered copies: not layers × 2, as if each were copied where it is computed."""
+    sender, receiver = deep("s"), deep("r")
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    put = sender.open_put(address, PROMPT, 0, 20)
+    sender.pool[:, 1:] = 1.0
+    calls = watched(put)
+    for position in range(3):
+        put.write(range(30), [PageId(1)], position, position + 1)
+        put.signal(position + 1)
+        put.close().result(10)
+    assert put.bytes_sent == 3 * 30 * sender.layout.token_bytes
+    assert int(receiver.pool.count_nonzero()) == put.bytes_sent // 4
+    assert calls.count("copy") == 3
+    assert 3 <= calls.count("try_right") <= 6  # the watermark may come too late for the same hold
+
+
+def test_what_waits_goes_together(deep: NewCache):
+    """Layer by layer, as a step computes them, behind a put of the same engine that takes long."""
+    sender, receiver = deep("s"), deep("r")
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    put = sender.open_put(address, PROMPT, 0, 20)
+    calls, gate = watched(put), threading.Event()
+    put._worker.submit(lambda: gate.wait(10) and None)  # type: ignore[attr-defined]
+    for layer in range(30):
+        put.write(range(layer, layer + 1), [PageId(1)], 0, 4)
+    put.signal(4)
+    gate.set()
+    put.close().result(10)
+    assert calls.count("copy") == calls.count("try_right") == 1
+
+
+def test_a_large_put_lets_go_of_the_right_again_and_again(
+    deep: NewCache, monkeypatch: pytest.MonkeyPatch
+):
+    sender, receiver = deep("s"), deep("r")
+    token = sender.layout.token_bytes
+    monkeypatch.setattr("kvcache.transport.put.HOLD_BYTES", 7 * 20 * token)
+    _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
+    put = sender.open_put(address, PROMPT, 0, 20)
+    calls = watched(put)
+    put.write(range(30), [PageId(page) for page in range(1, 6)], 0, 20)
+    put.close().result(10)
+    assert calls == ["try_right", "copy", "drop_right"] * 5  # 7, 7, 7, 7 and 2 layers
+    assert put.bytes_sent == 30 * 20 * token
+
+
+def watched(put: Put) -> list[str]:
+    """The calls of the put's target from now on."""
+    target, calls = put._target, []  # type: ignore[attr-defined]
+
+    def watch(name: str) -> None:
+        usual = getattr(target, name)
+
+        def call(*args: object) -> object:
+            calls.append(name)
+            return usual(*args)
+
+        setattr(target, name, call)
+
+    for name in ("try_right", "copy", "drop_right"):
+        watch(name)
+    return calls
+
+
+# Two processes
+
+
+@pytest.fixture
+def peers() -> Iterator[Callable[..., Peer]]:
+    """Starts processes, which are killed afterwards, whatever state they are in."""
+    started: list[Peer] = []
+
+    def start(name: str, epoch: int = 1) -> Peer:
+        started.append(Peer(name, epoch))
+        return started[-1]
+
+    yield start
+    for peer in started:
+        peer.kill()
+
+
+@pytest.fixture
+def here() -> Iterator[KVCache]:
+    layout = small_layout(PAGES)
+    cache = make_cache(ShmTransport(layout, 1), layout, name="here")
+    yield cache
+    cache.check_integrity()
+    cache.transport.close()
+
+
+def test_a_put_from_another_process_lands(here: KVCache, peers: Callable[..., Peer]):
+    lease, address = here.prep_recv("r", PROMPT, 21, 0, 60.0)
+    peers("s").call("send", address, PROMPT, 0, 21)
+    here.start_lease(lease.lease_id, ONE, PROMPT, 21)
+    assert_content(here, ONE, PROMPT[:21])
+
+
+def test_a_put_completes_while_the_receiver_is_stopped(here: KVCache, peers: Callable[..., Peer]):
+    receiver = peers("r")
+    lease_id, address = receiver.call("prep_recv", PROMPT, 21)
+    receiver.signal(signal.SIGSTOP)
+    send(here, address, PROMPT, 0, 21)
+    receiver.signal(signal.SIGCONT)
+    assert receiver.call("landed", lease_id) == 21
+    assert receiver.call("start_and_compare", lease_id, PROMPT) == 21
+
+
+def test_a_killed_receiver_is_unreachable(here: KVCache, peers: Callable[..., Peer]):
+    receiver = peers("r")
+    _, address = receiver.call("prep_recv", PROMPT, 21)
+    receiver.kill()
+    with pytest.raises(PeerUnreachable):
+        here.open_put(address, PROMPT, 0, 21)
+
+
+def test_a_receiver_killed_during_the_put_harms_nobody(here: KVCache, peers: Callable[..., Peer]):
+    receiver = peers("r")
+    _, address = receiver.call("prep_recv", PROMPT, 21)
+    put = here.open_put(address, PROMPT, 0, 21)
+    receiver.kill()
+    here.mark_send(sequence(here, 1, PROMPT[:21]), put, 0, 21)
+    put.close().result(10)  # into memory that nobody will read
+    with pytest.raises(PeerUnreachable):
+        here.open_put(address, PROMPT, 0, 21)
+
+
+def test_a_restarted_receiver_is_stale_or_unreachable(here: KVCache, peers: Callable[..., Peer]):
+    first = peers("r", 1)
+    _, address = first.call("prep_recv", PROMPT, 21)
+    send(here, address, PROMPT, 0, 21)
+    first.kill()
+    second = peers("r", 2)
+    with pytest.raises((StaleEpoch, PeerUnreachable)):
+        here.open_put(address, PROMPT, 0, 21)
+    _, address = second.call("prep_recv", PROMPT, 21)
+    send(here, address, PROMPT, 0, 21)
+
+
+@pytest.fixture
+def stopped(here: KVCache, peers: Callable[..., Peer]) -> tuple[Peer, ReceiveLease, str]:
+    """A sender that is stopped while it holds the write right of a lease of `here`."""
+    sender = peers("s")
+    lease, address = here.prep_recv("r", PROMPT, 21, 0, 60.0)
+    sender.tell("send_and_stop_within", address, PROMPT, 21)
+    sender.wait_until_stopped()
+    return sender, lease, address
+
+
+def test_a_stopped_sender_keeps_the_pages_from_others(
+    here: KVCache, stopped: tuple[Peer, ReceiveLease, str]
+):
+    sender, lease, _ = stopped
+    here.release(lease.lease_id)
+    assert here.page_use().quarantined == 6
+    here.sweep()
+    here.check_integrity()
+    assert here.page_use().quarantined == 6  # however often it is asked
+    with pytest.raises(LeaseExpired):
+        here.lease(lease.lease_id)
+
+    # All other pages get new owners; the late write then changes none of them.
+    other = sequence(here, 1, list(range(500, 500 + 26 * 4)))
+    assert here.page_use().free == 0
+    assert not set(pages_of(here, other)) & set(lease.own)
+    sender.signal(signal.SIGCONT)
+    assert sender.answer().startswith("lease_expired")
+    assert_content(here, other, list(range(500, 500 + 26 * 4)))
+
+    here.sweep()
+    assert here.page_use().quarantined == 0
+    compute(here, other, range(26 * 4, 32 * 4))  # and the pages are good again
+
+
+def test_killing_the_stopped_sender_frees_the_quarantine(
+    here: KVCache, stopped: tuple[Peer, ReceiveLease, str]
+):
+    sender, lease, _ = stopped
+    here.release(lease.lease_id)
+    here.sweep()
+    assert here.page_use().quarantined == 6
+    sender.kill()
+    here.sweep()
+    assert here.page_use().free == here.page_use().total
+    assert not here.pool.count_nonzero()
+
+
+def test_a_stopped_sender_blocks_a_start_but_no_longer_than_it_lives(
+    here: KVCache, stopped: tuple[Peer, ReceiveLease, str]
+):
+    sender, lease, _ = stopped
+    with pytest.raises(KVIncomplete):
+        here.start_lease(lease.lease_id, ONE, PROMPT, None)
+    sender.kill()
+    assert here.start_lease(lease.lease_id, ONE, PROMPT, None) == 0
+
+
+def test_another_sender_goes_on_after_a_killed_one(
+    here: KVCache, stopped: tuple[Peer, ReceiveLease, str], peers: Callable[..., Peer]
+):
+    sender, lease, address = stopped
+    sender.kill()
+    peers("t").call("send", address, PROMPT, 0, 21)
+    assert here.start_lease(lease.lease_id, ONE, PROMPT, None) == 21
+    assert_content(here, ONE, PROMPT[:21])
+
+
+def test_a_stopped_sender_times_another_one_out(
+    here: KVCache,
+    stopped: tuple[Peer, ReceiveLease, str],
+    peers: Callable[..., Peer],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    _, lease, address = stopped
+    layout = small_layout(PAGES)
+    other = make_cache(ShmTransport(layout, 3), layout, name="other", epoch=3)
+    monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 0.05)
+    began = time.monotonic()
+    with pytest.raises(Timeout):
+        other.open_put(address, PROMPT, 0, 21)
+    assert time.monotonic() - began < 5
+    assert here.lease(lease.lease_id).landed == 0
+    other.transport.close()
+
+
+@pytest.fixture
+def another() -> Iterator[Callable[[str], KVCache]]:
+    """Makes further engines in this process."""
+    made: list[KVCache] = []
+
+    def make(name: str) -> KVCache:
+        layout = small_layout(PAGES)
+        made.append(make_cache(ShmTransport(layout, 3), layout, name=name, epoch=3))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        cache.check_integrity()
+        cache.transport.close()
+
+
+@pytest.mark.parametrize("waits", ["write", "claim"])
+def test_one_stopped_holder_delays_nobody_else(
+    waits: str,
+    here: KVCache,
+    peers: Callable[..., Peer],
+    another: Callable[[str], KVCache],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of one engine's puts, those that meet a right which a stopped process holds wait for it; one
+    into another lease of the same receiver, and one to another receiver, do not."""
+    monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 30.0)
+    sender, third, process = another("s"), another("t"), peers("p")
+    pages = pages_of(sender, sequence(sender, 1, PROMPT[:21]))
+
+    def write(put: Put) -> Future[None]:
+        put.write(range(2), pages, 0, 21)
+        put.signal(21)
+        return put.close()
+
+    contested, address = here.prep_recv("r", PROMPT, 21, 0, 60.0)
+    claimed = sender.open_put(address, PROMPT, 0, 21) if waits == "write" else None
+    process.tell("claim_and_stop_within", address, PROMPT, 21)
+    process.wait_until_stopped()
+    with ThreadPoolExecutor(1) as thread:
+        late: Future[Any] = (
+            write(claimed) if claimed else thread.submit(sender.open_put, address, PROMPT, 0, 21)
+        )
+        try:
+            for receiver in (here, third):
+                lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 60.0)
+                write(sender.open_put(address, PROMPT, 0, 21)).result(20)
+                receiver.start_lease(lease.lease_id, ONE, PROMPT, None)
+                assert_content(receiver, ONE, PROMPT[:21])
+            assert not late.done()
+        finally:
+            process.kill()  # which gives the right to who waits
+        put = late.result(20)
+        if claimed is None:
+            write(put).result(20)
+    assert here.lease(contested.lease_id).landed == 21
+
+
+def test_errors_travel_between_processes_as_themselves(peers: Callable[..., Peer]):
+    with pytest.raises(MicroserveError, match=r"malformed|secret"):
+        peers("s").call("send", "nonsense", PROMPT, 0, 21)

@@ -1,0 +1,143 @@
+"""The queue for room: who tries when, and who stands behind whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from engine.protocol import NoCapacity
+from router.admission.queue import Backlog
+
+FULL = NoCapacity("full", retry_after_s=1000)
+
+
+class Room:
+    """Requests that want a part of what there is, through a backlog; none is in a hurry."""
+
+    def __init__(self, size: int, limit: int = 100) -> None:
+        self.backlog = Backlog(limit)
+        self.left = size
+        self.order: list[str] = []
+        self.tries = 0
+        self._deadline = asyncio.get_running_loop().time() + 2000
+
+    async def ask(self, name: str, size: int = 1, *, arrived: float = 0, priority: int = 0) -> None:
+        full = None
+        with self.backlog.place(priority, arrived) as place:
+            while True:
+                await place.wait(full, deadline=self._deadline)
+                self.tries += 1
+                await asyncio.sleep(0)  # the engine is asked
+                if size <= self.left:
+                    self.left -= size
+                    self.order.append(name)
+                    place.admitted()
+                    return
+                full = FULL
+
+    def free(self, size: int) -> None:
+        self.left += size
+        self.backlog.freed()
+
+
+@asynccontextmanager
+async def running(*requests: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        for request in requests:
+            tasks.create_task(request)
+            await turns()
+        yield
+
+
+async def turns() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_it_is_served_by_priority_and_then_in_order_of_arrival():
+    room = Room(0)
+    async with running(
+        room.ask("third", arrived=3), room.ask("first", arrived=1), room.ask("second", arrived=2),
+        room.ask("urgent", arrived=4, priority=-1), room.ask("last", arrived=0, priority=1),
+    ):  # fmt: skip
+        assert len(room.backlog) == 5
+        room.free(5)
+    assert room.order == ["urgent", "first", "second", "third", "last"]
+    assert not len(room.backlog)
+
+
+async def test_one_that_finds_room_lets_the_next_try_at_once():
+    """Retry-After is for the first only: a thousand seconds for each would show."""
+    room = Room(0)
+    async with running(*(room.ask(str(number), arrived=number) for number in range(50))):
+        tries = room.tries
+        room.free(50)
+    assert room.order == [str(number) for number in range(50)]
+    assert room.tries - tries == 50  # and nobody tries in vain
+
+
+async def test_a_small_request_does_not_overtake_a_large_one():
+    room = Room(1)
+    async with running(room.ask("large", 3, arrived=1), room.ask("small", 1, arrived=2)):
+        assert room.order == []
+        room.free(1)
+        await turns()
+        assert room.order == []
+        room.free(2)
+    assert room.order == ["large", "small"]
+
+
+async def test_room_made_while_it_is_tried_is_not_missed():
+    room = Room(0)
+    async with running(room.ask("a")):
+        room.free(0)
+        await asyncio.sleep(0)  # it tries
+        room.free(1)
+    assert room.order == ["a"]
+
+
+async def test_a_full_queue_refuses_those_that_would_have_to_wait():
+    room = Room(0, limit=1)
+    async with running(room.ask("a", arrived=1)):
+        with pytest.raises(NoCapacity):
+            await room.ask("b", arrived=2)
+        tries = room.tries
+        with pytest.raises(NoCapacity):
+            await room.ask("urgent", arrived=2, priority=-1)
+        assert room.tries == tries + 1  # it had the right to try, but not to wait
+        room.free(1)
+    assert room.order == ["a"]
+
+
+async def test_a_cancelled_wait_leaves_the_queue_and_wakes_the_next():
+    room = Room(1)
+    large = asyncio.ensure_future(room.ask("large", 3, arrived=1))
+    await turns()
+    async with running(room.ask("small", 1, arrived=2)):
+        assert len(room.backlog) == 2
+        large.cancel()
+    assert room.order == ["small"]
+    assert not len(room.backlog)
+
+
+async def test_the_turn_must_come_before_the_deadline():
+    backlog = Backlog(10)
+    now = asyncio.get_running_loop().time()
+    with backlog.place(0, now) as first:
+        for place in (first, None):
+            with backlog.place(0, now) as later, pytest.raises(NoCapacity):
+                await (place or later).wait(FULL if place else None, deadline=now + 0.01)
+    assert not len(backlog)
+
+
+async def test_retry_after_is_a_reason_to_try_again():
+    backlog = Backlog(10)
+    loop = asyncio.get_running_loop()
+    with backlog.place(0, 0) as place:
+        began = loop.time()
+        await place.wait(NoCapacity("full", retry_after_s=0.02), deadline=began + 10)
+        assert 0.02 <= loop.time() - began < 5

@@ -1,0 +1,378 @@
+"""What the router's HTTP server promises of HTTP/1.1, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import pytest
+from waiting import until
+
+from router.api.connections import Connections
+from router.api.http import HttpRequest, HttpResponse
+from router.server import listen
+
+ASK = json.dumps({"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}).encode()
+STREAM = ASK[:-1] + b', "stream": true}'
+
+
+def post(body: bytes, *headers: str, path: str = "/v1/completions", version: str = "1.1") -> bytes:
+    lines = [f"POST {path} HTTP/{version}", "Host: x", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def get(path: str, *headers: str, method: str = "GET") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
+
+
+CHUNKED = post(b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
+
+
+class Client:
+    """A connection of bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self.writer = reader, writer
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        """Status and headers of the next answer."""
+        async with asyncio.timeout(10):
+            text = (await self._reader.readuntil(b"\r\n\r\n")).decode()
+        status, *lines = text.split("\r\n")[:-2]
+        headers = dict(line.lower().split(": ", 1) for line in lines)
+        return int(status.split()[1]), headers
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """The next answer, whose length is told."""
+        status, headers = await self.head()
+        return status, headers, await self._reader.readexactly(int(headers["content-length"]))
+
+    async def rest(self) -> bytes:
+        """All until the server closes the connection."""
+        async with asyncio.timeout(10):
+            return await self._reader.read()
+
+
+@pytest.fixture
+async def served(route, fake):
+    """A router before one scripted engine, that engine, and a way to connect to the router."""
+    engine, writers = fake("a"), []
+
+    async def connect() -> Client:
+        parts = urlsplit(r.server.url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        writers.append(writer)
+        return Client(reader, writer)
+
+    async with route(engine, max_body_mb=1, client_stall_s=1.0) as r:
+        yield r, engine, connect
+        for writer in writers:
+            writer.close()
+
+
+async def test_a_connection_serves_one_request_after_the_other(served):
+    _, _, connect = served
+    client = await connect()
+    for _ in range(3):
+        client.writer.write(post(ASK))
+        status, headers, body = await client.answer()
+        assert (status, json.loads(body)["object"]) == (200, "text_completion")
+        assert "connection" not in headers
+        assert headers["date"].endswith("gmt")
+
+
+async def test_pipelined_requests_are_answered_in_turn(served):
+    """Also where the first one takes longer, and one of them is wrong."""
+    _, engine, connect = served
+    engine.gate = asyncio.Event()
+    client = await connect()
+    client.writer.write(post(ASK, "X-Request-Id: 1") + post(b"{", "X-Request-Id: 2"))
+    client.writer.write(get("/version", "X-Request-Id: 3") + b"nonsense\r\n\r\n")
+    await engine.until(lambda: engine.running == 1)
+    engine.gate.set()
+    for name, wanted in (("1", 200), ("2", 400), ("3", 200)):
+        status, headers, _ = await client.answer()
+        assert (status, headers["x-request-id"]) == (wanted, name)
+    status, headers, _ = await client.answer()
+    assert (status, headers["connection"]) == (400, "close")
+    assert await client.rest() == b""
+
+
+async def test_a_request_comes_byte_by_byte(served):
+    _, _, connect = served
+    client = await connect()
+    for byte in post(ASK, "X-Request-Id: slow"):
+        client.writer.write(bytes([byte]))
+        await client.writer.drain()
+        await asyncio.sleep(0)
+    status, headers, _ = await client.answer()
+    assert (status, headers["x-request-id"]) == (200, "slow")
+
+
+async def test_a_body_in_chunks(served):
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(CHUNKED)
+    for part in (ASK[:7], ASK[7:]):
+        client.writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+        await asyncio.sleep(0.01)
+    client.writer.write(b"0\r\n\r\n")
+    assert (await client.answer())[0] == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_too_large_a_body_is_refused_before_it_is_here(served, chunked):
+    """A client that sends on can still read why."""
+    _, _, connect = served
+    client = await connect()
+    if chunked:
+        client.writer.write(CHUNKED + b"%x\r\n" % 2**24 + b" " * (2**20 + 1))
+    else:
+        client.writer.write(post(b" " * 2**22)[: 2**21])
+    status, headers, body = await client.answer()
+    assert (status, headers["connection"]) == (413, "close")
+    assert json.loads(body)["error"]["code"] == "too_large"
+    client.writer.write(b" " * 2**16)
+    assert await client.rest() == b""
+
+
+async def test_a_client_that_asks_whether_to_go_on(served):
+    _, _, connect = served
+    client = await connect()
+    whole = post(ASK, "Expect: 100-continue")
+    client.writer.write(whole[: -len(ASK)])
+    assert (await client.head())[0] == 100
+    client.writer.write(ASK)
+    assert (await client.answer())[0] == 200
+
+
+async def test_http_1_0_has_no_chunks_and_no_second_request(served):
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(post(STREAM, version="1.0"))
+    status, headers = await client.head()
+    assert (status, headers["connection"]) == (200, "close")
+    assert "transfer-encoding" not in headers
+    assert (await client.rest()).endswith(b"data: [DONE]\n\n")
+    client = await connect()
+    client.writer.write(post(ASK, "Connection: keep-alive", version="1.0") * 2)
+    for _ in range(2):
+        status, headers, _ = await client.answer()
+        assert (status, headers["connection"]) == (200, "keep-alive")
+
+
+async def test_a_stream_comes_in_chunks_and_the_connection_stays(served):
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(post(STREAM) + post(ASK, "Connection: close"))
+    status, headers = await client.head()
+    assert (status, headers["transfer-encoding"]) == (200, "chunked")
+    assert "content-length" not in headers
+    rest = await client.rest()
+    streamed, _, answer = rest.partition(b"\r\n0\r\n\r\n")
+    assert streamed.endswith(b"data: [DONE]\n\n")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_methods_and_paths(served):
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(get("/health", method="HEAD") + get("/health"))
+    status, headers = await client.head()
+    length = headers["content-length"]
+    status, headers, _ = await client.answer()
+    assert (status, headers["content-length"]) == (200, length)
+    for request, wanted in (
+        (get("/v1/completions"), 405),
+        (get("/nowhere"), 404),
+        (get("/%68ealth?x=1"), 200),
+        (get("http://elsewhere/health"), 200),
+        (get("*", method="OPTIONS"), 404),
+        (get("/admin/requests/a%2Fb"), 404),
+    ):
+        client.writer.write(request)
+        status, headers, body = await client.answer()
+        assert status == wanted, (request, body)
+        if wanted == 405:
+            assert headers["allow"] == "post"  # lowered, as all that `head` returns
+    assert b"a/b" in body  # the receipt's id, decoded
+
+
+async def test_no_spelling_of_a_path_goes_round_the_keys(route, fake):
+    async with route(fake("a"), api_key="k", admin_key="a") as r:
+        parts = urlsplit(r.server.url)
+        for path in ("/admin/engines", "/%61dmin/engines", "/admin%2Fengines", "//admin/engines"):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write(get(path, "Authorization: Bearer k"))
+            status, _, _ = await Client(reader, writer).answer()
+            assert status == (404 if path.startswith("//") else 401), path
+            writer.close()
+
+
+async def test_who_wants_another_protocol_is_served_this_one(served):
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(get("/version", "Connection: Upgrade", "Upgrade: h2c") + b"PRI * HTTP/2.0")
+    status, headers, _ = await client.answer()
+    assert (status, headers["connection"]) == (200, "close")
+    assert await client.rest() == b""
+
+
+async def test_an_upgrade_that_is_not_taken_keeps_its_body(served):
+    """As Java's client and `curl --http2` ask for it; however the body is cut."""
+    _, _, connect = served
+    whole = post(ASK, "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMA")
+    for cut in (len(whole), len(whole) - len(ASK), len(whole) - 3):
+        client = await connect()
+        client.writer.write(whole[:cut])
+        await asyncio.sleep(0.02)
+        client.writer.write(whole[cut:] + b"PRI * HTTP/2.0")
+        status, headers, body = await client.answer()
+        assert (status, headers["connection"]) == (200, "close"), body
+        assert await client.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        get("/version").replace(b"Host: localhost\r\n", b""),
+        get("/version").replace(b"HTTP/1.1", b"HTTP/2.0"),
+        CHUNKED.replace(b"chunked", b"gzip, chunked") + b"0\r\n\r\n",
+        CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n",
+        CHUNKED.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: h2c\r\nHost") + b"0\r\n\r\n",
+        CHUNKED.replace(b"Host", b"Content-Length: 3\r\nHost") + b"0\r\n\r\n",
+        CHUNKED + b"0\r\nX: " + b"a" * 2**20,
+        CHUNKED + b"0;" + b"a" * 2**20,
+        get("/version", "X: " + "a" * 2**14),
+        get("/version", *(f"X{i}: 1" for i in range(200))),
+    ],
+    ids=[
+        "host", "version", "coding", "old", "upgrade", "lengths", "trailer", "extension", "header",
+        "headers",
+    ],
+)  # fmt: skip
+async def test_what_http_does_not_allow(served, request_):
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(request_)
+    status, headers, _ = await client.answer()
+    assert (status, headers["connection"]) == (400, "close")
+
+
+async def test_what_comes_behind_a_body_says_nothing_of_the_request(served):
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(CHUNKED + b"%x\r\n%b\r\n0\r\n" % (len(ASK), ASK))
+    client.writer.write(b"X-Request-Id: trailer\r\nX-Request-Timeout: 0.000001\r\n\r\n")
+    status, headers, _ = await client.answer()
+    assert status == 200 and headers["x-request-id"] != "trailer"
+
+
+async def test_a_long_body_does_not_count_for_the_head_behind_it(served):
+    _, _, connect = served
+    client = await connect()
+    long = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1, "user": "u" * 240_000}).encode()
+    client.writer.write(post(long) + get("/version")[:9])
+    assert (await client.answer())[0] == 200
+    client.writer.write(get("/version")[9:])
+    assert (await client.answer())[0] == 200
+    count = 2_500
+    client.writer.write(get("/version") * count + get("/version")[:9])
+    for _ in range(count):
+        assert (await client.answer())[0] == 200
+    client.writer.write(get("/version")[9:])
+    assert (await client.answer())[0] == 200
+
+
+class Echo:
+    """A service that answers each request with `size` bytes, once it may."""
+
+    def __init__(self, size: int) -> None:
+        self.answer = b"x" * size
+        self.gate = asyncio.Event()
+
+    async def serve(self, http: HttpRequest) -> None:
+        await self.gate.wait()
+        http.respond(HttpResponse(self.answer))
+
+    def headers(self, http: HttpRequest) -> dict[str, str]:
+        return {}
+
+
+@asynccontextmanager
+async def echoing(size: int) -> AsyncIterator[tuple[Echo, Connections, Client]]:
+    """A connection to a server of the service above, with small buffers."""
+    service = Echo(size)
+    connections = Connections(service, max_body=2**20)
+    listener = listen("127.0.0.1", 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
+    server = await asyncio.get_running_loop().create_server(connections.connection, sock=listener)
+    reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=2**12)
+    try:
+        yield service, connections, Client(reader, writer)
+    finally:
+        writer.close()
+        server.close()
+        await connections.close(1.0)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_who_asks_and_does_not_read_is_given_little(answered):
+    """Neither answers nor requests pile up, wherever what was sent is cut."""
+    async with echoing(10_000) as (service, connections, client):
+        if answered:
+            service.gate.set()
+        ask = get("/")
+        client.writer.write(ask[:-7])
+        for _ in range(100):
+            client.writer.write((ask[-7:] + ask[:-7]) * 1000)
+            await asyncio.sleep(0.001)
+        (connection,) = connections.open
+        assert len(connection._next) < 20_000  # of 100,000, those of a read or two
+        assert connection.transport.get_write_buffer_size() < 2**17
+
+
+async def test_the_last_answer_is_read_before_the_server_ends():
+    async with echoing(8_000_000) as (service, connections, client):
+        client.writer.write(get("/") * 2)
+        await until(lambda: bool(connections.open))
+        service.gate.set()
+        assert (await client.head())[0] == 200
+        closing = asyncio.ensure_future(connections.close(10.0))
+        assert len(await client.rest()) == 8_000_000  # and no other one is begun
+        await closing
+
+
+async def test_head_of_a_stream_of_events_has_an_end(served):
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(get("/admin/events", method="HEAD") + get("/version"))
+    assert (await client.head())[0] == 200
+    assert (await client.answer())[0] == 200
+
+
+@pytest.mark.parametrize("behind", [b"", get("/version")])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_that_leaves_ends_its_request(served, streamed, behind):
+    r, engine, connect = served
+    engine.gate = asyncio.Event()
+    client = await connect()
+    client.writer.write(post(STREAM if streamed else ASK, "X-Request-Id: left") + behind)
+    await engine.until(lambda: engine.running == 1)
+    client.writer.close()
+    await engine.until(lambda: engine.running == 0)
+    await r.settled()
+    assert r.server.router.receipts["left"].status == "cancelled"
+
+
+async def test_connections_that_nobody_uses_are_closed(served, monkeypatch):
+    monkeypatch.setattr("router.api.slow_clients.KEEPALIVE_S", 0.0)
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(get("/version"))
+    assert (await client.answer())[0] == 200
+    assert await client.rest() == b""

@@ -1,0 +1,82 @@
+"""Files that are read again when they change, and the engines' own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from engine.protocol import BadRequest
+from router.base.watched_file import WatchedFile
+from router.engines.engines_file import EngineEntry, engine_url, parse_engines
+
+
+def number(text: str) -> int:
+    if not text.strip().isdigit():
+        raise BadRequest("no number")
+    return int(text)
+
+
+async def test_changes_are_told_and_bad_ones_keep_the_old(tmp_path, caplog):
+    path = tmp_path / "file"
+    path.write_text("1")
+    file, told = WatchedFile(path, number), []
+    assert file.value == 1
+    watching = asyncio.create_task(file.watch(0.002, told.append))
+    with caplog.at_level(logging.WARNING, "router.base.watched_file"):
+        path.write_text("x")
+        await until(lambda: file.trouble)
+        assert (file.value, told) == (1, [])
+        path.unlink()
+        await until(lambda: "No such file" in file.trouble)
+        path.write_bytes(b"\xff")
+        await until(lambda: "cannot be read" in file.trouble)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [str(path)] * 3
+    (tmp_path / "new").write_text("22")
+    (tmp_path / "new").rename(path)  # as editors and Kubernetes do
+    await until(lambda: told)
+    assert (file.value, told, file.trouble) == (22, [22], "")
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+
+
+def test_there_must_be_something_to_begin_with(tmp_path: Path):
+    with pytest.raises(BadRequest, match="absent"):
+        WatchedFile(tmp_path / "absent", number)
+    (tmp_path / "bad").write_text("x")
+    with pytest.raises(BadRequest, match="no number"):
+        WatchedFile(tmp_path / "bad", number)
+
+
+def test_engines_files():
+    text = """
+    # ours
+    http://10.0.0.1:8100/ role=prefill zone=a   # the fast one
+    https://engine-2:8100
+    """
+    assert parse_engines(text) == [
+        EngineEntry("http://10.0.0.1:8100", "prefill", {"zone": "a"}),
+        EngineEntry("https://engine-2:8100"),
+    ]
+    for bad, why in (
+        ("http://a:1\nhttp://a:1/", "line 2: http://a:1 comes twice"),
+        ("engine-1", "line 1: no URL"),
+        ("http://a:1 prefill", "not of the form NAME=VALUE"),
+        ("http://a:1 role=cook", "no role: 'cook'"),
+        ("", "no engine"),
+        ("# none", "no engine"),
+    ):
+        with pytest.raises(BadRequest, match=why):
+            parse_engines(bad)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://", "http://[", "engine", "http://u:p@a", "http://a?b", "http://a#b"]
+)
+def test_what_is_no_engines_url(url: str):
+    with pytest.raises(BadRequest):
+        engine_url(url)

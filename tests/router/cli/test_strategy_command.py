@@ -1,0 +1,160 @@
+"""`microserve strategy`, and what `up` and `router` tell before they start anything."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forked import Forked, microserve
+from router_process import RouterProcess, until
+
+from router.supervisor.child_process import StartFailed
+
+pytestmark = pytest.mark.slow
+SOURCE = '''
+from typing import Annotated
+from pydantic import Field
+from router import strategy
+
+@strategy
+async def mine(request, cluster, *, share: Annotated[float, Field(ge=0, le=1, description="of it")] = 0.5):
+    """My own."""
+    async for chunk in cluster.engines.round_robin().start_generate(request):
+        yield chunk
+'''  # noqa: E501
+
+
+@pytest.fixture(scope="module")
+def router(real_engines: list[str]) -> Iterator[RouterProcess]:
+    router = RouterProcess(real_engines, "data_parallel", "--allow-upload")
+    yield router
+    router.kill()
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    """`microserve …`: its exit code, and all it says."""
+    process = Forked(microserve, *arguments)
+    try:
+        code, said = process.wait(60), ""
+        while True:
+            try:
+                said += process.line() + "\n"
+            except StartFailed:
+                return code, said + process.log
+    finally:
+        process.kill()
+
+
+def test_the_commands(router, tmp_path):
+    def strategy(*arguments: str) -> tuple[int, str]:
+        return command("strategy", "--url", router.url, *arguments)
+
+    file = tmp_path / "any_name.py"
+    file.write_text(SOURCE)
+    code, said = strategy("load", str(file))
+    assert (code, said) == (0, "loaded mine\n")
+    code, said = strategy("show", "mine")
+    assert said.startswith("mine\n\nMy own.\n")
+    assert "share: number ≥ 0 ≤ 1 = 0.5  of it" in said
+    generation = router.strategies()["active"]["generation"]
+    code, said = strategy("use", "mine", "--param", "share=0.25")
+    assert (code, said) == (0, f"generation {generation + 1}: mine share=0.25\n")
+    assert "* mine" in strategy("list")[1]
+    code, said = strategy("use", "mine", "--param", "share=2")
+    assert code == 1
+    assert "strategy mine: share=2: Input should be less than or equal to 1" in said
+    code, said = strategy("use", "balanced", "--if-generation", "1")
+    assert (code, f"generation {generation + 1} is active, not 1" in said) == (1, True)
+    code, said = strategy("use", "balanced", "--canary", "10", "--min-requests", "1000")
+    assert said == f"generation {generation + 2}: balanced ratio=0.1, a canary\n"
+    assert "a canary with 10 %: 0 of 1000 ended" in strategy("show")[1]
+    assert strategy("rollback")[1] == f"generation {generation + 1}: mine share=0.25\n"
+    assert "data_parallel" in strategy("rollback")[1]
+    file.write_text(SOURCE.replace("yield chunk", "yield chunk.text"))
+    code, said = strategy("load", str(file))
+    assert (code, "yielded no chunk but 'w" in said) == (1, True)
+    assert len(said.splitlines()) == 1
+
+
+def test_a_watched_file_is_loaded_when_it_is_saved(router, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    watching = Forked(microserve, "strategy", "--url", router.url, "load", str(file), "--watch")
+    try:
+        assert watching.line() == "loaded mine"
+        before = router.use("mine", share=0.75)
+        file.write_text(SOURCE.replace("My own.", "Another."))
+        assert watching.line() == "loaded mine"
+        assert watching.line() == f"generation {before + 1}: mine share=0.75"
+        file.write_text(SOURCE + "\n\n1/0\n")
+        until(lambda: "mine.py:13: ZeroDivisionError" in watching.log)
+        assert "not loaded, nothing is changed" in watching.log
+        assert router.strategies()["active"]["generation"] == before + 1
+        file.unlink()  # as some editors do
+        file.write_text(SOURCE)
+        assert watching.line() == "loaded mine"
+        assert watching.line() == f"generation {before + 2}: mine share=0.75"
+        assert router.tokens([1, 2, 3])
+    finally:
+        watching.kill()
+
+
+def test_a_dry_run_needs_no_router(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    code, said = command("strategy", "check", "--dry-run", str(file))
+    assert (code, said.startswith(f"{file}: dry run ok, ")) == (0, True)
+    assert command("strategy", "check", "balanced", "--dry-run", "--param", "ratio=1")[0] == 0
+    file.write_text(SOURCE + "nothing\n")
+    code, said = command("strategy", "check", str(file))
+    assert (code, said) == (
+        2, f"Error: {file}:11: NameError: name 'nothing' is not defined\n",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield str(listener.getsockname()[1])
+
+
+def test_up_and_router_tell_mistakes_at_once(tmp_path: Path, taken: str):
+    """One line, exit code 2, before any engine is loaded."""
+    bad = tmp_path / "bad.py"
+    bad.write_text("from router import strategy\n\n1/0\n")
+    mistakes = [
+        (["--strategy", str(bad)], f"{bad}:3: ZeroDivisionError"),
+        (["--strategy", str(tmp_path / "absent.py")], "No such file"),
+        (["--strategy", "nothing"], "no strategy 'nothing'"),
+        (["--strategy", "balanced", "--param", "ration=1"], "no parameter 'ration'"),
+        (["--strategy", "balanced", "--param", "ratio=7"], "ratio=7"),
+        (["--port", taken], "Address already in use"),
+        (["--port", "70000"], "--port 70000: ports are from 0 to 65535"),
+        (["--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
+        (["--state-file", str(tmp_path / "absent" / "state.json")], "there is no folder"),
+        (["--audit-log", str(tmp_path / "absent" / "audit")], "there is no folder"),
+    ]  # fmt: skip
+    for flags, says in mistakes:
+        code, said = command("up", "no/such/model", "--port", "0", *flags)
+        assert code == 2, said
+        assert len(said.splitlines()) == 1, said
+        assert says in said
+    for flags, says in (mistakes[0], mistakes[4], mistakes[6]):
+        code, said = command("router", *flags)
+        assert (code, len(said.splitlines())) == (2, 1), said
+        assert says in said
+
+
+def test_a_routers_file_follows_the_same_rule(tmp_path):
+    """As for `load`: a file's only strategy is known by its own name."""
+    file = tmp_path / "any_name.py"
+    file.write_text(SOURCE)
+    router = RouterProcess([], file)
+    try:
+        assert router.strategies()["active"]["name"] == "mine"
+    finally:
+        router.kill()

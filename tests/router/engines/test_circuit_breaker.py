@@ -1,0 +1,67 @@
+"""The circuit breaker, on a clock that jumps."""
+
+from __future__ import annotations
+
+from router.engines.circuit_breaker import LONGEST_S, Breaker
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_it_opens_on_failures_in_a_row_only():
+    breaker = Breaker(3, 5.0, Clock())
+    for _ in range(5):
+        breaker.failure()
+        assert not breaker.failure()
+        breaker.success()
+    assert (breaker.state, breaker.opened) == ("closed", 0)
+    assert [breaker.failure() for _ in range(4)] == [False, False, True, False]
+    assert (breaker.state, breaker.resting, breaker.opened) == ("open", True, 1)
+
+
+def test_half_open_takes_one_trial():
+    clock = Clock()
+    breaker = Breaker(1, 5.0, clock)
+    assert breaker.failure()
+    clock.now += 5
+    assert (breaker.state, breaker.resting) == ("half_open", False)
+    breaker.begin()
+    assert breaker.resting
+    breaker.success()
+    assert (breaker.state, breaker.resting) == ("closed", False)
+
+
+def test_each_failed_trial_doubles_the_rest_up_to_a_bound():
+    clock = Clock()
+    breaker = Breaker(1, 5.0, clock)
+    breaker.failure()
+    rests = []
+    for _ in range(6):
+        began = clock.now
+        while breaker.state == "open":
+            clock.now += 1
+        rests.append(clock.now - began)
+        breaker.begin()
+        assert breaker.failure()
+    assert rests == [5, 10, 20, 40, LONGEST_S, LONGEST_S]
+    clock.now += LONGEST_S
+    breaker.success()
+    breaker.failure()
+    clock.now += 5
+    assert breaker.state == "half_open"  # a new trouble begins with the short rest
+
+
+def test_a_trial_that_never_ends_is_followed_by_another():
+    clock = Clock()
+    breaker = Breaker(1, 5.0, clock)
+    breaker.failure()
+    clock.now += 5
+    breaker.begin()
+    clock.now += 4.9
+    assert breaker.resting
+    clock.now += 0.1
+    assert not breaker.resting

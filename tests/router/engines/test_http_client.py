@@ -1,0 +1,188 @@
+"""The wire to an engine, and the line on which all of its tokens come, against raw sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine.protocol import Draining, Internal
+from router.base.errors import EngineUnreachable, NobodyListens
+from router.engines.http_client import Wire
+from router.engines.token_mux import Line, Mux
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@asynccontextmanager
+async def served(handler: Handler) -> AsyncIterator[Wire]:
+    """A wire to a server that does with each connection what `handler` does."""
+    server = await asyncio.start_server(handler, "127.0.0.1", 0)
+    wire = Wire(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    try:
+        yield wire
+    finally:
+        wire.close()
+        server.close()
+
+
+@asynccontextmanager
+async def streaming() -> AsyncIterator[tuple[Line, asyncio.StreamWriter]]:
+    """An open line, and the engine's end of it."""
+    opened: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + chunk(b"\n"))
+        opened.set_result(writer)
+        await reader.read()
+        writer.close()
+
+    async with served(answer) as wire:
+        line = await Mux(wire).line()
+        yield line, await opened
+
+
+async def test_frames_go_to_whom_they_are_for_however_they_are_cut():
+    async with streaming() as (line, engine):
+        one, other = line.expect("a"), line.expect("b")
+        frames = (
+            b'{"a": {"token_ids": [1], "text": "x", "begin": 3}, "b": {"token_ids": [7]}}\n'
+            b'{"nobody": {"token_ids": [5]}}\n'
+            b'{"a": {"token_ids": [2], "finish_reason": "stop", "usage": '
+            b'{"prompt_tokens": 4, "completion_tokens": 2, "cached_tokens": 0}}}\n'
+        )
+        for at in range(len(frames)):
+            engine.write(chunk(frames[at : at + 1]))
+            await engine.drain()
+        tokens, chunks = [], []
+        while not chunks or chunks[-1].finish_reason is None:
+            chunks.append(await one.next())
+            tokens += chunks[-1].token_ids
+        assert (tokens, chunks[0].begin, chunks[-1].usage.completion_tokens) == ([1, 2], 3, 2)
+        assert (await other.next()).token_ids == [7]
+
+
+async def test_a_lost_line_fails_all_after_what_has_come():
+    async with streaming() as (line, engine):
+        one, other = line.expect("a"), line.expect("b")
+        engine.write(chunk(b'{"a": {"token_ids": [1], "text": "x"}}\n'))
+        await engine.drain()
+        waiting = asyncio.ensure_future(other.next())
+        await asyncio.sleep(0.01)
+        engine.transport.abort()
+        with pytest.raises(EngineUnreachable):
+            await waiting
+        assert (await one.next()).token_ids == [1]
+        with pytest.raises(EngineUnreachable):
+            await one.next()
+        with pytest.raises(EngineUnreachable):
+            await line.expect("c").next()
+
+
+async def test_an_error_event_is_raised_after_the_tokens_that_come_with_it():
+    async with streaming() as (line, engine):
+        delivery = line.expect("a")
+        error = b'{"type": "draining", "message": "bye", "param": null, "code": null}'
+        engine.write(chunk(b'{"a": {"token_ids": [1], "text": "x", "error": %b}}\n' % error))
+        assert (await delivery.next()).token_ids == [1]
+        with pytest.raises(Draining, match="bye"):
+            await delivery.next()
+
+
+async def test_a_frame_that_is_none_ends_the_line():
+    async with streaming() as (line, engine):
+        delivery = line.expect("a")
+        engine.write(chunk(b'{"a": {"token_ids": "no"}}\n'))
+        with pytest.raises(EngineUnreachable, match="frame"):
+            await delivery.next()
+        assert line.error is not None
+
+
+async def test_a_lost_line_is_replaced_by_another():
+    lines = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal lines
+        await reader.readuntil(b"\r\n\r\n")
+        lines += 1
+        writer.write(HEAD + chunk(b"\n"))
+        if lines == 1:
+            await writer.drain()
+            writer.transport.abort()
+
+    async with served(answer) as wire:
+        mux = Mux(wire)
+        first = await mux.line()
+        with pytest.raises(EngineUnreachable):
+            await first.expect("a").next()
+        again = await asyncio.gather(*(mux.line() for _ in range(5)))
+        assert {line.id for line in again} == {again[0].id}
+        assert (again[0].id != first.id, lines) == (True, 2)
+
+
+async def test_an_engine_without_streams_is_told_apart_from_one_that_is_gone():
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnone")
+
+    async with served(refuse) as wire:
+        with pytest.raises(Internal, match="404"):
+            await Mux(wire).line()
+
+
+async def test_calls_use_one_connection_one_after_another():
+    connections = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 429 Full\r\nRetry-After: 7\r\nContent-Length: 2\r\n\r\n{}")
+
+    async with served(answer) as wire:
+        for _ in range(3):
+            reply = await wire.call("GET", "/x")
+            assert (reply.status, reply.retry_after, reply.body) == (429, "7", b"{}")
+        assert connections == 1
+
+
+async def test_a_cancelled_call_closes_its_connection():
+    gone = asyncio.Event()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.read()
+        gone.set()
+
+    async with served(listen) as wire:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await wire.call("GET", "/x")
+        async with asyncio.timeout(5):
+            await gone.wait()
+
+
+async def test_how_a_call_fails_says_what_is_wrong():
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async with served(hang_up) as wire:
+        with pytest.raises(EngineUnreachable) as lost:
+            await wire.call("GET", "/x")
+        assert not isinstance(lost.value, NobodyListens)
+        url = wire.url
+    with pytest.raises(NobodyListens):
+        await Wire(url).call("GET", "/x")
+    with pytest.raises(EngineUnreachable):
+        await Wire("http://127.0.0.1:99999").call("GET", "/x")
+    with pytest.raises(ValueError, match="line break"):
+        await Wire(url).call("GET", "/x", b"", {"X-Request-Id": "a\r\nEvil: 1"})

@@ -1,0 +1,355 @@
+"""What the router knows of engines' prefix caches: against scripted engines in virtual time, and
+against real ones that evict, die and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from engine_process import EngineProcess
+from waiting import until
+
+from engine.protocol import BadRequest, PageName, PrefixChange, Sampling, page_names
+from router.base.errors import EngineUnreachable
+from router.base.request import Request
+from router.engines.backend import Member
+from router.engines.circuit_breaker import Breaker
+from router.engines.prefix_index import LINGER_S, RETRY_S, UNASKED, Prefixes
+from router.simulation.dry_run import RehearsalFailed, rehearse
+from router.simulation.engine import SimEngine
+from router.simulation.virtual_time import VirtualLoop
+from router.strategy.definition import strategy
+
+PAGE = 16
+
+
+def request(tokens: list[int]) -> Request:
+    return Request("id", tokens, Sampling())
+
+
+class Scripted(SimEngine):
+    """Says what it is told to say of its prefix cache. `streams`: how many are open; `opened`: how
+    many have been."""
+
+    def __init__(self) -> None:
+        super().__init__("scripted", {})
+        self.says: asyncio.Queue[PrefixChange | None] = asyncio.Queue()
+        self.streams = self.opened = 0
+
+    def add(self, *names: PageName) -> None:
+        self.says.put_nowait(PrefixChange(added=list(names), removed=[]))
+
+    async def tells(
+        self, prefixes: Prefixes, member: Member, asked: Request, pages: int | None = None
+    ) -> None:
+        """Say that so many pages of `asked` are there (None: all), and have it heard."""
+        self.add(*asked.page_names(PAGE)[:pages])
+        await prefixes.known(member)
+
+    async def prefixes(self) -> AsyncIterator[PrefixChange]:
+        self.streams += 1
+        self.opened += 1
+        try:
+            while (change := await self.says.get()) is not None:
+                yield change
+        finally:
+            self.streams -= 1
+        raise EngineUnreachable("the stream was lost")
+
+
+def virtually(
+    test: Callable[[Prefixes, Member, Scripted], Awaitable[None]],
+) -> Callable[[], None]:
+    """Run a test in virtual time, with one engine that is up."""
+
+    async def run() -> None:
+        engine = Scripted()
+        member = Member(engine, Breaker(3, 1.0, lambda: 0.0))
+        member.model, member.status = await engine.model(), "up"
+        async with asyncio.TaskGroup() as tasks:
+            prefixes = Prefixes(tasks)
+            try:
+                await test(prefixes, member, engine)
+            finally:
+                prefixes.close()
+        assert engine.streams == 0
+
+    def runs() -> None:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(run())
+
+    runs.__name__ = test.__name__
+    return runs
+
+
+@virtually
+async def test_nothing_is_followed_until_somebody_asks(prefixes, member, engine):
+    assert prefixes.expect(member, request([1] * 64), 64) is prefixes.expect(member, None, 0)
+    await asyncio.sleep(1)
+    assert engine.opened == 0
+    assert prefixes.cached(member, request([1] * 64), 64) == 0
+    await asyncio.sleep(0)
+    assert engine.streams == 1
+
+
+@virtually
+async def test_full_pages_are_counted_up_to_the_end(prefixes, member, engine):
+    tokens = list(range(100))
+    names = page_names(tokens, PAGE)
+    engine.add(*names[:4])
+    asyncio.get_running_loop().call_later(1, engine.add)  # the first says all
+    await prefixes.known(member)
+    for end, cached in ((0, 0), (15, 0), (16, 16), (63, 48), (64, 64), (100, 64)):
+        assert prefixes.cached(member, request(tokens), end) == cached
+    assert prefixes.cached(member, request([1, *tokens]), 101) == 0
+    assert prefixes.cached(member, request([*tokens[:20], *tokens]), 120) == 16
+    engine.says.put_nowait(PrefixChange(added=names[4:5], removed=names[2:4]))
+    await asyncio.sleep(0.01)
+    assert prefixes.cached(member, request(tokens), 48) == 32
+
+
+@virtually
+async def test_what_is_on_its_way_counts_until_it_will_not_come(prefixes, member, engine):
+    asked = request(list(range(100)))
+    prefixes.cached(member, asked, 100)
+    with prefixes.expect(member, asked, 50), prefixes.expect(member, asked, 33) as other:
+        assert prefixes.cached(member, asked, 100) == 48
+        assert prefixes.cached(member, asked, 100, coming=False) == 0
+        other.end()
+        assert prefixes.cached(member, asked, 100) == 48
+    assert prefixes.cached(member, asked, 100) == 0
+
+
+@virtually
+async def test_what_has_landed_counts_until_the_engine_says_so_or_not(prefixes, member, engine):
+    asked = request(list(range(100)))
+    engine.add()
+    await prefixes.known(member)
+    with prefixes.expect(member, asked, 50) as coming:
+        coming.landed()
+    engine.add(asked.page_names(PAGE)[0])
+    await asyncio.sleep(LINGER_S / 2)
+    assert prefixes.cached(member, asked, 100) == 48
+    await asyncio.sleep(LINGER_S)
+    assert prefixes.cached(member, asked, 100) == 16
+
+
+@virtually
+async def test_a_lost_stream_is_followed_again_and_all_is_forgotten(prefixes, member, engine):
+    asked = request(list(range(100)))
+    await engine.tells(prefixes, member, asked)
+    coming = prefixes.expect(member, asked, 100)
+    engine.says.put_nowait(None)
+    await asyncio.sleep(RETRY_S / 2)
+    assert prefixes.cached(member, asked, 100) == 0
+    await engine.tells(prefixes, member, asked, 2)
+    assert engine.opened == 2
+    coming.end()  # of what the lost engine was to have
+    assert prefixes.cached(member, asked, 100) == 32
+
+
+@virtually
+async def test_of_an_engine_that_is_down_nothing_is_known(prefixes, member, engine):
+    asked = request(list(range(100)))
+    await engine.tells(prefixes, member, asked)
+    member.go_down("silent")
+    await asyncio.sleep(10)
+    assert prefixes.cached(member, asked, 100) == 0
+    assert (engine.streams, engine.opened) == (0, 1)
+    member.status = "up"
+    await engine.tells(prefixes, member, asked, 1)
+    assert prefixes.cached(member, asked, 100) == 16
+
+
+@virtually
+async def test_engines_are_followed_as_long_as_strategies_ask(prefixes, member, engine):
+    asked = request(list(range(100)))
+    await engine.tells(prefixes, member, asked)
+    for _ in range(3):
+        await asyncio.sleep(86400)
+        for _ in range(UNASKED):
+            prefixes.expect(member, asked, 100).end()
+        assert prefixes.cached(member, asked, 100) == 96
+    assert engine.opened == 1
+    for _ in range(UNASKED + 1):
+        prefixes.expect(member, asked, 100).end()
+    await asyncio.sleep(1)
+    assert engine.streams == 0
+    await engine.tells(prefixes, member, asked, 1)
+    assert prefixes.cached(member, asked, 100) == 16
+
+
+@virtually
+async def test_a_forgotten_engine_is_left_alone(prefixes, member, engine):
+    prefixes.cached(member, request([1] * 64), 64)
+    await asyncio.sleep(0)
+    prefixes.forget(member)
+    await asyncio.sleep(1)
+    assert (engine.streams, engine.opened) == (0, 1)
+
+
+# Behind a router
+
+
+async def test_what_calls_have_done_counts_at_once(route, fake):
+    """Before the engines say so themselves: these never do."""
+    sender, receiver = fake("a", role="prefill"), fake("b", role="decode")
+    asked = request(list(range(100)))
+    async with route(sender, receiver, strategy="prefill_decode") as r:
+        prefixes = r.server.router.registry.prefixes
+        a, b = r.server.router.registry
+        assert (prefixes.cached(a, asked, 100), prefixes.cached(b, asked, 100)) == (0, 0)
+        await prefixes.known(a)
+        await prefixes.known(b)
+        sender.send_gate = asyncio.Event()
+        asking = asyncio.create_task(r.post("/v1/completions", {"prompt": asked.tokens}))
+        await sender.until(lambda: sender.named("remote_send"))
+        assert (prefixes.cached(a, asked, 100), prefixes.cached(b, asked, 100)) == (96, 96)
+        sender.send_gate.set()
+        await asking
+        assert (prefixes.cached(a, asked, 100), prefixes.cached(b, asked, 100)) == (96, 96)
+
+        sender.refuse["remote_send"] = [BadRequest("no")]
+        other = request([7] * 100)
+        await r.post("/v1/completions", {"prompt": other.tokens})
+        assert (prefixes.cached(a, other, 100), prefixes.cached(b, other, 100)) == (0, 0)
+        receiver.error_after = [(0, BadRequest("no"))]
+        await r.post("/v1/completions", {"prompt": other.tokens})
+        assert (prefixes.cached(a, other, 100), prefixes.cached(b, other, 100)) == (96, 0)
+
+
+async def test_an_engine_that_was_removed_is_followed_no_longer(route, fake):
+    engines = [fake("a"), fake("b")]
+    async with route(*engines, strategy="cache_aware") as r:
+        await r.post("/v1/completions", {"prompt": [1] * 40})
+        await until(lambda: [engine.followers for engine in engines] == [1, 1])
+        async with r.http.delete(r.server.url + "/admin/engines/a") as reply:
+            assert reply.status == 200
+        await until(lambda: [engine.followers for engine in engines] == [0, 1])
+
+
+# Simulated engines
+
+
+def test_a_dry_run_meets_caches_that_are_warm():
+    @strategy
+    async def mine(request, cluster):
+        engine = cluster.engines.longest_prefix(request)
+        if engine.cached(request, coming=False) == 96:
+            raise LookupError("warm")
+        async for chunk in engine.start_generate(request):
+            yield chunk
+
+    with pytest.raises(RehearsalFailed, match=r"LookupError: warm .* 100 tokens, warm"):
+        rehearse(mine.bind({}))
+
+
+# Real engines
+
+
+def matched(engine: EngineProcess, prompt: list[int], end: int) -> int:
+    """`match_len` of a lease, which is given back at once."""
+    reply = engine.post("prep_recv", request_id=f"look-{random.random()}", prompt=prompt, end=end)
+    assert reply.status_code == 200, reply.text
+    lease = reply.json()
+    engine.post("release", lease_id=lease["lease_id"]).raise_for_status()
+    return lease["match_len"]
+
+
+def agrees(prefixes: Prefixes, member: Member, engine: EngineProcess, prompt: list[int]) -> bool:
+    """Whether the router and the engine say the same of a prompt. So little is asked for beyond
+    what should be there that looking evicts next to nothing."""
+    cached = prefixes.cached(member, request(prompt), len(prompt))
+    return matched(engine, prompt, min(len(prompt), cached + PAGE)) == cached
+
+
+@asynccontextmanager
+async def engines(count: int, *flags: str) -> AsyncIterator[list[EngineProcess]]:
+    running = [EngineProcess(*flags, "--engine-id", f"e{i}") for i in range(count)]
+    try:
+        yield running
+    finally:
+        for engine in running:
+            engine.kill()
+
+
+@pytest.mark.slow
+async def test_the_router_knows_what_engines_evict_and_what_they_lose(routed_to):
+    """Random prompts with common beginnings, pools that hold a part of them; then one engine is
+    killed and restarted on its port, and learns some of them again. The other one is stopped for a
+    while: it may have been another process since, so that all is asked anew."""
+    draw = random.Random(7)
+    roots = [[draw.randrange(500) for _ in range(200)] for _ in range(4)]
+
+    def prompt() -> list[int]:
+        root = draw.choice(roots)
+        return root[: draw.randrange(201)] + [draw.randrange(500) for _ in range(40)]
+
+    async with (
+        engines(2, "--pool-pages", "40") as processes,
+        routed_to(
+            [engine.url for engine in processes], strategy="cache_aware", health_timeout_s=1.0
+        ) as r,
+    ):
+        registry = r.server.router.registry
+        prefixes = registry.prefixes
+
+        async def ask(prompts: list[list[int]]) -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for each in prompts:
+                    body = {"prompt": each, "max_tokens": draw.randrange(1, 24)}
+                    tasks.create_task(r.post("/v1/completions", body))
+
+        async def right(prompts: list[list[int]]) -> None:
+            for engine, member in zip(processes, registry, strict=True):
+                for each in prompts:
+                    await until(lambda m=member, e=engine, p=each: agrees(prefixes, m, e, p))
+
+        seen = [prompt() for _ in range(16)]
+        for at in range(0, len(seen), 4):
+            await ask(seen[at : at + 4])
+        await right(seen)
+        known = [prefixes.cached(m, request(p), len(p)) for m in registry for p in seen]
+        assert 0 < sum(map(bool, known)) < len(known)
+
+        killed, member = processes[0], next(iter(registry))
+        assert any(prefixes.cached(member, request(p), len(p)) for p in seen)
+        killed.kill()
+        await until(lambda: member.status == "down")
+        await until(lambda: not any(prefixes.cached(member, request(p), len(p)) for p in seen))
+        processes[0] = EngineProcess("--pool-pages", "40", "--engine-id", "e0", port=killed.port)
+        await until(lambda: member.status == "up")
+        await ask([prompt() for _ in range(6)])
+        await right(seen)
+
+        stopped, member = processes[1], list(registry)[1]
+        stopped.signal(signal.SIGSTOP)
+        await until(lambda: member.status == "down")
+        await until(lambda: not any(prefixes.cached(member, request(p), len(p)) for p in seen))
+        stopped.signal(signal.SIGCONT)
+        await until(lambda: member.status == "up")
+        await prefixes.known(member)
+        await right(seen)
+
+
+async def test_requests_that_begin_alike_and_come_at_once_share_an_engine_and_its_work(route_real):
+    """The first of them computes the common part for all."""
+    salt = random.Random(11)
+    common = [salt.randrange(500) for _ in range(1500)]
+    prompts = [[*common, *(salt.randrange(500) for _ in range(30))] for _ in range(3)]
+    async with route_real(strategy="cache_aware") as r:
+        await r.post("/v1/completions", {"prompt": [1], "max_tokens": 1})  # engines are followed
+        async with asyncio.TaskGroup() as tasks:
+            for number, prompt in enumerate(prompts):
+                headers = {"X-Request-Id": f"alike-{number}"}
+                body = {"prompt": prompt, "max_tokens": 1}
+                tasks.create_task(r.post("/v1/completions", body, headers=headers))
+        legs = [(await r.receipt(f"alike-{number}"))["legs"][0] for number in range(3)]
+    assert len({leg["engine"] for leg in legs}) == 1
+    computed = sorted(leg["computed_tokens"] for leg in legs)
+    assert computed[-1] == 1530
+    assert sum(computed[:2]) < 1530, computed

@@ -1,0 +1,176 @@
+"""Canaries: their share, their verdict, and what becomes of them in a real router."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from router import Chunk, strategy
+from router.rollout.canary import Canary, CanaryRules
+
+ASK = {"prompt": [1, 2, 3], "max_tokens": 3, "temperature": 0}
+
+
+@pytest.mark.parametrize("percent", [1, 5, 33.3, 50, 100])
+def test_the_share_is_exact(percent):
+    canary = Canary(CanaryRules(percent=percent))
+    assert abs(sum(canary.takes_next() for _ in range(1000)) - 10 * percent) <= 1
+
+
+def judge(rules: CanaryRules, outcomes):
+    """The verdict and after how many requests it came."""
+    canary = Canary(rules)
+    for number, outcome in enumerate(outcomes, 1):
+        failed = outcome == "failed"
+        ttft = None if failed else float(outcome)
+        if (verdict := canary.note(failed=failed, ttft_ms=ttft)) is not None:
+            return verdict.decision, number
+    return None
+
+
+RULES = CanaryRules(max_error_rate=0.05, max_ttft_p99_ms=100, min_requests=100)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"),
+    [
+        ([50] * 100, ("promoted", 100)),
+        ([50] * 99, None),
+        (["failed"] * 5 + [50] * 95, ("promoted", 100)),
+        (["failed"] * 6 + [50] * 94, ("rolled_back", 6)),  # at once: it cannot get better
+        ([101] + [50] * 99, ("promoted", 100)),
+        ([50] * 98 + [101] * 2, ("rolled_back", 100)),
+        ([100] * 100, ("promoted", 100)),
+    ],
+)
+def test_the_verdict_comes_as_soon_as_it_is_certain(outcomes, verdict):
+    assert judge(RULES, outcomes) == verdict
+
+
+def test_it_is_the_error_rate_and_the_nearest_rank_p99():
+    """Against the definition, for every mix of slow ones."""
+    for count in (1, 10, 99, 100, 101, 250):
+        rules = CanaryRules(max_error_rate=0, max_ttft_p99_ms=100, min_requests=count)
+        for slow in range(min(count, 6)):
+            times = sorted([50.0] * (count - slow) + [101.0] * slow)
+            p99 = times[-(-99 * count // 100) - 1]
+            decision, _ = judge(rules, times)
+            assert (decision == "promoted") == (p99 <= 100), (count, slow)
+
+
+@strategy
+async def good(request, cluster):
+    async for chunk in cluster.engines.round_robin().start_generate(request):
+        yield chunk
+
+
+@strategy
+async def bad(request, cluster):
+    raise KeyError("bad")
+    yield Chunk()
+
+
+async def put(r, name, **fields):
+    body = {"name": name, **fields}
+    async with r.http.put(r.server.url + "/admin/strategy", json=body) as response:
+        return response.status, await response.json()
+
+
+def known(r, *strategies):
+    for one in strategies:
+        r.server.router.catalog._loaded[one.name] = one
+
+
+async def test_a_good_one_is_promoted_under_its_own_number(route, fake):
+    async with route(fake("a")) as r:
+        known(r, good)
+        rules = {"percent": 50, "min_requests": 5, "max_ttft_p99_ms": 60_000}
+        status, reply = await put(r, "good", canary=rules)
+        assert (status, reply["generation"], reply["canary"]) == (200, 2, True)
+        served = []
+        for number in range(10):
+            state = await r.get("/admin/strategies")
+            assert state["active"]["generation"] == 1
+            assert state["canary"]["generation"] == 2
+            id = f"r{number}"
+            assert (await r.post("/v1/completions", ASK, headers={"X-Request-Id": id}))[0] == 200
+            served.append((await r.receipt(id))["generation"])
+        assert served == [1, 2] * 5
+        state = await r.get("/admin/strategies")
+        assert (state["active"]["generation"], state["canary"]) == (2, None)
+        assert state["last_canary"]["decision"] == "promoted"
+        assert state["last_canary"]["why"].startswith("0 of 5 requests failed")
+        status, reply = await r.post("/admin/rollback", {})
+        assert (reply["generation"], reply["name"]) == (3, "data_parallel")
+        entries = (await r.get("/admin/audit"))["entries"]
+        assert [(e["who"], e["what"], e["generation"]) for e in entries] == [
+            ("router", "started", 1), ("127.0.0.1", "canary", 2), ("router", "promote", 2),
+            ("127.0.0.1", "rollback", 3),
+        ]  # fmt: skip
+
+
+async def test_a_bad_one_is_rolled_back_and_says_why(route, fake):
+    async with route(fake("a")) as r:
+        known(r, bad)
+        await put(r, "bad", canary={"percent": 50, "max_error_rate": 0.1, "min_requests": 20})
+        statuses = [(await r.post("/v1/completions", ASK))[0] for _ in range(10)]
+        assert statuses == [200, 500, 200, 500, 200, 500] + [200] * 4
+        state = await r.get("/admin/strategies")
+        assert (state["active"]["generation"], state["canary"]) == (1, None)
+        assert state["last_canary"]["decision"] == "rolled_back"
+        assert "3 of 3 requests failed; of 20 at most 2 may" in state["last_canary"]["why"]
+        assert (await r.get("/admin/audit"))["entries"][-1]["what"] == "canary_rolled_back"
+
+
+async def test_a_slow_one_is_rolled_back_also_when_its_clients_leave(route, fake):
+    gate = asyncio.Event()
+
+    @strategy
+    async def slow(request, cluster):
+        await gate.wait()
+        yield Chunk()
+
+    async with route(fake("a")) as r:
+        known(r, slow)
+        rules = {"percent": 100, "max_ttft_p99_ms": 20, "min_requests": 50}
+        await put(r, "slow", canary=rules)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await r.post("/v1/completions", ASK)
+        async with asyncio.timeout(10):
+            while r.server.router.generations.candidate is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert (await r.post("/v1/completions", ASK))[0] == 200
+        why = (await r.get("/admin/strategies"))["last_canary"]["why"]
+        assert "took over 20 ms to their first token" in why
+
+
+async def test_what_the_client_did_wrong_is_not_the_canarys(route, fake):
+    a = fake("a")
+    async with route(a) as r:
+        known(r, good)
+        await put(r, "good", canary={"percent": 100, "max_error_rate": 0, "min_requests": 2})
+        assert (await r.post("/v1/completions", {**ASK, "max_tokens": -1}))[0] == 400
+        assert (await r.get("/admin/strategies"))["canary"]["ended"] == 0
+        for _ in range(2):
+            await r.post("/v1/completions", ASK)
+        assert (await r.get("/admin/strategies"))["active"]["name"] == "good"
+
+
+async def test_one_canary_at_a_time_and_what_ends_it(route, fake):
+    async with route(fake("a")) as r:
+        known(r, good, bad)
+        assert (await put(r, "good", canary={}, if_generation=7))[0] == 409
+        assert (await put(r, "good", canary={}))[0] == 200
+        assert (await put(r, "bad", canary={}))[0] == 409
+        for wrong in ({"percent": 0}, {"percent": 101}, {"min_requests": 0}, {"x": 1}):
+            status, body = await put(r, "good", canary=wrong)
+            assert (status, body["error"]["param"]) == (400, f"canary.{next(iter(wrong))}")
+        status, body = await r.post("/admin/rollback", {})
+        assert (body["generation"], body["name"]) == (1, "data_parallel")  # as it was
+        assert (await put(r, "good", canary={}))[1]["generation"] == 3
+        assert (await put(r, "balanced", if_generation=1))[1]["generation"] == 4
+        state = await r.get("/admin/strategies")
+        assert state["canary"] is None
+        assert "activates another generation" in state["last_canary"]["why"]

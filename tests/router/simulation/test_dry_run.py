@@ -1,0 +1,233 @@
+"""Dry runs: what they let pass, what they find, and in which line."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any
+
+import pytest
+
+from engine.protocol import BadRequest
+from router.rollout.catalog import Catalog
+from router.simulation.audition import audition, audition_of
+from router.simulation.dry_run import RehearsalFailed, rehearse, staged
+from router.simulation.engine import SimEngine, tokens_after
+from router.simulation.virtual_time import VirtualLoop
+
+HEAD = """import asyncio, itertools, time
+from router import Chunk, strategy
+
+@strategy
+async def mine(request, cluster):
+    engine = cluster.engines.least_loaded()
+    decode = cluster.decode.least_loaded()
+    prefill = cluster.prefill.least_loaded(exclude=decode)
+    end = len(request.tokens) - 1
+"""
+FIRST_LINE = HEAD.count("\n") + 1
+
+# What is wrong, and the line (from the first one of the body) that is named, if any.
+WRONG = {
+    "drops a token": (
+        """
+        chunks = engine.start_generate(request)
+        await anext(chunks)
+        async for chunk in chunks:
+            yield chunk
+        """, None, "it yielded the tokens",
+    ),
+    "repeats after a failure": (
+        """
+        async for chunk in engine.start_generate(request):
+            if chunk.finish_reason and request.output:
+                yield Chunk(token_ids=request.output)
+            yield chunk
+        """, None, "an engine dies in mid-stream",
+    ),
+    "raises for one length": (
+        """
+        async for chunk in engine.start_generate(request):
+            yield chunk
+            1 / (len(request.prompt) - 17)
+        """, 2, "ZeroDivisionError",
+    ),
+    "out of range": (
+        """
+        async with decode.prep_recv(request, end=end) as kv:
+            await prefill.remote_send(request, kv, begin=0, end=end + 1)
+            async for chunk in decode.start_generate(request, begin=end, kv=kv):
+                yield chunk
+        """, None, "end",
+    ),
+    "sends from the beginning though some is there": (
+        """
+        async with decode.prep_recv(request, end=end) as kv:
+            if end:
+                await prefill.remote_send(request, kv, begin=0, end=end)
+            async for chunk in decode.start_generate(request, begin=end, kv=kv):
+                yield chunk
+        """, None, "warm",
+    ),
+    "waits for nothing": (
+        """
+        if len(cluster.engines) > 2:
+            await asyncio.Event().wait()
+        async for chunk in engine.start_generate(request):
+            yield chunk
+        """, 1, "made no progress",
+    ),
+    "swallows its cancellation": (
+        """
+        try:
+            async for chunk in engine.start_generate(request):
+                yield chunk
+        except asyncio.CancelledError:
+            async for chunk in engine.start_generate(request):
+                yield chunk
+        """, None, "cancelled after",
+    ),
+    "leaves a task": (
+        """
+        asyncio.create_task(asyncio.sleep(9))
+        async for chunk in engine.start_generate(request):
+            yield chunk
+        """, None, "leaves 1 task",
+    ),
+    "blocks": (
+        """
+        time.sleep(0.5)
+        async for chunk in engine.start_generate(request):
+            yield chunk
+        """, 0, "holds up the event loop",
+    ),
+    "spins": (
+        """
+        while True:
+            pass
+        yield
+        """, None, "holds up the event loop",
+    ),
+    "no chunk": ("\n        yield 'hello'\n", None, "no chunk but 'hello'"),
+}  # fmt: skip
+
+
+def source_of(body: str) -> str:
+    lines = [line[4:] for line in body.strip("\n").rstrip().splitlines()]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_found_and_its_line_is_named(what):
+    body, line, says = WRONG[what]
+    mine = Catalog().load(source_of(body), file="dir/mine.py")
+    with pytest.raises(RehearsalFailed) as wrong:
+        rehearse(mine.bind({}))
+    assert says in wrong.value.message
+    assert "[dry run: " in wrong.value.message
+    if line is not None:
+        assert f"mine.py:{FIRST_LINE + line}" in wrong.value.message
+
+
+def test_a_long_wait_costs_nothing():
+    """An hour for each request, and a timeout of its own: virtual time jumps."""
+    body = """
+        await asyncio.sleep(20)
+        try:
+            async with asyncio.timeout(25):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            pass
+        async for chunk in engine.start_generate(request):
+            yield chunk
+    """
+    mine = Catalog().load(source_of(body), file="mine.py")
+    began = time.process_time()
+    assert rehearse(mine.bind({})) > 100
+    assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize("ratio", [0.5, "auto"])
+async def test_the_built_in_ones_pass_in_a_process_of_their_own(ratio):
+    assert (await audition_of("balanced", {"ratio": ratio}))["requests"] > 100
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import os\nos._exit(7)\n", "ended its process \\(7\\)"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n", "ended its process"),
+        ("while True: pass\n", "did not get through a dry run in 3 s"),
+        ("print('noise')\n1/0\n", "mine.py:2: ZeroDivisionError"),
+        (HEAD + "    yield\n", "no chunk"),
+    ],
+)
+async def test_whatever_it_does_ends_with_its_process(source, says):
+    with pytest.raises(BadRequest, match=says):
+        await audition(source, file="mine.py", timeout_s=3)
+
+
+async def test_a_wrong_parameter_is_told_before_it_runs():
+    with pytest.raises(BadRequest, match="ratio=2") as wrong:
+        await audition_of("balanced", {"ratio": 2})
+    assert wrong.value.param == "params.ratio"
+
+
+def test_the_simulated_engine_behaves_like_one():
+    async def main() -> None:
+        loop, peers = asyncio.get_running_loop(), {}
+        sender, receiver = SimEngine("s", peers), SimEngine("r", peers)
+        prompt = list(range(1, 41))
+        body = {"request_id": "x", "prompt": prompt}
+        lease = await receiver.prep_recv({**body, "end": 39}, {})
+        assert (lease.match_len, lease.end) == (0, 39)
+        generating = asyncio.ensure_future(
+            receiver.start_generate({**body, "begin": 39, "lease_id": lease.lease_id}, {})
+        )
+        await asyncio.sleep(1)
+        assert not generating.done()  # it waits until its KV has landed
+        sent = {**body, "begin": 0, "end": 39, "kv_addr": lease.kv_addr}
+        assert (await sender.remote_send(sent, {})).computed_tokens == 39
+        stream = await generating
+        chunk, wanted = await stream.next(), tokens_after(prompt)
+        assert (chunk.token_ids, chunk.begin) == ([next(wanted)], 39)
+        while chunk.finish_reason is None:
+            chunk = await stream.next()
+            assert chunk.token_ids == [next(wanted)]
+        assert not sender.busy + receiver.busy
+        warm = await sender.prep_recv({**body, "end": 39}, {})
+        assert warm.match_len == 32
+        assert sender.busy == ["a lease of 39 tokens on s"]
+        await sender.release({"request_id": "x"}, {})
+        assert 1 < loop.time() < 2
+        assert not sender.busy
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_simulated_engines_keep_replicas_of_those_that_die(monkeypatch, every):
+    """The next run begins where the replica ends; without one, at the prompt."""
+    begun: list[dict[str, Any]] = []
+    start = SimEngine.start_generate
+
+    async def noted(self, body, headers):
+        begun.append(dict(body, output=list(body.get("output", ()))))
+        return await start(self, body, headers)
+
+    monkeypatch.setattr(SimEngine, "start_generate", noted)
+    prompt = [5, 6, 7] * 20
+
+    async def resumed() -> list[int]:
+        bound = Catalog().find("replicate").bind({"every": every})
+        async with staged(bound, ("any", "any", "any"), fate=[4]) as stage:
+            return await stage.ask(prompt)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(resumed()) == list(itertools.islice(tokens_after(prompt), 6))
+    first, second = begun
+    assert first["mirror"]["every"] == every and "lease_id" not in first
+    assert second["lease_id"] == first["mirror"]["kv_addr"].partition(" ")[2]
+    assert "begin" not in second and len(second["output"]) == 4

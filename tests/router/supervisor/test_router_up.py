@@ -1,0 +1,172 @@
+"""`microserve up`, as processes: ready, restarted, gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def up(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen, dict]]:
+    state = folder / "state.json"
+    command = [sys.executable, "-m", "router", "up", "tiny", "--port", "0", "--pool-pages", "256"]
+    process = subprocess.Popen(
+        [*command, "--state-file", str(state), *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: state.exists() or process.poll() is not None)
+        assert state.exists(), process.communicate()
+        yield process, json.loads(state.read_text())
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=30)
+
+
+def wait_for(condition, timeout: float = 40.0) -> None:
+    """What other processes do tells nobody: look again until it is so."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def pids(state: dict) -> list[int]:
+    return [state["router"]["pid"], *(engine["pid"] for engine in state["engines"])]
+
+
+def ask(state: dict) -> int:
+    body = {"prompt": [1, 2, 3], "max_tokens": 2}
+    return httpx.post(state["router"]["url"] + "/v1/completions", json=body, timeout=30).status_code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_also_what_crashed_or_was_stopped(tmp_path, number):
+    flags = ("--prefill", "1", "--decode", "1", "--no-respawn")
+    with up(tmp_path, *flags) as (process, state):
+        assert [e["role"] for e in state["engines"]] == ["prefill", "decode"]
+        assert ask(state) == 200
+        os.kill(state["engines"][0]["pid"], signal.SIGKILL)
+        os.kill(state["engines"][1]["pid"], signal.SIGSTOP)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=30)
+        assert process.returncode == 0
+    assert all(gone(pid) for pid in pids(state))
+    assert not (tmp_path / "state.json").exists()
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "engine-0",
+        "engine-1",
+        "router",
+        "ready",
+        "curl",
+    ]
+    assert lines[3] == f"ready {state['router']['url']}"
+
+
+def test_a_dead_engine_and_a_dead_router_come_back(tmp_path):
+    with up(tmp_path) as (_, state):
+        os.kill(state["engines"][0]["pid"], signal.SIGKILL)
+        os.kill(state["router"]["pid"], signal.SIGKILL)
+
+        def back() -> bool:
+            now = json.loads((tmp_path / "state.json").read_text())
+            return not set(pids(now)) & {state["engines"][0]["pid"], state["router"]["pid"]}
+
+        wait_for(back)
+        now = json.loads((tmp_path / "state.json").read_text())
+        assert [e["url"] for e in now["engines"]] == [e["url"] for e in state["engines"]]
+        assert now["router"]["url"] == state["router"]["url"]
+        wait_for(lambda: ask(now) == 200)
+    assert all(gone(pid) for pid in pids(now))
+
+
+def test_killing_up_takes_everything_with_it(tmp_path):
+    with up(tmp_path) as (process, state):
+        process.kill()
+        wait_for(lambda: all(gone(pid) for pid in pids(state)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["no/such/model"], "no/such/model"),
+        (["tiny", "--dtype", "float32", "--cpus", "999"], "failed to start"),
+        (["tiny", "--strategy", "nothing"], "no strategy 'nothing'"),
+        (["tiny", "--param", "nothing"], "K=V"),
+    ],
+)
+def test_what_cannot_start_says_why_and_leaves_nothing(flags, says):
+    command = [sys.executable, "-m", "router", "up", "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr.replace("engine-0 | Traceback", "")
+
+
+def test_the_port_of_another_is_an_error_in_one_line(tmp_path):
+    with up(tmp_path) as (_, state):
+        port = state["router"]["url"].rpartition(":")[2]
+        command = [sys.executable, "-m", "router", "router", "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        assert "Address already in use" in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+
+
+def test_the_demo_ends_with_demo_ok():
+    demo = Path(__file__).parents[3] / "examples" / "demo.py"
+    command = [sys.executable, str(demo), "tiny"]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, **both, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == "demo ok"
+
+
+def streamed(state: dict, number: int = 0, at: int = 0) -> list[int]:
+    """600 greedy tokens; the engine gets the signal `number` when `at` of them are here."""
+    body = {
+        "prompt": [(7 * n * n + 3 * n) % 500 + 1 for n in range(200)], "max_tokens": 600,
+        "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
+    }  # fmt: skip
+    tokens: list[int] = []
+    url = state["router"]["url"] + "/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=90) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    tokens += choice["token_ids"] or []
+            if number and len(tokens) >= at:
+                os.kill(state["engines"][0]["pid"], number)
+                number = 0
+    assert not number, "it ended before anything happened"
+    return tokens
+
+
+def test_a_lone_engine_that_is_restarted_goes_on_where_it_was(tmp_path):
+    disk = ("--disk-pages", "128", "--disk-dir", str(tmp_path), "--disk-keep")
+    flags = ("--engines", "1", "--threads", "1", "--engine-wait", "30", "--stream-interval-ms", "0")
+    with up(tmp_path, *flags, *disk) as (_, state):
+        went_on = streamed(state, signal.SIGKILL, at=100)
+        assert len(went_on) == 600
+        assert streamed(state) == went_on

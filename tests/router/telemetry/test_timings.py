@@ -1,0 +1,66 @@
+"""Lifetime events: monotone, and their phases add up, whatever a request has been through."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.telemetry.receipts import Leg, Receipt
+from router.telemetry.timings import lifetime, server_timing
+
+MS = st.floats(0, 1e4)
+
+
+def leg(call: str, start: float, ms: float | None, **fields: object) -> Leg:
+    return Leg(call, "e", fields.pop("attempt", "r"), 0, 1, 0, 10, start, ms, **fields)
+
+
+def receipt(ms: float | None, *legs: Leg) -> Receipt:
+    made = Receipt("x", 1, "s", {}, 0, 10, ms=ms)
+    made.legs.extend(legs)
+    return made
+
+
+legs = st.builds(
+    leg,
+    st.sampled_from(["prep_recv", "remote_send", "start_generate", "commit"]),
+    MS,
+    st.none() | MS,
+    attempt=st.sampled_from("ab"),
+    first_token_ms=st.none() | MS,
+    sent_tokens=st.integers(0, 2),
+    put_ms=MS,
+)
+
+
+@given(MS, st.lists(legs, max_size=6))
+def test_they_never_fall_and_add_up(ms, some):
+    it = lifetime(receipt(ms, *some))
+    events = list(it.events().values())
+    assert events == sorted(events)
+    assert (events[0], events[-1]) == (0, ms)
+    assert abs(sum(it.breakdown().values()) - ms) < 1e-6
+    assert min(it.breakdown().values()) >= 0
+
+
+def test_one_engine():
+    it = lifetime(receipt(100, leg("start_generate", 10, 85, first_token_ms=30)))
+    assert it.breakdown() == {"queue": 10, "prefill": 30, "migration": 0, "decode": 60}
+
+
+def test_two_engines():
+    """Of a send, what is left when all is computed is the migration."""
+    done = receipt(
+        100,
+        leg("prep_recv", 5, 2),
+        leg("remote_send", 8, 40, sent_tokens=9, put_ms=6),
+        leg("start_generate", 50, 45, first_token_ms=5),
+    )
+    assert lifetime(done).breakdown() == {"queue": 5, "prefill": 37, "migration": 6, "decode": 52}
+    assert server_timing(done) == (
+        "queue;dur=5.0, prefill;dur=37.0, migration;dur=6.0, decode;dur=52.0, total;dur=100.0"
+    )
+
+
+def test_no_engine_at_all():
+    assert lifetime(receipt(100)).breakdown()["queue"] == 100
