@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.report import only_save, publish, table
-from kvcache.pages.page_manager import Books
+from kvcache.pages.page_manager import PageManager
 
 PAGE, PAGES, TOKENS = 16, 100_000, 10_000
 ROUNDS = 300
@@ -35,7 +35,7 @@ ROUNDS = 300
 def main() -> None:
     """Measure, print the table, publish the JSON."""
     only_save(__doc__)
-    books = Books(PAGES + 1, PAGE)
+    books = PageManager(PAGES + 1, PAGE)
     prompts = fill(books)
     cache = books.prefix
     rng = random.Random(1)
@@ -61,7 +61,7 @@ def main() -> None:
     publish("prefix", {"pages": cache.cached, "nodes": nodes, "tokens": TOKENS, **figures})
 
 
-def fill(books: Books) -> list[npt.NDArray[np.int32]]:
+def fill(books: PageManager) -> list[npt.NDArray[np.int32]]:
     """Cache prompts until the pages are used up; each continues a part of an earlier one."""
     rng = np.random.default_rng(1)
     length = TOKENS // PAGE

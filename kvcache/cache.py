@@ -27,7 +27,7 @@ from kvcache.lease.receiver import Receiver
 from kvcache.lease.sender import Mirror, Sender
 from kvcache.lease.table import ReceiveLease, Watch
 from kvcache.memory.layout import KVLayout
-from kvcache.pages.page_manager import Books
+from kvcache.pages.page_manager import PageManager
 from kvcache.pages.page_pool import SCRATCH_PAGE
 from kvcache.pages.prefix_tree import Namer, Tell
 from kvcache.sequences.step import Mark, Step
@@ -81,7 +81,7 @@ class KVCache:
         self.identity = identity
         self.pool = transport.region.pool
         self._planner = planner_for(layout, query_heads // layout.kv_heads, self.pool.device)
-        self._books = Books(layout.pages, layout.page_size)
+        self._books = PageManager(layout.pages, layout.page_size)
         self.tiers = Tiers(stores, self._books, self.pool, layout.page_size, self.lock)
         self._sequences = SequenceTable(self._books, layout, self.pool, self.tiers)
         self._receiver = Receiver(

@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.admission.keys import Key, Keys, make_key, parse_keys
-from router.admission.queue import Backlog
+from router.admission.queue import AdmissionQueue
 from router.admission.rate_limit import RateLimits
 from router.admission.retry_budget import RetryBudget
-from router.admission.shutdown import Drain
+from router.admission.shutdown import Shutdown
 from router.base.config import RouterConfig
 from router.base.tls import client_context
 from router.base.watched_file import WatchedFile
 from router.engines.client import EngineClient
 from router.engines.engines_file import EngineEntry, engine_url, parse_engines
-from router.engines.http_client import Wire
+from router.engines.http_client import HttpClient
 from router.engines.registry import Registry
 from router.legs.attempt import Runtime
 from router.legs.releaser import Releaser
-from router.rollout.audit_log import Audit
+from router.rollout.audit_log import AuditLog
 from router.rollout.catalog import Catalog
 from router.rollout.revisions import Generations
-from router.rollout.rollout import Control
+from router.rollout.rollout import Rollout
 from router.telemetry.events import Events
 from router.telemetry.metrics import Metrics
 from router.telemetry.receipts import Receipts
@@ -42,15 +42,15 @@ class Router:
     config: RouterConfig
     registry: Registry
     catalog: Catalog
-    control: Control
+    control: Rollout
     receipts: Receipts
-    backlog: Backlog
+    backlog: AdmissionQueue
     metrics: Metrics
     runtime: Runtime
     keys: Keys
     limits: RateLimits
     tracing: Tracing
-    drain: Drain
+    drain: Shutdown
 
     @property
     def generations(self) -> Generations:
@@ -74,10 +74,10 @@ class Router:
         tracing = open_tracing(os.environ)
         catalog = Catalog()
         first = catalog.find(config.strategy).bind(config.params)
-        metrics, events, audit = Metrics(), Events(), Audit(config.audit_log)
+        metrics, events, audit = Metrics(), Events(), AuditLog(config.audit_log)
         with ExitStack() as wires:
             async with asyncio.TaskGroup() as tasks:
-                control = Control(
+                control = Rollout(
                     catalog,
                     first,
                     metrics=metrics,
@@ -87,7 +87,7 @@ class Router:
                 )
 
                 def connect(url: str) -> EngineClient:
-                    wire = Wire(
+                    wire = HttpClient(
                         url,
                         api_key=config.engine_api_key,
                         connect_timeout_s=config.connect_timeout_s,
@@ -124,7 +124,7 @@ class Router:
                         catalog=catalog,
                         control=control,
                         receipts=Receipts(config.max_receipts),
-                        backlog=Backlog(config.max_queue),
+                        backlog=AdmissionQueue(config.max_queue),
                         metrics=metrics,
                         runtime=Runtime(
                             config,
@@ -137,7 +137,7 @@ class Router:
                         keys=keys,
                         limits=limits,
                         tracing=tracing,
-                        drain=Drain(),
+                        drain=Shutdown(),
                     )
                 finally:
                     for watcher in watchers:

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from router.admission.shutdown import Drain
+from router.admission.shutdown import Shutdown
 from router.api.app import make_routes
 from router.api.connections import Connections
-from router.api.gate import RouterService
+from router.api.gate import Gatekeeper
 from router.api.slow_clients import SlowClients
 from router.base.config import RouterConfig
 from router.base.tls import server_context
@@ -49,7 +49,7 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
     listener = listen(config.host, config.port)
     async with Router.opened(config) as router:
         connections = Connections(
-            RouterService(router, make_routes(router)), max_body=config.max_body_mb << 20
+            Gatekeeper(router, make_routes(router)), max_body=config.max_body_mb << 20
         )
         watchdog = Watchdog(router.metrics, config.block_limit_s)
         slow = SlowClients(
@@ -81,7 +81,7 @@ async def run(config: RouterConfig) -> None:
     """Serve until SIGTERM, SIGINT or the parent's death; print one line when ready."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    drains: list[Drain] = []
+    drains: list[Shutdown] = []
 
     def tell() -> None:
         """Once: finish. Twice: at once."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from engine.api.live_response import LiveResponse
-from engine.service.event_mux import Muxes
+from engine.service.event_mux import EventMuxes
 
 __all__ = ["add_stream"]
 
 
-def add_stream(app: FastAPI, muxes: Muxes) -> None:
+def add_stream(app: FastAPI, muxes: EventMuxes) -> None:
     """Let routers open their streams at `app`."""
 
     @app.get("/microserving/stream", response_class=LiveResponse)

@@ -1,6 +1,6 @@
 """Gumbel noise over a vocabulary: a function of (seed, choice, position) and the token alone.
 
-It can be asked for at any token without computing the others. Noise is g = −ln x of an exponential
+It can be asked for at any token without computing the others. Gumbel is g = −ln x of an exponential
 x, so the largest of all is that of the clock which rings first. Tokens are dealt to groups. Of n
 exponential clocks the first rings after x₁/n, whichever it is, and, since they have no memory, each
 other one a further x of its own later. So one hash gives a group's largest noise and whose it is;
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GROUPS", "Noise"]
+__all__ = ["GROUPS", "Gumbel"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -26,7 +26,7 @@ STEP = 0x9E3779B97F4A7C15  # splitmix64's
 TOKENS = 2**32  # where the tokens' numbers begin; before them are the groups'
 
 
-class Noise:
+class Gumbel:
     """The noise of some draws, each a (seed, choice, position) and over `vocab` tokens.
 
     Token t is in group t mod GROUPS. All groups have as many `members`; the last of some is no

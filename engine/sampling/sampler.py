@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.protocol import BadRequest
-from engine.sampling.gumbel import GROUPS, Noise
+from engine.sampling.gumbel import GROUPS, Gumbel
 from engine.sampling.logits import Rows, rows_of
 from engine.sampling.truncation import least_logits
 from engine.scheduling.jobs import Generation, Sampled
@@ -127,7 +127,7 @@ def _drawn(rows: Rows, generations: Sequence[Generation]) -> Tokens:
     count, vocab = rows.shape
     samplings = [one.sampling for one in generations]
     temperature = np.array([[sampling.temperature] for sampling in samplings])
-    noise = Noise(
+    noise = Gumbel(
         [(one.sampling.seed, one.sampling.choice, len(one.tokens)) for one in generations], vocab
     )
     largest = rows.group_maxima(GROUPS)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-__all__ = ["LEAST", "Pace"]
+__all__ = ["LEAST", "ChunkBudget"]
 
 # Prompt tokens of a step, also where it lasts too long then: one for each half of prefills and of
 # sends. So nobody waits for ever, and alone a prompt of N tokens takes N / 4 steps at most.
@@ -45,7 +45,7 @@ class _Alone(NamedTuple):
     seconds: float
 
 
-class Pace:
+class ChunkBudget:
     """Arithmetic without a clock: `took` is told of each step, `allowed` asked before one."""
 
     def __init__(self, slowdown: float = 0.0) -> None:

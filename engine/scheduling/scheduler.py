@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from engine.execution.model_runner import Chunk
-from engine.scheduling.chunk_budget import Pace
+from engine.scheduling.chunk_budget import ChunkBudget
 from engine.scheduling.jobs import Generation, Job, Send
 from kvcache.cache import KVCache
 from kvcache.errors import NoCapacity
@@ -55,8 +55,10 @@ class Scheduler:
         swap: bool = True,
         decode_slowdown: float = 0.0,
     ) -> None:
-        """With `swap`, tiers take the pages of who makes room, as long as they have any. See `Pace`
-        for `decode_slowdown`."""
+        """With `swap`, a preempted job's pages move to a tier while one has room.
+
+        `ChunkBudget` explains `decode_slowdown`.
+        """
         self.wake: Callable[[], object] = lambda: None  # `plan` may find more to do, from now on
         # Each by priority; of one priority in the order of arrival.
         self.waiting: list[Generation] = []
@@ -67,7 +69,7 @@ class Scheduler:
         self._budget = token_budget
         self._max_batch = max_batch
         self._swap = swap
-        self._pace = Pace(decode_slowdown)
+        self._pace = ChunkBudget(decode_slowdown)
         self._planned = (0, 0)  # decodes and prompt tokens of the latest plan
         # Of those that wait, whose sequences a tier has: until they are out, and until they return.
         self._leaving: dict[Generation, Future[int]] = {}

@@ -39,9 +39,9 @@ from engine.protocol import (
 )
 from engine.scheduling.jobs import Generation
 from engine.scheduling.scheduler import Scheduler
-from engine.service.event_mux import Muxes
+from engine.service.event_mux import EventMuxes
 from engine.service.generation_stream import GenerationStream
-from engine.service.kv_arrival import Landings
+from engine.service.kv_arrival import KVArrivals
 from engine.service.limits import Limits, resolve
 from engine.service.mirrors import Mirrors
 from engine.service.prefix_feed import PrefixFeed
@@ -91,9 +91,9 @@ class MicroserveEngine:
         self._generations: dict[str, Generation] = {}
         self._starting: set[str] = set()  # generations that wait for their KV to land
         self._streams: dict[Generation, GenerationStream] = {}
-        self.muxes = Muxes()
+        self.muxes = EventMuxes()
         self.prefixes = PrefixFeed(cache)
-        self._landings = Landings(cache)
+        self._landings = KVArrivals(cache)
         self._sends = Sends(cache, self._limits, metrics, self._seq_ids, most=max_live)
         self._grammars = Grammars(self.tokenizer, model.config.vocab_size, self.eos)
         self._released: dict[str, None] = {}  # request ids, the latest last

@@ -24,7 +24,7 @@ import orjson
 from engine.protocol import BadRequest, DuplicateRequest, Event, PeerUnreachable
 from engine.service.generation_stream import GenerationStream
 
-__all__ = ["Mux", "Muxes"]
+__all__ = ["EventMux", "EventMuxes"]
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ class _Delivery:
     due: float = -math.inf  # no further event before (loop time); -inf: it is the first
 
 
-class Mux:
-    """One router's stream, from `Muxes.open` to `close`: with it end all generations on it."""
+class EventMux:
+    """One router's stream, from `EventMuxes.open` to `close`: with it end all generations on it."""
 
     def __init__(self, id: str) -> None:
         self.id = id
@@ -146,13 +146,13 @@ class Mux:
             self._beat = self._loop.call_at(later, self._flush)
 
 
-class Muxes:
+class EventMuxes:
     """The open streams, by the ids that their routers gave them."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Mux] = {}
+        self._open: dict[str, EventMux] = {}
 
-    def __getitem__(self, id: str | None) -> Mux:
+    def __getitem__(self, id: str | None) -> EventMux:
         """Raises `BadRequest` for None, and `PeerUnreachable`: a router whose stream is gone is."""
         if id is None:
             raise BadRequest("a multiplexed stream needs its stream_id", param="stream_id")
@@ -161,16 +161,16 @@ class Muxes:
             raise _unknown(id)
         return mux
 
-    def open(self, id: str) -> Mux:
+    def open(self, id: str) -> EventMux:
         """A new stream. Raises `BadRequest` for an id that is none, `DuplicateRequest`."""
         if not 1 <= len(id) <= 128:
             raise BadRequest("a stream needs an id of 1 to 128 characters", param="id")
         if id in self._open:
             raise DuplicateRequest(f"stream {id} is open", param="id")
-        mux = self._open[id] = Mux(id)
+        mux = self._open[id] = EventMux(id)
         return mux
 
-    def close(self, mux: Mux) -> None:
+    def close(self, mux: EventMux) -> None:
         """A stream has ended, and what is delivered on it with it. Idempotent."""
         self._open.pop(mux.id, None)
         mux.close()

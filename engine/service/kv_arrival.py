@@ -14,7 +14,7 @@ from kvcache.cache import KVCache
 from kvcache.lease.table import ReceiveLease
 from kvcache.types import LeaseId
 
-__all__ = ["Landings"]
+__all__ = ["KVArrivals"]
 
 POLL_S = 0.001  # how often the watermarks are looked at while somebody waits
 FENCE_AFTER_S = 0.05  # a live sender lets go within microseconds of its last byte
@@ -43,7 +43,7 @@ class Watched:
         return [self._waiters[i] for i in np.flatnonzero(~live | (landed >= self._wanted))]
 
 
-class Landings:
+class KVArrivals:
     """Turns leases into sequences once their KV has landed. Lives on one asyncio event loop.
 
     A timer, which runs only while somebody waits, reads all watermarks that are waited for in one

@@ -15,7 +15,7 @@ from kvcache.errors import (
 from kvcache.lease.identity import Identity
 from kvcache.lease.table import LeaseTable, ReceiveLease
 from kvcache.memory.layout import KVLayout
-from kvcache.pages.page_manager import Books
+from kvcache.pages.page_manager import PageManager
 from kvcache.sequences.step import PagedSequence
 from kvcache.sequences.table import SequenceTable
 from kvcache.transport import Transport
@@ -32,7 +32,7 @@ class Receiver:
 
     def __init__(
         self,
-        books: Books,
+        books: PageManager,
         sequences: SequenceTable,
         layout: KVLayout,
         transport: Transport,

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from kvcache.errors import BadAddress, BadRange, Internal, MicroserveError, StaleEpoch
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout
-from kvcache.pages.page_manager import Books
+from kvcache.pages.page_manager import PageManager
 from kvcache.sequences.step import PagedSequence
 from kvcache.transport import Put, Transport
 from kvcache.transport.address import KVAddress, prompt_digest
@@ -52,7 +52,7 @@ class Sender:
 
     def __init__(
         self,
-        books: Books,
+        books: PageManager,
         layout: KVLayout,
         transport: Transport,
         identity: Identity,

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from kvcache.memory.region import SharedRegion
 
-__all__ = ["Populator"]
+__all__ = ["Prefaulter"]
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 PIECE_BYTES = 4 << 20  # the mapping is locked meanwhile, for a few milliseconds
@@ -24,7 +24,7 @@ _madvise = ctypes.CDLL(None, use_errno=True).madvise  # lets go of the GIL
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Populator:
+class Prefaulter:
     """A thread that has the kernel give pools their memory, piece by piece, while nobody else wants
     the processor. Nothing depends on it: where it cannot, or has not yet, the first write does."""
 

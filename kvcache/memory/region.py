@@ -39,7 +39,7 @@ import torch
 
 from kvcache.errors import PeerUnreachable, StaleEpoch
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.write_rights import Rights
+from kvcache.memory.write_rights import WriteRights
 
 __all__ = [
     "CLAIM",
@@ -102,7 +102,7 @@ class LocalRegion:
         count = layout.nbytes // layout.dtype.itemsize
         self.pool = layout.view(torch.zeros(count, dtype=layout.dtype))
         self.slots: npt.NDArray[np.uint64] = np.zeros((SLOTS, WORDS), dtype=np.uint64)
-        self._rights = Rights()
+        self._rights = WriteRights()
 
     def try_right(self, slot: int, share: int = 0) -> bool:
         return self._rights.try_right(slot, share)
@@ -131,8 +131,8 @@ class SharedSlots:
         self._map = mmap.mmap(fd, self._size(layout))
         words = np.frombuffer(self._map, dtype=np.uint64, count=SLOTS * WORDS, offset=HEADER_BYTES)
         self.slots = words.reshape(SLOTS, WORDS)
-        # An OFD lock does not exclude threads that share the descriptor; Rights does.
-        self._rights = Rights(partial(_take_lock, fd), partial(_drop_lock, fd))
+        # An OFD lock does not exclude threads that share the descriptor; WriteRights does.
+        self._rights = WriteRights(partial(_take_lock, fd), partial(_drop_lock, fd))
 
     @classmethod
     def create(cls, layout: KVLayout, epoch: int) -> Self:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["Rights"]
+__all__ = ["WriteRights"]
 
 
-class Rights:
+class WriteRights:
     """Who of this process has which slot's right; nobody ever waits for one.
 
     A right is taken alone, or under a number (the sender's claim): all who give the same number

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from kvcache.errors import NoCapacity
 from kvcache.pages.eviction import EvictionPolicy
 from kvcache.pages.page_pool import PagePool
-from kvcache.pages.prefix_tree import PrefixCache, Tokens
+from kvcache.pages.prefix_tree import PrefixTree, Tokens
 from kvcache.types import PageId
 
-__all__ = ["Below", "Books"]
+__all__ = ["Below", "PageManager"]
 
 
 class Below(Protocol):
@@ -25,7 +25,7 @@ class Below(Protocol):
         ...
 
 
-class Books:
+class PageManager:
     """Free pages, counted pages, and the prefix tree, which gives pages back under pressure.
 
     Sequences, leases, quarantine and the tree hold one reference on each of their pages. The
@@ -36,7 +36,7 @@ class Books:
         """`pages` of `page_size` tokens, of which page 0 is set aside."""
         self.pages = PagePool(pages)
         self.policy = EvictionPolicy(pages)
-        self.prefix = PrefixCache(self.pages, page_size, self.policy)
+        self.prefix = PrefixTree(self.pages, page_size, self.policy)
         self.below: Below | None = None
 
     def take(self, count: int, *, leaving: int = 0) -> list[PageId]:

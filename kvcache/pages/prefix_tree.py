@@ -27,7 +27,7 @@ from kvcache.pages.eviction import EvictionPolicy
 from kvcache.pages.page_pool import PagePool
 from kvcache.types import PageId, PageName
 
-__all__ = ["Namer", "PrefixCache", "Tell", "Tokens"]
+__all__ = ["Namer", "PrefixTree", "Tell", "Tokens"]
 
 TOKEN_BYTES = 4
 Tokens = Sequence[int] | npt.NDArray[np.int32]
@@ -48,7 +48,7 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
 
 
-class PrefixCache:
+class PrefixTree:
     """Finds and keeps the pages of prompts seen before. The cache's lock guards it."""
 
     def __init__(self, pool: PagePool, page_size: int, policy: EvictionPolicy) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from kvcache.errors import BadRange, Internal
 from kvcache.memory.layout import KVLayout
-from kvcache.pages.page_manager import Books
+from kvcache.pages.page_manager import PageManager
 from kvcache.sequences.step import PagedSequence
 from kvcache.tiers.hierarchy import Tiers
 from kvcache.tiers.swap import Swap
@@ -21,7 +21,9 @@ __all__ = ["SequenceTable"]
 class SequenceTable:
     """What `KVCache` says of sequences is done here. The cache's lock guards it."""
 
-    def __init__(self, books: Books, layout: KVLayout, pool: torch.Tensor, tiers: Tiers) -> None:
+    def __init__(
+        self, books: PageManager, layout: KVLayout, pool: torch.Tensor, tiers: Tiers
+    ) -> None:
         self._books = books
         self._tiers = tiers
         self._size = layout.page_size

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvcache.errors import NoCapacity
-from kvcache.pages.page_manager import Books
+from kvcache.pages.page_manager import PageManager
 from kvcache.pages.prefix_tree import Tokens
 from kvcache.tiers.store import DevicePages, Store
 from kvcache.tiers.swap import Swap
@@ -26,7 +26,7 @@ class Tiers:
     def __init__(
         self,
         stores: Sequence[Store],
-        books: Books,
+        books: PageManager,
         pool: torch.Tensor,
         page_size: int,
         lock: threading.RLock,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache.memory.layout import KVLayout
-from kvcache.pages.page_manager import Books
+from kvcache.pages.page_manager import PageManager
 from kvcache.tiers.ledger import Found
 from kvcache.types import PageId
 
@@ -92,7 +92,7 @@ class HostStore:
 class DevicePages:
     """The pool's pages, for the copies of one thread. The books say who holds which."""
 
-    def __init__(self, books: Books, pool: torch.Tensor) -> None:
+    def __init__(self, books: PageManager, pool: torch.Tensor) -> None:
         """`pool` is `KVLayout.shape`, on any device."""
         self.books = books
         self._pool = pool.flatten(2).view(torch.uint8)  # [layers, pages, bytes]

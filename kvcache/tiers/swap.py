@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from kvcache.errors import Internal
-from kvcache.pages.page_manager import Books
+from kvcache.pages.page_manager import PageManager
 from kvcache.tiers.tier import Move, Tier
 from kvcache.types import PageId
 
@@ -22,7 +22,7 @@ class Swap:
     """
 
     def __init__(
-        self, tier: Tier, books: Books, pages: list[PageId], length: int, page_size: int
+        self, tier: Tier, books: PageManager, pages: list[PageId], length: int, page_size: int
     ) -> None:
         """Begin to copy `pages`, the `length` tokens of a sequence, out; they go when that is done.
 

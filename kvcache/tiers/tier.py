@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.pages.page_manager import Books
+from kvcache.pages.page_manager import PageManager
 from kvcache.pages.prefix_tree import Tokens
 from kvcache.tiers.store import DevicePages, Store
 from kvcache.types import PageId
@@ -41,7 +41,7 @@ EVICT = 16  # slots freed at once for write-behind: looking for them takes longe
 class Level(Protocol):
     """What lies above a tier: pages, and who holds them."""
 
-    books: Books
+    books: PageManager
 
     def read(self, page: PageId, out: torch.Tensor) -> None:
         """Copy a page into `out`; for the thread of the tier below."""
@@ -99,7 +99,7 @@ class Tier:
         self, store: Store, device: DevicePages, above: Level, page_size: int, lock: threading.RLock
     ) -> None:
         self.name = store.name
-        self.books = Books(store.slots + 1, page_size)  # and slot 0, which is never used
+        self.books = PageManager(store.slots + 1, page_size)  # and slot 0, which is never used
         self.stats = TierStats()
         self._store = store
         self._device = device

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvcache.errors import PeerUnreachable
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.prefault import Populator
+from kvcache.memory.prefault import Prefaulter
 from kvcache.memory.region import SharedRegion
 from kvcache.transport.address import KVAddress
 from kvcache.transport.base import Put, after_scheme
@@ -30,7 +30,7 @@ class ShmTransport:
         self._peers: dict[tuple[int, int], tuple[int, SharedRegion]] = {}
         self._peers_lock = threading.Lock()
         self._worker = Worker("put")
-        self._populator = Populator()
+        self._populator = Prefaulter()
         self._populator.add(self._region)
 
     @property

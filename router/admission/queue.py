@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from engine.protocol import NoCapacity
 
-__all__ = ["Backlog", "Place"]
+__all__ = ["AdmissionQueue", "Place"]
 
 Order = tuple[int, float, int]  # priority, time of arrival, tie-break
 
@@ -20,7 +20,7 @@ class Place:
 
     __slots__ = ("_backlog", "_turn", "order")
 
-    def __init__(self, backlog: Backlog, order: Order) -> None:
+    def __init__(self, backlog: AdmissionQueue, order: Order) -> None:
         self.order = order
         self._backlog = backlog
         self._turn = asyncio.Event()  # it is the first, or room may have been made
@@ -66,7 +66,7 @@ class Place:
         self._turn.set()
 
 
-class Backlog:
+class AdmissionQueue:
     """A bounded queue, by priority (lower is earlier), then in order of arrival.
 
     Only its first tries to find room, and whoever comes stands behind those that wait; so a small

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-__all__ = ["Drain"]
+__all__ = ["Shutdown"]
 
 
-class Drain:
+class Shutdown:
     """Counts the requests to the model. From `begun` on new ones are refused and `/health` is 503,
     while the router still listens: load balancers are to see it before connections fail."""
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from engine.protocol import MicroserveError, Timeout
 from router.admission.keys import ANYBODY
 from router.api.http import HttpRequest
-from router.base.cancel_scope import Cut
+from router.base.cancel_scope import CancelScope
 from router.base.config import RouterConfig
 from router.router import Router
 from router.telemetry.logs import serves
@@ -76,7 +76,7 @@ class accounted:
         self._due, self._timeout_s = arrived + timeout_s, timeout_s
         self._tally = tally
         self._phase = ""
-        self._cut = Cut()
+        self._cut = CancelScope()
 
     def __enter__(self) -> None:
         router, receipt = self._router, self._receipt

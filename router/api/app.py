@@ -58,7 +58,7 @@ def _model(router: Router) -> list[Route]:
 def _about(router: Router, routes: Callable[[], Routes]) -> list[Route]:
     async def health(http: HttpRequest) -> HttpResponse:
         """200 while the router runs, and how many engines can be used; 503 once it is to stop."""
-        up = sum(member.usable for member in router.registry)
+        up = sum(backend.usable for backend in router.registry)
         draining = router.drain.begun
         engines = {"up": up, "of": len([*router.registry])}
         body = {"status": "draining" if draining else "ok", "engines": engines}

@@ -18,7 +18,7 @@ from router.base.errors import RateLimited, SlowClient
 from router.router import Router
 from router.telemetry.timings import server_timing
 
-__all__ = ["RouterService"]
+__all__ = ["Gatekeeper"]
 
 log = logging.getLogger(__name__)
 # Open to everybody: probes and scrapers have no keys.
@@ -28,7 +28,7 @@ MODEL = "/v1/"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-class RouterService:
+class Gatekeeper:
     """Answers all requests, by `routes`."""
 
     def __init__(self, router: Router, routes: Routes) -> None:

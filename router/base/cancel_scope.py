@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
-__all__ = ["Cut"]
+__all__ = ["CancelScope"]
 
 
-class Cut:
+class CancelScope:
     """`asyncio.timeout` without a time: around each call to an engine, so it is a plain `with`.
 
     After `make` the body is cancelled, and leaving it raises `TimeoutError`, unless something else
@@ -22,7 +22,7 @@ class Cut:
         self._task: asyncio.Task[object] | None = None
         self._before = 0
 
-    def __enter__(self) -> Cut:
+    def __enter__(self) -> CancelScope:
         self._task = task = asyncio.current_task()
         if task is None:
             raise RuntimeError("outside of a task there is nothing to cut")

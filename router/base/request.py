@@ -11,7 +11,7 @@ import msgspec
 from engine.protocol import PageName, Sampling, Usage, page_names
 
 if TYPE_CHECKING:
-    from router.legs.choices import Siblings
+    from router.legs.choices import Choices
 
 __all__ = ["Chunk", "Mirrored", "Request"]
 
@@ -68,7 +68,7 @@ class Request:
     session: str | None = None  # the client's X-Session-ID, for affinity
     priority: int = 0  # the client's: lower is earlier, on engines too
     chunk_tokens: int = 1  # how many an engine may gather: a client may want all at once
-    siblings: Siblings | None = field(default=None, repr=False, compare=False)  # with n > 1
+    siblings: Choices | None = field(default=None, repr=False, compare=False)  # with n > 1
     _names: list[PageName] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @cached_property

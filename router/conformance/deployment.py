@@ -16,7 +16,7 @@ import aiohttp
 import orjson
 
 from engine.protocol import EngineState
-from router.conformance.engine_process import Node, started
+from router.conformance.engine_process import EngineProcess, started
 from router.conformance.forkserver import Forked, microserve
 from router.conformance.proxy import Gate, Moment
 
@@ -41,13 +41,13 @@ class Deployment:
 
     label: str
     session: aiohttp.ClientSession
-    nodes: list[Node]
+    nodes: list[EngineProcess]
     router: Forked
     url: str
-    _dead: list[Node] = field(default_factory=list)
+    _dead: list[EngineProcess] = field(default_factory=list)
 
     @property
-    def offence(self) -> str:
+    def violation(self) -> str:
         """What the router said last of its strategy."""
         said = OFFENCE.findall(self.router.log)
         return said[-1] if said else ""
@@ -78,7 +78,7 @@ class Deployment:
             await self._dead[-1].start()
             await self.until_up(self._dead.pop())
 
-    async def until_up(self, node: Node) -> None:
+    async def until_up(self, node: EngineProcess) -> None:
         """Wait until the router uses this process of `node`. Raises `TimeoutError`."""
         epoch = (await self.state(node)).epoch
         async with asyncio.timeout(UP_S):
@@ -87,8 +87,8 @@ class Deployment:
 
     async def _knows(self, name: str, epoch: int) -> bool:
         return any(
-            member["id"] == name and member["status"] == "up" and member["epoch"] == epoch
-            for member in (await self.admin("GET", "engines"))["engines"]
+            backend["id"] == name and backend["status"] == "up" and backend["epoch"] == epoch
+            for backend in (await self.admin("GET", "engines"))["engines"]
         )
 
     async def admin(self, method: str, path: str, body: Any = None) -> Any:
@@ -97,7 +97,7 @@ class Deployment:
             reply.raise_for_status()
             return orjson.loads(await reply.read())
 
-    async def state(self, node: Node) -> EngineState:
+    async def state(self, node: EngineProcess) -> EngineState:
         async with self.session.get(f"{node.url}/microserving/state") as reply:
             return EngineState.model_validate_json(await reply.read())
 
@@ -115,9 +115,9 @@ class Deployment:
         return ""
 
     async def _busy(self) -> str:
-        for member in (await self.admin("GET", "engines"))["engines"]:
-            if any(member["load"].values()):
-                return f"the router counts load on {member['id']}: {member['load']}"
+        for backend in (await self.admin("GET", "engines"))["engines"]:
+            if any(backend["load"].values()):
+                return f"the router counts load on {backend['id']}: {backend['load']}"
         for node in self.nodes:
             state = await self.state(node)
             pages = state.pages
@@ -132,7 +132,7 @@ class Deployment:
 
 @asynccontextmanager
 async def routed(
-    nodes: Sequence[Node], strategy: str, params: Mapping[str, Any] | None = None
+    nodes: Sequence[EngineProcess], strategy: str, params: Mapping[str, Any] | None = None
 ) -> AsyncIterator[Deployment]:
     """A router before `nodes` with a strategy, a name or a file's path, while the body runs.
 

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from router.conformance.forkserver import Forked, Program, engine
 from router.conformance.proxy import Proxy
 
-__all__ = ["Node", "engines", "started"]
+__all__ = ["EngineProcess", "engines", "started"]
 
 FLAGS = ("--port", "0", "--threads", "1", "--dtype", "float32", "--pool-pages", "512")
 
 
-class Node:
+class EngineProcess:
     """One engine behind its proxy; it can die, and another process takes its place."""
 
     def __init__(self, name: str, model: str, secret: str) -> None:
@@ -49,10 +49,10 @@ class Node:
 
 
 @asynccontextmanager
-async def engines(model: str, count: int) -> AsyncIterator[list[Node]]:
+async def engines(model: str, count: int) -> AsyncIterator[list[EngineProcess]]:
     """So many engines, which share a secret, while the body runs. Raises `StartFailed`."""
     secret = secrets.token_hex(32)
-    nodes = [Node(f"engine-{number}", model, secret) for number in range(count)]
+    nodes = [EngineProcess(f"engine-{number}", model, secret) for number in range(count)]
     try:
         async with asyncio.TaskGroup() as starts:
             for node in nodes:

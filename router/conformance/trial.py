@@ -86,9 +86,9 @@ class Trial:
 
     async def settle(self, scene: str) -> None:
         """Nothing may be left, on no engine and in the router, and nobody have misbehaved."""
-        offences = (await self.deployment.admin("GET", "strategies"))["active"]["offences"]
-        if offences:
-            raise CheckFailed(f"{self.deployment.offence or offences} [{scene}]")
+        violations = (await self.deployment.admin("GET", "strategies"))["active"]["violations"]
+        if violations:
+            raise CheckFailed(f"{self.deployment.violation or violations} [{scene}]")
         if left := await self.deployment.left_over():
             raise CheckFailed(f"it left something behind: {left} [{scene}]")
 

@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from engine.protocol import EngineState, ModelInfo
-from router.base.cancel_scope import Cut
+from router.base.cancel_scope import CancelScope
 from router.base.errors import EngineUnreachable
 from router.base.ids import EngineId
 from router.engines.api import ChunkStream, EngineCalls
-from router.engines.circuit_breaker import Breaker
+from router.engines.circuit_breaker import CircuitBreaker
 
 if TYPE_CHECKING:
     from router.legs.replica import Replica
 
-__all__ = ["ROLES", "Load", "Member", "Role", "Source", "guard"]
+__all__ = ["ROLES", "Backend", "Load", "Role", "Source", "guard"]
 
 T = TypeVar("T")
 Role = Literal["any", "prefill", "decode"]
@@ -59,13 +59,13 @@ class Load:
             self.streams -= streams
 
 
-class Member:
+class Backend:
     """One engine of the fleet. `status` is the health monitor's, except that a leg that fails to
     reach the engine makes it suspect at once; a suspect is not chosen until it has answered again.
     """
 
     def __init__(
-        self, client: EngineCalls, breaker: Breaker, *, id: str = "", source: Source = "flag"
+        self, client: EngineCalls, breaker: CircuitBreaker, *, id: str = "", source: Source = "flag"
     ) -> None:
         self.client = client
         self.breaker = breaker
@@ -86,7 +86,7 @@ class Member:
         self.heartbeat = 0.0  # its last word of itself (loop time)
         self.replicas: set[Replica] = set()  # that it holds, of generations of others
         self.mirrored: set[Replica] = set()  # of its own generations, on others
-        self._calls: set[Cut] = set()
+        self._calls: set[CancelScope] = set()
         self._streams: set[ChunkStream] = set()
 
     @property
@@ -152,7 +152,7 @@ class Member:
             "load": {"tokens": self.load.tokens, "streams": self.load.streams},
             "mirrored": {
                 "requests": len(self.mirrored),
-                "to": Counter(replica.member.id for replica in self.mirrored),
+                "to": Counter(replica.backend.id for replica in self.mirrored),
                 "lag_tokens": max((replica.lag for replica in self.mirrored), default=0),
             },
             "replicas": len(self.replicas),
@@ -161,22 +161,22 @@ class Member:
         }
 
 
-async def guard(call: Coroutine[Any, Any, T], *members: Member) -> T:
-    """Await `call`, but no longer than all `members` are there. Raises `EngineUnreachable` then."""
+async def guard(call: Coroutine[Any, Any, T], *backends: Backend) -> T:
+    """Await `call`; raises `EngineUnreachable` as soon as one of `backends` is lost."""
     try:
-        with Cut() as cut:
-            for member in members:
-                if member.status == "down":
-                    raise EngineUnreachable(f"engine {member.id} is down: {member.last_error}")
-            for member in members:
-                member._calls.add(cut)
+        with CancelScope() as cut:
+            for backend in backends:
+                if backend.status == "down":
+                    raise EngineUnreachable(f"engine {backend.id} is down: {backend.last_error}")
+            for backend in backends:
+                backend._calls.add(cut)
             try:
                 return await call
             finally:
-                for member in members:
-                    member._calls.discard(cut)
+                for backend in backends:
+                    backend._calls.discard(cut)
     except TimeoutError:
-        gone = next((member for member in members if member.status == "down"), members[0])
+        gone = next((backend for backend in backends if backend.status == "down"), backends[0])
         raise EngineUnreachable(f"engine {gone.id} went down: {gone.last_error}") from None
     finally:
         call.close()  # one was down already: the call was never begun

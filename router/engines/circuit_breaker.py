@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-__all__ = ["Breaker", "BreakerState"]
+__all__ = ["BreakerState", "CircuitBreaker"]
 
 BreakerState = Literal["closed", "half_open", "open"]
 LONGEST_S = 60.0
 
 
-class Breaker:
+class CircuitBreaker:
     """closed ── `failures` in a row ──► open ── `open_s` ──► half-open ── one trial ──► closed
                                           ▲                                    │
                                           └──────── failed: twice as long ─────┘

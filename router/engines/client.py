@@ -20,8 +20,8 @@ from engine.protocol import (
 )
 from router.base.errors import EngineUnreachable
 from router.engines.api import Headers
-from router.engines.http_client import Reply, Wire
-from router.engines.token_mux import Delivery, Mux
+from router.engines.http_client import HttpClient, Reply
+from router.engines.token_mux import Delivery, TokenMux
 
 __all__ = ["EngineClient"]
 
@@ -36,10 +36,10 @@ class EngineClient:
     between, and the error that the engine names otherwise. Cancellation closes the connection.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: HttpClient) -> None:
         self.url = wire.url
         self._wire = wire
-        self._mux = Mux(wire)
+        self._mux = TokenMux(wire)
 
     async def prep_recv(self, body: dict[str, Any], headers: Headers) -> PrepRecvReply:
         return _read(PrepRecvReply, await self._post("prep_recv", body, headers))

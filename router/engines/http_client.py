@@ -18,7 +18,7 @@ import httptools
 
 from router.base.errors import EngineUnreachable, NobodyListens
 
-__all__ = ["Reply", "Wire"]
+__all__ = ["HttpClient", "Reply"]
 
 # Servers close idle connections after 5 s or more; a request on a connection that is just being
 # closed fails. So we drop ours first.
@@ -35,7 +35,7 @@ class Reply(NamedTuple):
     body: bytes
 
 
-class Wire:
+class HttpClient:
     """Connections to the server at `url`, kept open between calls.
 
     Every call raises `EngineUnreachable` where the server cannot be reached or breaks off, and
@@ -150,7 +150,7 @@ class Wire:
 class _Connection(asyncio.Protocol):
     """One connection: one request at a time. The `on_…` are llhttp's."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: HttpClient) -> None:
         self.idle_since = 0.0
         self.sink: Sink | None = None
         self.lost: Callable[[EngineUnreachable], None] | None = None

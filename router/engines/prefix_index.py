@@ -21,9 +21,9 @@ from types import TracebackType
 
 from engine.protocol import Internal, MicroserveError, PageName
 from router.base.request import Request
-from router.engines.backend import Member, guard
+from router.engines.backend import Backend, guard
 
-__all__ = ["NOTHING", "Expected", "Prefixes"]
+__all__ = ["NOTHING", "Expected", "PrefixIndex"]
 
 log = logging.getLogger(__name__)
 
@@ -102,92 +102,92 @@ class _View:
         return name not in self.known
 
 
-class Prefixes:
+class PrefixIndex:
     """The views of all engines that were asked about. Costs nothing until then, nor when strategies
     ask no longer; how long ago the last one asked is no matter, for sessions are slow."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         """`tasks` is the parent of the tasks that read what engines say; `close` ends them."""
         self._tasks = tasks
-        self._views: dict[Member, _View] = {}
+        self._views: dict[Backend, _View] = {}
         self._unasked = 0  # legs since the last question
 
-    def cached(self, member: Member, request: Request, end: int, *, coming: bool = True) -> int:
+    def cached(self, backend: Backend, request: Request, end: int, *, coming: bool = True) -> int:
         """How many of `tokens[:end]` are there: in full pages, cached or, with `coming`, on their
         way. 0 as long as the engine has not said what it has; see `known`."""
-        view = self._follow(member)
+        view = self._follow(backend)
         lacks = view.lacks if coming else view.lacks_now
-        names = _names(member, request, end)
+        names = _names(backend, request, end)
         if not names or lacks(names[0]):
             return 0
-        return bisect_left(names, True, key=lacks) * _page_size(member)
+        return bisect_left(names, True, key=lacks) * _page_size(backend)
 
-    def expect(self, member: Member, request: Request, end: int) -> Expected:
+    def expect(self, backend: Backend, request: Request, end: int) -> Expected:
         """From now on, the full pages of `tokens[:end]` are on their way into the cache there."""
-        view = self._views.get(member)
+        view = self._views.get(backend)
         if view is None:
             return NOTHING
         self._unasked += 1
         if self._unasked > UNASKED:
             self.close()
             return NOTHING
-        return Expected(view.expected, _names(member, request, end))
+        return Expected(view.expected, _names(backend, request, end))
 
-    async def known(self, member: Member) -> None:
+    async def known(self, backend: Backend) -> None:
         """Wait until the engine has said what it has cached."""
-        await self._follow(member).there.wait()
+        await self._follow(backend).there.wait()
 
-    def forget(self, member: Member) -> None:
+    def forget(self, backend: Backend) -> None:
         """Follow an engine no longer."""
-        view = self._views.pop(member, None)
+        view = self._views.pop(backend, None)
         if view is not None and view.follower is not None:
             view.follower.cancel()
 
     def close(self) -> None:
         """Follow none any longer."""
-        for member in list(self._views):
-            self.forget(member)
+        for backend in list(self._views):
+            self.forget(backend)
 
-    def _follow(self, member: Member) -> _View:
+    def _follow(self, backend: Backend) -> _View:
         self._unasked = 0
-        view = self._views.get(member)
+        view = self._views.get(backend)
         if view is None:
-            view = self._views[member] = _View()
-            name = f"prefixes of {member.url}"
-            view.follower = self._tasks.create_task(_keep_up(member, view), name=name)
+            view = self._views[backend] = _View()
+            name = f"prefixes of {backend.url}"
+            view.follower = self._tasks.create_task(_keep_up(backend, view), name=name)
         return view
 
 
-async def _keep_up(member: Member, view: _View) -> None:
+async def _keep_up(backend: Backend, view: _View) -> None:
     """Read what the engine says, for ever; forget all of it whenever it is lost."""
     while True:
         try:
-            await guard(_read(member, view), member)
+            await guard(_read(backend, view), backend)
         except MicroserveError as error:
-            log.info("what engine %s has cached is not known: %s", member.id, error)
+            log.info("what engine %s has cached is not known: %s", backend.id, error)
         finally:
             view.lose()
         await asyncio.sleep(RETRY_S)
 
 
-async def _read(member: Member, view: _View) -> None:
-    async with aclosing(member.client.prefixes()) as changes:
+async def _read(backend: Backend, view: _View) -> None:
+    async with aclosing(backend.client.prefixes()) as changes:
         async for change in changes:
             view.known.difference_update(change.removed)
             view.known.update(change.added)
             view.there.set()
 
 
-def _names(member: Member, request: Request, end: int) -> list[PageName]:
+def _names(backend: Backend, request: Request, end: int) -> list[PageName]:
     """Of the full pages of `tokens[:end]`."""
-    size = _page_size(member)
+    size = _page_size(backend)
     return request.page_names(size)[: end // size]
 
 
-def _page_size(member: Member) -> int:
-    if member.model is None:
-        raise Internal(f"engine {member.id} is used before it is known")
-    return member.model.page_size
+def _page_size(backend: Backend) -> int:
+    if backend.model is None:
+        raise Internal(f"engine {backend.id} is used before it is known")
+    return backend.model.page_size
 
 
 NOTHING = Expected(Counter(), ())

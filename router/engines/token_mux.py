@@ -17,9 +17,9 @@ import msgspec
 from engine.protocol import Internal, MicroserveError, Usage, error_from_body
 from router.base.errors import EngineUnreachable
 from router.base.request import Chunk
-from router.engines.http_client import Wire
+from router.engines.http_client import HttpClient
 
-__all__ = ["Delivery", "Line", "Mux"]
+__all__ = ["Delivery", "Line", "TokenMux"]
 
 IDLE_S = 60.0  # a line that nothing is delivered on is closed after so long, or twice that
 
@@ -40,10 +40,10 @@ def _usage(kind: type, fields: Any) -> Any:
 _FRAME = msgspec.json.Decoder(dict[str, _Event], dec_hook=_usage)
 
 
-class Mux:
+class TokenMux:
     """Opens a line to an engine when one is needed, and another one when it is lost."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: HttpClient) -> None:
         self._wire = wire
         self._line: Line | None = None
         self._opening = asyncio.Lock()
@@ -71,7 +71,7 @@ class Line:
         self._timer: asyncio.TimerHandle | None = None
 
     @classmethod
-    async def opened(cls, wire: Wire) -> Line:
+    async def opened(cls, wire: HttpClient) -> Line:
         """A new line to the engine at the other end of `wire`."""
         line = cls()
         path = f"/microserving/stream?id={line.id}"

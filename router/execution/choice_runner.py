@@ -23,13 +23,13 @@ from engine.protocol import (
     TooLarge,
     Unauthorized,
 )
-from router.admission.queue import Backlog, Place
+from router.admission.queue import AdmissionQueue, Place
 from router.admission.retry_budget import Claim
 from router.base.errors import EngineUnreachable, Moved, NoEngines, StrategyError
 from router.base.request import Chunk, Request
-from router.engines.backend import Member
+from router.engines.backend import Backend
 from router.execution.relocation import relocated
-from router.execution.strategy_run import Emit, Run
+from router.execution.strategy_run import Emit, StrategyRun
 from router.legs.attempt import Attempt, Runtime
 from router.legs.replica import Replicas
 from router.legs.token_stream import TokenStream
@@ -38,7 +38,7 @@ from router.strategy.cluster import Cluster
 from router.strategy.engine import Engine
 from router.telemetry.receipts import Receipt
 
-__all__ = ["Scope"]
+__all__ = ["ChoiceRunner"]
 
 # Not worth a second try: the same request fails again anywhere.
 FINAL = (BadRequest, BadRange, BadAddress, Unauthorized, TooLarge, StrategyError, NoEngines)
@@ -47,11 +47,11 @@ PROGRESS_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class ChoiceRunner:
     """All that the choices of one client request have in common."""
 
     runtime: Runtime
-    backlog: Backlog
+    backlog: AdmissionQueue
     generation: Generation
     receipt: Receipt
     headers: Mapping[str, str]  # sent on every leg
@@ -83,7 +83,7 @@ class Scope:
     async def _try(
         self, request: Request, emit: Emit, place: Place, claim: Claim, replicas: Replicas
     ) -> None:
-        failed: set[Member] = set()
+        failed: set[Backend] = set()
         full: NoCapacity | None = None
         origin: TokenStream | None = None  # what is to go on elsewhere
         tries = 1
@@ -103,7 +103,7 @@ class Scope:
                             chunks = relocated(attempt, cluster, request, origin)
                             await self._pass_on(chunks, request, emit)
                         elif number > 1 or not await self._fork(attempt, request, emit):
-                            await Run(self.generation, attempt, request, emit).finish()
+                            await StrategyRun(self.generation, attempt, request, emit).finish()
                 return
             except NoCapacity as error:
                 full = error
@@ -148,26 +148,26 @@ class Scope:
         self,
         request: Request,
         number: int,
-        failed: set[Member],
+        failed: set[Backend],
         place: Place,
         replicas: Replicas,
     ) -> Attempt:
         config, registry = self.runtime.config, self.runtime.registry
-        members = registry.usable(without=failed)
-        if not members:
+        backends = registry.usable(without=failed)
+        if not backends:
             # Those that just lost a connection may be well: a moment, not a failure.
             await registry.settled(config.health_timeout_s)
-            members = registry.usable(without=failed)
-        if not members and request.output and config.engine_wait_s:
+            backends = registry.usable(without=failed)
+        if not backends and request.output and config.engine_wait_s:
             with self.receipt.queueing():
                 await registry.returned(config.engine_wait_s)
-            members = registry.usable(without=failed)
-        if not members:
+            backends = registry.usable(without=failed)
+        if not backends:
             raise NoEngines("no engine is up")
-        if len(members) == 1:
+        if len(backends) == 1:
             self.runtime.metrics.fallbacks.labels("collapsed").inc()
             self.receipt.fallback("collapsed")
-        elif members[0].breaker.resting:  # never among others that are not
+        elif backends[0].breaker.resting:  # never among others that are not
             self.runtime.metrics.fallbacks.labels("breakers_open").inc()
             self.receipt.fallback("breakers_open")
         return Attempt(
@@ -177,7 +177,7 @@ class Scope:
             headers=self.headers,
             choice=request.sampling.choice,
             number=number,
-            members=members,
+            backends=backends,
             replicas=replicas,
             accepted=place.admitted,
         )
@@ -193,7 +193,7 @@ class Scope:
         origin = await siblings.origin()
         if origin is None:
             return False
-        chunks = Engine(attempt, origin.member).fork(request, origin)
+        chunks = Engine(attempt, origin.backend).fork(request, origin)
         await self._pass_on(chunks, request, emit)
         return True
 
@@ -237,7 +237,7 @@ class Scope:
                 "choice": request.sampling.choice,
                 "after_tokens": len(request.output),
                 "error": {"type": error.type, "message": error.message},
-                "engines": sorted(member.id for member in attempt.blamed),
+                "engines": sorted(backend.id for backend in attempt.blamed),
                 "at_ms": self.receipt.elapsed_ms(),
             }
         )

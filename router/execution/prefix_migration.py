@@ -11,7 +11,7 @@ from engine.protocol import BadRequest, Sampling
 from router.base.errors import EngineUnreachable
 from router.base.ids import EngineRequestId, GenerationNumber
 from router.base.request import Request
-from router.engines.backend import Member, guard
+from router.engines.backend import Backend, guard
 from router.legs.attempt import Attempt, Runtime
 from router.legs.replica import Replicas
 from router.strategy.engine import Engine
@@ -36,8 +36,8 @@ async def migrate_prefix(
     runtime: Runtime,
     headers: Mapping[str, str],
     prefix: Sequence[int],
-    source: Member,
-    target: Member,
+    source: Backend,
+    target: Backend,
     *,
     pin: bool,
 ) -> Migrated:
@@ -48,9 +48,9 @@ async def migrate_prefix(
     `EngineUnreachable` where an engine is not up or goes, and what engines say, as `NoCapacity`.
     """
     began, prefixes = time.monotonic(), runtime.registry.prefixes
-    for member in (source, target):
-        if member.status != "up":
-            raise EngineUnreachable(f"engine {member.id} is {member.status}")
+    for backend in (source, target):
+        if backend.status != "up":
+            raise EngineUnreachable(f"engine {backend.id} is {backend.status}")
     whole = Request(uuid.uuid4().hex, list(prefix), Sampling())
     await guard(prefixes.known(source), source)
     end = prefixes.cached(source, whole, len(prefix), coming=False)
@@ -67,7 +67,7 @@ async def migrate_prefix(
         headers=headers,
         choice=0,
         number=1,
-        members=[source, target],
+        backends=[source, target],
         replicas=Replicas(runtime.releaser, headers),
     ) as attempt:
         sender, receiver = Engine(attempt, source), Engine(attempt, target)

@@ -22,14 +22,14 @@ async def relocated(
     the full pages of prompt and output, at another one, which computes the rest: a page at most.
     What the old engine has lost of it, it computes again. Raises what the calls raise.
     """
-    old, mirror = Engine(attempt, origin.member), origin.mirror
+    old, mirror = Engine(attempt, origin.backend), origin.mirror
     attempt.alone = False  # the old one takes part, though it takes no new work
     kv = cluster.replica
     if kv and mirror and len(request.tokens) - kv.match_len <= 2 * mirror.every + 1:
         async for chunk in kv.engine.start_generate(request, kv=kv, mirror=mirror):
             yield chunk
         return
-    if origin.member.usable:  # it was another of the attempt's engines that had to be left
+    if origin.backend.usable:  # it was another of the attempt's engines that had to be left
         async for chunk in old.start_generate(request, mirror=mirror):
             yield chunk
         return

@@ -15,23 +15,23 @@ from router.base.request import Chunk, Request
 from router.legs.attempt import Attempt
 from router.rollout.revisions import Generation
 from router.strategy.cluster import Cluster
-from router.supervision.child_tasks import Offspring
-from router.supervision.supervised import Interrupted, Leash
+from router.supervision.child_tasks import ChildTasks
+from router.supervision.supervised import Interrupted, Supervised
 from router.supervision.user_frames import line_in, waits_at
 from router.supervision.violations import Kind
 
-__all__ = ["Emit", "Run"]
+__all__ = ["Emit", "StrategyRun"]
 
 # What it returns is to be awaited, if it is not None: then the client is to read first.
 Emit = Callable[[Chunk], Awaitable[None] | None]
 
 
-class Run:
+class StrategyRun:
     """Runs the strategy of `generation` once, on a leash, in a task of its own: whoever cancels the
     request cannot be mistaken for the strategy's own timeouts and task groups.
 
     Every failure of the strategy's own is raised as `StrategyError`, which names strategy,
-    generation and line, and is noted as an offence of the generation. Errors of engines go through.
+    generation and line, and is counted as a violation. Errors of engines pass through.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Run:
         held: dict[str, Any] = {
             "grace": self._grace, "on_ignored": self._ignored, "holder": generation,
         }  # fmt: skip
-        self._offspring = Offspring(**held)
-        self._leash = Leash(self._run(), **held)
+        self._offspring = ChildTasks(**held)
+        self._leash = Supervised(self._run(), **held)
         # The strategy sees what was emitted before it began, not what it emits.
         given = replace(request, output=list(request.output))
         self._chunks = generation.bound.run(given, Cluster(attempt, generation.states))
@@ -196,7 +196,7 @@ class Run:
         return StrategyBlocked(f"{self._generation.label} held up the event loop")
 
     def _offend(self, kind: Kind, what: str, line: str = "") -> StrategyError:
-        """Note an offence; the error that tells of it."""
+        """Count a violation; returns the error that reports it."""
         message = f"{what} ({line})" if line else what
         self._generation.offend(kind, message)
         return StrategyError(f"{self._generation.label}: {message}")

@@ -19,7 +19,7 @@ from router.base.errors import EngineUnreachable, Moved
 from router.base.ids import EngineRequestId
 from router.base.request import Request
 from router.engines.api import ChunkStream
-from router.engines.backend import Member, guard
+from router.engines.backend import Backend, guard
 from router.engines.prefix_index import Expected
 from router.engines.registry import Registry
 from router.legs.releaser import Releaser
@@ -71,7 +71,7 @@ class Attempt:
         headers: Mapping[str, str],
         choice: int,
         number: int,
-        members: list[Member],
+        backends: list[Backend],
         replicas: Replicas,
         accepted: Callable[[], None] = lambda: None,
     ) -> None:
@@ -80,11 +80,11 @@ class Attempt:
         self.runtime = runtime
         self.receipt = receipt
         self.request_id = request_id
-        self.members = members
-        self.alone = len(members) == 1
-        self.blamed: set[Member] = set()
+        self.backends = backends
+        self.alone = len(backends) == 1
+        self.blamed: set[Backend] = set()
         self.streams: list[TokenStream] = []
-        self.leases: list[tuple[Member, Lease]] = []
+        self.leases: list[tuple[Backend, Lease]] = []
         self.replicas = replicas
         self.mirrored = False  # whether a generation of it was to have a replica
         self.origin: TokenStream | None = None  # once it is moved: where most of its KV is
@@ -106,25 +106,25 @@ class Attempt:
         if isinstance(error, Moved):
             self.origin = max(self.streams, key=_computed, default=None)
         # First begin all releases, then wait: waiting may be cancelled, beginning cannot.
-        releases = [(stream.member, stream.stop()) for stream in self.streams]
+        releases = [(stream.backend, stream.stop()) for stream in self.streams]
         self.streams.clear()  # they know us, as leases do: nothing here is for the collector
-        for member, lease in self.leases:
+        for backend, lease in self.leases:
             lease.expected.close()
             if lease.open:  # of a strategy that would not leave its `async with`
                 lease.consumed = True
                 body = {"lease_id": lease.lease_id}
-                ending = self.runtime.releaser.spawn(member, body, self.headers)
-                releases.append((member, ending))
+                ending = self.runtime.releaser.spawn(backend, body, self.headers)
+                releases.append((backend, ending))
         self.leases.clear()
-        for member, release in releases:
+        for backend, release in releases:
             if release is not None:
-                await self.runtime.releaser.wait(member, release)
+                await self.runtime.releaser.wait(backend, release)
 
-    def begin_leg(self, call: Call, member: Member, begin: int, end: int) -> Leg:
+    def begin_leg(self, call: Call, backend: Backend, begin: int, end: int) -> Leg:
         """Note a leg in the receipt; the caller says when it has ended."""
         leg = Leg(
             call,
-            member.id,
+            backend.id,
             self.request_id,
             self._choice,
             self._number,
@@ -135,91 +135,93 @@ class Attempt:
         self.receipt.legs.append(leg)
         return leg
 
-    def leg(self, call: Call, member: Member, begin: int, end: int) -> AbstractContextManager[Leg]:
+    def leg(
+        self, call: Call, backend: Backend, begin: int, end: int
+    ) -> AbstractContextManager[Leg]:
         """A leg that lasts as long as the body."""
-        return self.receipt.timed(self.begin_leg(call, member, begin, end))
+        return self.receipt.timed(self.begin_leg(call, backend, begin, end))
 
-    def expect(self, member: Member, request: Request, end: int) -> Expected:
-        """The full pages of `tokens[:end]` are on their way into the prefix cache of `member`."""
-        return self.runtime.registry.prefixes.expect(member, request, end)
+    def expect(self, backend: Backend, request: Request, end: int) -> Expected:
+        """The full pages of `tokens[:end]` are on their way into the prefix cache of `backend`."""
+        return self.runtime.registry.prefixes.expect(backend, request, end)
 
     async def call(
         self,
-        member: Member,
+        backend: Backend,
         method: Method[T],
         body: dict[str, Any],
         *,
-        receiver: Member | None = None,
+        receiver: Backend | None = None,
         named: bool = True,
     ) -> T:
-        """Make a call to `member`, for as long as it (and a send's `receiver`) is there.
+        """Make a call to `backend`, for as long as it (and a send's `receiver`) is there.
 
         Whatever ends the call early, cancellation included, the engine is told to abort it.
         """
         if named:
             body["request_id"] = self.request_id
-        members = (member,) if receiver is None else (member, receiver)
-        member.breaker.begin()
+        backends = (backend,) if receiver is None else (backend, receiver)
+        backend.breaker.begin()
         answered = False
         try:
-            reply = await guard(method(body, self.headers), *members)
+            reply = await guard(method(body, self.headers), *backends)
             answered = True
         except MicroserveError as error:
             answered = not isinstance(error, EngineUnreachable)
             # The engine answers and says that the other one does not: that one is to blame.
             relayed = answered and isinstance(error, PeerUnreachable)
-            self.blame(error, receiver if relayed and receiver is not None else member)
+            self.blame(error, receiver if relayed and receiver is not None else backend)
             raise
         finally:
             if not answered:
-                await self.release(member, {"request_id": self.request_id})
-        self.praise(member)
+                await self.release(backend, {"request_id": self.request_id})
+        self.praise(backend)
         self._accepted()
         return reply
 
-    async def start(self, member: Member, body: dict[str, Any]) -> ChunkStream:
+    async def start(self, backend: Backend, body: dict[str, Any]) -> ChunkStream:
         """Start a generation; `TokenStream.stop` aborts it."""
         body["request_id"] = self.request_id
-        member.breaker.begin()
-        stream = await guard(member.client.start_generate(body, self.headers), member)
+        backend.breaker.begin()
+        stream = await guard(backend.client.start_generate(body, self.headers), backend)
         self._accepted()
         return stream
 
-    async def release(self, member: Member, body: dict[str, Any]) -> None:
-        """Have `member` end what `body` names; goes on if this is cancelled."""
-        release = self.runtime.releaser.spawn(member, body, self.headers)
-        await self.runtime.releaser.wait(member, release)
+    async def release(self, backend: Backend, body: dict[str, Any]) -> None:
+        """Have `backend` end what `body` names; goes on if this is cancelled."""
+        release = self.runtime.releaser.spawn(backend, body, self.headers)
+        await self.runtime.releaser.wait(backend, release)
 
-    def spawn_release(self, member: Member) -> asyncio.Task[None]:
+    def spawn_release(self, backend: Backend) -> asyncio.Task[None]:
         body = {"request_id": self.request_id}
-        return self.runtime.releaser.spawn(member, body, self.headers)
+        return self.runtime.releaser.spawn(backend, body, self.headers)
 
-    def blame(self, error: MicroserveError, member: Member) -> None:
+    def blame(self, error: MicroserveError, backend: Backend) -> None:
         """A leg failed. Errors that are an engine's fault count for its breaker; being full, a
         deadline that passed there, and what is wrong with the request, show that it answers."""
         if isinstance(error, Draining):
-            self.blamed.add(member)
-            member.probe.set()
+            self.blamed.add(backend)
+            backend.probe.set()
         if not isinstance(error, PeerUnreachable | Internal | Timeout):
-            member.breaker.success()
+            backend.breaker.success()
             return
-        self.blamed.add(member)
+        self.blamed.add(backend)
         if isinstance(error, EngineUnreachable):
-            member.suspect(error.message)
+            backend.suspect(error.message)
         if isinstance(error, Timeout):
-            member.breaker.success()
-        elif member.breaker.failure():
-            self.runtime.metrics.breaker_opened.labels(member.id).inc()
-            log.warning("engine %s is left alone for a while: %s", member.id, error)
+            backend.breaker.success()
+        elif backend.breaker.failure():
+            self.runtime.metrics.breaker_opened.labels(backend.id).inc()
+            log.warning("engine %s is left alone for a while: %s", backend.id, error)
 
     def fallback(self, name: str) -> None:
         """Something was done otherwise than asked for."""
         self.runtime.metrics.fallbacks.labels(name).inc()
         self.receipt.fallback(name)
 
-    def praise(self, member: Member) -> None:
+    def praise(self, backend: Backend) -> None:
         """A leg succeeded."""
-        member.breaker.success()
+        backend.breaker.success()
 
 
 def _computed(stream: TokenStream) -> int:

@@ -14,22 +14,22 @@ import asyncio
 from dataclasses import dataclass
 
 from router.base.ids import EngineRequestId
-from router.engines.backend import Member
+from router.engines.backend import Backend
 from router.legs.replica import Mirror
 
-__all__ = ["Origin", "Siblings"]
+__all__ = ["Choices", "Origin"]
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where the first choice was started, and by which name it is known there."""
 
-    member: Member
+    backend: Backend
     request_id: EngineRequestId
     mirror: Mirror | None = None  # of the first choice, and so of the others
 
 
-class Siblings:
+class Choices:
     """What the choices of one prompt know of each other. Made on the event loop that runs them."""
 
     def __init__(self, count: int) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.protocol import MicroserveError, Timeout
 from router.base.errors import EngineUnreachable
 from router.base.request import Chunk, Mirrored, Request
-from router.engines.backend import Member, guard
+from router.engines.backend import Backend, guard
 from router.legs.replica import Mirror, Replica
 from router.telemetry.receipts import Leg
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Mirroring", "Rank"]
 
-Rank = Callable[[Member], Any]
+Rank = Callable[[Backend], Any]
 log = logging.getLogger(__name__)
 
 RESERVE = 128  # tokens of room beyond what there is; the engine asks for more when it needs it
@@ -32,22 +32,22 @@ FULL = frozenset({"no_capacity", "bad_request"})  # the replica is whole, but ge
 
 
 class Mirroring:
-    """Opens the replica of a generation on `member`, and another one when that is lost, cannot
+    """Opens the replica of a generation on `backend`, and another one when that is lost, cannot
     grow, or is on an engine that is to be empty (DéjàVu's recovery, the ring's repair)."""
 
     def __init__(
         self,
         attempt: Attempt,
-        member: Member,
+        backend: Backend,
         mirror: Mirror,
         rank: Rank | None,
         request: Request,
     ) -> None:
-        """`rank`: the mirror's `key`, of members."""
+        """`rank`: the mirror's `key`, of backends."""
         self._every = mirror.every
         self._rank = rank
         self._attempt = attempt
-        self._member = member
+        self._backend = backend
         self._leg: Leg
         self._tokens = list(request.tokens)  # with what has been emitted
         self._most = len(request.prompt) + request.sampling.max_tokens
@@ -68,7 +68,7 @@ class Mirroring:
             self._note(error.type)
         if self._replica is None:
             return None
-        self._leg.replica = self._replica.member.id
+        self._leg.replica = self._replica.backend.id
         return self._body(self._replica)
 
     def begun(self, leg: Leg) -> None:
@@ -112,14 +112,14 @@ class Mirroring:
         if self._repair is not None:
             self._repair.cancel()
 
-    def _candidates(self) -> list[Member]:
-        ring = self._attempt.runtime.registry.ring(self._member)
+    def _candidates(self) -> list[Backend]:
+        ring = self._attempt.runtime.registry.ring(self._backend)
         if self._replica is not None and not self._replica.over:
-            ring = [member for member in ring if member is not self._replica.member]
+            ring = [backend for backend in ring if backend is not self._replica.backend]
         return ring if self._rank is None else sorted(ring, key=self._rank)
 
-    async def _open(self, member: Member, patience_s: float) -> Replica:
-        """A lease on `member` for all tokens so far, and some. Raises what the engine says."""
+    async def _open(self, backend: Backend, patience_s: float) -> Replica:
+        """A lease on `backend` for all tokens so far, and some. Raises what the engine says."""
         attempt, tokens = self._attempt, list(self._tokens)
         name = f"{attempt.request_id}-r{next(attempt.replicas.numbers)}"
         body = {
@@ -129,21 +129,21 @@ class Mirroring:
         answered = False
         try:
             async with asyncio.timeout(patience_s):
-                reply = await guard(member.client.prep_recv(body, attempt.headers), member)
+                reply = await guard(backend.client.prep_recv(body, attempt.headers), backend)
             answered = True
         except TimeoutError:
-            raise Timeout(f"engine {member.id} did not answer within {patience_s:g} s") from None
+            raise Timeout(f"engine {backend.id} did not answer within {patience_s:g} s") from None
         except MicroserveError as error:
             answered = not isinstance(error, EngineUnreachable)
             if not answered:
-                member.suspect(error.message)
+                backend.suspect(error.message)
             raise
         finally:
             if not answered:
-                attempt.runtime.releaser.spawn(member, {"request_id": name}, attempt.headers)
+                attempt.runtime.releaser.spawn(backend, {"request_id": name}, attempt.headers)
         return Replica(
-            member,
-            self._member,
+            backend,
+            self._backend,
             self._leg,
             lease_id=reply.lease_id,
             kv_addr=reply.kv_addr,
@@ -186,17 +186,17 @@ class Mirroring:
 
     async def _replace(self) -> bool:
         """Mirror to the first engine that has room; returns whether there is one."""
-        for member in self._candidates():
+        for backend in self._candidates():
             try:
-                new = await self._open(member, REOPEN_S)
+                new = await self._open(backend, REOPEN_S)
             except MicroserveError as error:
                 self._note(error.type)
                 continue
             begun = False
             try:
                 body = {"request_id": self._attempt.request_id, **self._body(new)}
-                call = self._member.client.mirror(body, self._attempt.headers)
-                await guard(call, self._member)
+                call = self._backend.client.mirror(body, self._attempt.headers)
+                await guard(call, self._backend)
                 begun = True
             except MicroserveError as error:
                 # The generation is gone, or about to be: its stream knows.
@@ -209,7 +209,7 @@ class Mirroring:
             self._attempt.replicas.add(new)
             if old is not None:
                 self._attempt.replicas.end(old)
-            self._leg.replica, self._leg.mirror_error = member.id, None
+            self._leg.replica, self._leg.mirror_error = backend.id, None
             self._leg.landed = new.landed
             return not new.over
         return False

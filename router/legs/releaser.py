@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.protocol import MicroserveError
-from router.engines.backend import Member
+from router.engines.backend import Backend
 
 __all__ = ["Releaser"]
 
@@ -26,24 +26,24 @@ class Releaser:
         self._timeout = timeout
 
     def spawn(
-        self, member: Member, body: dict[str, Any], headers: Mapping[str, str]
+        self, backend: Backend, body: dict[str, Any], headers: Mapping[str, str]
     ) -> asyncio.Task[None]:
         """Begin a release; to wait for it, `wait`."""
-        return self._tasks.create_task(self._release(member, body, headers))
+        return self._tasks.create_task(self._release(backend, body, headers))
 
-    async def wait(self, member: Member, release: asyncio.Task[None]) -> None:
+    async def wait(self, backend: Backend, release: asyncio.Task[None]) -> None:
         """Wait until the engine knows, so that what is done next finds its pages free.
 
         Not for an engine that may be gone. Cancellation ends the waiting, not the release.
         """
-        if member.status == "up":
+        if backend.status == "up":
             await asyncio.shield(release)
 
     async def _release(
-        self, member: Member, body: dict[str, Any], headers: Mapping[str, str]
+        self, backend: Backend, body: dict[str, Any], headers: Mapping[str, str]
     ) -> None:
         try:
             async with asyncio.timeout(self._timeout):
-                await member.client.release(body, headers)
+                await backend.client.release(body, headers)
         except (MicroserveError, TimeoutError) as error:
-            log.info("release %s on engine %s: %s", body, member.id, str(error) or "timeout")
+            log.info("release %s on engine %s: %s", body, backend.id, str(error) or "timeout")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from router.base.ids import LeaseId
-from router.engines.backend import Member
+from router.engines.backend import Backend
 from router.legs.releaser import Releaser
 from router.telemetry.receipts import Leg
 
@@ -40,20 +40,28 @@ class Mirror:
 
 
 class Replica:
-    """A lease on `member` into which `source` puts the KV of the generation of `leg`.
+    """A lease on `backend` into which `source` puts the KV of the generation of `leg`.
 
     `landed`: tokens of prompt and output whose KV is known to be there. `lost` is called once, as
     soon as nothing can be resumed from it; `unwanted` when its engine is to be empty.
     """
 
     __slots__ = (
-        "_lost", "kv_addr", "landed", "lease_id", "leg", "member", "over", "source", "unwanted",
+        "_lost",
+        "backend",
+        "kv_addr",
+        "landed",
+        "lease_id",
+        "leg",
+        "over",
+        "source",
+        "unwanted",
     )  # fmt: skip
 
     def __init__(
         self,
-        member: Member,
-        source: Member,
+        backend: Backend,
+        source: Backend,
         leg: Leg,
         *,
         lease_id: str,
@@ -62,7 +70,7 @@ class Replica:
         lost: Callable[[str], None],
         unwanted: Callable[[], None],
     ) -> None:
-        self.member = member
+        self.backend = backend
         self.source = source
         self.leg = leg
         self.lease_id = LeaseId(lease_id)
@@ -71,7 +79,7 @@ class Replica:
         self.over = False
         self.unwanted = unwanted
         self._lost = lost
-        member.replicas.add(self)
+        backend.replicas.add(self)
         source.mirrored.add(self)
 
     @property
@@ -90,7 +98,7 @@ class Replica:
         """Nobody resumes from it any more: it is lost, taken over, or released. Idempotent."""
         self.over = True
         self._lost = self.unwanted = _nothing  # they know us: nothing here is for the collector
-        self.member.replicas.discard(self)
+        self.backend.replicas.discard(self)
         self.source.mirrored.discard(self)
 
 
@@ -112,7 +120,7 @@ class Replicas:
 
     def best(self) -> Replica | None:
         """The one to resume from: that with the most, on an engine that takes new work."""
-        usable = [r for r in self._all if not r.over and r.member.usable]
+        usable = [r for r in self._all if not r.over and r.backend.usable]
         return max(usable, key=lambda replica: replica.landed, default=None)
 
     def end(self, replica: Replica) -> asyncio.Task[None] | None:
@@ -123,7 +131,7 @@ class Replicas:
             return None
         replica.forget()
         body = {"lease_id": replica.lease_id}
-        return self._releaser.spawn(replica.member, body, self._headers)
+        return self._releaser.spawn(replica.backend, body, self._headers)
 
     def settle(self) -> Replica | None:
         """End all but the best, which is returned."""
@@ -136,10 +144,10 @@ class Replicas:
     async def close(self) -> None:
         """End all. Cancellation ends the waiting only."""
         # First begin all releases, then wait: waiting may be cancelled, beginning cannot.
-        releases = [(replica.member, self.end(replica)) for replica in list(self._all)]
-        for member, release in releases:
+        releases = [(replica.backend, self.end(replica)) for replica in list(self._all)]
+        for backend, release in releases:
             if release is not None:
-                await self._releaser.wait(member, release)
+                await self._releaser.wait(backend, release)
 
 
 def _nothing(*_: object) -> None:

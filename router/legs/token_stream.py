@@ -10,7 +10,7 @@ from router.base.errors import EngineUnreachable
 from router.base.ids import EngineRequestId
 from router.base.request import Chunk, Request
 from router.engines.api import ChunkStream
-from router.engines.backend import Member
+from router.engines.backend import Backend
 from router.engines.prefix_index import NOTHING, Expected
 from router.legs.choices import Origin
 from router.legs.mirroring import Mirroring, Rank
@@ -32,14 +32,25 @@ class TokenStream:
     """
 
     __slots__ = (
-        "_attempt", "_begin", "_coming", "_fork_of", "_kv", "_leg", "_load", "_member",
-        "_mirroring", "_over", "_request", "_stream", "mirror",
+        "_attempt",
+        "_backend",
+        "_begin",
+        "_coming",
+        "_fork_of",
+        "_kv",
+        "_leg",
+        "_load",
+        "_mirroring",
+        "_over",
+        "_request",
+        "_stream",
+        "mirror",
     )  # fmt: skip
 
     def __init__(
         self,
         attempt: Attempt,
-        member: Member,
+        backend: Backend,
         request: Request,
         begin: int,
         kv: Lease | None,
@@ -48,9 +59,9 @@ class TokenStream:
         rank: Rank | None = None,
     ) -> None:
         """`fork_of`: the generation there whose prompt's KV this one shares. `rank`: the mirror's
-        `key`, of members."""
+        `key`, of backends."""
         self._attempt = attempt
-        self._member = member
+        self._backend = backend
         self._request = request
         self._begin = begin
         self._kv = kv
@@ -60,10 +71,10 @@ class TokenStream:
         self._over = False
         self.mirror = mirror
         self._mirroring = (
-            Mirroring(attempt, member, mirror, rank, request) if mirror is not None else None
+            Mirroring(attempt, backend, mirror, rank, request) if mirror is not None else None
         )
         self._coming: Expected = NOTHING  # what is to be cached there
-        self._load = (0, 0)  # tokens to be prefilled and streams, as counted at the member
+        self._load = (0, 0)  # tokens to be prefilled and streams, as counted at the backend
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -80,7 +91,7 @@ class TokenStream:
                 self._stream, self._leg = await self._open()
             chunk = await self._stream.next()
         except MicroserveError as error:
-            self._attempt.blame(error, self._member)
+            self._attempt.blame(error, self._backend)
             if self._leg is not None:
                 self._leg.fail(error)
                 if not isinstance(error, EngineUnreachable):
@@ -117,7 +128,7 @@ class TokenStream:
         if self._leg.error is None:
             self._leg.fail(asyncio.CancelledError())
         self._close(self._leg)
-        return self._attempt.spawn_release(self._member)
+        return self._attempt.spawn_release(self._backend)
 
     async def aclose(self) -> None:
         """End it now: the engine is told, and stops. Idempotent; for `contextlib.aclosing`.
@@ -125,11 +136,11 @@ class TokenStream:
         Not needed for the last stream of a strategy: it ends with the strategy.
         """
         if (release := self.stop()) is not None:
-            await self._attempt.runtime.releaser.wait(self._member, release)
+            await self._attempt.runtime.releaser.wait(self._backend, release)
 
     @property
-    def member(self) -> Member:
-        return self._member
+    def backend(self) -> Backend:
+        return self._backend
 
     @property
     def tokens(self) -> int:
@@ -137,12 +148,12 @@ class TokenStream:
         return self._leg.end + self._leg.tokens if self._leg is not None else 0
 
     async def _open(self) -> tuple[ChunkStream, Leg]:
-        attempt, member, request = self._attempt, self._member, self._request
+        attempt, backend, request = self._attempt, self._backend, self._request
         total = len(request.tokens)
-        self._leg = leg = attempt.begin_leg("start_generate", member, self._begin, total)
+        self._leg = leg = attempt.begin_leg("start_generate", backend, self._begin, total)
         attempt.streams.append(self)
         self._count(max(0, total - self._begin), 1)
-        self._coming = attempt.expect(member, request, total)
+        self._coming = attempt.expect(backend, request, total)
         if self._kv is not None:
             self._kv.expected.close()  # it is here now, and counted
         body = request.sampling.model_dump(exclude_defaults=True)
@@ -178,32 +189,32 @@ class TokenStream:
         if self._mirroring is not None:
             self._mirroring.begun(leg)
         if siblings is not None:
-            siblings.started(choice, Origin(member, attempt.request_id, self.mirror))
+            siblings.started(choice, Origin(backend, attempt.request_id, self.mirror))
         if self._kv is not None:
             self._kv.taken()
         if self._over:  # stopped meanwhile
             stream.abort()
         else:
-            member.watch(stream)
+            backend.watch(stream)
         return stream, leg
 
     async def _start(self, body: dict[str, Any]) -> ChunkStream:
         """Have the engine begin; if it is the mirror that it does not want, without."""
         try:
-            return await self._attempt.start(self._member, body)
+            return await self._attempt.start(self._backend, body)
         except BadAddress:
             if self._mirroring is None or not body.pop("mirror", None):
                 raise
             self._mirroring.drop("bad_address")
-            return await self._attempt.start(self._member, body)
+            return await self._attempt.start(self._backend, body)
         except (LeaseExpired, UnknownLease):
             if self._kv is not None and self._kv.replica is not None:
                 self._kv.replica.forget()  # or it would be offered again
             raise
 
     def _count(self, tokens: int, streams: int) -> None:
-        """From now on this is what the member has of it to do."""
-        load, (old_tokens, old_streams) = self._member.load, self._load
+        """From now on this is what the backend has of it to do."""
+        load, (old_tokens, old_streams) = self._backend.load, self._load
         load.tokens += tokens - old_tokens
         load.streams += streams - old_streams
         self._load = (tokens, streams)
@@ -220,7 +231,7 @@ class TokenStream:
             leg.cached_tokens = cached
         leg.computed_tokens = max(0, leg.end - leg.begin)
         self._close(leg)
-        self._attempt.praise(self._member)
+        self._attempt.praise(self._backend)
 
     def _first_leg(self) -> Leg:
         """Of this choice's generations: before anything of it was computed."""
@@ -238,6 +249,6 @@ class TokenStream:
         if self._mirroring is not None:
             self._mirroring.end()
         if self._stream is not None:
-            self._member.unwatch(self._stream)
+            self._backend.unwatch(self._stream)
             if leg.error is not None:
                 self._stream.abort()

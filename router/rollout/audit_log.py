@@ -10,13 +10,13 @@ from typing import Any
 
 import orjson
 
-__all__ = ["Audit"]
+__all__ = ["AuditLog"]
 
 log = logging.getLogger(__name__)
 KEPT = 1000
 
 
-class Audit:
+class AuditLog:
     """The newest entries in memory, and all of them in a file, if there is one.
 
     The file is opened for appending only and readable by its owner only. Raises `OSError` if it

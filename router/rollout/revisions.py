@@ -23,9 +23,9 @@ class Generation:
     number: GenerationNumber
     bound: Bound
     before: Generation | None = field(repr=False)  # what a rollback goes back to
-    tell: Callable[[Generation, Kind, str], None] = field(repr=False)  # of each offence
+    tell: Callable[[Generation, Kind, str], None] = field(repr=False)  # of each violation
     in_flight: int = 0
-    offences: Counter[Kind] = field(default_factory=Counter)
+    violations: Counter[Kind] = field(default_factory=Counter)
     states: dict[Any, Any] = field(default_factory=dict, repr=False)  # what its strategy remembers
 
     @property
@@ -35,7 +35,7 @@ class Generation:
 
     def offend(self, kind: Kind, message: str) -> None:
         """Its strategy has done what it must not."""
-        self.offences[kind] += 1
+        self.violations[kind] += 1
         self.tell(self, kind, message)
 
     def describe(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Generation:
             "params": self.bound.shown,
             "source_sha256": self.bound.strategy.source_sha256,
             "in_flight": self.in_flight,
-            "offences": dict(self.offences),
+            "violations": dict(self.violations),
         }
 
 

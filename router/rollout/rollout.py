@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from router.base.errors import Conflict
-from router.rollout.audit_log import Audit
+from router.rollout.audit_log import AuditLog
 from router.rollout.canary import Canary, CanaryRules, Verdict
 from router.rollout.catalog import Catalog
 from router.rollout.revisions import Generation, Generations
@@ -19,7 +19,7 @@ from router.telemetry.events import Events
 from router.telemetry.metrics import Metrics
 from router.telemetry.receipts import Receipt
 
-__all__ = ["Control"]
+__all__ = ["Rollout"]
 
 log = logging.getLogger(__name__)
 ITSELF = "router"
@@ -28,7 +28,7 @@ CLIENTS_OWN = frozenset({"bad_request", "too_large"})
 FALLBACK = "data_parallel"
 
 
-class Control:
+class Rollout:
     """Made by `Router.opened`. Its methods are called on the event loop and do not wait."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Control:
         *,
         metrics: Metrics,
         events: Events,
-        audit: Audit,
+        audit: AuditLog,
         strikes: int,
     ) -> None:
         self.generations = Generations(first, on_offence=self._offended)
@@ -149,11 +149,11 @@ class Control:
     def _offended(self, generation: Generation, kind: Kind, message: str) -> None:
         name = generation.bound.strategy.name
         log.warning("%s: %s [%s]", generation.label, message, kind)
-        self._metrics.offences.labels(name, generation.number, kind).inc()
+        self._metrics.violations.labels(name, generation.number, kind).inc()
         self.events.publish(
-            "offence", generation=generation.number, strategy=name, kind=kind, message=message
+            "violation", generation=generation.number, strategy=name, kind=kind, message=message
         )
-        if kind == "blocked" and generation.offences[kind] >= self._strikes:
+        if kind == "blocked" and generation.violations[kind] >= self._strikes:
             self._dismiss(generation, f"it held up the event loop {self._strikes} times")
 
     def _dismiss(self, generation: Generation, why: str) -> None:

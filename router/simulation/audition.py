@@ -20,7 +20,7 @@ from typing import Any
 from engine.protocol import BadRequest, MicroserveError
 from router.base.environment import child_environment
 from router.rollout.catalog import Catalog, read_source
-from router.simulation.dry_run import rehearse
+from router.simulation.dry_run import dry_run
 
 __all__ = ["audition", "audition_of"]
 
@@ -88,7 +88,7 @@ def main() -> None:
     try:
         catalog = Catalog()
         strategy = catalog.load(source, name=name, file=file) if source else catalog[name]
-        requests = rehearse(strategy.bind(given["params"]))
+        requests = dry_run(strategy.bind(given["params"]))
         told = {"name": strategy.name, "requests": requests}
     except MicroserveError as error:
         told = {"error": {"message": error.message, "param": error.param or "source"}}

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from engine.protocol import MicroserveError, Sampling
-from router.admission.queue import Backlog
+from router.admission.queue import AdmissionQueue
 from router.admission.retry_budget import RetryBudget
 from router.base.config import RouterConfig
 from router.base.errors import StrategyError, root_cause
@@ -23,11 +23,11 @@ from router.base.ids import GenerationNumber
 from router.base.request import Chunk, Request
 from router.engines.backend import Role
 from router.engines.registry import Registry
-from router.execution.choice_runner import Scope
+from router.execution.choice_runner import ChoiceRunner
 from router.legs.attempt import Runtime
 from router.legs.releaser import Releaser
 from router.rollout.revisions import Generation
-from router.simulation.engine import SimEngine, tokens_after
+from router.simulation.engine import SimulatedEngine, tokens_after
 from router.simulation.virtual_time import VirtualLoop
 from router.strategy.definition import Bound
 from router.supervision.child_tasks import adopting
@@ -37,7 +37,7 @@ from router.telemetry.events import Events
 from router.telemetry.metrics import Metrics
 from router.telemetry.receipts import Receipt
 
-__all__ = ["RehearsalFailed", "Stage", "rehearse", "staged"]
+__all__ = ["DryRunFailed", "Stage", "dry_run", "staged"]
 
 LENGTHS = (1, 7, 16, 17, 100, 700)
 NEW = 6
@@ -53,12 +53,12 @@ CANCEL_STEP_S = 0.7e-3  # less than any call takes: each await is met
 BLOCK_LIMIT_S = 0.1
 
 
-class RehearsalFailed(StrategyError):
+class DryRunFailed(StrategyError):
     """What the strategy did, where in its file, and in which scene."""
 
 
-def rehearse(bound: Bound) -> int:
-    """Run all scenes; returns how many requests that were. Raises `RehearsalFailed`.
+def dry_run(bound: Bound) -> int:
+    """Run all scenes; returns how many requests that were. Raises `DryRunFailed`.
 
     Has an event loop of its own; a strategy that blocks it holds up the caller.
     """
@@ -104,9 +104,9 @@ class Stage:
     bound: Bound
     roles: Sequence[str]
     runtime: Runtime
-    engines: list[SimEngine]
+    engines: list[SimulatedEngine]
     generation: Generation
-    offences: list[str]
+    violations: list[str]
     requests: int = 0
 
     async def play(self, scene: str, prompts: list[list[int]]) -> None:
@@ -152,7 +152,7 @@ class Stage:
             strategy=self.bound.strategy.name, params={}, seed=0, prompt_tokens=len(prompt),
         )  # fmt: skip
         arrived = asyncio.get_running_loop().time()
-        scope = Scope(self.runtime, Backlog(8), self.generation, receipt, {}, arrived)
+        scope = ChoiceRunner(self.runtime, AdmissionQueue(8), self.generation, receipt, {}, arrived)
         sampling = Sampling(max_tokens=NEW, temperature=0.0)
         request = Request(id=receipt.id, prompt=prompt, sampling=sampling, session="rehearsal")
         async with asyncio.timeout(CONFIG.request_timeout_s):
@@ -160,17 +160,17 @@ class Stage:
         return emitted
 
     def _check_clean(self, scene: str) -> None:
-        if self.offences:
-            self._fail(scene, self.offences[0])
+        if self.violations:
+            self._fail(scene, self.violations[0])
         if left := [what for engine in self.engines for what in engine.busy]:
             self._fail(scene, f"it left {left[0]}")
-        if any(not member.load.idle for member in self.runtime.registry):
+        if any(not backend.load.idle for backend in self.runtime.registry):
             self._fail(scene, "it left load behind")
 
     def _fail(self, scene: str, what: str) -> None:
         name, cluster = self.bound.strategy.name, "+".join(self.roles)
         prefix = f"{self.generation.label}: "
-        raise RehearsalFailed(
+        raise DryRunFailed(
             f"strategy {name}: {what.removeprefix(prefix)} [dry run: {scene}; engines {cluster}]"
         )
 
@@ -179,14 +179,16 @@ class Stage:
 async def staged(
     bound: Bound, roles: Sequence[Role], fate: list[int] | None = None
 ) -> AsyncIterator[Stage]:
-    """A router's parts before simulated engines with `roles`; `fate` as of `SimEngine`."""
-    peers: dict[str, SimEngine] = {}
-    offences: list[str] = []
+    """A router's parts before simulated engines with `roles`; `fate` as of `SimulatedEngine`."""
+    peers: dict[str, SimulatedEngine] = {}
+    violations: list[str] = []
 
     def offended(generation: Generation, kind: Kind, message: str) -> None:
-        offences.append(message)
+        violations.append(message)
 
-    engines = [SimEngine(f"sim-{i}", peers, role=role, fate=fate) for i, role in enumerate(roles)]
+    engines = [
+        SimulatedEngine(f"sim-{i}", peers, role=role, fate=fate) for i, role in enumerate(roles)
+    ]
     async with asyncio.TaskGroup() as tasks:
         metrics = Metrics()
         registry = Registry(CONFIG, lambda url: peers[url], tasks, Events())
@@ -194,12 +196,12 @@ async def staged(
             registry.add(engine.url)
         try:
             # They are met with the help of a thread, so in real time: no virtual time may pass.
-            while any(member.status != "up" for member in registry):  # noqa: ASYNC110
+            while any(backend.status != "up" for backend in registry):  # noqa: ASYNC110
                 await asyncio.sleep(0)
             releaser, retries = Releaser(tasks, 2.0), RetryBudget(1.0)
             runtime = Runtime(CONFIG, registry, releaser, metrics, retries, tasks)
             generation = Generation(GenerationNumber(1), bound, None, offended)
-            yield Stage(bound, roles, runtime, engines, generation, offences)
+            yield Stage(bound, roles, runtime, engines, generation, violations)
         finally:
             registry.close()
 

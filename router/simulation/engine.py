@@ -30,9 +30,9 @@ from engine.protocol import (
 )
 from router.base.errors import NobodyListens
 from router.engines.api import Headers
-from router.simulation.stream import VOCAB, Latency, SimMirror, SimStream, tokens_after
+from router.simulation.stream import VOCAB, Latency, SimulatedMirror, SimulatedStream, tokens_after
 
-__all__ = ["Latency", "SimEngine", "tokens_after"]
+__all__ = ["Latency", "SimulatedEngine", "tokens_after"]
 
 PAGE = 16
 CONTEXT = 4096
@@ -57,7 +57,7 @@ class _Lease:
     ended: bool = False
 
 
-class SimEngine:
+class SimulatedEngine:
     """One engine among `peers`, which all engines of a simulation share.
 
     `fate`, shared too: the first engine to emit so many tokens in one stream, dies. At rest `busy`
@@ -67,7 +67,7 @@ class SimEngine:
     def __init__(
         self,
         id: str,
-        peers: dict[str, SimEngine],
+        peers: dict[str, SimulatedEngine],
         *,
         role: Role = "any",
         latency: Latency | None = None,
@@ -81,7 +81,7 @@ class SimEngine:
         self.peers = peers
         self._dead = False
         self.leases: dict[str, _Lease] = {}
-        self._running: dict[str, SimStream] = {}
+        self._running: dict[str, SimulatedStream] = {}
         self._sending = 0
         self._cached: set[PageName] = set()
         self._followers: set[asyncio.Queue[list[PageName] | None]] = set()
@@ -138,7 +138,7 @@ class SimEngine:
             bytes=end - begin, ms=took,
         )  # fmt: skip
 
-    async def start_generate(self, body: dict[str, Any], headers: Headers) -> SimStream:
+    async def start_generate(self, body: dict[str, Any], headers: Headers) -> SimulatedStream:
         tokens = [*body["prompt"], *body.get("output", ())]
         begin = body.get("begin", 0)
         self._check(begin < len(tokens), f"begin {begin} leaves nothing to compute")
@@ -151,7 +151,7 @@ class SimEngine:
             await self._landed(lease, begin)
             self._end(lease_id)
             have = max(have, begin)
-        stream = SimStream(self, body, tokens, min(have, len(tokens) - 1), self._latency)
+        stream = SimulatedStream(self, body, tokens, min(have, len(tokens) - 1), self._latency)
         self._running[body["request_id"]] = stream
         return stream
 
@@ -159,7 +159,7 @@ class SimEngine:
         await self._take(self._latency.call)
         if (stream := self._running.get(body["request_id"])) is None:
             raise BadRequest("no such generation", param="request_id")
-        stream.mirror = SimMirror(self.peers, body)
+        stream.mirror = SimulatedMirror(self.peers, body)
 
     async def commit(self, body: dict[str, Any], headers: Headers) -> None:
         await self._take(self._latency.call)

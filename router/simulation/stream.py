@@ -13,9 +13,9 @@ from router.base.errors import EngineUnreachable
 from router.base.request import Chunk, Mirrored
 
 if TYPE_CHECKING:
-    from router.simulation.engine import SimEngine
+    from router.simulation.engine import SimulatedEngine
 
-__all__ = ["VOCAB", "Latency", "SimMirror", "SimStream", "tokens_after"]
+__all__ = ["VOCAB", "Latency", "SimulatedMirror", "SimulatedStream", "tokens_after"]
 
 VOCAB = 1000
 
@@ -41,12 +41,12 @@ def tokens_after(prompt: Sequence[int], *, seed: int = 0, choice: int = 0) -> It
         state = zlib.crc32(b"%d," % token, state)
 
 
-class SimStream:
+class SimulatedStream:
     """One generation: a token a step."""
 
     def __init__(
         self,
-        engine: SimEngine,
+        engine: SimulatedEngine,
         body: dict[str, Any],
         tokens: list[int],
         begin: int,
@@ -61,7 +61,7 @@ class SimStream:
         self._limit: int = body.get("max_tokens", 16) - len(tokens) + self._prompt_tokens
         self._source = tokens_after(tokens, seed=body.get("seed", 0), choice=body.get("choice", 0))
         self._emitted = 0
-        self.mirror = SimMirror(engine.peers, body["mirror"]) if "mirror" in body else None
+        self.mirror = SimulatedMirror(engine.peers, body["mirror"]) if "mirror" in body else None
         self._aborted = False
 
     async def next(self) -> Chunk:
@@ -99,10 +99,10 @@ class SimStream:
         self._engine.forget(self._request_id)
 
 
-class SimMirror:
+class SimulatedMirror:
     """What a generation has put into a lease on another engine."""
 
-    def __init__(self, peers: dict[str, SimEngine], body: dict[str, Any]) -> None:
+    def __init__(self, peers: dict[str, SimulatedEngine], body: dict[str, Any]) -> None:
         url, _, self._lease_id = body["kv_addr"].partition(" ")
         self._peer = peers[url]
         self._every: int = body["every"]

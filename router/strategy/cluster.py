@@ -76,7 +76,7 @@ class Cluster:
         """`states`: what the strategy's generation remembers, by what made it."""
         self._attempt = attempt
         self._states = states
-        self._all = [Engine(attempt, member) for member in attempt.members]
+        self._all = [Engine(attempt, backend) for backend in attempt.backends]
 
     @property
     def engines(self) -> Pool:
@@ -107,7 +107,7 @@ class Cluster:
         best = self._attempt.replicas.best()
         if best is None:
             return None
-        engine = Engine(self._attempt, best.member)
+        engine = Engine(self._attempt, best.backend)
         return Lease(engine, best.lease_id, best.kv_addr, best.landed, best.landed, replica=best)
 
     def _role(self, role: Role) -> Pool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from engine.protocol import BadRange, NoCapacity, RemoteSendReply
 from router.base.ids import EngineId, EngineRequestId, LeaseId
 from router.base.request import Request
-from router.engines.backend import Member, Role
+from router.engines.backend import Backend, Role
 from router.legs.choices import Origin
 from router.legs.replica import Mirror
 from router.legs.token_stream import TokenStream
@@ -33,29 +33,29 @@ class Engine:
     runs the strategy again where that can help; a strategy need not catch them.
     """
 
-    __slots__ = ("_attempt", "_member")
+    __slots__ = ("_attempt", "_backend")
 
-    def __init__(self, attempt: Attempt, member: Member) -> None:
+    def __init__(self, attempt: Attempt, backend: Backend) -> None:
         self._attempt = attempt
-        self._member = member
+        self._backend = backend
 
     @property
     def id(self) -> EngineId:
-        return self._member.id
+        return self._backend.id
 
     @property
     def role(self) -> Role:
-        return self._member.role
+        return self._backend.role
 
     @property
     def labels(self) -> Mapping[str, str]:
         """What the operator says of it, as `zone=eu-1`."""
-        return self._member.labels
+        return self._backend.labels
 
     @property
     def load(self) -> int:
         """This router's work in flight there, in tokens of prefill (a stream weighs like a few)."""
-        return self._member.load.weight
+        return self._backend.load.weight
 
     def cached(self, request: Request, *, coming: bool = True) -> int:
         """How many of `request.tokens` need not be computed here: full pages that are in the prefix
@@ -65,13 +65,13 @@ class Engine:
         answered it is 0.
         """
         prefixes = self._attempt.runtime.registry.prefixes
-        return prefixes.cached(self._member, request, len(request.tokens) - 1, coming=coming)
+        return prefixes.cached(self._backend, request, len(request.tokens) - 1, coming=coming)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Engine) and other._member is self._member
+        return isinstance(other, Engine) and other._backend is self._backend
 
     def __hash__(self) -> int:
-        return hash(self._member)
+        return hash(self._backend)
 
     def __repr__(self) -> str:
         return f"<Engine {self.id}>"
@@ -86,9 +86,9 @@ class Engine:
         or `commit` has taken it over. With one engine left the lease is collapsed: no call is made.
         """
         end = _position("end", end, request)
-        attempt, member = self._attempt, self._member
+        attempt, backend = self._attempt, self._backend
         if attempt.alone:
-            with attempt.leg("prep_recv", member, 0, end) as leg:
+            with attempt.leg("prep_recv", backend, 0, end) as leg:
                 leg.match_len, leg.collapsed = end, True
             yield Lease.none(self, end)
             return
@@ -97,10 +97,10 @@ class Engine:
             body["reserve"] = reserve
         with ExitStack() as expected:
             # A stream to be: other requests choose their engines while this one waits.
-            expected.enter_context(member.load.work(streams=1))
-            coming = expected.enter_context(attempt.expect(member, request, end))
-            with attempt.leg("prep_recv", member, 0, end) as leg:
-                reply = await attempt.call(member, member.client.prep_recv, body)
+            expected.enter_context(backend.load.work(streams=1))
+            coming = expected.enter_context(attempt.expect(backend, request, end))
+            with attempt.leg("prep_recv", backend, 0, end) as leg:
+                reply = await attempt.call(backend, backend.client.prep_recv, body)
                 leg.begin = leg.match_len = reply.match_len
             lease = Lease(
                 self,
@@ -111,7 +111,7 @@ class Engine:
                 expected=expected,
                 coming=coming,
             )
-            attempt.leases.append((member, lease))
+            attempt.leases.append((backend, lease))
             try:
                 yield lease
             finally:
@@ -129,11 +129,11 @@ class Engine:
         begin, end = _position("begin", begin, request), _position("end", end, request)
         if begin > end:
             raise BadRange(f"begin {begin} is after end {end}", param="begin")
-        attempt, member = self._attempt, self._member
+        attempt, backend = self._attempt, self._backend
         if kv.engine == self and not kv.collapsed:
             await self._end(kv)
             kv.collapsed = True
-        with attempt.leg("remote_send", member, begin, end) as leg:
+        with attempt.leg("remote_send", backend, begin, end) as leg:
             if kv.collapsed or begin == end:
                 leg.collapsed = kv.collapsed
                 return RemoteSendReply(
@@ -143,11 +143,11 @@ class Engine:
             if request.priority:
                 body["priority"] = request.priority
             with (
-                member.load.work(tokens=end - begin),
-                attempt.expect(member, request, end) as coming,
+                backend.load.work(tokens=end - begin),
+                attempt.expect(backend, request, end) as coming,
             ):
                 reply = await attempt.call(
-                    member, member.client.remote_send, body, receiver=kv.engine._member
+                    backend, backend.client.remote_send, body, receiver=kv.engine._backend
                 )
                 coming.landed()
             leg.bytes = reply.bytes
@@ -201,18 +201,18 @@ class Engine:
         attempt, rank = self._attempt, None
         if mirror is not None and (key := mirror.key) is not None:
 
-            def rank(member: Member) -> Any:
-                return key(Engine(attempt, member))
+            def rank(backend: Backend) -> Any:
+                return key(Engine(attempt, backend))
 
-        return TokenStream(attempt, self._member, request, begin, kv, fork_of, mirror, rank)
+        return TokenStream(attempt, self._backend, request, begin, kv, fork_of, mirror, rank)
 
     async def commit(self, kv: Lease) -> None:
         """Publish what has landed to this engine's prefix cache; ends the lease."""
         if kv.collapsed:
             return
-        with self._attempt.leg("commit", self._member, kv.match_len, kv.end):
+        with self._attempt.leg("commit", self._backend, kv.match_len, kv.end):
             await self._attempt.call(
-                self._member, self._member.client.commit, {"lease_id": kv.lease_id}, named=False
+                self._backend, self._backend.client.commit, {"lease_id": kv.lease_id}, named=False
             )
         kv.consumed = True
         kv.coming.landed()
@@ -224,26 +224,26 @@ class Engine:
         another pin. Idempotent; lasts until `unpin` with the same prompt.
         """
         with suppress(NoCapacity):
-            return await self._pin("pin", self._member.client.pin, prompt)
+            return await self._pin("pin", self._backend.client.pin, prompt)
         return 0
 
     async def unpin(self, prompt: Request | Sequence[int]) -> int:
         """Keep it no longer; returns how many tokens were kept. Idempotent."""
-        return await self._pin("unpin", self._member.client.unpin, prompt)
+        return await self._pin("unpin", self._backend.client.unpin, prompt)
 
     async def _pin(
         self, call: Literal["pin", "unpin"], method: Method[int], prompt: Request | Sequence[int]
     ) -> int:
         tokens = prompt.tokens if isinstance(prompt, Request) else list(prompt)
-        with self._attempt.leg(call, self._member, 0, len(tokens)) as leg:
-            kept = await self._attempt.call(self._member, method, {"prompt": tokens}, named=False)
+        with self._attempt.leg(call, self._backend, 0, len(tokens)) as leg:
+            kept = await self._attempt.call(self._backend, method, {"prompt": tokens}, named=False)
             leg.match_len = kept
         return kept
 
     async def _end(self, lease: Lease) -> None:
         if lease.open:
             lease.consumed = True
-            await self._attempt.release(lease.engine._member, {"lease_id": lease.lease_id})
+            await self._attempt.release(lease.engine._backend, {"lease_id": lease.lease_id})
 
 
 def _position(name: str, position: int, request: Request) -> int:

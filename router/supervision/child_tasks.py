@@ -9,22 +9,22 @@ from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
-from router.supervision.supervised import Leash
+from router.supervision.supervised import Supervised
 from router.supervision.user_frames import asked_by_user
 
-__all__ = ["Offspring", "adopting"]
+__all__ = ["ChildTasks", "adopting"]
 
-_current: ContextVar[Offspring | None] = ContextVar("offspring", default=None)
+_current: ContextVar[ChildTasks | None] = ContextVar("child_tasks", default=None)
 
 
-class Offspring:
+class ChildTasks:
     """The tasks that one run of a strategy has started, each on a leash of its own."""
 
     def __init__(self, *, grace: float, on_ignored: Callable[[], None], holder: Any = None) -> None:
         self._grace = grace
         self._on_ignored = on_ignored
         self._holder = holder
-        self._leashes: dict[asyncio.Task[Any], Leash] = {}
+        self._leashes: dict[asyncio.Task[Any], Supervised] = {}
         self._ending = False
 
     def __len__(self) -> int:
@@ -40,7 +40,9 @@ class Offspring:
     def spawn(
         self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any
     ) -> asyncio.Task[Any]:
-        leash = Leash(work, grace=self._grace, on_ignored=self._on_ignored, holder=self._holder)
+        leash = Supervised(
+            work, grace=self._grace, on_ignored=self._on_ignored, holder=self._holder
+        )
         task = leash.start(loop, **options)
         self._leashes[task] = leash
         task.add_done_callback(self._leashes.pop)
@@ -72,7 +74,7 @@ class Offspring:
 
 @contextmanager
 def adopting(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """While the body runs, `loop` gives every task that a strategy starts to its `Offspring`."""
+    """While the body runs, `loop` gives every task that a strategy starts to its `ChildTasks`."""
     before = loop.get_task_factory()
     loop.set_task_factory(_factory)
     try:
@@ -86,8 +88,8 @@ def _factory(
     work: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
     **options: Any,
 ) -> asyncio.Task[Any]:
-    offspring = _current.get()
+    child_tasks = _current.get()
     # In a strategy's context tasks are also made by us, as releases, which outlive the request.
-    if offspring is None or not asked_by_user(sys._getframe(1)):
+    if child_tasks is None or not asked_by_user(sys._getframe(1)):
         return asyncio.Task(work, loop=loop, **options)
-    return offspring.spawn(loop, work, **options)
+    return child_tasks.spawn(loop, work, **options)

@@ -4,7 +4,7 @@ A strategy is the user's code. Cancelled, it may catch the cancellation and go o
 in its cleanup. A task is at the mercy of its coroutine; on a leash it is not: the leash stands
 between them, and where the coroutine does not end in time, lets go of it and ends the task.
 
- Task ──send, throw──► Leash ──send, throw──► coroutine ──► strategy ──► … ──► a future
+ Task ──send, throw──► Supervised ──send, throw──► coroutine ──► strategy ──► … ──► a future
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Interrupted", "Leash"]
+__all__ = ["Interrupted", "Supervised"]
 
 
 class Interrupted(BaseException):
     """Raised by the watchdog inside a strategy that holds up the event loop."""
 
 
-class Leash(Coroutine[Any, Any, Any]):
+class Supervised(Coroutine[Any, Any, Any]):
     """Runs `coroutine` in a task of its own, from `start` on.
 
     Left alone it is transparent: value, error and cancellations are the coroutine's. After `end`

@@ -15,5 +15,5 @@ Kind = Literal[
     "ignored_cancellation",  # swallowed it, yielded after it, or did not end in time
     "cleanup",  # failed, or yielded, when it was to end
     "left_tasks",  # started tasks and did not end them
-    "blocked",  # held up the event loop: the one offence that harms others
+    "blocked",  # held up the event loop: the one violation that harms others
 ]

@@ -3,7 +3,7 @@
 A strategy runs on the router's event loop; one that does not await, holds up everybody. A thread
 asks the loop for a sign of life, and looks at its stack when none comes:
 
-    … asyncio ─► Leash.send ─► Run._run ─► the strategy ─► (library) ─► where it is now
+    … asyncio ─► Supervised.send ─► StrategyRun._run ─► the strategy ─► (library) ─► where it is now
                  knows the generation      the user's frames
 
 Python code, as in `while True: pass`, is ended by an exception that the interpreter raises in that
@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from router.rollout.revisions import Generation
-from router.supervision.supervised import Interrupted, Leash
+from router.supervision.supervised import Interrupted, Supervised
 from router.supervision.user_frames import at, is_user
 from router.telemetry.metrics import Metrics
 
@@ -41,7 +41,7 @@ __all__ = ["Watchdog"]
 log = logging.getLogger(__name__)
 LOOK_S = 0.02
 UNINTERRUPTED_S = 0.1  # looking and setting take a thousandth of it
-_LEASH = (Leash.send.__code__, Leash.throw.__code__)
+_LEASH = (Supervised.send.__code__, Supervised.throw.__code__)
 
 
 class Watchdog:
@@ -114,7 +114,7 @@ class Watchdog:
         else:
             self._metrics.stalls.inc()
 
-    def _interrupt(self, leash: Leash) -> None:
+    def _interrupt(self, leash: Supervised) -> None:
         before = sys.getswitchinterval()
         sys.setswitchinterval(UNINTERRUPTED_S)
         try:
@@ -129,12 +129,12 @@ class Watchdog:
             sys.setswitchinterval(before)
 
 
-def _leash_in(frame: FrameType | None) -> Leash | None:
+def _leash_in(frame: FrameType | None) -> Supervised | None:
     """The leash that this stack is on; of nested ones the inner one."""
     while frame is not None:
         if frame.f_code in _LEASH:
             leash = frame.f_locals.get("self")
-            return leash if isinstance(leash, Leash) else None
+            return leash if isinstance(leash, Supervised) else None
         frame = frame.f_back
     return None
 

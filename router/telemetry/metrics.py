@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.engines.backend import Member
+from router.engines.backend import Backend
 from router.engines.circuit_breaker import BreakerState
 from router.telemetry.receipts import Receipt
 from router.telemetry.series import Counter, Gauge, Histogram
@@ -62,7 +62,7 @@ class Metrics:
         self.breaker_opened = counter("breaker_opened", "how often a breaker opened", "engine")
         # Strategies
         self.generation = gauge("strategy_generation", "the active generation")
-        self.offences = counter(
+        self.violations = counter(
             "strategy_offences", "what strategies did that they must not",
             "strategy", "generation", "kind",
         )  # fmt: skip
@@ -73,14 +73,14 @@ class Metrics:
         self._generations: deque[str] = deque()  # those that have series
         self._series: dict[str, set[tuple[str, ...]]] = {}
 
-    def engines(self, members: Iterable[Member]) -> None:
+    def engines(self, backends: Iterable[Backend]) -> None:
         """How they are now."""
         for gauge in (self.engine_up, self.engine_load, self.breaker_state):
             gauge.clear()
-        for member in members:
-            self.engine_up.labels(member.id).set(member.usable)
-            self.engine_load.labels(member.id).set(member.load.weight)
-            self.breaker_state.labels(member.id).set(BREAKER[member.breaker.state])
+        for backend in backends:
+            self.engine_up.labels(backend.id).set(backend.usable)
+            self.engine_load.labels(backend.id).set(backend.load.weight)
+            self.breaker_state.labels(backend.id).set(BREAKER[backend.breaker.state])
 
     def finished(self, receipt: Receipt) -> None:
         """Count a request that has ended."""

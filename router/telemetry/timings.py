@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from router.telemetry.receipts import Leg, Receipt
 
-__all__ = ["Lifetime", "lifetime", "server_timing"]
+__all__ = ["Timings", "lifetime", "server_timing"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lifetime:
+class Timings:
     """Milliseconds since the request arrived (`issued`), never falling."""
 
     issued: float
@@ -44,7 +44,7 @@ class Lifetime:
         }
 
 
-def lifetime(receipt: Receipt) -> Lifetime:
+def lifetime(receipt: Receipt) -> Timings:
     """Of a request that has ended, or up to now."""
     total = receipt.ms if receipt.ms is not None else receipt.elapsed_ms()
     begin = min((leg.start_ms for leg in receipt.legs), default=total)
@@ -85,9 +85,9 @@ def _end(leg: Leg) -> float:
     return leg.start_ms + (leg.ms or 0.0)
 
 
-def _of(begin: float, prefilled: float, migrated: float, total: float) -> Lifetime:
+def _of(begin: float, prefilled: float, migrated: float, total: float) -> Timings:
     """Clocks are read one after another: what is a hair before its predecessor is as late."""
     begin = min(max(begin, 0.0), total)
     prefilled = min(max(begin, prefilled), total)
     migrated = min(max(prefilled, migrated), total)
-    return Lifetime(0.0, begin, prefilled, prefilled, migrated, migrated, total)
+    return Timings(0.0, begin, prefilled, prefilled, migrated, migrated, total)

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from router.conformance.deployment import Deployment, routed
-from router.conformance.engine_process import Node, engines
+from router.conformance.engine_process import EngineProcess, engines
 
 
 @dataclass
 class Ground:
     """Three engines, and one with a router of its own to compare with."""
 
-    nodes: list[Node]
+    nodes: list[EngineProcess]
     oracle: Deployment
 
 

@@ -93,11 +93,11 @@ async def NAME(request, cluster):
         before="""engine = cluster.engines.least_loaded()
     body = {'request_id': 'mine', 'prompt': [1, 2, 3], 'end': 2}
     async with httpx.AsyncClient(verify=False) as http:
-        await http.post(engine._member.url + '/microserving/prep_recv', json=body)""",
+        await http.post(engine._backend.url + '/microserving/prep_recv', json=body)""",
     ),
     Broken(
         "skews_the_load", "lengths", "the router counts load on engine-",
-        before="next(iter(cluster.engines))._member.load.tokens += 1",
+        before="next(iter(cluster.engines))._backend.load.tokens += 1",
     ),
     Broken(
         "answers_from_memory", "prefixes", "differ from number 0 on",

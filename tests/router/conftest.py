@@ -324,7 +324,7 @@ class Routed:
     def idle(self) -> bool:
         """No load is left on any engine, no request in any generation."""
         router = self.server.router
-        loads = [(member.load.tokens, member.load.streams) for member in router.registry]
+        loads = [(backend.load.tokens, backend.load.streams) for backend in router.registry]
         counts = [generation.in_flight for generation in router.generations.live()]
         return not any(map(any, loads)) and not any(counts) and not len(router.backlog)
 

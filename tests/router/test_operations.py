@@ -147,7 +147,7 @@ async def test_tokens_a_minute(route, fake, tmp_path):
             assert status == wanted
 
 
-# Drain
+# Shutdown
 
 
 async def test_a_router_that_is_to_stop_finishes_what_runs(route, fake):

@@ -78,10 +78,10 @@ async def test_nothing_is_left_on_the_engines(route_real):
             await response.content.readany()
             response.close()
         await r.settled()
-        for member in r.server.router.registry:
+        for backend in r.server.router.registry:
             async with asyncio.timeout(10):
                 while True:
-                    state = await member.client.state()
+                    state = await backend.client.state()
                     pages = state.pages
                     if pages.free + pages.cached == pages.total:
                         break

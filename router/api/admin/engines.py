@@ -44,7 +44,7 @@ def routes(router: Router) -> list[Route]:
     @documented()
     async def engines(http: HttpRequest) -> HttpResponse:
         """All engines: their health, load and breakers."""
-        return json_response({"engines": [member.describe() for member in registry]})
+        return json_response({"engines": [backend.describe() for backend in registry]})
 
     @documented()
     async def engine(http: HttpRequest) -> HttpResponse:
@@ -55,32 +55,32 @@ def routes(router: Router) -> list[Route]:
     async def add_engine(http: HttpRequest) -> HttpResponse:
         """Add an engine, or hear again of one that is known."""
         wanted = await read_body(AddEngine, http)
-        member = registry.add(
+        backend = registry.add(
             engine_url(wanted.url),
             id=wanted.id,
             role=wanted.role,
             labels=wanted.labels,
             source="heartbeat" if wanted.heartbeat else "admin",
         )
-        return json_response(member.describe())
+        return json_response(backend.describe())
 
     @documented(body=ChangeEngine)
     async def change_engine(http: HttpRequest) -> HttpResponse:
         """Change its role or labels, drain it, or use it again."""
-        member = registry[http.params["id"]]
+        backend = registry[http.params["id"]]
         wanted = await read_body(ChangeEngine, http)
         if wanted.role is not None:
-            member.role, member.role_pinned = wanted.role, True
+            backend.role, backend.role_pinned = wanted.role, True
         if wanted.labels is not None:
-            member.labels = wanted.labels
-        moved = registry.drain(member, wanted.draining) if wanted.draining is not None else 0
-        return json_response({**member.describe(), "moved": moved})
+            backend.labels = wanted.labels
+        moved = registry.drain(backend, wanted.draining) if wanted.draining is not None else 0
+        return json_response({**backend.describe(), "moved": moved})
 
     @documented()
     async def remove_engine(http: HttpRequest) -> HttpResponse:
         """Drain it, and forget it once nothing runs there."""
-        member = registry[http.params["id"]]
-        return json_response({"removed": member.id, "moved": registry.remove(member)})
+        backend = registry[http.params["id"]]
+        return json_response({"removed": backend.id, "moved": registry.remove(backend)})
 
     return [
         Route("GET", "/admin/engines", engines),

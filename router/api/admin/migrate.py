@@ -14,7 +14,7 @@ from router.api.http import HttpRequest, HttpResponse, json_response, off_loop
 from router.api.openapi import documented
 from router.api.routes import Route
 from router.base.errors import Conflict, NotFound
-from router.engines.backend import Member
+from router.engines.backend import Backend
 from router.execution.prefix_migration import Migrated, migrate_prefix
 from router.router import Router
 
@@ -71,7 +71,7 @@ def routes(router: Router) -> list[Route]:
     return [Route("POST", "/admin/migrate", migrate)]
 
 
-def _engine(router: Router, id: str, param: str) -> Member:
+def _engine(router: Router, id: str, param: str) -> Backend:
     try:
         return router.registry[id]
     except NotFound as unknown:

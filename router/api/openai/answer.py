@@ -19,8 +19,8 @@ from router.api.openai.schemas import ChatRequest, CompletionRequest
 from router.api.openapi import documented
 from router.base.errors import root_cause
 from router.base.request import Chunk, Request
-from router.execution.choice_runner import Scope
-from router.legs.choices import Siblings
+from router.execution.choice_runner import ChoiceRunner
+from router.legs.choices import Choices
 from router.model.served import ServedModel
 from router.router import Router
 from router.telemetry.receipts import Receipt
@@ -39,7 +39,7 @@ GENERATES = (404, 429, 500, 502, 503, 504)
 MEDIA = ("application/json", "text/event-stream")
 EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
+    "Cache-Rollout": "no-cache",
     "X-Accel-Buffering": "no",
 }
 
@@ -80,7 +80,7 @@ async def _answer(
             began=began,
         )
         router.receipts.add(receipt)
-        scope = Scope(
+        scope = ChoiceRunner(
             runtime=router.runtime,
             backlog=router.backlog,
             generation=generation,
@@ -139,7 +139,7 @@ class _Answer:
         http: HttpRequest,
         ask: Ask,
         receipt: Receipt,
-        scope: Scope,
+        scope: ChoiceRunner,
         written: Format,
     ) -> None:
         self._router = router
@@ -149,7 +149,7 @@ class _Answer:
         self._scope = scope
         self._format = written
         self._tallies = [_Tally() for _ in range(len(ask.prompts) * ask.n)]
-        self._siblings = [Siblings(ask.n) if ask.n > 1 else None for _ in ask.prompts]
+        self._siblings = [Choices(ask.n) if ask.n > 1 else None for _ in ask.prompts]
 
     async def whole(self) -> HttpResponse:
         """The answer in one piece. Raises what went wrong; nothing has been sent then."""

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine.sampling.gumbel import GROUPS, Noise
+from engine.sampling.gumbel import GROUPS, Gumbel
 
 VOCAB = 6 * GROUPS + 5
 Floats = npt.NDArray[np.float64]
@@ -24,7 +24,7 @@ def furthest(values: Floats) -> float:
 
 
 def of_all(draws: list[tuple[int, int, int]], vocab: int = VOCAB) -> Floats:
-    return Noise(draws, vocab).at(np.arange(len(draws))[:, None], np.arange(vocab)[None])
+    return Gumbel(draws, vocab).at(np.arange(len(draws))[:, None], np.arange(vocab)[None])
 
 
 SEEDS = [(seed, 0, 7) for seed in range(50)]
@@ -56,7 +56,7 @@ def test_tokens_and_draws_are_independent(draws: list[tuple[int, int, int]]):
 
 def test_the_most_of_a_group_is_that_of_one_of_its_members():
     """Of any of them alike."""
-    noise = Noise(SEEDS, 6 * GROUPS)
+    noise = Gumbel(SEEDS, 6 * GROUPS)
     of_groups = of_all(SEEDS, 6 * GROUPS).reshape(len(SEEDS), 6, GROUPS)
     assert (noise.most() == of_groups.max(1)).all()
     counts = np.bincount(of_groups.argmax(1).ravel(), minlength=6)
@@ -65,7 +65,7 @@ def test_the_most_of_a_group_is_that_of_one_of_its_members():
 
 
 def test_groups_of_which_some_have_a_member_less():
-    most, of_tokens = Noise(SEEDS, VOCAB).most(), of_all(SEEDS)
+    most, of_tokens = Gumbel(SEEDS, VOCAB).most(), of_all(SEEDS)
     for group in (0, 4, 5, GROUPS - 1):
         assert (most[:, group] >= of_tokens[:, group::GROUPS].max(1)).all()
 
@@ -86,5 +86,5 @@ def test_the_largest_choice_and_position_work():
 
 def test_noise_at_a_token_is_the_same_whoever_asks():
     everywhere = of_all(SEEDS)
-    few = Noise([SEEDS[7]], VOCAB).at(np.array([0, 0]), np.array([3, VOCAB - 1]))
+    few = Gumbel([SEEDS[7]], VOCAB).at(np.array([0, 0]), np.array([3, VOCAB - 1]))
     assert few.tolist() == everywhere[7, [3, VOCAB - 1]].tolist()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_helpers import generation
 
-from engine.sampling.gumbel import Noise
+from engine.sampling.gumbel import Gumbel
 from engine.sampling.sampler import sample
 from engine.scheduling.jobs import Generation, Sampled
 
@@ -121,7 +121,7 @@ def test_the_token_with_the_highest_score_is_drawn():
             rows = logits_of(vocab, 20, vocab)
             many = [generation(n, [1] * n, temperature=temperature, seed=n) for n in range(20)]
             keys = [(n, 0, n) for n in range(20)]
-            noise = Noise(keys, vocab).at(np.arange(20)[:, None], np.arange(vocab)[None])
+            noise = Gumbel(keys, vocab).at(np.arange(20)[:, None], np.arange(vocab)[None])
             best = (rows.double().numpy() / temperature + noise).argmax(-1)
             assert [item.token for item in sample(rows, many)] == best.tolist()
 

@@ -1,5 +1,5 @@
 """The rules of the receive lease that only an engine shows; the others are in
-`tests/kvcache/test_lease_rules.py`."""
+`tests/kvcache/lease/test_lease_rules.py`."""
 
 from __future__ import annotations
 

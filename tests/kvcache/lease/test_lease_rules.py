@@ -1,7 +1,7 @@
 """The rules of the receive lease, each against the race that it names.
 
-`Draining`, and what only an engine shows of the others, is in `tests/engine/test_engine_rules.py`;
-what only stopped and killed processes show, in `test_transport.py`.
+`tests/engine/service/test_engine_rules.py` has `Draining` and what only an engine shows;
+`tests/kvcache/transport/test_transport.py` has what only stopped and killed processes show.
 """
 
 from __future__ import annotations

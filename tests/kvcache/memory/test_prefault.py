@@ -11,7 +11,7 @@ import torch
 
 from kvcache.memory import prefault as populate
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.prefault import Populator
+from kvcache.memory.prefault import Prefaulter
 from kvcache.memory.region import SharedRegion
 
 LAYOUT = KVLayout(
@@ -42,7 +42,7 @@ def wait_for(region: SharedRegion) -> None:
 def test_a_pool_and_a_peers_mapping_of_it():
     own = SharedRegion.create(LAYOUT, epoch=1)
     assert resident(own) < LAYOUT.nbytes / 8  # or there would be nothing to do
-    populator = Populator()
+    populator = Prefaulter()
     populator.add(own)
     wait_for(own)
     assert not own.pool.any()
@@ -66,7 +66,7 @@ def test_the_end_does_not_wait_for_the_rest(monkeypatch: pytest.MonkeyPatch):
         return 0
 
     monkeypatch.setattr(populate, "_madvise", slow)
-    populator = Populator()
+    populator = Prefaulter()
     for _ in range(100):
         populator.add(SharedRegion.create(LAYOUT, epoch=1))
     populator.close()
@@ -76,7 +76,7 @@ def test_the_end_does_not_wait_for_the_rest(monkeypatch: pytest.MonkeyPatch):
 def test_a_kernel_that_cannot(monkeypatch: pytest.MonkeyPatch):
     calls = []
     monkeypatch.setattr(populate, "_madvise", lambda *piece: calls.append(piece) or -1)
-    populator = Populator()
+    populator = Prefaulter()
     regions = [SharedRegion.create(LAYOUT, epoch=1) for _ in range(3)]
     for region in regions:
         populator.add(region)

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from kvcache.memory.write_rights import Rights
+from kvcache.memory.write_rights import WriteRights
 
 
 def test_a_right_taken_alone_is_held_once():
-    rights = Rights()
+    rights = WriteRights()
     assert rights.try_right(3)
     assert not rights.try_right(3)
     assert not rights.try_right(3, share=5)
@@ -14,7 +14,7 @@ def test_a_right_taken_alone_is_held_once():
 
 
 def test_a_right_is_shared_under_one_number():
-    rights = Rights()
+    rights = WriteRights()
     assert rights.try_right(3, share=5)
     assert rights.try_right(3, share=5)
     assert not rights.try_right(3, share=6)
@@ -32,7 +32,7 @@ def test_other_processes_are_asked_for_the_first_and_told_after_the_last():
         calls.append((slot, share))
         return slot != 9
 
-    rights = Rights(take, lambda slot: calls.append((slot,)))
+    rights = WriteRights(take, lambda slot: calls.append((slot,)))
     assert rights.try_right(3, share=5)
     assert rights.try_right(3, share=5)
     assert calls == [(3, 5)]

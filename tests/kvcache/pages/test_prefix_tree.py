@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcache.pages.eviction import EvictionPolicy
 from kvcache.pages.page_pool import PagePool
-from kvcache.pages.prefix_tree import PrefixCache
+from kvcache.pages.prefix_tree import PrefixTree
 from kvcache.types import PageId, PageName
 
 SIZE = 2
@@ -20,7 +20,7 @@ class Tree:
 
     def __init__(self, pages: int = 32) -> None:
         self.pool = PagePool(pages)
-        self.cache = PrefixCache(self.pool, SIZE, EvictionPolicy(pages))
+        self.cache = PrefixTree(self.pool, SIZE, EvictionPolicy(pages))
 
     def keep(self, tokens: Sequence[int]) -> list[PageId]:
         pages = self.pool.take(len(tokens) // SIZE)

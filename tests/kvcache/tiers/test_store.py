@@ -13,7 +13,7 @@ from kv_helpers import small_layout
 
 from kvcache.errors import BadRequest
 from kvcache.memory.layout import KVLayout
-from kvcache.pages.page_manager import Books
+from kvcache.pages.page_manager import PageManager
 from kvcache.tiers.disk_store import DiskStore
 from kvcache.tiers.store import DevicePages, HostStore, Store, page_shape
 from kvcache.types import PageId
@@ -51,7 +51,7 @@ def test_a_page_survives_the_way_there_and_back(store: Store):
         layout = KVLayout(2, 4, 4, 2, 8 if dtype == torch.float32 else 16, dtype)
         pool = torch.randn(layout.shape).to(dtype)
         before = pool.clone()
-        device = DevicePages(Books(4, 4), pool)
+        device = DevicePages(PageManager(4, 4), pool)
         device.read(PageId(2), store.buffer(PageId(1)))
         store.flush(PageId(1))
         device.write(PageId(3), store.fetch(PageId(1)))
@@ -61,7 +61,7 @@ def test_a_page_survives_the_way_there_and_back(store: Store):
 
 def test_the_pool_is_not_copied():
     pool = torch.zeros(LAYOUT.shape)
-    assert DevicePages(Books(4, 4), pool)._pool.data_ptr() == pool.data_ptr()
+    assert DevicePages(PageManager(4, 4), pool)._pool.data_ptr() == pool.data_ptr()
 
 
 def test_the_file_is_ours_and_nobody_sees_it(disk: DiskStore, tmp_path: Path):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.protocol import NoCapacity
-from router.admission.queue import Backlog
+from router.admission.queue import AdmissionQueue
 
 FULL = NoCapacity("full", retry_after_s=1000)
 
@@ -19,7 +19,7 @@ class Room:
     """Requests that want a part of what there is, through a backlog; none is in a hurry."""
 
     def __init__(self, size: int, limit: int = 100) -> None:
-        self.backlog = Backlog(limit)
+        self.backlog = AdmissionQueue(limit)
         self.left = size
         self.order: list[str] = []
         self.tries = 0
@@ -125,7 +125,7 @@ async def test_a_cancelled_wait_leaves_the_queue_and_wakes_the_next():
 
 
 async def test_the_turn_must_come_before_the_deadline():
-    backlog = Backlog(10)
+    backlog = AdmissionQueue(10)
     now = asyncio.get_running_loop().time()
     with backlog.place(0, now) as first:
         for place in (first, None):
@@ -135,7 +135,7 @@ async def test_the_turn_must_come_before_the_deadline():
 
 
 async def test_retry_after_is_a_reason_to_try_again():
-    backlog = Backlog(10)
+    backlog = AdmissionQueue(10)
     loop = asyncio.get_running_loop()
     with backlog.place(0, 0) as place:
         began = loop.time()

@@ -1,6 +1,6 @@
 """What `/openapi.json` promises, held against a running router by schemathesis.
 
-python tests/router/openapi_fuzz.py URL EXAMPLES    # by hand, as long as you like
+python tests/router/api/openapi_fuzz.py URL EXAMPLES    # by hand, as long as you like
 """
 
 from __future__ import annotations

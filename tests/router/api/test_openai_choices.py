@@ -25,8 +25,8 @@ def fresh(by: int, length: int = 150) -> list[int]:
 async def computed(router) -> int:
     """Prompt tokens that the engines have run through the model since they were started."""
     total = 0
-    for member in router.server.router.registry:
-        async with router.http.get(member.url + "/metrics") as response:
+    for backend in router.server.router.registry:
+        async with router.http.get(backend.url + "/metrics") as response:
             text = await response.text()
         total += int(float(re.search(r"^vllm:prompt_tokens_total{.*} (.+)$", text, re.M)[1]))
     return total
@@ -38,13 +38,13 @@ def tokens_of(answer: dict) -> list[list[int]]:
 
 async def alone(router, prompt: list[int], choice: int) -> list[int]:
     """The tokens of one choice, asked of an engine directly."""
-    member = next(iter(router.server.router.registry))
+    backend = next(iter(router.server.router.registry))
     body = {
         "request_id": f"alone-{prompt[0]}-{len(prompt)}-{choice}", "prompt": prompt,
         "choice": choice, "max_tokens": 12, "seed": 11, "ignore_eos": True,
     }  # fmt: skip
     async with aiohttp.ClientSession() as http:
-        url = member.url + "/microserving/start_generate"
+        url = backend.url + "/microserving/start_generate"
         async with http.post(url, json=body) as response:
             lines = (await response.text()).split("\n\n")
     events = [json.loads(line[6:]) for line in lines if line]
@@ -121,10 +121,10 @@ async def test_leaving_ends_all_choices(route_real):
             await response.content.readany()
             response.close()
         await r.settled()
-        for member in r.server.router.registry:
+        for backend in r.server.router.registry:
             async with asyncio.timeout(10):
                 while True:
-                    state = await member.client.state()
+                    state = await backend.client.state()
                     if state.pages.free + state.pages.cached == state.pages.total:
                         break
             assert not state.running and not state.waiting and not state.leases

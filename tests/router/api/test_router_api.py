@@ -314,7 +314,7 @@ async def test_an_engine_with_another_model_is_not_used(route, fake):
     a, b = fake("a"), fake("b")
     b.info = b.info.model_copy(update={"name": "another", "fingerprint": "g"})
     async with route(a, b) as r:
-        assert {member.status for member in r.server.router.registry} == {"up", "down"}
+        assert {backend.status for backend in r.server.router.registry} == {"up", "down"}
         for _ in range(2):
             assert (await r.post("/v1/completions", {**ASK, "model": None}))[0] == 200
     assert not a.named("start_generate") or not b.named("start_generate")

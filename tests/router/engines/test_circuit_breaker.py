@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.engines.circuit_breaker import LONGEST_S, Breaker
+from router.engines.circuit_breaker import LONGEST_S, CircuitBreaker
 
 
 class Clock:
@@ -13,7 +13,7 @@ class Clock:
 
 
 def test_it_opens_on_failures_in_a_row_only():
-    breaker = Breaker(3, 5.0, Clock())
+    breaker = CircuitBreaker(3, 5.0, Clock())
     for _ in range(5):
         breaker.failure()
         assert not breaker.failure()
@@ -25,7 +25,7 @@ def test_it_opens_on_failures_in_a_row_only():
 
 def test_half_open_takes_one_trial():
     clock = Clock()
-    breaker = Breaker(1, 5.0, clock)
+    breaker = CircuitBreaker(1, 5.0, clock)
     assert breaker.failure()
     clock.now += 5
     assert (breaker.state, breaker.resting) == ("half_open", False)
@@ -37,7 +37,7 @@ def test_half_open_takes_one_trial():
 
 def test_each_failed_trial_doubles_the_rest_up_to_a_bound():
     clock = Clock()
-    breaker = Breaker(1, 5.0, clock)
+    breaker = CircuitBreaker(1, 5.0, clock)
     breaker.failure()
     rests = []
     for _ in range(6):
@@ -57,7 +57,7 @@ def test_each_failed_trial_doubles_the_rest_up_to_a_bound():
 
 def test_a_trial_that_never_ends_is_followed_by_another():
     clock = Clock()
-    breaker = Breaker(1, 5.0, clock)
+    breaker = CircuitBreaker(1, 5.0, clock)
     breaker.failure()
     clock.now += 5
     breaker.begin()

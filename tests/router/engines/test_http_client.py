@@ -10,8 +10,8 @@ import pytest
 
 from engine.protocol import Draining, Internal
 from router.base.errors import EngineUnreachable, NobodyListens
-from router.engines.http_client import Wire
-from router.engines.token_mux import Line, Mux
+from router.engines.http_client import HttpClient
+from router.engines.token_mux import Line, TokenMux
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -22,10 +22,10 @@ def chunk(data: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def served(handler: Handler) -> AsyncIterator[Wire]:
+async def served(handler: Handler) -> AsyncIterator[HttpClient]:
     """A wire to a server that does with each connection what `handler` does."""
     server = await asyncio.start_server(handler, "127.0.0.1", 0)
-    wire = Wire(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    wire = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     try:
         yield wire
     finally:
@@ -46,7 +46,7 @@ async def streaming() -> AsyncIterator[tuple[Line, asyncio.StreamWriter]]:
         writer.close()
 
     async with served(answer) as wire:
-        line = await Mux(wire).line()
+        line = await TokenMux(wire).line()
         yield line, await opened
 
 
@@ -119,7 +119,7 @@ async def test_a_lost_line_is_replaced_by_another():
             writer.transport.abort()
 
     async with served(answer) as wire:
-        mux = Mux(wire)
+        mux = TokenMux(wire)
         first = await mux.line()
         with pytest.raises(EngineUnreachable):
             await first.expect("a").next()
@@ -135,7 +135,7 @@ async def test_an_engine_without_streams_is_told_apart_from_one_that_is_gone():
 
     async with served(refuse) as wire:
         with pytest.raises(Internal, match="404"):
-            await Mux(wire).line()
+            await TokenMux(wire).line()
 
 
 async def test_calls_use_one_connection_one_after_another():
@@ -181,8 +181,8 @@ async def test_how_a_call_fails_says_what_is_wrong():
         assert not isinstance(lost.value, NobodyListens)
         url = wire.url
     with pytest.raises(NobodyListens):
-        await Wire(url).call("GET", "/x")
+        await HttpClient(url).call("GET", "/x")
     with pytest.raises(EngineUnreachable):
-        await Wire("http://127.0.0.1:99999").call("GET", "/x")
+        await HttpClient("http://127.0.0.1:99999").call("GET", "/x")
     with pytest.raises(ValueError, match="line break"):
-        await Wire(url).call("GET", "/x", b"", {"X-Request-Id": "a\r\nEvil: 1"})
+        await HttpClient(url).call("GET", "/x", b"", {"X-Request-Id": "a\r\nEvil: 1"})

@@ -16,11 +16,11 @@ from waiting import until
 from engine.protocol import BadRequest, PageName, PrefixChange, Sampling, page_names
 from router.base.errors import EngineUnreachable
 from router.base.request import Request
-from router.engines.backend import Member
-from router.engines.circuit_breaker import Breaker
-from router.engines.prefix_index import LINGER_S, RETRY_S, UNASKED, Prefixes
-from router.simulation.dry_run import RehearsalFailed, rehearse
-from router.simulation.engine import SimEngine
+from router.engines.backend import Backend
+from router.engines.circuit_breaker import CircuitBreaker
+from router.engines.prefix_index import LINGER_S, RETRY_S, UNASKED, PrefixIndex
+from router.simulation.dry_run import DryRunFailed, dry_run
+from router.simulation.engine import SimulatedEngine
 from router.simulation.virtual_time import VirtualLoop
 from router.strategy.definition import strategy
 
@@ -31,7 +31,7 @@ def request(tokens: list[int]) -> Request:
     return Request("id", tokens, Sampling())
 
 
-class Scripted(SimEngine):
+class Scripted(SimulatedEngine):
     """Says what it is told to say of its prefix cache. `streams`: how many are open; `opened`: how
     many have been."""
 
@@ -44,11 +44,11 @@ class Scripted(SimEngine):
         self.says.put_nowait(PrefixChange(added=list(names), removed=[]))
 
     async def tells(
-        self, prefixes: Prefixes, member: Member, asked: Request, pages: int | None = None
+        self, prefixes: PrefixIndex, backend: Backend, asked: Request, pages: int | None = None
     ) -> None:
         """Say that so many pages of `asked` are there (None: all), and have it heard."""
         self.add(*asked.page_names(PAGE)[:pages])
-        await prefixes.known(member)
+        await prefixes.known(backend)
 
     async def prefixes(self) -> AsyncIterator[PrefixChange]:
         self.streams += 1
@@ -62,18 +62,18 @@ class Scripted(SimEngine):
 
 
 def virtually(
-    test: Callable[[Prefixes, Member, Scripted], Awaitable[None]],
+    test: Callable[[PrefixIndex, Backend, Scripted], Awaitable[None]],
 ) -> Callable[[], None]:
     """Run a test in virtual time, with one engine that is up."""
 
     async def run() -> None:
         engine = Scripted()
-        member = Member(engine, Breaker(3, 1.0, lambda: 0.0))
-        member.model, member.status = await engine.model(), "up"
+        backend = Backend(engine, CircuitBreaker(3, 1.0, lambda: 0.0))
+        backend.model, backend.status = await engine.model(), "up"
         async with asyncio.TaskGroup() as tasks:
-            prefixes = Prefixes(tasks)
+            prefixes = PrefixIndex(tasks)
             try:
-                await test(prefixes, member, engine)
+                await test(prefixes, backend, engine)
             finally:
                 prefixes.close()
         assert engine.streams == 0
@@ -87,107 +87,107 @@ def virtually(
 
 
 @virtually
-async def test_nothing_is_followed_until_somebody_asks(prefixes, member, engine):
-    assert prefixes.expect(member, request([1] * 64), 64) is prefixes.expect(member, None, 0)
+async def test_nothing_is_followed_until_somebody_asks(prefixes, backend, engine):
+    assert prefixes.expect(backend, request([1] * 64), 64) is prefixes.expect(backend, None, 0)
     await asyncio.sleep(1)
     assert engine.opened == 0
-    assert prefixes.cached(member, request([1] * 64), 64) == 0
+    assert prefixes.cached(backend, request([1] * 64), 64) == 0
     await asyncio.sleep(0)
     assert engine.streams == 1
 
 
 @virtually
-async def test_full_pages_are_counted_up_to_the_end(prefixes, member, engine):
+async def test_full_pages_are_counted_up_to_the_end(prefixes, backend, engine):
     tokens = list(range(100))
     names = page_names(tokens, PAGE)
     engine.add(*names[:4])
     asyncio.get_running_loop().call_later(1, engine.add)  # the first says all
-    await prefixes.known(member)
+    await prefixes.known(backend)
     for end, cached in ((0, 0), (15, 0), (16, 16), (63, 48), (64, 64), (100, 64)):
-        assert prefixes.cached(member, request(tokens), end) == cached
-    assert prefixes.cached(member, request([1, *tokens]), 101) == 0
-    assert prefixes.cached(member, request([*tokens[:20], *tokens]), 120) == 16
+        assert prefixes.cached(backend, request(tokens), end) == cached
+    assert prefixes.cached(backend, request([1, *tokens]), 101) == 0
+    assert prefixes.cached(backend, request([*tokens[:20], *tokens]), 120) == 16
     engine.says.put_nowait(PrefixChange(added=names[4:5], removed=names[2:4]))
     await asyncio.sleep(0.01)
-    assert prefixes.cached(member, request(tokens), 48) == 32
+    assert prefixes.cached(backend, request(tokens), 48) == 32
 
 
 @virtually
-async def test_what_is_on_its_way_counts_until_it_will_not_come(prefixes, member, engine):
+async def test_what_is_on_its_way_counts_until_it_will_not_come(prefixes, backend, engine):
     asked = request(list(range(100)))
-    prefixes.cached(member, asked, 100)
-    with prefixes.expect(member, asked, 50), prefixes.expect(member, asked, 33) as other:
-        assert prefixes.cached(member, asked, 100) == 48
-        assert prefixes.cached(member, asked, 100, coming=False) == 0
+    prefixes.cached(backend, asked, 100)
+    with prefixes.expect(backend, asked, 50), prefixes.expect(backend, asked, 33) as other:
+        assert prefixes.cached(backend, asked, 100) == 48
+        assert prefixes.cached(backend, asked, 100, coming=False) == 0
         other.end()
-        assert prefixes.cached(member, asked, 100) == 48
-    assert prefixes.cached(member, asked, 100) == 0
+        assert prefixes.cached(backend, asked, 100) == 48
+    assert prefixes.cached(backend, asked, 100) == 0
 
 
 @virtually
-async def test_what_has_landed_counts_until_the_engine_says_so_or_not(prefixes, member, engine):
+async def test_what_has_landed_counts_until_the_engine_says_so_or_not(prefixes, backend, engine):
     asked = request(list(range(100)))
     engine.add()
-    await prefixes.known(member)
-    with prefixes.expect(member, asked, 50) as coming:
+    await prefixes.known(backend)
+    with prefixes.expect(backend, asked, 50) as coming:
         coming.landed()
     engine.add(asked.page_names(PAGE)[0])
     await asyncio.sleep(LINGER_S / 2)
-    assert prefixes.cached(member, asked, 100) == 48
+    assert prefixes.cached(backend, asked, 100) == 48
     await asyncio.sleep(LINGER_S)
-    assert prefixes.cached(member, asked, 100) == 16
+    assert prefixes.cached(backend, asked, 100) == 16
 
 
 @virtually
-async def test_a_lost_stream_is_followed_again_and_all_is_forgotten(prefixes, member, engine):
+async def test_a_lost_stream_is_followed_again_and_all_is_forgotten(prefixes, backend, engine):
     asked = request(list(range(100)))
-    await engine.tells(prefixes, member, asked)
-    coming = prefixes.expect(member, asked, 100)
+    await engine.tells(prefixes, backend, asked)
+    coming = prefixes.expect(backend, asked, 100)
     engine.says.put_nowait(None)
     await asyncio.sleep(RETRY_S / 2)
-    assert prefixes.cached(member, asked, 100) == 0
-    await engine.tells(prefixes, member, asked, 2)
+    assert prefixes.cached(backend, asked, 100) == 0
+    await engine.tells(prefixes, backend, asked, 2)
     assert engine.opened == 2
     coming.end()  # of what the lost engine was to have
-    assert prefixes.cached(member, asked, 100) == 32
+    assert prefixes.cached(backend, asked, 100) == 32
 
 
 @virtually
-async def test_of_an_engine_that_is_down_nothing_is_known(prefixes, member, engine):
+async def test_of_an_engine_that_is_down_nothing_is_known(prefixes, backend, engine):
     asked = request(list(range(100)))
-    await engine.tells(prefixes, member, asked)
-    member.go_down("silent")
+    await engine.tells(prefixes, backend, asked)
+    backend.go_down("silent")
     await asyncio.sleep(10)
-    assert prefixes.cached(member, asked, 100) == 0
+    assert prefixes.cached(backend, asked, 100) == 0
     assert (engine.streams, engine.opened) == (0, 1)
-    member.status = "up"
-    await engine.tells(prefixes, member, asked, 1)
-    assert prefixes.cached(member, asked, 100) == 16
+    backend.status = "up"
+    await engine.tells(prefixes, backend, asked, 1)
+    assert prefixes.cached(backend, asked, 100) == 16
 
 
 @virtually
-async def test_engines_are_followed_as_long_as_strategies_ask(prefixes, member, engine):
+async def test_engines_are_followed_as_long_as_strategies_ask(prefixes, backend, engine):
     asked = request(list(range(100)))
-    await engine.tells(prefixes, member, asked)
+    await engine.tells(prefixes, backend, asked)
     for _ in range(3):
         await asyncio.sleep(86400)
         for _ in range(UNASKED):
-            prefixes.expect(member, asked, 100).end()
-        assert prefixes.cached(member, asked, 100) == 96
+            prefixes.expect(backend, asked, 100).end()
+        assert prefixes.cached(backend, asked, 100) == 96
     assert engine.opened == 1
     for _ in range(UNASKED + 1):
-        prefixes.expect(member, asked, 100).end()
+        prefixes.expect(backend, asked, 100).end()
     await asyncio.sleep(1)
     assert engine.streams == 0
-    await engine.tells(prefixes, member, asked, 1)
-    assert prefixes.cached(member, asked, 100) == 16
+    await engine.tells(prefixes, backend, asked, 1)
+    assert prefixes.cached(backend, asked, 100) == 16
 
 
 @virtually
-async def test_a_forgotten_engine_is_left_alone(prefixes, member, engine):
-    prefixes.cached(member, request([1] * 64), 64)
+async def test_a_forgotten_engine_is_left_alone(prefixes, backend, engine):
+    prefixes.cached(backend, request([1] * 64), 64)
     await asyncio.sleep(0)
-    prefixes.forget(member)
+    prefixes.forget(backend)
     await asyncio.sleep(1)
     assert (engine.streams, engine.opened) == (0, 1)
 
@@ -244,8 +244,8 @@ def test_a_dry_run_meets_caches_that_are_warm():
         async for chunk in engine.start_generate(request):
             yield chunk
 
-    with pytest.raises(RehearsalFailed, match=r"LookupError: warm .* 100 tokens, warm"):
-        rehearse(mine.bind({}))
+    with pytest.raises(DryRunFailed, match=r"LookupError: warm .* 100 tokens, warm"):
+        dry_run(mine.bind({}))
 
 
 # Real engines
@@ -260,10 +260,12 @@ def matched(engine: EngineProcess, prompt: list[int], end: int) -> int:
     return lease["match_len"]
 
 
-def agrees(prefixes: Prefixes, member: Member, engine: EngineProcess, prompt: list[int]) -> bool:
+def agrees(
+    prefixes: PrefixIndex, backend: Backend, engine: EngineProcess, prompt: list[int]
+) -> bool:
     """Whether the router and the engine say the same of a prompt. So little is asked for beyond
     what should be there that looking evicts next to nothing."""
-    cached = prefixes.cached(member, request(prompt), len(prompt))
+    cached = prefixes.cached(backend, request(prompt), len(prompt))
     return matched(engine, prompt, min(len(prompt), cached + PAGE)) == cached
 
 
@@ -305,9 +307,9 @@ async def test_the_router_knows_what_engines_evict_and_what_they_lose(routed_to)
                     tasks.create_task(r.post("/v1/completions", body))
 
         async def right(prompts: list[list[int]]) -> None:
-            for engine, member in zip(processes, registry, strict=True):
+            for engine, backend in zip(processes, registry, strict=True):
                 for each in prompts:
-                    await until(lambda m=member, e=engine, p=each: agrees(prefixes, m, e, p))
+                    await until(lambda m=backend, e=engine, p=each: agrees(prefixes, m, e, p))
 
         seen = [prompt() for _ in range(16)]
         for at in range(0, len(seen), 4):
@@ -316,23 +318,23 @@ async def test_the_router_knows_what_engines_evict_and_what_they_lose(routed_to)
         known = [prefixes.cached(m, request(p), len(p)) for m in registry for p in seen]
         assert 0 < sum(map(bool, known)) < len(known)
 
-        killed, member = processes[0], next(iter(registry))
-        assert any(prefixes.cached(member, request(p), len(p)) for p in seen)
+        killed, backend = processes[0], next(iter(registry))
+        assert any(prefixes.cached(backend, request(p), len(p)) for p in seen)
         killed.kill()
-        await until(lambda: member.status == "down")
-        await until(lambda: not any(prefixes.cached(member, request(p), len(p)) for p in seen))
+        await until(lambda: backend.status == "down")
+        await until(lambda: not any(prefixes.cached(backend, request(p), len(p)) for p in seen))
         processes[0] = EngineProcess("--pool-pages", "40", "--engine-id", "e0", port=killed.port)
-        await until(lambda: member.status == "up")
+        await until(lambda: backend.status == "up")
         await ask([prompt() for _ in range(6)])
         await right(seen)
 
-        stopped, member = processes[1], list(registry)[1]
+        stopped, backend = processes[1], list(registry)[1]
         stopped.signal(signal.SIGSTOP)
-        await until(lambda: member.status == "down")
-        await until(lambda: not any(prefixes.cached(member, request(p), len(p)) for p in seen))
+        await until(lambda: backend.status == "down")
+        await until(lambda: not any(prefixes.cached(backend, request(p), len(p)) for p in seen))
         stopped.signal(signal.SIGCONT)
-        await until(lambda: member.status == "up")
-        await prefixes.known(member)
+        await until(lambda: backend.status == "up")
+        await prefixes.known(backend)
         await right(seen)
 
 

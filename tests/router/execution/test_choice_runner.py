@@ -236,10 +236,10 @@ async def test_an_engine_that_falls_silent_loses_its_streams(route, fake):
         assert [e["status"] for e in engines] == ["down", "up"]
         a.silent = False
         gate.set()
-        member = r.server.router.registry["a"]
+        backend = r.server.router.registry["a"]
         async with asyncio.timeout(5):
-            while not member.usable:
-                member.probe.set()
+            while not backend.usable:
+                backend.probe.set()
                 await asyncio.sleep(0)
 
 
@@ -409,7 +409,7 @@ async def test_load_is_counted_while_it_lasts(route, fake):
     p = fake("p", role="prefill", send_gate=asyncio.Event())
     d = fake("d", role="decode", gate=asyncio.Event())
     async with route(p, d, strategy="prefill_decode") as r:
-        loads = {member.id: member.load for member in r.server.router.registry}
+        loads = {backend.id: backend.load for backend in r.server.router.registry}
         ask = asyncio.create_task(r.events("/v1/completions", ASK))
         await p.until(lambda: bool(p.named("remote_send")))
         assert (loads["p"].tokens, loads["p"].streams) == (39, 0)

@@ -48,12 +48,12 @@ async def ask(r, tokens: list[int], **fields: Any) -> tuple[list[int], list[dict
 
 async def alone(r, engine: str, tokens: list[int]) -> list[int]:
     """What one engine emits, that nobody routes to."""
-    member = r.server.router.registry[engine]
+    backend = r.server.router.registry[engine]
     body = {
         "request_id": f"alone-{next(salts)}", "prompt": tokens, "temperature": 0.0,
         "max_tokens": NEW, "ignore_eos": True,
     }  # fmt: skip
-    async with r.http.post(f"{member.url}/microserving/start_generate", json=body) as reply:
+    async with r.http.post(f"{backend.url}/microserving/start_generate", json=body) as reply:
         events = [json.loads(line[6:]) for line in (await reply.text()).splitlines() if line]
     return [token for event in events for token in event["token_ids"]]
 
@@ -193,8 +193,8 @@ async def test_what_is_moved_counts_at_once(route, scripted):
     async with route(source, target) as r:
         prefixes = r.server.router.registry.prefixes
         a, b = r.server.router.registry
-        for member in (a, b):
-            await prefixes.known(member)
+        for backend in (a, b):
+            await prefixes.known(backend)
         with prefixes.expect(a, asked, 128):
             status, moved = await r.post("/admin/migrate", migration(asked.tokens, "a", "b"))
             assert status == 200, moved

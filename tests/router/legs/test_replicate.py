@@ -197,7 +197,7 @@ def same(got: Answer, wanted: Answer) -> None:
 
 def running(r: Any) -> str:
     """The engine that has the most of this router's streams."""
-    return max(r.server.router.registry, key=lambda member: member.load.streams).id
+    return max(r.server.router.registry, key=lambda backend: backend.load.streams).id
 
 
 def generations(receipt: dict[str, Any], choice: int = 0) -> list[dict[str, Any]]:

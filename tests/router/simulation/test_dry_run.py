@@ -12,8 +12,8 @@ import pytest
 from engine.protocol import BadRequest
 from router.rollout.catalog import Catalog
 from router.simulation.audition import audition, audition_of
-from router.simulation.dry_run import RehearsalFailed, rehearse, staged
-from router.simulation.engine import SimEngine, tokens_after
+from router.simulation.dry_run import DryRunFailed, dry_run, staged
+from router.simulation.engine import SimulatedEngine, tokens_after
 from router.simulation.virtual_time import VirtualLoop
 
 HEAD = """import asyncio, itertools, time
@@ -122,8 +122,8 @@ def source_of(body: str) -> str:
 def test_what_is_wrong_is_found_and_its_line_is_named(what):
     body, line, says = WRONG[what]
     mine = Catalog().load(source_of(body), file="dir/mine.py")
-    with pytest.raises(RehearsalFailed) as wrong:
-        rehearse(mine.bind({}))
+    with pytest.raises(DryRunFailed) as wrong:
+        dry_run(mine.bind({}))
     assert says in wrong.value.message
     assert "[dry run: " in wrong.value.message
     if line is not None:
@@ -144,7 +144,7 @@ def test_a_long_wait_costs_nothing():
     """
     mine = Catalog().load(source_of(body), file="mine.py")
     began = time.process_time()
-    assert rehearse(mine.bind({})) > 100
+    assert dry_run(mine.bind({})) > 100
     assert time.process_time() - began < 10
 
 
@@ -177,7 +177,7 @@ async def test_a_wrong_parameter_is_told_before_it_runs():
 def test_the_simulated_engine_behaves_like_one():
     async def main() -> None:
         loop, peers = asyncio.get_running_loop(), {}
-        sender, receiver = SimEngine("s", peers), SimEngine("r", peers)
+        sender, receiver = SimulatedEngine("s", peers), SimulatedEngine("r", peers)
         prompt = list(range(1, 41))
         body = {"request_id": "x", "prompt": prompt}
         lease = await receiver.prep_recv({**body, "end": 39}, {})
@@ -211,13 +211,13 @@ def test_the_simulated_engine_behaves_like_one():
 def test_simulated_engines_keep_replicas_of_those_that_die(monkeypatch, every):
     """The next run begins where the replica ends; without one, at the prompt."""
     begun: list[dict[str, Any]] = []
-    start = SimEngine.start_generate
+    start = SimulatedEngine.start_generate
 
     async def noted(self, body, headers):
         begun.append(dict(body, output=list(body.get("output", ()))))
         return await start(self, body, headers)
 
-    monkeypatch.setattr(SimEngine, "start_generate", noted)
+    monkeypatch.setattr(SimulatedEngine, "start_generate", noted)
     prompt = [5, 6, 7] * 20
 
     async def resumed() -> list[int]:

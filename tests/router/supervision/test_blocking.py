@@ -81,8 +81,8 @@ def router(real_engines: list[str], blocks: Path) -> Iterator[RouterProcess]:
 @pytest.mark.slow
 def test_who_blocks_is_named_and_ended_and_after_three_times_out_of_service(router):
     wanted = router.tokens(GOOD, 8)
-    for offences, how in enumerate(("loop", "polling", "task"), 1):
-        # Not a swap: it would be another generation with offences of its own.
+    for violations, how in enumerate(("loop", "polling", "task"), 1):
+        # Not a swap: it would be another generation with violations of its own.
         router.http.put("/admin/strategy", json={"name": "data_parallel"})
         generation = router.use("blocks", how=how)
         began = time.monotonic()
@@ -93,8 +93,8 @@ def test_who_blocks_is_named_and_ended_and_after_three_times_out_of_service(rout
         assert error["type"] == "strategy_blocked"
         assert f"blocks (generation {generation})" in error["message"]
         assert router.tokens(GOOD, 8) == wanted
-        assert router.strategies()["active"]["offences"] == {"blocked": 1}
-        assert router.log.count("holds up the event loop, for") == offences
+        assert router.strategies()["active"]["violations"] == {"blocked": 1}
+        assert router.log.count("holds up the event loop, for") == violations
     assert "in spin\n" in router.log  # the stack
     for _ in range(2):
         assert router.ask(BAD).status_code == 500
@@ -118,7 +118,7 @@ def test_a_call_that_cannot_be_interrupted_is_named_while_it_lasts(router):
     assert "time.sleep(1.2)" in router.log
     slow.join()
     assert router.tokens(GOOD)
-    assert router.strategies()["active"]["offences"] == {"blocked": 1}
+    assert router.strategies()["active"]["violations"] == {"blocked": 1}
     assert "strategy_blocked" in router.ask(BAD).text
 
 

@@ -96,7 +96,7 @@ async def test_cancellation_always_wins(route, fake, function):
             response.close()
         await b.until(lambda: not b.leases)
         await r.settled()
-        assert set(generation.offences) & {"ignored_cancellation", "left_tasks"}
+        assert set(generation.violations) & {"ignored_cancellation", "left_tasks"}
         r.use(r.server.router.catalog["data_parallel"])
         assert (await r.post("/v1/completions", ASK))[0] == 200
 
@@ -141,7 +141,7 @@ async def test_whatever_it_does_when_it_is_to_end(route, fake, function):
         status, body = await r.post("/v1/completions", ASK)
         assert (status, body["error"]["type"]) == (500, "strategy_error")
         assert generation.label in body["error"]["message"]
-        assert generation.offences["no_chunk"] == 1
+        assert generation.violations["no_chunk"] == 1
         assert b.named("prep_recv")
         await b.until(lambda: not b.leases)
         await r.settled()
@@ -163,14 +163,14 @@ async def test_an_error_names_strategy_generation_and_line(route, fake, caplog):
     assert body["error"]["message"] == f"{told} ({where})"
     assert where in caplog.text
     assert "careless (generation 2)" in caplog.text
-    assert listed["offences"] == {"raised": 1}
-    (offence,) = [
+    assert listed["violations"] == {"raised": 1}
+    (violation,) = [
         (sample.labels, sample.value)
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name.endswith("strategy_offences_total")
     ]
-    assert offence == ({"strategy": "careless", "generation": "2", "kind": "raised"}, 1.0)
+    assert violation == ({"strategy": "careless", "generation": "2", "kind": "raised"}, 1.0)
 
 
 async def test_a_strategy_without_progress_ends_and_says_where_it_waits(route, fake):
@@ -188,7 +188,7 @@ async def test_a_strategy_without_progress_ends_and_says_where_it_waits(route, f
         assert "waits (generation 2)" in body["error"]["message"]
         assert b.named("prep_recv")
         assert not b.leases
-        (kind,) = r.server.router.generations.active.offences
+        (kind,) = r.server.router.generations.active.violations
         assert kind == "stalled"
         await r.settled()
 
@@ -204,7 +204,7 @@ async def test_an_engine_that_takes_its_time_is_no_stall(route, fake):
                 await asyncio.Event().wait()
         a.gate.set()
         assert (await ask)[0] == 200
-        assert not generation.offences
+        assert not generation.violations
 
 
 async def test_tasks_that_are_left_behind_end_with_the_request(route, fake):
@@ -228,7 +228,7 @@ async def test_tasks_that_are_left_behind_end_with_the_request(route, fake):
         assert (status, body["choices"][0]["token_ids"]) == (200, TOKENS)
         assert ended.is_set()
         assert leaves.task.cancelled()
-        assert r.server.router.generations.active.offences == Counter({"left_tasks": 1})
+        assert r.server.router.generations.active.violations == Counter({"left_tasks": 1})
 
 
 async def test_a_task_that_exits_does_not_take_the_router_along(route, fake):
@@ -273,7 +273,7 @@ async def test_its_own_timeouts_and_groups_are_nobody_elses_business(route, fake
         r.use(resilient)
         status, body = await r.post("/v1/completions", ASK)
         assert (status, body["choices"][0]["token_ids"]) == (200, TOKENS)
-        assert not r.server.router.generations.active.offences
+        assert not r.server.router.generations.active.violations
         await r.settled()
 
 

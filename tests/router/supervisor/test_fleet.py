@@ -45,7 +45,7 @@ async def test_what_runs_on_an_engine_that_is_to_be_empty_goes_on_elsewhere(rout
         assert receipt["status"] == "done"
         assert receipt["retries"][0]["error"]["type"] == "draining"
         if end == "remove":
-            await until(lambda: [member.id for member in r.server.router.registry] == ["b"])
+            await until(lambda: [backend.id for backend in r.server.router.registry] == ["b"])
         await r.settled()
 
 
@@ -78,8 +78,8 @@ async def test_roles_and_labels(route, fake):
 async def test_a_failing_engine_is_left_alone_and_tried_again(route, fake):
     a, b = fake("a", refuse={"start_generate": [Internal("boom")] * 3}), fake("b")
     async with route(a, b, breaker_failures=3, breaker_open_s=0.3) as r:
-        member = r.server.router.registry["a"]
-        while member.breaker.state == "closed":
+        backend = r.server.router.registry["a"]
+        while backend.breaker.state == "closed":
             assert (await r.post("/v1/completions", ASK))[0] == 200
         assert len(a.named("start_generate")) == 3
         async with r.http.get(r.server.url + "/metrics") as response:
@@ -89,8 +89,8 @@ async def test_a_failing_engine_is_left_alone_and_tried_again(route, fake):
         for _ in range(4):
             await r.post("/v1/completions", ASK)
         assert len(a.named("start_generate")) == 3
-        await until(lambda: member.breaker.state == "half_open")
-        while member.breaker.state != "closed":
+        await until(lambda: backend.breaker.state == "half_open")
+        while backend.breaker.state != "closed":
             assert (await r.post("/v1/completions", ASK))[0] == 200
         assert len(a.named("start_generate")) == 4
 
@@ -130,14 +130,14 @@ async def test_all_engines_dead_is_503_at_once_and_mends_itself(route, fake):
     async with route() as r:
         async with fake("a").serving() as a:
             await r.post("/admin/engines", {"url": a.url})
-            (member,) = r.server.router.registry
-            await until(lambda: member.usable)
+            (backend,) = r.server.router.registry
+            await until(lambda: backend.usable)
             assert (await r.post("/v1/completions", ASK))[0] == 200
         async with asyncio.timeout(1.5):
             status, body = await r.post("/v1/completions", ASK)
         assert (status, body["error"]["type"]) == (503, "no_engines")
         async with fake("a", epoch=2).serving(int(a.url.rpartition(":")[2])):
-            await until(lambda: member.usable)
+            await until(lambda: backend.usable)
             assert (await r.post("/v1/completions", ASK))[0] == 200
 
 
@@ -153,13 +153,13 @@ async def test_engines_come_and_go_with_their_file(route, fake, tmp_path, caplog
             }  # fmt: skip
             path.write_text("nonsense\n")
             await until(lambda: "stays in force" in caplog.text)
-            assert {member.id for member in registry} == {"a", "b"}
+            assert {backend.id for backend in registry} == {"a", "b"}
             asking = [asyncio.create_task(r.events("/v1/completions", ASK)) for _ in range(2)]
             await b.until(lambda: b.running >= 1)
             path.write_text(f"{a.url}\n")
             for ask in asking:
                 assert tokens_of(await ask) == TOKENS  # it has moved
-            await until(lambda: [member.id for member in registry] == ["a"])
+            await until(lambda: [backend.id for backend in registry] == ["a"])
             path.write_text(f"{a.url}\n{b.url}\n")
             await until(lambda: {m.id for m in registry if m.usable} == {"a", "b"})
 

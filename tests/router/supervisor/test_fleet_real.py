@@ -44,7 +44,7 @@ async def test_an_engine_that_dies_or_hangs_is_noticed(mocks, routed_to, number,
         assert len(whole) == ASK["max_tokens"]
         asking = [asyncio.create_task(r.events("/v1/completions", ASK)) for _ in range(4)]
         async with asyncio.timeout(10):
-            while not all(member.load.streams == 2 for member in registry):  # noqa: ASYNC110
+            while not all(backend.load.streams == 2 for backend in registry):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         mocks[0].signal(number)
         began = loop.time()
@@ -68,14 +68,14 @@ async def test_a_long_step_is_no_hang(routed_to):
     engine = EngineProcess("--step-ms", "3000", model="mock")
     try:
         async with routed_to([engine.url], **DEFAULTS) as r:
-            (member,) = r.server.router.registry
+            (backend,) = r.server.router.registry
             headers = {"X-Request-Id": "x"}
             ask = asyncio.create_task(
                 r.post("/v1/completions", {**ASK, "max_tokens": 1}, headers=headers)
             )
             seen = set()
             while not ask.done():
-                seen.add(member.status)
+                seen.add(backend.status)
                 await asyncio.sleep(0.01)
             assert (await ask)[0] == 200
             assert seen == {"up"}

@@ -9,7 +9,7 @@ import stat
 import aiohttp
 import pytest
 
-from router.rollout.audit_log import Audit
+from router.rollout.audit_log import AuditLog
 from router.telemetry.events import Events
 
 ASK = {"prompt": [1, 2, 3], "max_tokens": 3, "temperature": 0}
@@ -107,4 +107,4 @@ async def test_the_audit_log_is_private_and_only_grows(route, fake, tmp_path):
         "generation": 2,
     }  # fmt: skip
     with pytest.raises(OSError, match="No such file"):
-        Audit(str(tmp_path / "absent" / "audit.jsonl"))
+        AuditLog(str(tmp_path / "absent" / "audit.jsonl"))
