@@ -21,7 +21,7 @@ __all__ = ["routes"]
 
 LOAD_TIMEOUT_S = 10.0
 IDLE_S = 15.0  # a comment, so that dead listeners are noticed
-STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Rollout": "no-cache"}
+STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 class _Canary(Body):

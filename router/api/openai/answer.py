@@ -39,7 +39,7 @@ GENERATES = (404, 429, 500, 502, 503, 504)
 MEDIA = ("application/json", "text/event-stream")
 EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Rollout": "no-cache",
+    "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
 
