@@ -42,11 +42,11 @@ import torch
 
 from bench.report import only_save, publish, spread, table
 from kvcache.cache import KVCache
+from kvcache.lease.address import KVAddress
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import SharedRegion
 from kvcache.transport import ShmTransport
-from kvcache.transport.address import KVAddress
 from kvcache.transport.runs import Route
 from kvcache.types import EngineId, SeqId
 

@@ -22,7 +22,9 @@ import torch
 
 from kvcache.attention.stable import BLOCK, planner_for
 from kvcache.errors import BadRequest, Internal
+from kvcache.lease.address import KVAddress
 from kvcache.lease.identity import Identity
+from kvcache.lease.put import Put
 from kvcache.lease.receiver import Receiver
 from kvcache.lease.sender import Mirror, Sender
 from kvcache.lease.table import ReceiveLease, Watch
@@ -35,8 +37,7 @@ from kvcache.sequences.table import SequenceTable
 from kvcache.tiers.hierarchy import Tiers
 from kvcache.tiers.store import Store
 from kvcache.tiers.tier import TierUse
-from kvcache.transport import Put, Transport
-from kvcache.transport.address import KVAddress
+from kvcache.transport.base import Transport
 from kvcache.types import LeaseId, PageName, SeqId
 
 __all__ = ["KVCache", "PageUse"]
@@ -89,6 +90,11 @@ class KVCache:
         )
         self._sender = Sender(self._books, layout, transport, identity, self.lock)
         self._step: Step | None = None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.layout.page_size
 
     # Declare: sequences
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.protocol import MicroserveError, RemoteSendReply, Sampling
-from kvcache.transport import Put
+from kvcache.lease.put import Put
 from kvcache.types import SeqId
 
 if TYPE_CHECKING:

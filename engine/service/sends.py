@@ -22,7 +22,7 @@ from engine.scheduling.jobs import Send
 from engine.service.limits import Limits, resolve
 from engine.service.recall import recall
 from kvcache.cache import KVCache
-from kvcache.transport import Put
+from kvcache.lease.put import Put
 from kvcache.types import SeqId
 
 __all__ = ["Sends"]

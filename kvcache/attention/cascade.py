@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvcache.types import PageId
 
-__all__ = ["Part", "Read", "Row", "parts_of"]
+__all__ = ["Row", "Segment", "segments_of"]
 
 
 class Row(NamedTuple):
@@ -23,7 +23,7 @@ class Row(NamedTuple):
     length: int
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """Keys `[begin, end)` of the pages that all `rows` have there; `begin` is where a page is."""
 
     rows: list[Row]
@@ -31,40 +31,29 @@ class Part(NamedTuple):
     end: int
 
 
-class Read(NamedTuple):
-    """A part for a kernel: `pages` are those from `begin` on. Of its readers, the row, the key
-    before which it stops, and its place among the pieces that are merged, or -1: what it reads
-    here is all that it reads."""
-
-    readers: list[tuple[int, int, int]]
-    pages: Sequence[PageId]
-    begin: int
-    end: int
-
-
-def parts_of(rows: Sequence[Row], page_size: int, *, share: int | None) -> list[Part]:
+def segments_of(rows: Sequence[Row], page_size: int, *, share: int | None) -> list[Segment]:
     """Every key of every row, exactly once. Where that saves `share` keys or more, pages are read
     together; never, with None."""
     if share is None:
-        return [Part([row], 0, row.length) for row in rows]
-    found: list[Part] = []
+        return [Segment([row], 0, row.length) for row in rows]
+    found: list[Segment] = []
     _walk(rows, 0, 0, page_size, share, found)
     return found
 
 
 def _walk(
-    rows: Sequence[Row], at: int, since: int, page_size: int, share: int, found: list[Part]
+    rows: Sequence[Row], at: int, since: int, page_size: int, share: int, found: list[Segment]
 ) -> None:
-    """`rows` have the same pages up to `at`, of which nothing is in a part from `since` on."""
+    """`rows` have the same pages up to `at`, of which nothing is in a segment from `since` on."""
     by_page: dict[int, list[Row]] = {}
     for row in rows:
         if row.length // page_size > at:
             by_page.setdefault(row.pages[at], []).append(row)
         elif row.length > since * page_size:
-            found.append(Part([row], since * page_size, row.length))
+            found.append(Segment([row], since * page_size, row.length))
     for alike in by_page.values():
         if len(alike) == 1:
-            found.append(Part(alike, since * page_size, alike[0].length))
+            found.append(Segment(alike, since * page_size, alike[0].length))
             continue
         whole = [list(row.pages[at : row.length // page_size]) for row in alike]
         low, high = min(whole), max(whole)  # which part ways before any other two do
@@ -73,7 +62,7 @@ def _walk(
             min(len(low), len(high)),
         )
         if (end - since) * page_size * (len(alike) - 1) >= share:
-            found.append(Part(alike, since * page_size, end * page_size))
+            found.append(Segment(alike, since * page_size, end * page_size))
             _walk(alike, end, end, page_size, share, found)
         else:
             _walk(alike, end, since, page_size, share, found)

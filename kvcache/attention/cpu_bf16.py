@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache.attention.cascade import Part, Read, Row, parts_of
+from kvcache.attention.cascade import Row, Segment, segments_of
 from kvcache.attention.stable import Span
 from kvcache.kernels import decode_attention as few_bf16
 from kvcache.kernels import prefill_attention as many_bf16
@@ -41,6 +41,7 @@ from kvcache.kernels.jit import (
     u16_at,
 )
 from kvcache.kernels.prefill_attention import Many
+from kvcache.kernels.segments import KVSegment
 
 __all__ = ["Bf16Plan", "compiled"]
 
@@ -74,18 +75,20 @@ class Bf16Plan:
         own = 1 if tiles else FEW
         rows = [row for span in spans if span.count <= own for row in _rows(span)]
         chunks = [span for span in spans if span.count > own]
-        parts = parts_of(rows, page_size, share=SHARE if tiles else None)
+        segments = segments_of(rows, page_size, share=SHARE if tiles else None)
         if tiles:
-            parts += [Part(_rows(span), 0, span.start + span.count) for span in chunks]
+            segments += [Segment(_rows(span), 0, span.start + span.count) for span in chunks]
         self._prefills = [] if tiles else [_Prefill(span, page_size) for span in chunks]
-        work = sum(len(part.rows) * (part.end - part.begin) for part in parts)
+        work = sum(len(segment.rows) * (segment.end - segment.begin) for segment in segments)
         self._together = work >= TOGETHER
         if self._together:
             even = max(work // (ITEMS * torch.get_num_threads()), LEAST)
-            parts = [
-                piece for part in parts for piece in _cut(part, even, kv_heads, group, page_size)
+            segments = [
+                piece
+                for segment in segments
+                for piece in _cut(segment, even, kv_heads, group, page_size)
             ]
-        pieces = Counter(row.row for part in parts for row in part.rows)
+        pieces = Counter(row.row for segment in segments for row in segment.rows)
         merges, self._pieces = [], 0
         place = dict.fromkeys(pieces, -1)
         for number, count in pieces.items():
@@ -93,13 +96,15 @@ class Bf16Plan:
                 merges.append((number, self._pieces, count))
                 place[number] = self._pieces
                 self._pieces += count
-        reads: tuple[list[Read], list[Read]] = [], []
-        for part in parts:
-            readers = [(row.row, min(row.length, part.end), place[row.row]) for row in part.rows]
-            for row in part.rows:
+        reads: tuple[list[KVSegment], list[KVSegment]] = [], []
+        for segment in segments:
+            readers = [
+                (row.row, min(row.length, segment.end), place[row.row]) for row in segment.rows
+            ]
+            for row in segment.rows:
                 place[row.row] += pieces[row.row] > 1
-            pages = part.rows[0].pages[part.begin // page_size : -(-part.end // page_size)]
-            reads[len(readers) > 1].append(Read(readers, pages, part.begin, part.end))
+            pages = segment.rows[0].pages[segment.begin // page_size : -(-segment.end // page_size)]
+            reads[len(readers) > 1].append(KVSegment(readers, pages, segment.begin, segment.end))
         self._merges = np.array(merges, dtype=np.int32)
         shape = (kv_heads, group, dim, page_size)
         self._few = Few(reads[0], *shape) if reads[0] else None
@@ -137,15 +142,15 @@ def _rows(span: Span) -> list[Row]:
     return [Row(span.row + at, span.pages, span.start + at + 1) for at in range(span.count)]
 
 
-def _cut(part: Part, even: int, kv_heads: int, group: int, page_size: int) -> list[Part]:
+def _cut(segment: Segment, even: int, kv_heads: int, group: int, page_size: int) -> list[Segment]:
     """In pieces, between pages, of which an item does not have much more than `even` to do."""
-    keys, rows = part.end - part.begin, len(part.rows)
+    keys, rows = segment.end - segment.begin, len(segment.rows)
     items = many_bf16.items(rows, kv_heads, group) if rows > 1 else 1
     pieces = max(min(rows * keys // (even * items), keys // LEAST), 1)
     step = -(-keys // (pieces * page_size)) * page_size
     return [
-        Part(part.rows, begin, min(begin + step, part.end))
-        for begin in range(part.begin, part.end, step)
+        Segment(segment.rows, begin, min(begin + step, segment.end))
+        for begin in range(segment.begin, segment.end, step)
     ]
 
 

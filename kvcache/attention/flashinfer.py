@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from kvcache.attention.cascade import Part, Row, parts_of
+from kvcache.attention.cascade import Row, Segment, segments_of
 from kvcache.attention.stable import Span
 from kvcache.memory.layout import KVLayout
 from kvcache.types import PageId
@@ -120,11 +120,17 @@ class FlashInferPlan:
         self._own = on.level(0, own, causal=True)
         self._shared: list[tuple[torch.Tensor, Any]] = []
         for number, level in enumerate(levels, start=1):
-            rows = [[at for row in part.rows for at in _rows(spans[row.row])] for part in level]
+            rows = [
+                [at for row in segment.rows for at in _rows(spans[row.row])] for segment in level
+            ]
             ragged = Ragged.of(
                 [
-                    (len(some), part.rows[0].pages[part.begin // size :], part.end - part.begin)
-                    for some, part in zip(rows, level, strict=True)
+                    (
+                        len(some),
+                        segment.rows[0].pages[segment.begin // size :],
+                        segment.end - segment.begin,
+                    )
+                    for some, segment in zip(rows, level, strict=True)
                 ],
                 size,
             )
@@ -155,24 +161,25 @@ class FlashInferPlan:
         return out
 
 
-def _shared(spans: Sequence[Span], page_size: int) -> tuple[list[int], list[list[Part]]]:
-    """Where what a span reads alone begins, and what it reads with others before, by levels; a part
-    has `Row`s whose `row` is a span's index."""
+def _shared(spans: Sequence[Span], page_size: int) -> tuple[list[int], list[list[Segment]]]:
+    """Where what a span reads alone begins, and what it reads with others before, by levels.
+
+    The `Row`s of a segment number the spans."""
     begins = [0] * len(spans)
     depths = [0] * len(spans)
-    levels: list[list[Part]] = []
-    # Of those that share a part, each has shared all that is before it with the others.
-    for part in parts_of(
+    levels: list[list[Segment]] = []
+    # Of those that share a segment, each has shared all that is before it with the others.
+    for segment in segments_of(
         [Row(n, span.pages, span.start) for n, span in enumerate(spans)], page_size, share=SHARE
     ):
-        if len(part.rows) == 1:
+        if len(segment.rows) == 1:
             continue
-        depth = depths[part.rows[0].row]
+        depth = depths[segment.rows[0].row]
         if depth == len(levels):
             levels.append([])
-        levels[depth].append(part)
-        for row in part.rows:
-            begins[row.row] = part.end
+        levels[depth].append(segment)
+        for row in segment.rows:
+            begins[row.row] = segment.end
             depths[row.row] += 1
     return begins, levels
 

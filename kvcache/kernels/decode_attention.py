@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache.attention.cascade import Read
 from kvcache.kernels.jit import (
     Shared,
     bf16,
@@ -30,6 +29,7 @@ from kvcache.kernels.jit import (
     to_bf16,
     u16_at,
 )
+from kvcache.kernels.segments import KVSegment
 
 __all__ = ["Few", "kernel"]
 
@@ -38,7 +38,7 @@ class Few:
     """All such rows of a step, planned for all layers."""
 
     def __init__(
-        self, reads: Sequence[Read], kv_heads: int, group: int, dim: int, page_size: int
+        self, reads: Sequence[KVSegment], kv_heads: int, group: int, dim: int, page_size: int
     ) -> None:
         self._kernel = kernel(kv_heads, group, dim, page_size)
         self._scale = f32_bits(dim**-0.5)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache.attention.cascade import Read
 from kvcache.kernels import gemm_tile as tile
 from kvcache.kernels.avx512_bf16 import available
 from kvcache.kernels.gemm_tile import multiply, multiply_add
@@ -37,6 +36,7 @@ from kvcache.kernels.jit import (
     u16_at,
     u32_at,
 )
+from kvcache.kernels.segments import KVSegment
 
 __all__ = ["Many", "fits", "items", "kernels"]
 
@@ -59,7 +59,7 @@ class Many:
     """All such rows of a step, planned for all layers."""
 
     def __init__(
-        self, reads: Sequence[Read], kv_heads: int, group: int, dim: int, page_size: int
+        self, reads: Sequence[KVSegment], kv_heads: int, group: int, dim: int, page_size: int
     ) -> None:
         self._pack, self._attend = kernels(kv_heads, group, dim, page_size)
         self._scale = f32_bits(dim**-0.5)

@@ -12,6 +12,7 @@ from kvcache.errors import (
     NoCapacity,
     StaleEpoch,
 )
+from kvcache.lease.address import KVAddress, page_runs, prompt_digest
 from kvcache.lease.identity import Identity
 from kvcache.lease.table import LeaseTable, ReceiveLease
 from kvcache.memory.layout import KVLayout
@@ -19,7 +20,6 @@ from kvcache.pages.page_manager import PageManager
 from kvcache.sequences.step import PagedSequence
 from kvcache.sequences.table import SequenceTable
 from kvcache.transport import Transport
-from kvcache.transport.address import KVAddress, page_runs, prompt_digest
 from kvcache.types import LeaseId, PageId, SeqId
 
 __all__ = ["Receiver"]

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 from kvcache.errors import BadAddress, BadRange, Internal, MicroserveError, StaleEpoch
+from kvcache.lease.address import KVAddress, prompt_digest
 from kvcache.lease.identity import Identity
+from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
 from kvcache.pages.page_manager import PageManager
 from kvcache.sequences.step import PagedSequence
-from kvcache.transport import Put, Transport
-from kvcache.transport.address import KVAddress, prompt_digest
+from kvcache.transport.base import Transport
 from kvcache.types import PageId
 
 __all__ = ["Mirror", "Sender"]

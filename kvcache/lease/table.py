@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import KVIncomplete, LeaseExpired, NoCapacity, UnknownLease
-from kvcache.memory.region import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, Region
+from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, ControlSlots
 from kvcache.types import LeaseId, PageId
 
 __all__ = ["LeaseTable", "ReceiveLease", "Watch"]
@@ -60,22 +60,22 @@ class ReceiveLease:
 class Watch:
     """Some leases as they stand in memory, all read in one operation; needs no lock."""
 
-    def __init__(self, region: Region, leases: Sequence[ReceiveLease]) -> None:
-        self._region = region
+    def __init__(self, slots: ControlSlots, leases: Sequence[ReceiveLease]) -> None:
+        self._control = slots
         self._slots = np.array([lease.slot for lease in leases], dtype=np.intp)
         self._nonces = np.array([lease.nonce for lease in leases], dtype=np.uint64)
 
     def read(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
         """Watermarks, and which of the leases live; those of ended ones mean nothing."""
-        words = self._region.slots[self._slots]
+        words = self._control.slots[self._slots]
         return words[:, LANDED], words[:, NONCE] == self._nonces
 
 
 class LeaseTable:
-    """The live leases of one region, and the pages in quarantine. The cache's lock guards it."""
+    """The live leases of one engine, and the pages in quarantine. The cache's lock guards it."""
 
-    def __init__(self, region: Region) -> None:
-        self._region = region
+    def __init__(self, slots: ControlSlots) -> None:
+        self._control = slots
         self._slots = list(range(SLOTS - 1, -1, -1))
         self._live: dict[LeaseId, ReceiveLease] = {}
         self._ended: dict[LeaseId, int | None] = {}  # what was committed, if it was
@@ -120,7 +120,7 @@ class LeaseTable:
             deadline=now + lease_s,
             landed=begin,
         )
-        words = self._region.slots[slot]
+        words = self._control.slots[slot]
         words[CLAIM] = words[RENEWALS] = 0
         words[LANDED] = begin
         words[NONCE] = lease.nonce  # last: from here on a sender may claim
@@ -135,12 +135,12 @@ class LeaseTable:
                 raise LeaseExpired(f"lease {lease_id} has ended", param="lease_id")
             raise UnknownLease(f"there is no lease {lease_id}", param="lease_id")
         # No sender of ours raises it further than there is room; none of another kind is believed.
-        lease.landed = min(int(self._region.slots[lease.slot, LANDED]), lease.room)
+        lease.landed = min(int(self._control.slots[lease.slot, LANDED]), lease.room)
         return lease
 
     def watch(self, leases: Sequence[ReceiveLease]) -> Watch:
         """Look at these leases again and again."""
-        return Watch(self._region, leases)
+        return Watch(self._control, leases)
 
     def close(self, lease: ReceiveLease) -> list[PageId]:
         """End a lease; no byte is written on its behalf from now on, but by a put under way.
@@ -158,12 +158,12 @@ class LeaseTable:
     def take_over(self, lease: ReceiveLease) -> list[PageId]:
         """End a lease and go on using its own pages, which are returned. Raises `KVIncomplete` if a
         put is under way; the lease lives on then, and that put never notices."""
-        if not self._region.try_right(lease.slot):
+        if not self._control.try_right(lease.slot):
             raise KVIncomplete("a sender is still writing into this lease")
         try:
             self._end(lease)
         finally:
-            self._region.drop_right(lease.slot)
+            self._control.drop_right(lease.slot)
         self._slots.append(lease.slot)
         return lease.own
 
@@ -171,7 +171,7 @@ class LeaseTable:
         """Leases whose time is up; a sign of life since the last look renews a lease instead."""
         late = []
         for lease in self._live.values():
-            words = self._region.slots[lease.slot]
+            words = self._control.slots[lease.slot]
             renewals = int(words[RENEWALS])
             if renewals != lease.renewals:
                 lease.renewals = renewals
@@ -216,7 +216,7 @@ class LeaseTable:
             yield pages
 
     def _end(self, lease: ReceiveLease) -> None:
-        self._region.slots[lease.slot, NONCE] = 0
+        self._control.slots[lease.slot, NONCE] = 0
         del self._live[lease.lease_id]
         self._ended[lease.lease_id] = None
         if len(self._ended) > REMEMBERED:
@@ -224,7 +224,7 @@ class LeaseTable:
 
     def _writer_is_gone(self, slot: int) -> bool:
         """Whether no put into a closed slot is under way; none can begin any more."""
-        if not self._region.try_right(slot):
+        if not self._control.try_right(slot):
             return False
-        self._region.drop_right(slot)
+        self._control.drop_right(slot)
         return True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache.memory.shard import Shard
+from kvcache.shard import Shard
 
 __all__ = ["KVLayout"]
 
@@ -81,7 +81,7 @@ class KVLayout:
 
         `weights` is a digest of the weights and of what else shapes keys and values (RoPE). Left
         out are the number of pages, since pools may differ in size, and the shard: between two
-        splits of a model each layer and head goes where it belongs (`kvcache.memory.shard`).
+        splits of a model each layer and head goes where it belongs (`kvcache.shard`).
         """
         what = (
             f"page-nhd|{self.layers}|{self.page_size}|{self.kv_heads}|{self.head_dim}"

@@ -4,20 +4,6 @@
     │ magic, epoch, slots │ nonce │ claim │ landed │ renewals │ …×N  │ KVLayout.shape           │
     └─────────────────────┴─────────────────────────────────────────┴─────────────────────────┘
 
-A slot's words, each written whole by one aligned store:
-
-- `nonce`: the lease that the slot serves; 0 when closed. Written by the owner only.
-- `claim`: the sender that may write; 0: none yet. The latest claim counts, earlier ones are fenced.
-- `landed`: the contiguous watermark, in tokens; it rises when all layers of a chunk are complete.
-- `renewals`: counted up by the sender while it lives; the lease measures liveness with it.
-
-**The write right.** Whoever changes a slot or the pages behind it holds the slot's lock while doing
-so, and rereads `nonce` and `claim` under it. The owner closes a lease by clearing `nonce`, and then
-only tries for the lock: if it gets it, no write is in flight and none can follow. In shared memory
-the lock is an open-file-description lock on the slot's bytes, which the kernel holds for a stopped
-process and drops for a killed one. The workers of one sender, which write under one claim, have the
-right together; the owner, and who claims, have it alone.
-
 The words need not lie where the pool does. What is here has both in host memory; a pool on a device
 takes its words from `SharedSlots`.
 """
@@ -38,16 +24,11 @@ import numpy.typing as npt
 import torch
 
 from kvcache.errors import PeerUnreachable, StaleEpoch
+from kvcache.lease.control_slots import SLOTS, WORDS, ControlSlots
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.write_rights import WriteRights
 
 __all__ = [
-    "CLAIM",
-    "LANDED",
-    "NONCE",
-    "RENEWALS",
-    "SLOTS",
-    "WORDS",
     "LocalRegion",
     "Region",
     "SharedRegion",
@@ -55,33 +36,15 @@ __all__ = [
     "Slots",
 ]
 
-NONCE: Final = 0
-CLAIM: Final = 1
-LANDED: Final = 2
-RENEWALS: Final = 3
-WORDS: Final = 8  # a cache line each
-SLOTS: Final = 1024  # leases at a time
 MAGIC: Final = 0x6D_69_63_72_6F_6B_76_31  # "microkv1"
 HEADER_BYTES: Final = 4096
 POOL_AT: Final = HEADER_BYTES + SLOTS * WORDS * 8
 
 
-class Slots(Protocol):
-    """The control words of a region, in host memory, and the write rights that go with them."""
+class Slots(ControlSlots, Protocol):
+    """Control slots, with the layout of the pool behind them."""
 
-    layout: KVLayout  # of the pool behind them
-    slots: npt.NDArray[np.uint64]  # [SLOTS, WORDS]
-
-    def try_right(self, slot: int, share: int = 0) -> bool:
-        """Take the write right of a slot if nobody has it; never waits.
-
-        Alone, or together with all who give the same number for `share`.
-        """
-        ...
-
-    def drop_right(self, slot: int) -> None:
-        """Give it back."""
-        ...
+    layout: KVLayout
 
 
 class Region(Slots, Protocol):

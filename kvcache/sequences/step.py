@@ -8,7 +8,7 @@ from functools import cached_property
 
 from kvcache.attention.stable import Plan, Planner, Span
 from kvcache.errors import Internal
-from kvcache.transport import Put
+from kvcache.lease.put import Put
 from kvcache.types import PageId
 
 __all__ = ["Mark", "PagedSequence", "Step"]

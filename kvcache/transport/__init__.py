@@ -1,8 +1,9 @@
 """Transports: one small protocol, one implementation for each kind of memory."""
 
 from kvcache.errors import BadRequest
+from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
-from kvcache.transport.base import Put, Transport
+from kvcache.transport.base import Transport
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.transport.shm import ShmTransport

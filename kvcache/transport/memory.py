@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import count
 
 from kvcache.errors import PeerUnreachable, StaleEpoch
+from kvcache.lease.address import KVAddress
+from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import LocalRegion
-from kvcache.transport.address import KVAddress
-from kvcache.transport.base import Put
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut
 from kvcache.transport.worker import Worker

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import BadRange, Internal, LeaseExpired, MicroserveError, Timeout
+from kvcache.lease.address import KVAddress
+from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import CLAIM, LANDED, NONCE, RENEWALS
-from kvcache.transport.address import KVAddress
 from kvcache.transport.runs import Route, Runs
 from kvcache.transport.target import Target
 from kvcache.transport.worker import Worker

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.shard import Overlap, overlap
+from kvcache.shard import Overlap, overlap
 from kvcache.types import PageId
 
 __all__ = ["Route", "Runs"]
@@ -20,7 +20,7 @@ Runs = npt.NDArray[np.int64]  # [runs, 3]: offset in the source pool, in the tar
 class Route:
     """From one pool into the pages of a lease in another.
 
-    The two may hold different parts of the model (`kvcache.memory.shard`) and differ in pages; all
+    The two may hold different parts of the model (`kvcache.shard`) and differ in pages; all
     else of their layouts is the same, as their fingerprint says. A position's slot in its page is
     the same on both sides.
     """

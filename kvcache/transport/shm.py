@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvcache.errors import PeerUnreachable
+from kvcache.lease.address import KVAddress
+from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.prefault import Prefaulter
 from kvcache.memory.region import SharedRegion
-from kvcache.transport.address import KVAddress
-from kvcache.transport.base import Put, after_scheme
+from kvcache.transport.base import after_scheme
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut
 from kvcache.transport.worker import Worker

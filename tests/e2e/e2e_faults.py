@@ -23,9 +23,10 @@ import torch
 from engine_process import EngineProcess, events
 from forked import Forked, microserve
 
+from kvcache.lease.address import KVAddress
+from kvcache.lease.control_slots import CLAIM, LANDED, WORDS
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import CLAIM, HEADER_BYTES, LANDED, WORDS, SharedRegion
-from kvcache.transport.address import KVAddress
+from kvcache.memory.region import HEADER_BYTES, SharedRegion
 
 SECRET = "secret"
 LEASE_MS = 500

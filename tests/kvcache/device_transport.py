@@ -16,10 +16,10 @@ from dataclasses import replace
 import torch
 
 from kvcache.errors import PeerUnreachable
+from kvcache.lease.address import KVAddress
+from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import SharedSlots
-from kvcache.transport import Put
-from kvcache.transport.address import KVAddress
 from kvcache.transport.base import after_scheme
 from kvcache.transport.mapped import MappedSlots
 from kvcache.transport.put import QueuedPut

@@ -11,9 +11,9 @@ from pathlib import Path
 from kv_helpers import make_cache
 from shm_peer import Commands
 
+from kvcache.lease.address import KVAddress
 from kvcache.memory.layout import KVLayout
 from kvcache.transport import Transport
-from kvcache.transport.address import KVAddress
 from kvcache.transport.nixl.sender import Link
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.types import LeaseId

@@ -54,8 +54,9 @@ from kvcache.errors import (
     Timeout,
     UnknownLease,
 )
+from kvcache.lease.put import Put
 from kvcache.lease.sender import Mirror
-from kvcache.transport import MemoryNetwork, MemoryTransport, Put
+from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import LeaseId, SeqId
 
 PAGES, SLOTS, LEASE_S = 16, 10, 1.5

@@ -24,8 +24,9 @@ from typing import Final
 import numpy as np
 
 from kvcache.errors import MicroserveError, NoCapacity
+from kvcache.lease.control_slots import SLOTS, WORDS
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import SLOTS, WORDS, LocalRegion
+from kvcache.memory.region import LocalRegion
 from kvcache.transport.nixl.agent import Agent
 from kvcache.transport.nixl.hello import Welcome, greet, watch
 

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import MicroserveError, PeerUnreachable
+from kvcache.lease.control_slots import WORDS
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import WORDS, Region
+from kvcache.memory.region import Region
 from kvcache.transport.nixl.agent import Agent
 from kvcache.transport.nixl.hello import HELLO_TIMEOUT_S, Welcome, is_over, meet, watch
 from kvcache.transport.nixl.receiver import ROW

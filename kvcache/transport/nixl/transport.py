@@ -18,9 +18,10 @@ from dataclasses import replace
 from functools import partial
 
 from kvcache.errors import BadRequest, MicroserveError, PeerUnreachable
+from kvcache.lease.address import KVAddress
+from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
-from kvcache.transport.address import KVAddress
-from kvcache.transport.base import Put, after_scheme
+from kvcache.transport.base import after_scheme
 from kvcache.transport.nixl.agent import Agent, stay_on_loopback
 from kvcache.transport.nixl.receiver import FlaggedRegion, Receiver
 from kvcache.transport.nixl.sender import Link

@@ -6,8 +6,9 @@ import pytest
 from kv_helpers import small_layout
 
 from kvcache.errors import KVIncomplete, LeaseExpired, NoCapacity, UnknownLease
+from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS, SLOTS
 from kvcache.lease.table import REMEMBERED, LeaseTable, ReceiveLease
-from kvcache.memory.region import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, LocalRegion
+from kvcache.memory.region import LocalRegion
 from kvcache.types import LeaseId, PageId
 
 PAGES = [PageId(3), PageId(4)]

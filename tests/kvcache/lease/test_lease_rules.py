@@ -42,11 +42,12 @@ from kvcache.errors import (
     NoCapacity,
     StaleEpoch,
 )
+from kvcache.lease.address import KVAddress
+from kvcache.lease.control_slots import CLAIM, LANDED
+from kvcache.lease.put import Put
 from kvcache.lease.receiver import STALL_S
 from kvcache.lease.sender import Mirror
-from kvcache.memory.region import CLAIM, LANDED
-from kvcache.transport import Put, ShmTransport
-from kvcache.transport.address import KVAddress
+from kvcache.transport import ShmTransport
 from kvcache.transport.mapped import MappedTarget
 from kvcache.types import SeqId
 

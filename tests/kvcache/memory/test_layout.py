@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.shard import Shard, split
+from kvcache.shard import Shard, split
 
 LAYOUT = KVLayout(layers=3, pages=5, page_size=4, kv_heads=2, head_dim=8, dtype=torch.float32)
 

@@ -10,7 +10,8 @@ import torch
 from kv_helpers import small_layout
 
 from kvcache.errors import PeerUnreachable, StaleEpoch
-from kvcache.memory.region import LANDED, SLOTS, LocalRegion, Region, SharedRegion
+from kvcache.lease.control_slots import LANDED, SLOTS
+from kvcache.memory.region import LocalRegion, Region, SharedRegion
 
 LAYOUT = small_layout(3)
 

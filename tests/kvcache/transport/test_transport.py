@@ -50,8 +50,9 @@ from kvcache.errors import (
     StaleEpoch,
     Timeout,
 )
+from kvcache.lease.address import KVAddress
+from kvcache.lease.control_slots import CLAIM, LANDED
 from kvcache.lease.table import ReceiveLease
-from kvcache.memory.region import CLAIM, LANDED
 from kvcache.transport import (
     MemoryNetwork,
     MemoryTransport,
@@ -60,7 +61,6 @@ from kvcache.transport import (
     Transport,
     make_transport,
 )
-from kvcache.transport.address import KVAddress
 from kvcache.types import PageId, SeqId
 
 NewCache = Callable[..., KVCache]

@@ -32,10 +32,10 @@ from test_transport import ONE, PROMPT
 
 from kvcache.cache import KVCache
 from kvcache.errors import BadRequest, LeaseExpired, PeerUnreachable, StaleEpoch, Timeout
+from kvcache.lease.address import KVAddress
 from kvcache.lease.table import ReceiveLease
 from kvcache.memory.layout import KVLayout
 from kvcache.transport import make_transport
-from kvcache.transport.address import KVAddress
 from kvcache.transport.nixl import agent as nixl_agent
 from kvcache.transport.nixl import hello as nixl_hello
 from kvcache.transport.nixl.receiver import FlaggedRegion

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import LocalRegion
-from kvcache.memory.shard import Shard, overlap
+from kvcache.shard import Shard, overlap
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.runs import Route
 from kvcache.types import PageId

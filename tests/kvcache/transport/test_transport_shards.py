@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_helpers import make_cache
 
+from kvcache.lease.address import KVAddress
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.shard import Shard, overlap, split
+from kvcache.shard import Shard, overlap, split
 from kvcache.transport import (
     MemoryNetwork,
     MemoryTransport,
@@ -29,7 +30,6 @@ from kvcache.transport import (
     ShmTransport,
     Transport,
 )
-from kvcache.transport.address import KVAddress
 from kvcache.transport.nixl.agent import PACKAGES
 from kvcache.types import PageId
 

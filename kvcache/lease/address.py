@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from kvcache.errors import BadAddress
-from kvcache.memory.shard import Shard
+from kvcache.shard import Shard
 from kvcache.types import EngineId, LeaseId, PageId
 
 __all__ = ["KVAddress", "prompt_digest"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.errors import BadRequest
-from kvcache.memory.shard import Shard, overlap, split
+from kvcache.shard import Shard, overlap, split
 
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 16))

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.errors import BadAddress
-from kvcache.memory.shard import Shard
-from kvcache.transport.address import MAC_BYTES, KVAddress, page_runs, prompt_digest
+from kvcache.lease.address import MAC_BYTES, KVAddress, page_runs, prompt_digest
+from kvcache.shard import Shard
 from kvcache.types import EngineId, LeaseId, PageId
 
 SECRET = b"cluster"

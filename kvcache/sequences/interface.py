@@ -1,0 +1,67 @@
+"""What a scheduler needs of a KV cache: sequences, their room, and swapping. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from kvcache.types import SeqId
+
+__all__ = ["SequenceCache"]
+
+
+class SequenceCache(Protocol):
+    """The sequences of one cache. `kvcache.cache.KVCache` implements it."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        ...
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Guards the metadata. Each method takes it; hold it to make several calls atomic."""
+        ...
+
+    def add_sequence(self, seq_id: SeqId, tokens: Sequence[int] = ()) -> int:
+        """Add a sequence with the longest cached prefix of `tokens`; return its length."""
+        ...
+
+    def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
+        """Add a sequence with the first `length` tokens of `parent`.
+
+        Raises `BadRange`, and `NoCapacity` if there is no page for a partial last one.
+        """
+        ...
+
+    def remove_sequence(self, seq_id: SeqId) -> None:
+        """Release a sequence's pages."""
+        ...
+
+    def grow(self, seq_id: SeqId, length: int) -> None:
+        """Make room for `length` tokens. Raises `NoCapacity`, changing nothing."""
+        ...
+
+    def length(self, seq_id: SeqId) -> int:
+        """Return the number of tokens whose KV the sequence has."""
+        ...
+
+    def publish(self, seq_id: SeqId, tokens: Sequence[int]) -> None:
+        """Share the sequence's full pages through the prefix cache; `tokens` are its own."""
+        ...
+
+    def swap_out(self, seq_id: SeqId) -> Future[int]:
+        """Move a sequence to a tier; the result is the length that was kept.
+
+        Raises `NoCapacity`, changing nothing, if no tier has room.
+        """
+        ...
+
+    def swap_in(self, seq_id: SeqId, length: int = 0) -> Future[int]:
+        """Bring a sequence back with room for `length` tokens; the result is its length.
+
+        Raises `NoCapacity`, changing nothing.
+        """
+        ...
