@@ -193,7 +193,7 @@ def _show_running(state: dict[str, Any]) -> None:
             line += (
                 f"{canary['ended']} of {canary['min_requests']} ended, {canary['failed']} failed"
             )
-        for kind, count in one["violations"].items():
+        for kind, count in one["offences"].items():
             line += f", {kind} {count}×"
         click.echo(line)
     if last := state["last_canary"]:

@@ -86,7 +86,7 @@ class Trial:
 
     async def settle(self, scene: str) -> None:
         """Nothing may be left, on no engine and in the router, and nobody have misbehaved."""
-        violations = (await self.deployment.admin("GET", "strategies"))["active"]["violations"]
+        violations = (await self.deployment.admin("GET", "strategies"))["active"]["offences"]
         if violations:
             raise CheckFailed(f"{self.deployment.violation or violations} [{scene}]")
         if left := await self.deployment.left_over():

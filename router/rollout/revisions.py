@@ -45,7 +45,7 @@ class Generation:
             "params": self.bound.shown,
             "source_sha256": self.bound.strategy.source_sha256,
             "in_flight": self.in_flight,
-            "violations": dict(self.violations),
+            "offences": dict(self.violations),
         }
 
 

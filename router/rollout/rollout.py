@@ -151,7 +151,7 @@ class Rollout:
         log.warning("%s: %s [%s]", generation.label, message, kind)
         self._metrics.violations.labels(name, generation.number, kind).inc()
         self.events.publish(
-            "violation", generation=generation.number, strategy=name, kind=kind, message=message
+            "offence", generation=generation.number, strategy=name, kind=kind, message=message
         )
         if kind == "blocked" and generation.violations[kind] >= self._strikes:
             self._dismiss(generation, f"it held up the event loop {self._strikes} times")

@@ -18,7 +18,7 @@ EventKind = Literal[
     "swap",  # another generation is active
     "canary",  # begun, promoted or rolled back
     "load",  # a strategy was loaded
-    "violation",  # a strategy did what it must not
+    "offence",  # a strategy did what it must not
     "engine",  # up or down
     "migration",  # of a prefix, by an admin
     "request_begun",

@@ -78,7 +78,7 @@ def test_the_tokens_are_those_of_one_engine(router, real_engines, name):
         got = [router.tokens(tokens, NEW) for _ in ("cold", "warm")]
         assert got[0] == got[1] == wanted(real_engines[1], tokens)
         assert length == 1 or len(set(got[0])) > 5
-    assert router.strategies()["active"]["violations"] == {}
+    assert router.strategies()["active"]["offences"] == {}
 
 
 def test_long_prompts_are_disaggregated_and_short_ones_are_not(router):

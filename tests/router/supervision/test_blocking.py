@@ -93,7 +93,7 @@ def test_who_blocks_is_named_and_ended_and_after_three_times_out_of_service(rout
         assert error["type"] == "strategy_blocked"
         assert f"blocks (generation {generation})" in error["message"]
         assert router.tokens(GOOD, 8) == wanted
-        assert router.strategies()["active"]["violations"] == {"blocked": 1}
+        assert router.strategies()["active"]["offences"] == {"blocked": 1}
         assert router.log.count("holds up the event loop, for") == violations
     assert "in spin\n" in router.log  # the stack
     for _ in range(2):
@@ -118,7 +118,7 @@ def test_a_call_that_cannot_be_interrupted_is_named_while_it_lasts(router):
     assert "time.sleep(1.2)" in router.log
     slow.join()
     assert router.tokens(GOOD)
-    assert router.strategies()["active"]["violations"] == {"blocked": 1}
+    assert router.strategies()["active"]["offences"] == {"blocked": 1}
     assert "strategy_blocked" in router.ask(BAD).text
 
 

@@ -163,7 +163,7 @@ async def test_an_error_names_strategy_generation_and_line(route, fake, caplog):
     assert body["error"]["message"] == f"{told} ({where})"
     assert where in caplog.text
     assert "careless (generation 2)" in caplog.text
-    assert listed["violations"] == {"raised": 1}
+    assert listed["offences"] == {"raised": 1}
     (violation,) = [
         (sample.labels, sample.value)
         for family in text_string_to_metric_families(text)
