@@ -75,7 +75,7 @@ class Bf16Plan:
         own = 1 if tiles else FEW
         rows = [row for span in spans if span.count <= own for row in _rows(span)]
         chunks = [span for span in spans if span.count > own]
-        segments = segments_of(rows, page_size, share=SHARE if tiles else None)
+        segments = segments_of(rows, page_size, min_saving=SHARE if tiles else None)
         if tiles:
             segments += [Segment(_rows(span), 0, span.start + span.count) for span in chunks]
         self._prefills = [] if tiles else [_Prefill(span, page_size) for span in chunks]

@@ -170,7 +170,9 @@ def _shared(spans: Sequence[Span], page_size: int) -> tuple[list[int], list[list
     levels: list[list[Segment]] = []
     # Of those that share a segment, each has shared all that is before it with the others.
     for segment in segments_of(
-        [Row(n, span.pages, span.start) for n, span in enumerate(spans)], page_size, share=SHARE
+        [Row(n, span.pages, span.start) for n, span in enumerate(spans)],
+        page_size,
+        min_saving=SHARE,
     ):
         if len(segment.rows) == 1:
             continue

@@ -1,15 +1,17 @@
 """Paged attention on any torch device, bit-stable in float32.
 
-A query row's result must not depend on what else is in the batch, nor on how the prompt was cut
-into chunks, or the same request would give other tokens under another strategy. Hence:
+The result of a query row must depend neither on the rest of the batch nor on the chunks of the
+prompt. Otherwise the same request would yield different tokens under another strategy. Hence:
 
-- keys are reduced in blocks of `BLOCK` absolute positions, `[0, 128)`, `[128, 256)`, …, each whole
-  (missing keys are masked), merged in order by the running-maximum rule of FlashAttention;
-- matrix products have a multiple of `ROW_MULTIPLE` query rows: with other counts the CPU kernels of
-  torch take another path with other bits.
+- Keys are reduced in blocks of `BLOCK` absolute positions, `[0, 128)`, `[128, 256)`, …. Each block
+  is complete (missing keys are masked), and blocks are merged in order by the online softmax of
+  FlashAttention (running maximum).
+- Matrix products have a multiple of `ROW_MULTIPLE` query rows. For other counts, torch's CPU
+  kernels take another code path and return other bits.
 
-Rows are grouped in tiles: all sequences that decode one token make one tile, a prefill chunk is
-cut into tiles of `TILE` tokens of one sequence, so that blocks above the diagonal are skipped.
+Query rows are grouped in tiles. All sequences that decode one token form one tile. A prefill chunk
+is split into tiles of `QUERY_TILE` tokens of one sequence, which skips key blocks above the
+causal diagonal.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ __all__ = [
     "ROW_MULTIPLE",
     "Plan",
     "Planner",
+    "QueryTile",
     "Span",
     "StablePlan",
-    "Tile",
-    "attend",
+    "attend_tile",
     "plan_tiles",
     "planner_for",
 ]
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 
 BLOCK = 128  # keys
 ROW_MULTIPLE = 4
-TILE = 64  # query tokens
+QUERY_TILE = 64  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +59,30 @@ class Span:
 
 
 class Plan(Protocol):
-    """What one step does in each layer: planned once, as the spans alone say it."""
+    """The attention of one step, planned once from the spans and run in every layer."""
 
     def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the rows' keys and values, `[rows, kv_heads, head_dim]`, into one layer's `pages`,
-        `[pages, 2, page_size, kv_heads, head_dim]`. Rows past the spans' are padding."""
+        """Write keys and values of the rows, `[rows, kv_heads, head_dim]`, into one layer's
+        `pages`, `[pages, 2, page_size, kv_heads, head_dim]`. Rows beyond the spans are padding and
+        are not written."""
         ...
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """Attention of the rows over one layer's `pages`; `q` and the result are
-        `[rows, heads, head_dim]`, and numbers in all rows."""
+        """Return the attention of the rows over one layer's `pages`.
+
+        `q` and the result are `[rows, heads, head_dim]`. Padding rows of the result are finite.
+        """
         ...
 
 
-Planner = Callable[[Sequence[Span]], Plan]  # the spans' rows come in order, from 0
+Planner = Callable[[Sequence[Span]], Plan]  # rows of the spans are in order and start at 0
 
 
 def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
-    """The fastest there is for a pool on `device`; `group` = query heads per KV head.
+    """Return the fastest planner for a pool on `device`; `group` = query heads per KV head.
 
-    In float32, the one whose results have the same bits in any batch.
+    In float32 this is always the bit-stable `StablePlan`. Other dtypes use FlashInfer on CUDA,
+    and `Bf16Plan` for bfloat16 on CPUs, where these are available.
     """
     if layout.dtype != torch.float32 and device.type == "cuda":
         try:
@@ -84,14 +90,14 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
 
             if supports(layout):
                 return FlashInfer(layout, group, device).plan
-            what = f"heads of {layout.head_dim} in {layout.dtype}"
-            log.warning("attention is slow here: FlashInfer has no kernels for %s", what)
-        except (ImportError, RuntimeError) as error:  # or it does not like what else is installed
+            shape = f"heads of {layout.head_dim} in {layout.dtype}"
+            log.warning("attention is slow here: FlashInfer has no kernels for %s", shape)
+        except (ImportError, RuntimeError) as error:  # RuntimeError: incompatible versions
             log.warning("attention is slow here: %s (pip install 'microserve[cuda]')", error)
     if layout.dtype == torch.bfloat16 and device.type == "cpu":
         try:
             from kvcache.attention.cpu_bf16 import Bf16Plan, compiled
-        except (ImportError, RuntimeError) as error:  # or it has nowhere to keep what it compiles
+        except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
             log.warning("attention in bfloat16 is slow here: %s", error)
         else:
             heads, dim, page_size = layout.held.heads, layout.head_dim, layout.page_size
@@ -101,7 +107,7 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
 
 
 class StablePlan:
-    """See `Plan`, and this module's docstring."""
+    """The bit-stable `Plan`; see the module's docstring."""
 
     def __init__(
         self, spans: Sequence[Span], page_size: int, group: int, device: torch.device
@@ -124,50 +130,52 @@ class StablePlan:
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(q)
         for tile in self._tiles:
-            attend(tile, q, pages, out)
+            attend_tile(tile, q, pages, out)
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    sequences: int  # the first so many of the tile reach into this block
+class _KeyBlock:
+    sequences: int  # how many of the tile's sequences reach into this block; they come first
     pages: torch.Tensor  # [sequences * pages per block] int64
-    hidden: torch.Tensor | None  # [sequences, 1, rows, BLOCK] bool: keys that a row may not see
-    beyond: torch.Tensor | None  # [sequences, 1, BLOCK, 1] bool: slots that hold no key
+    masked: torch.Tensor | None  # [sequences, 1, rows, BLOCK] bool: keys that a row may not see
+    unwritten: torch.Tensor | None  # [sequences, 1, BLOCK, 1] bool: slots that hold no key
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """`sequences` sequences with `count` query tokens each, the longest first."""
+class QueryTile:
+    """Queries of `sequences` sequences with `count` tokens each, the longest sequence first."""
 
-    rows: torch.Tensor  # [sequences * count] int64, into the step's rows
+    rows: torch.Tensor  # [sequences * count] int64, indices of the step's rows
     sequences: int
     count: int
-    blocks: list[_Block]
+    blocks: list[_KeyBlock]
 
 
 def plan_tiles(
     spans: Sequence[Span], page_size: int, group: int, device: torch.device
-) -> list[Tile]:
-    """The tiles of one step, planned once for all layers. `group` = query heads per KV head."""
+) -> list[QueryTile]:
+    """Return the query tiles of one step, for all layers. `group` = query heads per KV head."""
     decodes = sorted((s for s in spans if s.count == 1), key=lambda s: -s.start)
-    tiles = [_tile(decodes, page_size, group, device)] if decodes else []
+    tiles = [_plan_tile(decodes, page_size, group, device)] if decodes else []
     for span in spans:
         if span.count == 1:
             continue
-        for at in range(0, span.count, TILE):
-            count = min(TILE, span.count - at)
+        for at in range(0, span.count, QUERY_TILE):
+            count = min(QUERY_TILE, span.count - at)
             part = Span(span.row + at, span.start + at, count, span.pages)
-            tiles.append(_tile([part], page_size, group, device))
+            tiles.append(_plan_tile([part], page_size, group, device))
     return tiles
 
 
-def _tile(spans: Sequence[Span], page_size: int, group: int, device: torch.device) -> Tile:
+def _plan_tile(
+    spans: Sequence[Span], page_size: int, group: int, device: torch.device
+) -> QueryTile:
     count = spans[0].count
     rows = _padded(count * group)
     per_block = BLOCK // page_size
     blocks = []
-    last = [span.start + count - 1 for span in spans]  # position of each one's last query
+    last = [span.start + count - 1 for span in spans]  # position of each sequence's last query
     for at in range(0, last[0] + 1, BLOCK):
         reach = sum(position >= at for position in last)
         pages: list[PageId] = []
@@ -176,24 +184,23 @@ def _tile(spans: Sequence[Span], page_size: int, group: int, device: torch.devic
             owned = span.pages[first : min(first + per_block, end // page_size + 1)]
             pages += owned
             pages += [SCRATCH_PAGE] * (per_block - len(owned))
-        hidden = beyond = None
+        masked = unwritten = None
         if at + BLOCK > min(span.start for span in spans[:reach]) + 1:
             keys = torch.arange(at, at + BLOCK)
             starts = torch.tensor([span.start for span in spans[:reach]])
-            # row r of a sequence is query token r // group; padding rows see what the last one sees
+            # Row r of a sequence is query token r // group; padding rows repeat the last token.
             token = (torch.arange(rows) // group).clamp(max=count - 1)
             queries = starts[:, None] + token
-            hidden = (keys > queries[:, None, :, None]).to(device)
-            beyond = (keys > starts[:, None] + count - 1)[:, None, :, None].to(device)
-        blocks.append(
-            _Block(reach, torch.tensor(pages, dtype=torch.int64, device=device), hidden, beyond)
-        )
-    where = [span.row + i for span in spans for i in range(count)]
-    return Tile(torch.tensor(where, device=device), len(spans), count, blocks)
+            masked = (keys > queries[:, None, :, None]).to(device)
+            unwritten = (keys > starts[:, None] + count - 1)[:, None, :, None].to(device)
+        page_ids = torch.tensor(pages, dtype=torch.int64, device=device)
+        blocks.append(_KeyBlock(reach, page_ids, masked, unwritten))
+    row_ids = [span.row + i for span in spans for i in range(count)]
+    return QueryTile(torch.tensor(row_ids, device=device), len(spans), count, blocks)
 
 
-def attend(tile: Tile, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
-    """Attention of one tile over one layer.
+def attend_tile(tile: QueryTile, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the attention of one tile over one layer into the tile's rows of `out`.
 
     `q` and `out` are `[rows, heads, head_dim]` of the whole step; `pool` is one layer's
     `[pages, 2, page_size, kv_heads, head_dim]`. Scores and sums are in float32.
@@ -214,10 +221,10 @@ def attend(tile: Tile, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -
         kv = pool.index_select(0, block.pages).view(live, -1, 2, page_size, kv_heads, dim)
         kv = kv.permute(2, 0, 4, 1, 3, 5).reshape(2, heads, BLOCK, dim).float()
         scores = torch.bmm(queries[:heads], kv[0].transpose(1, 2))
-        if block.hidden is not None and block.beyond is not None:
-            scores.view(live, kv_heads, rows, BLOCK).masked_fill_(block.hidden, -torch.inf)
-            # A reused page may hold anything, also NaN, and 0 * NaN is not 0.
-            kv[1].view(live, kv_heads, BLOCK, dim).masked_fill_(block.beyond, 0.0)
+        if block.masked is not None and block.unwritten is not None:
+            scores.view(live, kv_heads, rows, BLOCK).masked_fill_(block.masked, -torch.inf)
+            # A reused page may hold any value, NaN included, and 0 * NaN is not 0.
+            kv[1].view(live, kv_heads, BLOCK, dim).masked_fill_(block.unwritten, 0.0)
         peak = scores.amax(-1, keepdim=True)
         if index == 0:
             top = peak
@@ -225,7 +232,7 @@ def attend(tile: Tile, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -
             total = weights.sum(-1, keepdim=True)
             acc = torch.bmm(weights, kv[1])
             continue
-        # m = max(m_j), α = e^{m_j − m}: the rows' earlier sums are scaled to the new maximum.
+        # m = max(m_j), α = e^{m_j − m}: rescale the earlier sums of each row to the new maximum.
         new = torch.maximum(top[:heads], peak)
         scale = top[:heads].sub(new).exp_()
         weights = scores.sub_(new).exp_()

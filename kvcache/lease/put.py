@@ -25,36 +25,38 @@ class Put(Protocol):
     def write(self, layers: range, pages: Sequence[PageId], begin: int, end: int) -> None:
         """Put positions `[begin, end)` of `layers`; `pages` are the sender's, from position 0.
 
-        They may still be in the making: work that the caller has started on the pool's device is
-        waited for, not by the caller. Layers are counted as in the sender's pool. What of them, and
-        of their heads, the receiver's pool is not for is left out.
+        The pages may still be in computation: the put waits for the work that the caller has
+        started on the pool's device, and the caller does not. Layer indices are those of the
+        sender's pool. Layers and heads that the receiver's pool does not hold are skipped.
         """
         ...
 
     def signal(self, landed: int) -> None:
         """Raise the receiver's watermark to `landed` once all writes so far are complete.
 
-        Where several workers of a sender write, it is for the lead to do, after the others' `close`
-        is done for these positions too; for those who have joined it raises `Internal`.
+        Where several workers of a sender write, only the lead signals, after the `close` of every
+        other worker has completed for these positions.
+
+        Raises: `Internal` if this put has joined another's claim.
         """
         ...
 
     def renew(self) -> None:
-        """Show the receiver that the sender lives, while there is nothing to write yet."""
+        """Tell the receiver that the sender is alive while there is nothing to write yet."""
         ...
 
     @property
     def failed(self) -> bool:
-        """Whether a call has failed; what follows is in vain."""
+        """Whether a call has failed; later calls have no effect."""
         ...
 
     def cancel(self) -> None:
-        """Skip what has not been written yet."""
+        """Skip everything that has not been written yet."""
         ...
 
     def close(self) -> Future[None]:
-        """Done when nothing of this put is or will be under way; carries the failure, if any.
+        """Return a future that completes when no work of this put remains; it carries the failure.
 
-        Only then may the sender's pages be given to somebody else.
+        Until then the sender's pages must not be reused.
         """
         ...

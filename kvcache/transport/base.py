@@ -9,45 +9,48 @@ from kvcache.lease.address import KVAddress
 from kvcache.lease.put import Put
 from kvcache.memory.region import Region
 
-__all__ = ["Transport", "after_scheme"]
+__all__ = ["Transport", "strip_scheme"]
 
 
 class Transport(Protocol):
-    """Makes this engine's region reachable and opens puts into those of others."""
+    """Makes this engine's region reachable and opens puts into the regions of peers."""
 
     @property
     def region(self) -> Region:
-        """Our own memory, that peers write into."""
+        """This engine's memory, which peers write into."""
         ...
 
     @property
     def endpoint(self) -> str:
-        """How peers reach our region, with the transport's name first: `name:…`; travels in the
+        """How peers reach this region, as `name:…` with the transport's name; part of the
         address."""
         ...
 
     def open(self, address: KVAddress, begin: int, join: int | None = None) -> Put:
-        """Claim the lease and start a put at `begin`. Reads nothing but the peer's memory.
+        """Claim the lease and start a put at `begin`. Reads only the peer's memory.
 
-        A lease has one writer. If that is split over workers, one of them, the lead, claims, and
-        the others `join` with its `Put.claim`, before anything is signalled: they may write what
-        they have of the positions, at the same time, and only the lead signals. Who then claims the
-        lease fences them all.
+        A lease has one writer. Where the writer is split over workers, the lead claims the lease
+        and the others `join` with its `Put.claim` before the first signal. They write their layers
+        and heads of the positions concurrently, and only the lead signals. A later claim by another
+        sender fences all of them.
 
-        Raises `PeerUnreachable`, `StaleEpoch`, `LeaseExpired` if the lease has ended or has another
-        claim than the one to join, `BadRange` if `begin` is not the watermark, `Timeout` if another
-        writer does not let go.
+        Raises: `PeerUnreachable`; `StaleEpoch`; `LeaseExpired` if the lease has ended or its claim
+        is not `join`; `BadRange` if `begin` is not the watermark; `Timeout` if another writer does
+        not release the write right.
         """
         ...
 
     def close(self) -> None:
-        """Finish what is under way and let go of all memory."""
+        """Finish the puts in flight and release all memory."""
         ...
 
 
-def after_scheme(endpoint: str, name: str) -> str:
-    """An endpoint without its transport's name. Raises `PeerUnreachable` for another name."""
+def strip_scheme(endpoint: str, name: str) -> str:
+    """Return `endpoint` without the `name:` in front.
+
+    Raises: `PeerUnreachable` if the endpoint belongs to another transport.
+    """
     scheme, _, rest = endpoint.partition(":")
     if scheme != name:
-        raise PeerUnreachable(f"cannot put to {endpoint} with the transport {name}")
+        raise PeerUnreachable(f"the {name} transport cannot reach {endpoint}")
     return rest

@@ -1,4 +1,4 @@
-"""Puts into memory that is mapped here: what the `memory` and `shm` transports have in common."""
+"""Puts into memory mapped into this process, as the `memory` and `shm` transports make them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy.typing as npt
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import Region, Slots
 from kvcache.transport.runs import Runs
-from kvcache.transport.target import AtOnce
+from kvcache.transport.target import HostTarget
 
 __all__ = ["MappedSlots", "MappedTarget"]
 
-_memcpy = ctypes.CDLL(None).memcpy  # lets go of the GIL while it copies
-_memcpy_at_once = ctypes.PyDLL(None).memcpy  # keeps it
-for _copy in (_memcpy, _memcpy_at_once):
+_memcpy = ctypes.CDLL(None).memcpy  # releases the GIL while it copies
+_memcpy_with_gil = ctypes.PyDLL(None).memcpy  # keeps it
+for _copy in (_memcpy, _memcpy_with_gil):
     _copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     _copy.restype = None
-AT_ONCE_BYTES: Final = 64 << 10  # runs up to here take microseconds
-PIECE_BYTES: Final = 256 << 10  # memcpy of megabytes is a fifth slower than piece by piece
+WITH_GIL_BYTES: Final = 64 << 10  # copies of runs up to this length take microseconds
+PIECE_BYTES: Final = 256 << 10  # one memcpy of megabytes is 20 % slower than pieces of this size
 
 
 class MappedSlots:
-    """The words of a `Target`, for all whose slots are mapped here, wherever the pool is."""
+    """The slot methods of a `Target` whose slots are mapped here; the pool may be anywhere."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -51,22 +51,22 @@ class MappedSlots:
             self._slots.slots[slot, word] = value
 
 
-class MappedTarget(AtOnce, MappedSlots):
+class MappedTarget(HostTarget, MappedSlots):
     """A `Target` in this process's address space."""
 
     def __init__(self, source: Region, region: Region) -> None:
-        """`source` is ours. Both pools are contiguous and on the CPU."""
+        """`source` is the sender's region, `region` the peer's. Both pools are in host memory."""
         super().__init__(region)
-        self._pools = source.pool, region.pool  # they live as long as this does
+        self._pools = source.pool, region.pool  # keeps the memory behind `_bases` alive
         self._bases = np.array([source.pool.data_ptr(), region.pool.data_ptr(), 0])
 
     def copy(self, runs: Runs) -> None:
-        of, into, size = (runs + self._bases).T.tolist()
-        if max(size) <= AT_ONCE_BYTES:
-            # One loop in C over all runs: a call of torch costs more than the bytes of a page. To
-            # let go of the GIL costs as much as a short run, and to get it back may take longer.
-            deque(map(_memcpy_at_once, into, of, size), maxlen=0)
+        sources, targets, lengths = (runs + self._bases).T.tolist()
+        if max(lengths) <= WITH_GIL_BYTES:
+            # One loop in C over all runs: a torch call costs more than copying a page. Releasing
+            # the GIL costs as much as a short run, and reacquiring it may take longer.
+            deque(map(_memcpy_with_gil, targets, sources, lengths), maxlen=0)
             return
-        for source, target, length in zip(of, into, size, strict=True):
+        for source, target, length in zip(sources, targets, lengths, strict=True):
             for at in range(0, length, PIECE_BYTES):
                 _memcpy(target + at, source + at, min(PIECE_BYTES, length - at))

@@ -1,4 +1,4 @@
-"""`memory`: peers in one process. For tests, and for engines that share a process."""
+"""The `memory` transport: peers in one process, for tests and engines that share a process."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["MemoryNetwork", "MemoryTransport"]
 
 
 class MemoryNetwork:
-    """The regions that reach each other."""
+    """A set of transports in one process that can reach each other."""
 
     def __init__(self) -> None:
         self.members: dict[str, MemoryTransport] = {}
         self._ids = count()
 
     def join(self, member: MemoryTransport) -> str:
-        """Register a transport; returns its endpoint."""
+        """Register a transport and return its endpoint."""
         endpoint = f"memory:{next(self._ids)}"
         self.members[endpoint] = member
         return endpoint
 
 
 class MemoryTransport:
-    """A `Transport` over plain memory."""
+    """A `Transport` over private memory of this process."""
 
     def __init__(self, network: MemoryNetwork, layout: KVLayout, epoch: int) -> None:
         self.region = LocalRegion(layout)
@@ -47,7 +47,7 @@ class MemoryTransport:
     def open(self, address: KVAddress, begin: int, join: int | None = None) -> Put:
         peer = self._network.members.get(address.endpoint)
         if peer is None:
-            raise PeerUnreachable(f"nobody is at {address.endpoint}")
+            raise PeerUnreachable(f"no engine is reachable at {address.endpoint}")
         if peer.epoch != address.epoch:
             raise StaleEpoch("the engine was restarted since the address was made")
         target = MappedTarget(self.region, peer.region)

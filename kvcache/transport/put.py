@@ -1,4 +1,4 @@
-"""One writer of one receive lease, whatever the wire: order, write right, claim, first failure."""
+"""One writer of one receive lease over any transport: order, write right, claim, first failure."""
 
 from __future__ import annotations
 
@@ -30,40 +30,40 @@ __all__ = ["QueuedPut"]
 
 log = logging.getLogger(__name__)
 
-HOLD_BYTES = 4 << 20  # copied in one hold of the write right, at most: some 0.3 ms in memory
-RIGHT_TIMEOUT_S = 2.0  # the other holder copies for less than a millisecond, unless it is stopped
-RIGHT_POLL_S = 0.0005  # between tries at first; they become rarer
-MARK_POLL_S = 0.0002  # until what is to be copied has been computed: a layer takes some such time
+COMMIT_BYTES = 4 << 20  # at most this much per hold of the write right: some 0.3 ms in memory
+RIGHT_TIMEOUT_S = 2.0  # another holder copies for less than 1 ms, unless its process is stopped
+RIGHT_POLL_S = 0.0005  # first interval between attempts; later intervals grow
+EVENT_POLL_S = 0.0002  # while the device computes the KV: about the time of one layer
 
-Batch = tuple[Runs, int]  # with its bytes
+SizedRuns = tuple[Runs, int]  # runs and their bytes in total
 
 
 @dataclass(slots=True)
 class _Write:
-    """What is to be copied, once the device's work up to `mark` is done."""
+    """Runs to copy once the device has completed the work before `event`."""
 
-    batches: Iterator[Batch]
-    mark: object
+    batches: Iterator[SizedRuns]
+    event: object
 
 
 @dataclass(slots=True)
-class _Hold:
-    """What is done in one hold of the right: copies, then words; then who waits is told."""
+class _Commit:
+    """The work of one hold of the write right: copies, then words; then futures are resolved."""
 
     runs: list[Runs] = field(default_factory=list)
     bytes: int = 0
     words: dict[int, int] | None = None
-    waiting: list[Future[None]] = field(default_factory=list)
+    futures: list[Future[None]] = field(default_factory=list)
 
 
 class QueuedPut:
-    """A `Put` into a `Target`: calls are queued, and done in turns on a `Worker`.
+    """A `Put` into a `Target`: calls are queued and executed by a task of a `Worker`.
 
-    Each turn holds the lease's write right once, and under it first rereads nonce and claim: a
-    lease that has ended, or that another sender has claimed since, is not written. What is queued
-    by then, and computed, goes together (DéjàVu's buffered copies): the few bytes that a token has
-    in each layer are one copy, with the watermark behind it. A turn that does not get the right, or
-    whose KV a device has still to compute, lets other puts go first.
+    Each call of the task commits once: it takes the lease's write right and rereads nonce and claim
+    under it, so a lease that has ended, or that another sender has claimed, is not written. All
+    queued writes whose KV is computed go into one commit (DéjàVu's buffered copies): the few bytes
+    of a token in each layer become one copy, followed by the watermark. Without the write right, or
+    while a device still computes the KV, the task yields to other puts.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class QueuedPut:
         worker: Worker,
         join: int | None = None,
     ) -> None:
-        """`source` is the layout of our pool. Nothing may be written before `take_claim`; `join` is
-        a claim to share instead of making one."""
+        """`source` is the layout of the sender's pool. `take_claim` must precede the first write.
+        `join` is a claim to share instead of a new one."""
         self.bytes_sent = 0
         self.claim = join or secrets.randbits(63) | 1
         self._joins = join is not None
@@ -84,19 +84,20 @@ class QueuedPut:
         self._address = address
         self._slot = address.slot
         self._worker = worker
-        self._lock = threading.Lock()  # of `_busy`, and of adding to the queue
+        self._lock = threading.Lock()  # guards `_busy` and appends to the queue
         self._queue: deque[_Write | dict[int, int] | Future[None]] = deque()
-        self._busy = False  # whether turns are under way
-        self._hold: _Hold | None = None  # what the next turn does
-        self._waits_since: float | None = None  # for the right
+        self._busy = False  # whether the task is scheduled
+        self._commit: _Commit | None = None  # of the task's next call
+        self._waiting_since: float | None = None  # for the write right; time.monotonic()
         self._failure: MicroserveError | None = None
         self._cancelled = False
 
     def take_claim(self, begin: int) -> None:
-        """Become the lease's writer, from `begin` on, or join who is. Waits.
+        """Become the lease's writer from position `begin` on, or join its writer. Blocks.
 
-        Raises `LeaseExpired`, `BadRange` if `begin` is not the watermark, `Timeout` if another
-        writer does not let go.
+        Raises: `LeaseExpired` if the lease has ended or its claim is not the one to join;
+        `BadRange` if `begin` is not the watermark; `Timeout` if another writer does not release the
+        write right.
         """
         claimed: Future[None] = Future()
 
@@ -110,12 +111,12 @@ class QueuedPut:
             if not self._joins:
                 self._target.store(self._slot, {CLAIM: self.claim})
 
-        def turn() -> float | None:
+        def task() -> float | None:
             try:
-                again = self._with_right(claim, share=self.claim if self._joins else 0)
-                if again is None:
+                delay = self._with_right(claim, share=self.claim if self._joins else 0)
+                if delay is None:
                     claimed.set_result(None)
-                return again
+                return delay
             except MicroserveError as error:
                 claimed.set_exception(error)
             except Exception as error:
@@ -123,17 +124,17 @@ class QueuedPut:
                 claimed.set_exception(Internal(f"the claim failed: {error}"))
             return None
 
-        self._worker.submit(turn)
+        self._worker.submit(task)
         claimed.result()
 
     def write(self, layers: range, pages: Sequence[PageId], begin: int, end: int) -> None:
-        # A copy: the caller's table may grow or go meanwhile.
+        # Copy the pages: the caller's table may grow or be freed before the write runs.
         batches = self._batches(layers, list(pages), begin, end)
-        self._add(_Write(batches, self._target.mark()))
+        self._add(_Write(batches, self._target.record_event()))
 
     def signal(self, landed: int) -> None:
         if self._joins:
-            raise Internal("the watermark is raised by who has made the claim")
+            raise Internal("a put that joined a claim cannot raise the watermark")
         self._add({LANDED: landed})
 
     def renew(self) -> None:
@@ -151,49 +152,49 @@ class QueuedPut:
         self._add(done)
         return done
 
-    def _add(self, what: _Write | dict[int, int] | Future[None]) -> None:
+    def _add(self, entry: _Write | dict[int, int] | Future[None]) -> None:
         with self._lock:
-            self._queue.append(what)
+            self._queue.append(entry)
             if self._busy:
                 return
             self._busy = True
         try:
-            self._worker.submit(self._turn)
-        except Internal:  # the transport is closed: nobody will take it
+            self._worker.submit(self._run_task)
+        except Internal:  # the transport is closed, so the queue will never be read
             with self._lock:
                 self._queue.clear()
                 self._busy = False
             raise
 
-    def _turn(self) -> float | None:
-        """Do some of what is queued. Returns as `Worker` wants it."""
+    def _run_task(self) -> float | None:
+        """Commit part of the queue. Return the delay until the next call, as a `Task` does."""
         delay = None
         try:
             if self._failure is None and not self._cancelled:
-                self._hold = self._hold or self._gather()
-                if self._hold.words is not None:
-                    delay = self._with_right(self._write_hold, share=self.claim)
-                elif self._queue and not self._hold.waiting:
-                    self._hold, delay = None, MARK_POLL_S  # what comes first is not computed yet
+                self._commit = self._commit or self._gather()
+                if self._commit.words is not None:
+                    delay = self._with_right(self._write_commit, share=self.claim)
+                elif self._queue and not self._commit.futures:
+                    self._commit, delay = None, EVENT_POLL_S  # the first write is not computed yet
         except MicroserveError as error:
             self._failure = error
         except Exception as error:
-            # Nothing may follow it: a watermark would rise over what was not written.
+            # Skip all later work: a watermark would rise above positions that were not written.
             log.exception("a put failed")
             self._failure = Internal(f"the put failed: {error}")
         if delay is None and (self._failure is not None or self._cancelled):
-            delay = self._unfinished()
+            delay = self._delay_for_device()
         if delay is not None:
             return delay
-        waiting = self._hold.waiting if self._hold else []
-        self._hold = None
+        futures = self._commit.futures if self._commit else []
+        self._commit = None
         with self._lock:
             if self._failure is not None or self._cancelled:
-                waiting += [what for what in self._queue if isinstance(what, Future)]
+                futures += [entry for entry in self._queue if isinstance(entry, Future)]
                 self._queue.clear()
             self._busy = bool(self._queue)
             delay = 0.0 if self._busy else None
-        for done in waiting:
+        for done in futures:
             if not done.set_running_or_notify_cancel():
                 continue
             if self._failure is not None:
@@ -202,88 +203,101 @@ class QueuedPut:
                 done.set_result(None)
         return delay
 
-    def _unfinished(self) -> float | None:
-        """When to look again whether the device still computes what is not wanted any more: its
-        pages must not become somebody else's before."""
-        with self._lock:
-            marks = [what.mark for what in self._queue if isinstance(what, _Write)]
-        pending = bool(marks) and marks[-1] is not None and not self._target.done(marks[-1])
-        return MARK_POLL_S if pending else None
+    def _delay_for_device(self) -> float | None:
+        """Return when to poll again while the device computes writes that are now skipped.
 
-    def _gather(self) -> _Hold:
-        """As much of the queue as goes into one hold, up to where somebody waits, or where what is
-        to be copied is not there yet."""
-        hold = _Hold()
-        while self._queue and not hold.waiting:
-            what = self._queue[0]
-            if isinstance(what, Future):
-                hold.waiting.append(what)
-            elif isinstance(what, dict):
-                hold.words = (hold.words or {}) | what
-            elif what.mark is not None and not self._target.done(what.mark):
+        Their pages must not be reused before the device is done with them.
+        """
+        with self._lock:
+            events = [entry.event for entry in self._queue if isinstance(entry, _Write)]
+        last = events[-1] if events else None
+        return None if last is None or self._target.event_done(last) else EVENT_POLL_S
+
+    def _gather(self) -> _Commit:
+        """Take as much of the queue as fits into one commit.
+
+        Stops behind the first future, and before a write whose KV is not computed yet.
+        """
+        commit = _Commit()
+        while self._queue and not commit.futures:
+            entry = self._queue[0]
+            if isinstance(entry, Future):
+                commit.futures.append(entry)
+            elif isinstance(entry, dict):
+                commit.words = (commit.words or {}) | entry
+            elif entry.event is not None and not self._target.event_done(entry.event):
                 break
             else:
-                what.mark = None
-                batch = next(what.batches, None)
+                entry.event = None
+                batch = next(entry.batches, None)
                 if batch is not None:
                     runs, size = batch
-                    if hold.bytes and hold.bytes + size > HOLD_BYTES:
-                        what.batches = chain([batch], what.batches)
+                    if commit.bytes and commit.bytes + size > COMMIT_BYTES:
+                        entry.batches = chain([batch], entry.batches)
                         break
-                    hold.runs.append(runs)
-                    hold.bytes += size
-                    hold.words = hold.words or {}
+                    commit.runs.append(runs)
+                    commit.bytes += size
+                    commit.words = commit.words or {}
                     continue
             self._queue.popleft()
-        return hold
+        return commit
 
-    def _batches(self, layers: range, pages: list[PageId], begin: int, end: int) -> Iterator[Batch]:
-        """Planned when its turn comes, not by the caller."""
+    def _batches(
+        self, layers: range, pages: list[PageId], begin: int, end: int
+    ) -> Iterator[SizedRuns]:
+        """Yield the runs of one write; a generator, so the worker's thread plans them."""
         address = self._address
         if not address.begin <= begin <= end <= address.room:
-            raise BadRange(f"[{begin}, {end}) is not in the room of the lease")
-        yield from self._route.batches(layers, pages, begin, end, HOLD_BYTES)
+            raise BadRange(f"[{begin}, {end}) is outside the positions of the lease")
+        yield from self._route.batches(layers, pages, begin, end, COMMIT_BYTES)
 
     @cached_property
     def _route(self) -> Route:
+        # Made on first use: the peer's layout is known once the connection is open.
         first = self._address.begin // self._source.page_size
         return Route(self._source, self._target.layout, self._address.pages(), first)
 
-    def _write_hold(self) -> None:
-        hold = self._hold
-        if hold is None or hold.words is None:
+    def _write_commit(self) -> None:
+        commit = self._commit
+        if commit is None or commit.words is None:
             return
-        if hold.words.get(LANDED, 0) > self._address.room:
+        if commit.words.get(LANDED, 0) > self._address.room:
             raise BadRange("the watermark cannot rise beyond the room of the lease")
         words = self._check_claim(self._check_lease())
-        if hold.runs:
-            self._target.copy(hold.runs[0] if len(hold.runs) == 1 else np.concatenate(hold.runs))
-            self.bytes_sent += hold.bytes
-            if LANDED in hold.words:
-                # We may have stood still in the middle: do not say of an ended lease that it has
-                # landed. To write the words then does no harm, as we have the slot's right.
+        if commit.runs:
+            runs = commit.runs
+            self._target.copy(runs[0] if len(runs) == 1 else np.concatenate(runs))
+            self.bytes_sent += commit.bytes
+            if LANDED in commit.words:
+                # This process may have been stopped during the copy: do not raise the watermark of
+                # a lease that has ended. A store that follows the check is harmless, because this
+                # put still holds the slot's write right.
                 words = self._check_lease()
-        # Workers that share a claim may count at the same time, and one count be lost: any change
-        # is a sign of life.
+        # Workers that share a claim may increment concurrently and lose a count. Any change of
+        # the word proves liveness.
         renewals = int(words[RENEWALS]) + 1
-        self._target.store(self._slot, {**hold.words, RENEWALS: renewals})
+        self._target.store(self._slot, {**commit.words, RENEWALS: renewals})
 
     def _with_right(self, work: Callable[[], None], share: int) -> float | None:
-        """Do `work` holding the lease's right; returns None, or when to try again."""
+        """Run `work` under the lease's write right.
+
+        Return None when it has run, else the delay in seconds until the next attempt. Raises:
+        `Timeout` after `RIGHT_TIMEOUT_S` without the right.
+        """
         if self._target.try_right(self._slot, share):
-            self._waits_since = None
+            self._waiting_since = None
             try:
                 work()
             finally:
                 self._target.drop_right(self._slot)
             return None
         now = time.monotonic()
-        if self._waits_since is None:
-            self._waits_since = now
-        waited = now - self._waits_since
+        if self._waiting_since is None:
+            self._waiting_since = now
+        waited = now - self._waiting_since
         if waited > RIGHT_TIMEOUT_S:
-            raise Timeout("another writer holds the lease and does not let go")
-        # Not in step with another who tries: two might put each other off for ever.
+            raise Timeout("another writer holds the write right of the lease")
+        # Jitter: two writers that retry in lockstep could block each other for ever.
         return (RIGHT_POLL_S + waited / 100) * (0.5 + random.random())  # noqa: S311
 
     def _check_lease(self) -> npt.NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""`shm`: engines on one host, on CPUs. The sender maps the receiver's pool and writes into it."""
+"""The `shm` transport: CPU engines on one host. The sender maps the receiver's pool and writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.prefault import Prefaulter
 from kvcache.memory.region import SharedRegion
-from kvcache.transport.base import after_scheme
+from kvcache.transport.base import strip_scheme
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut
 from kvcache.transport.worker import Worker
@@ -27,12 +27,12 @@ class ShmTransport:
     def __init__(self, layout: KVLayout, epoch: int) -> None:
         self._region = SharedRegion.create(layout, epoch)
         self.region = self._region
-        # By endpoint, with the epoch. Puts under way keep what is let go here.
+        # (pid, fd) -> (epoch, region). A put in flight keeps its own reference to the region.
         self._peers: dict[tuple[int, int], tuple[int, SharedRegion]] = {}
         self._peers_lock = threading.Lock()
         self._worker = Worker("put")
-        self._populator = Prefaulter()
-        self._populator.add(self._region)
+        self._prefaulter = Prefaulter()
+        self._prefaulter.add(self._region)
 
     @property
     def endpoint(self) -> str:
@@ -46,7 +46,7 @@ class ShmTransport:
 
     def close(self) -> None:
         self._worker.close()
-        self._populator.close()
+        self._prefaulter.close()
         self._peers.clear()
         self._region.close()
 
@@ -54,7 +54,7 @@ class ShmTransport:
         pid, fd = _parse(address.endpoint)
         with self._peers_lock:
             for peer, (epoch, _) in list(self._peers.items()):
-                # A mapping would keep alive the memory of who is gone.
+                # The mapping would keep the memory of a dead engine allocated.
                 if not Path(f"/proc/{peer[0]}").exists() or (
                     peer == (pid, fd) and epoch != address.epoch
                 ):
@@ -63,12 +63,12 @@ class ShmTransport:
                 like = replace(self._region.layout, shard=address.shard)
                 region = SharedRegion.attach(pid, fd, address.epoch, like)
                 self._peers[pid, fd] = address.epoch, region
-                self._populator.add(region)
+                self._prefaulter.add(region)
             return self._peers[pid, fd][1]
 
 
 def _parse(endpoint: str) -> tuple[int, int]:
-    pid, _, fd = after_scheme(endpoint, "shm").partition(":")
+    pid, _, fd = strip_scheme(endpoint, "shm").partition(":")
     if not pid.isdecimal() or not fd.isdecimal():
-        raise PeerUnreachable(f"{endpoint} is no endpoint of shm")
+        raise PeerUnreachable(f"{endpoint} is not a valid shm endpoint")
     return int(pid), int(fd)

@@ -1,4 +1,4 @@
-"""What a put writes into: all that is different from transport to transport."""
+"""`Target`: the operations on a peer's region that differ between transports."""
 
 from __future__ import annotations
 
@@ -11,58 +11,60 @@ import numpy.typing as npt
 from kvcache.memory.layout import KVLayout
 from kvcache.transport.runs import Runs
 
-__all__ = ["AtOnce", "Target"]
+__all__ = ["HostTarget", "Target"]
 
 
 class Target(Protocol):
     """A peer's region as a sender sees it.
 
-    Calls return when their work is complete, and come from one thread; but for `mark`.
+    Calls return when their work is complete. All come from one thread, except `record_event`.
     """
 
     @property
     def layout(self) -> KVLayout:
-        """That of the peer's pool."""
+        """Layout of the peer's pool."""
         ...
 
     def try_right(self, slot: int, share: int = 0) -> bool:
-        """Take the write right of a slot if nobody has it; never waits for who has.
+        """Take the write right of a slot if it is free; never wait for its holder.
 
-        Alone, or together with all who give the same number for `share`.
+        The right is exclusive with `share=0`, otherwise shared by all holders with the same
+        `share`.
         """
         ...
 
     def drop_right(self, slot: int) -> None:
-        """Give it back: nothing of what was written under it is under way any more."""
+        """Release the write right. No write made under it is still in flight."""
         ...
 
     def words(self, slot: int) -> npt.NDArray[np.uint64]:
-        """The slot's words as they are now."""
+        """Return the current words of the slot."""
         ...
 
     def store(self, slot: int, words: Mapping[int, int]) -> None:
-        """Write some of the slot's words, holding the right."""
+        """Write some of the slot's words. The caller holds the write right."""
         ...
 
-    def mark(self) -> object:
-        """Up to where the calling thread has started work on our pool's device, as an event on its
-        stream; None where work is done when it has been started, as on CPUs."""
+    def record_event(self) -> object:
+        """Record an event behind the work that the calling thread has started on the source pool's
+        device. None where work completes synchronously, as on CPUs."""
         ...
 
-    def done(self, mark: object) -> bool:
-        """Whether the work up to `mark` is done; never waits for it."""
+    def event_done(self, event: object) -> bool:
+        """Return whether the work before `event` has completed; never wait for it."""
         ...
 
     def copy(self, runs: Runs) -> None:
-        """Copy runs of bytes from our pool into theirs, holding the right."""
+        """Copy runs of bytes from the source pool into the peer's. The caller holds the write
+        right."""
         ...
 
 
-class AtOnce:
-    """That part of a `Target` whose pools are in the host's memory."""
+class HostTarget:
+    """The event methods of a `Target` whose source pool is in host memory."""
 
-    def mark(self) -> None:
+    def record_event(self) -> None:
         return None
 
-    def done(self, mark: object) -> bool:
+    def event_done(self, event: object) -> bool:
         return True

@@ -20,7 +20,7 @@ from kvcache.lease.address import KVAddress
 from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import SharedSlots
-from kvcache.transport.base import after_scheme
+from kvcache.transport.base import strip_scheme
 from kvcache.transport.mapped import MappedSlots
 from kvcache.transport.put import QueuedPut
 from kvcache.transport.runs import Runs
@@ -54,12 +54,12 @@ class DeviceTarget(MappedSlots):
         super().__init__(slots)
         self._ours, self._theirs = ours, theirs
 
-    def mark(self) -> Future[None] | None:
+    def record_event(self) -> Future[None] | None:
         return self._ours.started
 
-    def done(self, mark: object) -> bool:
-        assert isinstance(mark, Future)
-        return mark.done()
+    def event_done(self, event: object) -> bool:
+        assert isinstance(event, Future)
+        return event.done()
 
     def copy(self, runs: Runs) -> None:
         for source, target, size in runs.tolist():
@@ -79,7 +79,7 @@ class DeviceTransport:
         return f"device:{os.getpid()}:{self.region.fd}:{self.region.device}"
 
     def open(self, address: KVAddress, begin: int, join: int | None = None) -> Put:
-        pid, fd, device = map(int, after_scheme(address.endpoint, "device").split(":"))
+        pid, fd, device = map(int, strip_scheme(address.endpoint, "device").split(":"))
         like = replace(self.region.layout, shard=address.shard)
         slots = SharedSlots.attach(pid, fd, address.epoch, like)
         try:

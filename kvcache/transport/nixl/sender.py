@@ -18,7 +18,7 @@ from kvcache.transport.nixl.agent import Agent
 from kvcache.transport.nixl.hello import HELLO_TIMEOUT_S, Welcome, is_over, meet, watch
 from kvcache.transport.nixl.receiver import ROW
 from kvcache.transport.runs import Runs
-from kvcache.transport.target import AtOnce
+from kvcache.transport.target import HostTarget
 from kvcache.transport.worker import Worker
 
 __all__ = ["Link"]
@@ -28,7 +28,7 @@ ROW_BYTES = ROW * WORD
 ALONE: Final = 1  # the flag of who has a right alone; else it is the number that they share
 
 
-class Link(AtOnce):
+class Link(HostTarget):
     """A `Target` behind a network. All its work is done by its worker, which has one thread.
 
     The first failure ends it, and with it whatever is under way; all later calls raise the same.

@@ -21,7 +21,7 @@ from kvcache.errors import BadRequest, MicroserveError, PeerUnreachable
 from kvcache.lease.address import KVAddress
 from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
-from kvcache.transport.base import after_scheme
+from kvcache.transport.base import strip_scheme
 from kvcache.transport.nixl.agent import Agent, stay_on_loopback
 from kvcache.transport.nixl.receiver import FlaggedRegion, Receiver
 from kvcache.transport.nixl.sender import Link
@@ -97,7 +97,7 @@ class NixlTransport:
 
 
 def _parse(endpoint: str) -> tuple[str, int]:
-    host, _, port = after_scheme(endpoint, "nixl").rpartition(":")
+    host, _, port = strip_scheme(endpoint, "nixl").rpartition(":")
     if not host or not port.isdecimal():
         raise PeerUnreachable(f"{endpoint} is no endpoint of nixl")
     return host, int(port)

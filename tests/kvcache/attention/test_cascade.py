@@ -23,7 +23,7 @@ def rows(draw: st.DrawFn) -> list[Row]:
 @given(rows(), st.none() | st.integers(0, 30))
 def test_every_key_of_every_row_once(rows: list[Row], share: int | None) -> None:
     seen = set()
-    for part in segments_of(rows, PAGE, share=share):
+    for part in segments_of(rows, PAGE, min_saving=share):
         assert part.begin % PAGE == 0
         for row in part.rows:
             for key in range(part.begin, part.end):
@@ -40,7 +40,7 @@ def numbers(parts: list[Segment]) -> list[tuple[list[int], int, int]]:
 def test_what_is_shared_is_read_once() -> None:
     first, second, third = [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7]
     rows = [Row(0, first, 14), Row(1, second, 16), Row(2, third, 9)]
-    assert numbers(segments_of(rows, PAGE, share=1)) == [
+    assert numbers(segments_of(rows, PAGE, min_saving=1)) == [
         ([0], 12, 14),
         ([0, 1], 8, 12),
         ([0, 1, 2], 0, 8),
@@ -51,19 +51,19 @@ def test_what_is_shared_is_read_once() -> None:
 
 def test_little_is_not_worth_it_but_what_it_leads_to_may_be() -> None:
     rows = [Row(0, [1, 2, 3, 9], 16), Row(1, [1, 2, 3, 8], 16), Row(2, [1, 5], 5)]
-    assert numbers(segments_of(rows, PAGE, share=9)) == [
+    assert numbers(segments_of(rows, PAGE, min_saving=9)) == [
         ([0], 12, 16),
         ([0, 1], 0, 12),
         ([1], 12, 16),
         ([2], 0, 5),
     ]
-    assert [len(part.rows) for part in segments_of(rows, PAGE, share=13)] == [1] * 3
+    assert [len(part.rows) for part in segments_of(rows, PAGE, min_saving=13)] == [1] * 3
 
 
 def test_a_page_that_fills_up_is_not_shared() -> None:
     """A chunk's tokens see different parts of its last page."""
     rows = [Row(at, [1, 2], 5 + at) for at in range(4)]
-    assert numbers(segments_of(rows, PAGE, share=1)) == [
+    assert numbers(segments_of(rows, PAGE, min_saving=1)) == [
         ([0], 4, 5),
         ([0, 1, 2, 3], 0, 4),
         ([1], 4, 6),

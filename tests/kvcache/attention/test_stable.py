@@ -14,7 +14,7 @@ import pytest
 import torch
 from attention_world import World
 
-from kvcache.attention.stable import BLOCK, TILE
+from kvcache.attention.stable import BLOCK, QUERY_TILE
 from kvcache.pages.page_pool import SCRATCH_PAGE
 
 
@@ -39,7 +39,8 @@ def test_a_prefill_agrees_with_the_reference(page_size: int, kv_heads: int, grou
 
 
 @pytest.mark.parametrize(
-    "length", [1, 2, 15, 16, 17, TILE - 1, TILE, TILE + 1, BLOCK - 1, BLOCK, BLOCK + 1]
+    "length",
+    [1, 2, 15, 16, 17, QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, BLOCK - 1, BLOCK, BLOCK + 1],
 )
 def test_every_border_agrees_with_the_reference(length: int):
     world = World([length])

@@ -451,7 +451,7 @@ def test_a_large_put_lets_go_of_the_right_again_and_again(
 ):
     sender, receiver = deep("s"), deep("r")
     token = sender.layout.token_bytes
-    monkeypatch.setattr("kvcache.transport.put.HOLD_BYTES", 7 * 20 * token)
+    monkeypatch.setattr("kvcache.transport.put.COMMIT_BYTES", 7 * 20 * token)
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 20)
     calls = watched(put)
