@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import click
 from rich.console import Console
 
-from engine.protocol import BadRequest
+from engine.protocol import BadRequest, MicroserveError
+from router.engines.http_client import HttpClient
 from router.load.arrivals import evenly, poisson
 from router.load.client import Outcome, Target, closed_loop, open_loop
 from router.load.report import Slo, show, summarize
@@ -64,8 +65,8 @@ def bench(**options: Any) -> None:
     """
     try:
         outcomes = asyncio.run(_run(options))
-    except (BadRequest, aiohttp.ClientError, OSError) as error:
-        raise click.ClickException(str(error) or type(error).__name__) from None
+    except MicroserveError as error:
+        raise click.ClickException(error.message) from None
     figures = summarize(outcomes, Slo(options["slo_ttft_ms"], options["slo_tpot_ms"]))
     title = f"{options['workload']} on {options['url']}"
     show(title, figures, Console(stderr=False, width=100))
@@ -76,18 +77,17 @@ def bench(**options: Any) -> None:
 
 async def _run(options: dict[str, Any]) -> list[Outcome]:
     asks, trace = _asks(options)
-    headers = {"Content-Type": "application/json"}
-    if options["api_key"]:
-        headers["Authorization"] = f"Bearer {options['api_key']}"
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), headers=headers,
-        timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**20,
-    ) as session:  # fmt: skip
-        url = options["url"].rstrip("/").removesuffix("/v1")
+    url = options["url"].rstrip("/").removesuffix("/v1")
+    client = HttpClient(
+        url,
+        api_key=options["api_key"],
+        connect_timeout_s=options["timeout_s"],
+        tls=ssl.create_default_context() if url.startswith("https:") else None,
+    )
+    try:
         target = Target(
-            session,
-            url,
-            options["model"] or await _first_model(session, url),
+            client,
+            options["model"] or await _first_model(client),
             {"ignore_eos": True, "temperature": 0} if options["ignore_eos"] else {"temperature": 0},
             options["timeout_s"],
         )
@@ -100,6 +100,8 @@ async def _run(options: dict[str, Any]) -> list[Outcome]:
             times = iter([(ask.at_s or 0.0) / options["speed"] for ask in known])
             return await open_loop(target, iter(known), times)
         return await closed_loop(target, asks, options["concurrency"])
+    finally:
+        client.close()
 
 
 def _asks(options: dict[str, Any]) -> tuple[Iterator[Ask], bool]:
@@ -121,9 +123,10 @@ def _asks(options: dict[str, Any]) -> tuple[Iterator[Ask], bool]:
     return itertools.islice(asks, count or 100), False
 
 
-async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
-    async with session.get(f"{url}/v1/models") as reply:
-        try:
-            return str((await reply.json(content_type=None))["data"][0]["id"])
-        except (ValueError, LookupError, TypeError):
-            raise BadRequest(f"{url} lists no model ({reply.status}): name it by --model") from None
+async def _first_model(client: HttpClient) -> str:
+    reply = await client.call("GET", "/v1/models")
+    try:
+        return str(json.loads(reply.body)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        message = f"{client.url} lists no model ({reply.status}): name it by --model"
+        raise BadRequest(message) from None

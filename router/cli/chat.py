@@ -9,6 +9,8 @@ from typing import Any
 import click
 import httpx
 
+from router.base.sse import DONE, EventSplitter
+
 __all__ = ["chat"]
 
 Messages = list[dict[str, str]]
@@ -65,20 +67,26 @@ def _ask(client: httpx.Client, messages: Messages, options: dict[str, Any]) -> s
             if response.is_error:
                 response.read()
                 raise click.ClickException(_message(response.text))
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise click.ClickException(_message(line[6:]))
-                for choice in event["choices"]:
-                    text = choice["delta"].get("content") or ""
-                    click.echo(text, nl=False)
-                    answer += text
+            events = EventSplitter()
+            for received in response.iter_bytes():
+                for data in events.feed(received):
+                    answer += _print(data)
     except httpx.HTTPError as error:
         raise click.ClickException(f"{client.base_url}: {error}") from None
     click.echo()
     return answer
+
+
+def _print(data: bytes) -> str:
+    """Print the text of one event and return it. Raises `ClickException`."""
+    if data == DONE:
+        return ""
+    event = json.loads(data)
+    if "error" in event:
+        raise click.ClickException(_message(data.decode()))
+    text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+    click.echo(text, nl=False)
+    return text
 
 
 def _message(body: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
+import httpx
 import orjson
+
+from router.base.sse import DONE, EventSplitter
 
 __all__ = ["Answer", "Refused", "ask", "difference"]
 
@@ -38,9 +40,7 @@ class Answer:
                 grown[name] = _joined(grown[name], choice.get(name))
 
 
-async def ask(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any], request_id: str
-) -> Answer:
+async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], request_id: str) -> Answer:
     """Ask for a completion, whole or streamed as `body` says; token ids come with it.
 
     Raises `Refused`. Cancelled, the client leaves: its connection is closed.
@@ -51,21 +51,23 @@ async def ask(
     answer = Answer()
     headers = {"X-Request-Id": request_id}
     try:
-        async with session.post(f"{url}/v1/completions", json=body, headers=headers) as reply:
-            if reply.status != 200:
-                raise Refused(_told(await reply.read(), reply.status))
+        url = f"{url}/v1/completions"
+        async with http.stream("POST", url, json=body, headers=headers) as reply:
+            if reply.status_code != 200:
+                raise Refused(_told(await reply.aread(), reply.status_code))
             if not body.get("stream"):
-                answer.add(orjson.loads(await reply.read()))
+                answer.add(orjson.loads(await reply.aread()))
                 return answer
-            async for line in reply.content:
-                if line.startswith(b"data: {"):
-                    event = orjson.loads(line[6:])
+            events = EventSplitter()
+            async for received in reply.aiter_bytes():
+                for data in events.feed(received):
+                    if data == DONE:
+                        return answer
+                    event = orjson.loads(data)
                     if "error" in event:
-                        raise Refused(_told(line[6:], reply.status))
+                        raise Refused(_told(data, reply.status_code))
                     answer.add(event)
-                elif line.startswith(b"data: [DONE]"):
-                    return answer
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (httpx.HTTPError, OSError, ValueError) as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
     raise Refused("the stream ended without [DONE]")
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import orjson
+import httpx
 
 from engine.protocol import EngineState
 from router.conformance.engine_process import EngineProcess, started
@@ -40,7 +39,7 @@ class Deployment:
     """A router process at `url` with a strategy, and its engines. `label` tells it from others."""
 
     label: str
-    session: aiohttp.ClientSession
+    http: httpx.AsyncClient
     nodes: list[EngineProcess]
     router: Forked
     url: str
@@ -93,13 +92,13 @@ class Deployment:
 
     async def admin(self, method: str, path: str, body: Any = None) -> Any:
         """A call to the router's admin API that must succeed."""
-        async with self.session.request(method, f"{self.url}/admin/{path}", json=body) as reply:
-            reply.raise_for_status()
-            return orjson.loads(await reply.read())
+        reply = await self.http.request(method, f"{self.url}/admin/{path}", json=body)
+        reply.raise_for_status()
+        return reply.json()
 
     async def state(self, node: EngineProcess) -> EngineState:
-        async with self.session.get(f"{node.url}/microserving/state") as reply:
-            return EngineState.model_validate_json(await reply.read())
+        reply = await self.http.get(f"{node.url}/microserving/state")
+        return EngineState.model_validate_json(reply.content)
 
     async def left_over(self) -> str:
         """What is still there `REST_S` after the last request, for people; empty: nothing."""
@@ -109,9 +108,9 @@ class Deployment:
                 return left
             await asyncio.sleep(LOOK_S)
         for node in self.nodes:
-            async with self.session.get(f"{node.url}/microserving/integrity") as reply:
-                if reply.status != 200:
-                    return f"{node.name}: its books are wrong: {(await reply.text())[:200]}"
+            reply = await self.http.get(f"{node.url}/microserving/integrity")
+            if reply.status_code != 200:
+                return f"{node.name}: its books are wrong: {reply.text[:200]}"
         return ""
 
     async def _busy(self) -> str:
@@ -144,9 +143,10 @@ async def routed(
     flags += [part for param in chosen for part in ("--param", param)]
     router, url = await started(microserve, "router", *flags)
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ASK_S)) as session:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=ASK_S, limits=limits, trust_env=False) as http:
             label = " ".join((Path(strategy).stem, *chosen))
-            deployment = Deployment(label, session, list(nodes), router, url)
+            deployment = Deployment(label, http, list(nodes), router, url)
             for node in nodes:
                 await deployment.until_up(node)
             yield deployment

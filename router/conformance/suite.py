@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import aiohttp
+import httpx
 
 from router.conformance.checks import CHECKS
 from router.conformance.deployment import Deployment, routed
@@ -78,7 +78,7 @@ async def run_checks(
             problem = str(failed.exceptions[0])
         except TimeoutError:
             problem = "an engine that was killed has not come back"
-        except (aiohttp.ClientError, OSError) as error:
+        except (httpx.HTTPError, OSError) as error:
             said = deployment.router.log.strip().splitlines()
             problem = f"the router is gone: {said[-1] if said else error}"
         about = (check.__doc__ or "").strip()

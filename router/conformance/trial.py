@@ -7,7 +7,7 @@ import itertools
 import random
 from typing import Any
 
-import aiohttp
+import httpx
 
 from router.conformance.answers import Answer, Refused, ask, difference
 from router.conformance.deployment import Deployment
@@ -72,14 +72,14 @@ class Trial:
         fault."""
         oracle = self._oracle
         try:
-            return await ask(oracle.session, oracle.url, {**body, "stream": False}, "oracle")
+            return await ask(oracle.http, oracle.url, {**body, "stream": False}, "oracle")
         except Refused as error:
             raise CheckFailed(f"the single engine does not answer: {error}") from None
 
     async def ask(self, body: dict[str, Any], name: str) -> Answer:
         """The strategy's answer to a request of this name. Raises `Refused`."""
         self.requests += 1
-        return await ask(self.deployment.session, self.deployment.url, body, name)
+        return await ask(self.deployment.http, self.deployment.url, body, name)
 
     def name_request(self) -> str:
         return f"check-{next(_numbers)}"
@@ -106,7 +106,7 @@ class Trial:
     async def _receipt(self, name: str) -> dict[str, Any]:
         try:
             receipt: dict[str, Any] = await self.deployment.admin("GET", f"requests/{name}")
-        except aiohttp.ClientResponseError:
+        except httpx.HTTPStatusError:
             return {}
         return receipt
 

@@ -63,11 +63,22 @@ class HttpClient:
         self._open: set[_Connection] = set()
 
     async def call(
-        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        *,
+        sink: Sink | None = None,
     ) -> Reply:
-        """Send a request and wait for all of its reply, whatever its status is."""
+        """Send a request and wait for all of its reply, whatever its status is.
+
+        `sink` receives the body of a reply of status 200 as it arrives; `Reply.body` is empty then.
+        It must not raise.
+        """
         request = self._request(method, path, body, headers or {})
         connection = self._reuse() or await self._connect()
+        connection.sink = sink
         try:
             reply = await connection.ask(request)
         except BaseException:
@@ -196,11 +207,11 @@ class _Connection(asyncio.Protocol):
             self._retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        if self.sink is not None and self._parser.get_status_code() == 200:
-            self._answer()
+        if self.lost is not None and self._parser.get_status_code() == 200:
+            self._answer()  # a stream that has no end: the reply is its head
 
     def on_body(self, data: bytes) -> None:
-        if self.sink is not None and self._reply is None:
+        if self.sink is not None and self._parser.get_status_code() == 200:
             self.sink(data)
         else:
             self._body.append(data)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import orjson
 
+from router.base.errors import EngineUnreachable
+from router.base.sse import DONE, EventSplitter
+from router.engines.http_client import HttpClient
 from router.load.workload import Ask
 
 __all__ = ["Outcome", "Target", "closed_loop", "open_loop"]
@@ -50,16 +52,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to ask, and what goes with each request."""
+    """A server under load, and the fields that every request to it carries."""
 
-    session: aiohttp.ClientSession
-    url: str
+    client: HttpClient
     model: str
     extra: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 600.0
 
     async def ask(self, ask: Ask, due: float, began: float) -> Outcome:
-        """Make a request that is due at `due`, of a run that began at `began` (loop time).
+        """Send a request that is due at `due`, in a run that began at `began` (loop time).
 
         Every failure is an outcome. Cancellation closes the connection.
         """
@@ -70,45 +71,61 @@ class Target:
             **self.extra, **ask.body,
         }  # fmt: skip
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        recorder = _EventRecorder(outcome, due)
         try:
-            async with (
-                asyncio.timeout(self.timeout_s),
-                self.session.post(self.url + path, data=orjson.dumps(body)) as reply,
-            ):
-                outcome.status = reply.status
-                if reply.status != 200:
-                    outcome.error = _why(await reply.read())
-                else:
-                    await self._read(reply, outcome, due)
+            async with asyncio.timeout(self.timeout_s):
+                reply = await self.client.call("POST", path, orjson.dumps(body), sink=recorder.feed)
+            outcome.status = reply.status
+            if reply.status != 200:
+                outcome.error = _error_message(reply.body)
         except TimeoutError:
             outcome.error = f"no end within {self.timeout_s:g} s"
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            outcome.error = f"{type(error).__name__}: {error}"
+        except EngineUnreachable as error:
+            outcome.error = error.message
         outcome.end_s = loop.time() - due
         return outcome
 
-    async def _read(self, reply: aiohttp.ClientResponse, outcome: Outcome, due: float) -> None:
-        loop = asyncio.get_running_loop()
-        last, pieces, told = 0.0, 0, None
-        async for line in reply.content:
-            if not line.startswith(b"data: {"):
-                continue
-            now = loop.time()
-            event = orjson.loads(line[6:])
-            if "error" in event:
-                outcome.error = _why(line[6:])
-                return
-            told = (event.get("usage") or {}).get("completion_tokens", told)
-            if not any(_has_tokens(choice) for choice in event.get("choices", ())):
-                continue
-            pieces += 1
+
+class _EventRecorder:
+    """Notes in an outcome when each event of its stream arrived."""
+
+    def __init__(self, outcome: Outcome, due: float) -> None:
+        self._outcome = outcome
+        self._due = due
+        self._events = EventSplitter()
+        self._last = 0.0
+        self._pieces = 0
+        self._told: int | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def feed(self, received: bytes) -> None:
+        """Read more of the body of a reply of status 200."""
+        self._outcome.status = 200
+        now = self._loop.time()
+        for data in self._events.feed(received):
+            if data != DONE:
+                self._add(data, now)
+
+    def _add(self, data: bytes, now: float) -> None:
+        outcome = self._outcome
+        try:
+            event = orjson.loads(data)
+        except ValueError as error:
+            outcome.error = f"an event is not JSON: {error}"
+            return
+        if "error" in event:
+            outcome.error = _error_message(data)
+            return
+        self._told = (event.get("usage") or {}).get("completion_tokens", self._told)
+        if any(_has_tokens(choice) for choice in event.get("choices", ())):
+            self._pieces += 1
             if outcome.first_token_s is None:
-                outcome.first_token_s = now - due
+                outcome.first_token_s = now - self._due
             else:
-                outcome.gaps_s.append(now - last)
-            last = now
-        # A server that does not tell its usage is taken to send a token a piece.
-        outcome.output_tokens = told if told is not None else pieces
+                outcome.gaps_s.append(now - self._last)
+            self._last = now
+        # A server that reports no usage is assumed to send one token per event.
+        outcome.output_tokens = self._pieces if self._told is None else self._told
 
 
 async def open_loop(target: Target, asks: Iterator[Ask], times: Iterator[float]) -> list[Outcome]:
@@ -143,7 +160,7 @@ def _has_tokens(choice: dict[str, Any]) -> bool:
     return bool(delta.get("text") or delta.get("content") or delta.get("reasoning_content"))
 
 
-def _why(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     try:
         return str(orjson.loads(body)["error"]["message"])[:200]
     except (ValueError, LookupError, TypeError):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import orjson
 
 from router.base.environment import child_environment
@@ -183,20 +183,19 @@ class Fleet:
         It may be held up by a strategy for good, in code that cannot be interrupted.
         """
         deadline = self._config.health_deadline_s
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+        async with httpx.AsyncClient(verify=False, trust_env=False, timeout=None) as http:  # noqa: S113, S501  asyncio's timeout; this machine
             silent_since = time.monotonic()
             while True:
                 await asyncio.sleep(deadline / 10)
                 pid = router.pid
                 try:
-                    async with (
-                        asyncio.timeout(deadline / 2),
-                        http.get(f"{router.url}/health", ssl=False),
-                    ):
+                    async with asyncio.timeout(deadline / 2):
+                        # A new connection each time: an old one may be left of a process before.
+                        await http.get(f"{router.url}/health", headers={"Connection": "close"})
                         silent_since = time.monotonic()
-                except (aiohttp.ClientConnectorError, ValueError):
+                except (httpx.ConnectError, httpx.InvalidURL, httpx.UnsupportedProtocol):
                     silent_since = time.monotonic()  # nobody there: it is being restarted anyway
-                except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+                except (httpx.HTTPError, TimeoutError):
                     pass
                 if time.monotonic() - silent_since > deadline and router.pid == pid:
                     self._note(f"router has not answered for {deadline:g} s and is killed")
