@@ -45,16 +45,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import aiohttp
-
 from bench.deployment import Deployment, deployed, machine_cpu_s
 from bench.report import publish, spread, table
+from router.engines.http_client import HttpClient
 from router.load.arrivals import poisson
 from router.load.client import Outcome, Target, closed_loop, open_loop
 from router.load.report import percentile
 from router.load.workload import Ask, fixed
 
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
+CONNECT_S = 30.0
 MODEL = ("smollm2", "--dtype", "bfloat16")
 # As long as SmolLM2 takes on a quiet core of an AMD EPYC.
 MOCK = ("mock", "--step-ms", "36", "--prefill-tokens-per-ms", "0.7")
@@ -146,12 +146,10 @@ async def measure(
     deployment: Deployment, model: str, count: int, repeats: Iterable[int]
 ) -> tuple[dict[str, list[dict[str, list[Run]]]], dict[str, list[float]]]:
     """All runs by workload, rate and strategy; the rates (requests/s) by workload."""
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"},
-        timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**20,
-    ) as session:  # fmt: skip
+    client = HttpClient(deployment.url, connect_timeout_s=CONNECT_S)
+    try:
         greedy = {"ignore_eos": True, "temperature": 0}
-        target = Target(session, deployment.url, model, greedy)
+        target = Target(client, model, greedy)
         rates = {
             workload: await _rates(target, deployment, lengths)
             for workload, lengths in WORKLOADS.items()
@@ -174,7 +172,9 @@ async def measure(
                         f"{workload} {rate:.2f}/s {name}: {json.dumps(_rounded(run))}",
                         file=sys.stderr,
                     )
-    return runs, rates
+        return runs, rates
+    finally:
+        client.close()
 
 
 async def _rates(target: Target, deployment: Deployment, lengths: tuple[int, int]) -> list[float]:

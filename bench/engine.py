@@ -45,15 +45,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import orjson
+import httpx
 import torch
 
 from bench import peer_vllm
 from bench.report import only_save, publish, spread, table
+from bench.streams import post_stream
 from engine.models import load_model
 from engine.protocol.config import EngineConfig
 from kvcache.memory.layout import KVLayout
+from router.engines.http_client import HttpClient
 
 MODEL, DTYPE = "smollm2", "bfloat16"
 CONTEXT = 4096
@@ -150,18 +151,21 @@ def main() -> None:
 async def measure(server: Server, name: str, repeat: int) -> float:
     """One figure, tokens per second."""
     draw = random.Random(f"{name} {repeat}")
-    async with aiohttp.ClientSession() as http:
+    client = HttpClient(server.url)
+    try:
         if name in PREFILLS:
             count = PREFILLS[name]
             began = time.perf_counter()
-            (first, _), *_ = await _stream(http, server, _prompt(draw, count), 1)
+            (first, _), *_ = await _stream(client, server, _prompt(draw, count), 1)
             return count / (first - began)
         load = DECODES[name]
         shared = _prompt(draw, load.shared)
         prompts = [shared + _prompt(draw, load.prompt) for _ in range(load.batch)]
         streams = await asyncio.gather(
-            *(_stream(http, server, each, load.tokens, load.sampled) for each in prompts)
+            *(_stream(client, server, each, load.tokens, load.sampled) for each in prompts)
         )
+    finally:
+        client.close()
     begin = max(stream[0][0] for stream in streams)
     end = min(stream[-1][0] for stream in streams)
     if begin >= end:
@@ -174,8 +178,8 @@ async def seconds(server: Server) -> tuple[float, float]:
     """Of our engine: in steps, and of these in the model, since it began."""
     if server.name != "ours":
         return 0.0, 0.0
-    async with aiohttp.ClientSession() as http, http.get(server.url + "/metrics") as reply:
-        text = await reply.text()
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(server.url + "/metrics")).text
     step, model = (
         next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
         for name in ("microserve:step_seconds_total", "microserve:model_seconds_total")
@@ -222,23 +226,20 @@ async def warm_up(server: Server) -> None:
 
 
 async def _stream(
-    http: aiohttp.ClientSession,
+    client: HttpClient,
     server: Server,
     prompt: list[int],
     tokens: int,
     sampled: bool = False,
 ) -> list[tuple[float, int]]:
     """When tokens came, and how many. Raises `RuntimeError` if they are not as many as asked."""
-    came = []
-    body = server.body(prompt, tokens, sampled)
-    async with http.post(server.url + server.path, json=body) as reply:
-        if reply.status != 200:
-            raise RuntimeError(f"{server.name}: {reply.status} {await reply.text()}")
-        async for line in reply.content:
-            if line.startswith(b"data: {"):
-                count = len(server.token_ids(orjson.loads(line[6:])))
-                if count:
-                    came.append((time.perf_counter(), count))
+    came: list[tuple[float, int]] = []
+
+    def note(event: dict[str, Any], now: float) -> None:
+        if count := len(server.token_ids(event)):
+            came.append((now, count))
+
+    await post_stream(client, server.path, server.body(prompt, tokens, sampled), note)
     if sum(count for _, count in came) != tokens:
         raise RuntimeError(f"{server.name} sent {sum(c for _, c in came)} tokens, not {tokens}")
     return came
@@ -283,13 +284,12 @@ def _started(name: str, command: list[str], port: int) -> Iterator[Server]:
 
 async def _ready(server: Server) -> None:
     give_up = time.monotonic() + START_S
-    async with aiohttp.ClientSession() as http:
+    async with httpx.AsyncClient() as http:
         while True:
             try:
-                async with http.get(server.url + "/health") as reply:
-                    if reply.status == 200:
-                        return
-            except aiohttp.ClientError:
+                if (await http.get(server.url + "/health")).status_code == 200:
+                    return
+            except httpx.TransportError:
                 pass
             if server.process.poll() is not None or time.monotonic() > give_up:
                 raise RuntimeError(f"{server.name} did not get ready")

@@ -32,13 +32,15 @@ import secrets
 import signal
 import statistics
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
+import httpx
 
 from bench.faults_fleet import Engine, deployed, leaked_pages, oracle, until_up
 from bench.report import publish, table
+from router.base.sse import DONE, EventSplitter
 
 EVERY = 16
 CASES = 48
@@ -168,20 +170,19 @@ def _case(number: int) -> Case:
     return Case(prompt, sampling)
 
 
-async def _undisturbed(http: aiohttp.ClientSession, url: str, case: Case) -> tuple[list[int], str]:
+async def _undisturbed(http: httpx.AsyncClient, url: str, case: Case) -> tuple[list[int], str]:
     body = {"request_id": secrets.token_hex(8), "prompt": case.prompt, **case.sampling}
     tokens, text = [], ""
-    async with http.post(f"{url}/microserving/start_generate", json=body) as reply:
-        async for line in reply.content:
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                tokens += event.get("token_ids", [])
-                text += event.get("text", "")
+    async with http.stream("POST", f"{url}/microserving/start_generate", json=body) as reply:
+        async for data in _events(reply):
+            event = json.loads(data)
+            tokens += event.get("token_ids", [])
+            text += event.get("text", "")
     return tokens, text
 
 
 async def _client(
-    http: aiohttp.ClientSession,
+    http: httpx.AsyncClient,
     router: str,
     cases: list[Case],
     tally: Tally,
@@ -195,41 +196,41 @@ async def _client(
         tally.requests += 1
         try:
             tokens, text = await _ask(http, router, case, request_id)
-        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+        except (httpx.HTTPError, OSError, RuntimeError) as error:
             tally.failed.append(f"{type(error).__name__}: {error}")
             continue
         if (tokens, text) != (case.tokens, case.text):
             tally.differing += 1
-        async with http.get(f"{router}/admin/requests/{request_id}") as reply:
-            tally.read(await reply.json())
+        tally.read((await http.get(f"{router}/admin/requests/{request_id}")).json())
 
 
 async def _ask(
-    http: aiohttp.ClientSession, router: str, case: Case, request_id: str
+    http: httpx.AsyncClient, router: str, case: Case, request_id: str
 ) -> tuple[list[int], str]:
     body = {"prompt": case.prompt, "stream": True, "return_token_ids": True, **case.sampling}
     headers = {"X-Request-Id": request_id}
     tokens, text, whole = [], "", False
-    async with http.post(f"{router}/v1/completions", json=body, headers=headers) as reply:
-        if reply.status != 200:
-            raise RuntimeError(f"status {reply.status}: {(await reply.text())[:200]}")
-        async for line in reply.content:
-            if line.startswith(b"data: [DONE]"):
+    url = f"{router}/v1/completions"
+    async with http.stream("POST", url, json=body, headers=headers) as reply:
+        if reply.status_code != 200:
+            raise RuntimeError(f"status {reply.status_code}: {(await reply.aread())[:200]!r}")
+        async for data in _events(reply):
+            if data == DONE:
                 whole = True
-            elif line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise RuntimeError(event["error"]["message"])
-                for choice in event["choices"]:
-                    tokens += choice["token_ids"] or []
-                    text += choice["text"]
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise RuntimeError(event["error"]["message"])
+            for choice in event["choices"]:
+                tokens += choice["token_ids"] or []
+                text += choice["text"]
     if not whole:
         raise RuntimeError("the stream ended without [DONE]")
     return tokens, text
 
 
 async def _break(
-    http: aiohttp.ClientSession, router: str, engines: list[Engine], tally: Tally, for_s: float
+    http: httpx.AsyncClient, router: str, engines: list[Engine], tally: Tally, for_s: float
 ) -> None:
     """One fault after the other, each when the one before is over."""
     source = random.Random(0)
@@ -254,17 +255,22 @@ async def _break(
         await asyncio.sleep(source.uniform(*PAUSE_S))
 
 
-async def _listen(http: aiohttp.ClientSession, router: str, tally: Tally) -> None:
+async def _listen(http: httpx.AsyncClient, router: str, tally: Tally) -> None:
     """Note where the router takes an engine for lost that is not broken."""
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with http.get(f"{router}/admin/events", timeout=timeout) as reply:
-        async for line in reply.content:
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                broken = [f for f in tally.faults if f.engine == event.get("id")]
-                if event.get("status") == "down" and not any(f.over > time.time() for f in broken):
-                    last = [f"{f.kind} over for {time.time() - f.over:.1f} s" for f in broken[-1:]]
-                    tally.false_alarms.append(f"{event['id']}: {event['reason']} {last}")
+    async with http.stream("GET", f"{router}/admin/events", timeout=None) as reply:
+        async for data in _events(reply):
+            event = json.loads(data)
+            broken = [f for f in tally.faults if f.engine == event.get("id")]
+            if event.get("status") == "down" and not any(f.over > time.time() for f in broken):
+                last = [f"{f.kind} over for {time.time() - f.over:.1f} s" for f in broken[-1:]]
+                tally.false_alarms.append(f"{event['id']}: {event['reason']} {last}")
+
+
+async def _events(reply: httpx.Response) -> AsyncIterator[bytes]:
+    events = EventSplitter()
+    async for received in reply.aiter_bytes():
+        for data in events.feed(received):
+            yield data
 
 
 def _p99(times: list[float]) -> float | None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import aiohttp
+import httpx
 
 from router.conformance.forkserver import Forked, engine, microserve
 
@@ -20,6 +20,7 @@ __all__ = ["Engine", "deployed", "leaked_pages", "oracle", "until_up"]
 NAMES = ("a", "b", "c")
 PAGES = 1024
 UP_S = 60.0
+REQUEST_S = 300.0
 REST_S = 60.0  # leases that nobody ends go after 30 s
 
 
@@ -52,7 +53,7 @@ class Engine:
 @asynccontextmanager
 async def deployed(
     every: int,
-) -> AsyncIterator[tuple[list[Engine], str, aiohttp.ClientSession]]:
+) -> AsyncIterator[tuple[list[Engine], str, httpx.AsyncClient]]:
     """Three engines, the URL of a router that replicates on them, and a client."""
     secret = secrets.token_hex(16)
     engines = [Engine(name, secret) for name in NAMES]
@@ -64,8 +65,8 @@ async def deployed(
         strategy = ("--strategy", "replicate", "--param", f"every={every}")
         router = Forked(microserve, "router", "--port", "0", *strategy, *urls)
         url = router.line().split()[-1]
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as http:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(limits=limits, timeout=REQUEST_S) as http:
             await until_up(http, url)
             yield engines, url, http
     finally:
@@ -85,28 +86,26 @@ async def oracle() -> AsyncIterator[str]:
         one.end()
 
 
-async def until_up(http: aiohttp.ClientSession, router: str) -> None:
+async def until_up(http: httpx.AsyncClient, router: str) -> None:
     """Wait until the router takes all engines for well."""
     async with asyncio.timeout(UP_S):
         while True:
-            async with http.get(f"{router}/admin/engines") as reply:
-                engines = (await reply.json())["engines"]
+            engines = (await http.get(f"{router}/admin/engines")).json()["engines"]
             if {one["id"] for one in engines if one["status"] == "up"} >= set(NAMES):
                 return
             await asyncio.sleep(0.05)
 
 
-async def leaked_pages(http: aiohttp.ClientSession, one: Engine) -> int:
+async def leaked_pages(http: httpx.AsyncClient, one: Engine) -> int:
     """Pages that are neither free nor cached once nothing runs; the books must prove the rest."""
     give_up = time.monotonic() + REST_S
     while True:
-        async with http.get(f"{one.url}/microserving/state") as reply:
-            pages = (await reply.json())["pages"]
+        pages = (await http.get(f"{one.url}/microserving/state")).json()["pages"]
         leaked = int(pages["total"] - pages["free"] - pages["cached"])
         if not leaked or time.monotonic() > give_up:
             break
         await asyncio.sleep(0.1)
-    async with http.get(f"{one.url}/microserving/integrity") as reply:
-        if reply.status != 200:
-            raise SystemExit(f"the books of engine {one.name} do not agree: {await reply.text()}")
+    reply = await http.get(f"{one.url}/microserving/integrity")
+    if reply.status_code != 200:
+        raise SystemExit(f"the books of engine {one.name} do not agree: {reply.text}")
     return leaked

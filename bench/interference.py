@@ -39,8 +39,6 @@ import os
 import time
 from typing import Any
 
-import aiohttp
-
 from bench.deployment import deployed
 from bench.interference_engines import DECODES, LONG, SHORT, Engines, Figures
 from bench.report import publish, spread, table
@@ -60,8 +58,7 @@ async def measure(engines: list[str], rounds: int) -> dict[str, Any]:
     firsts: dict[str, list[float]] = {
         "long": [], "alone": [], "behind": [], "behind_beside_decodes": []
     }  # fmt: skip
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
-        bench = Engines(http, *engines)
+    async with Engines(*engines) as bench:
         await bench.prepare()
         for _ in range(rounds):
             for name in PHASES:

@@ -10,11 +10,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-import aiohttp
 import orjson
 from tokenizers import Tokenizer
+
+from bench.streams import post_stream
+from router.engines.http_client import HttpClient
 
 __all__ = ["BUDGET", "DECODES", "LONG", "SHORT", "Engines", "Figures"]
 
@@ -37,20 +39,26 @@ class Stream:
 class Engines:
     """The one that computes, and the one that only receives."""
 
-    def __init__(self, http: aiohttp.ClientSession, sender: str, receiver: str) -> None:
-        self._http = http
-        self._sender, self._receiver = sender, receiver
+    def __init__(self, sender: str, receiver: str) -> None:
+        self._sender, self._receiver = HttpClient(sender), HttpClient(receiver)
         self._numbers = itertools.count()
         self._draw = random.Random(0)
         self._text: list[int] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._sender.close()
+        self._receiver.close()
 
     async def prepare(self) -> None:
         """A text for decodes to go on with: one in letters, of which each token is an event.
 
         And whatever is compiled or allocated at first use.
         """
-        async with self._http.get(f"{self._sender}/microserving/model") as reply:
-            tokenizer = Tokenizer.from_str((await reply.json())["tokenizer_json"])
+        model = orjson.loads(await _get(self._sender, "/microserving/model"))
+        tokenizer = Tokenizer.from_str(model["tokenizer_json"])
         self._text = tokenizer.encode("Once upon a time there was an engine. " * 8).ids
         await self.first_token(self.random(LONG))
         await self.send()
@@ -147,46 +155,43 @@ class Engines:
             "request_id": f"bench-{next(self._numbers)}", "prompt": prompt, "max_tokens": tokens,
             "temperature": 0.0, "ignore_eos": True, "begin": 0,
         }  # fmt: skip
-        url = f"{self._sender}/microserving/start_generate"
-        async with self._http.post(url, json=body) as reply:
-            if reply.status != 200:
-                raise RuntimeError(f"start_generate: {await reply.text()}")
-            async for line in reply.content:
-                if line.startswith(b"data: {"):
-                    now, event = time.perf_counter(), orjson.loads(line[6:])
-                    if "error" in event:
-                        raise RuntimeError(f"start_generate: {event}")
-                    if count := len(event.get("token_ids", ())):
-                        stream.times.append(now)
-                        stream.tokens += count
-                        stream.begun.set()
 
-    async def _call(self, engine: str, name: str, **body: Any) -> dict[str, Any]:
-        async with self._http.post(f"{engine}/microserving/{name}", json=body) as reply:
-            if reply.status != 200:
-                raise RuntimeError(f"{name}: {await reply.text()}")
-            answer: dict[str, Any] = await reply.json()
-            return answer
+        def note(event: dict[str, Any], now: float) -> None:
+            if count := len(event.get("token_ids", ())):
+                stream.times.append(now)
+                stream.tokens += count
+                stream.begun.set()
+
+        await post_stream(self._sender, "/microserving/start_generate", body, note)
+
+    async def _call(self, engine: HttpClient, name: str, **body: Any) -> dict[str, Any]:
+        reply = await engine.call("POST", f"/microserving/{name}", orjson.dumps(body))
+        if reply.status != 200:
+            raise RuntimeError(f"{name}: {reply.body!r}")
+        answer: dict[str, Any] = orjson.loads(reply.body)
+        return answer
 
     async def _at_rest(self) -> None:
-        for url in (self._sender, self._receiver):
+        for engine in (self._sender, self._receiver):
             for _ in range(600):
-                async with self._http.get(f"{url}/microserving/state") as reply:
-                    state = await reply.json()
+                state = orjson.loads(await _get(engine, "/microserving/state"))
                 if not state["running"] + state["waiting"] + state["puts_in_flight"]:
                     break
                 await asyncio.sleep(0.05)
             else:
-                raise RuntimeError(f"{url} does not come to rest")
+                raise RuntimeError(f"{engine.url} does not come to rest")
 
     async def _computed(self) -> float:
         """Prompt tokens that the engine has computed so far, for prefills and sends."""
-        async with self._http.get(f"{self._sender}/metrics") as reply:
-            lines = (await reply.text()).splitlines()
+        lines = (await _get(self._sender, "/metrics")).decode().splitlines()
         return next(float(ln.split()[-1]) for ln in lines if ln.startswith("vllm:prompt_tokens_t"))
 
     def random(self, count: int) -> list[int]:
         return [self._draw.randrange(1000, 40_000) for _ in range(count)]
+
+
+async def _get(engine: HttpClient, path: str) -> bytes:
+    return (await engine.call("GET", path)).body
 
 
 async def _repeat(call: Callable[[], Coroutine[Any, Any, Any]], took: list[float]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from yarl import URL
+from urllib.parse import urlsplit
 
 from engine.protocol import BadRequest
 from router.engines.backend import ROLES, Role
@@ -25,11 +24,13 @@ class EngineEntry:
 def engine_url(url: str) -> str:
     """`url` without a slash at its end. Raises `BadRequest` if no engine can be there."""
     try:
-        parsed = URL(url)
-        good = parsed.scheme in ("http", "https") and parsed.host and parsed.port is not None
+        parts = urlsplit(url)
+        plain = not (parts.username or parts.query or parts.fragment)
+        good = plain and parts.scheme in ("http", "https") and bool(parts.hostname)
+        good = good and (parts.port is None or parts.port >= 0)  # raises if it is out of range
     except ValueError:
         good = False
-    if not good or not url.isprintable() or parsed.user or parsed.query_string or parsed.fragment:
+    if not good or not url.isprintable() or " " in url or "\\" in url:
         raise BadRequest(f"no URL of an engine: {url[:200]!r}", param="url")
     return url.rstrip("/")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from yarl import URL
 
 from engine.protocol import Unauthorized
 from router.api.http import HttpRequest, HttpResponse, json_response
@@ -79,7 +79,7 @@ async def read_body(body: type[B], http: HttpRequest) -> B:
 
 def _host(url: str) -> str | None:
     try:
-        return URL(url).host
+        return urlsplit(url).hostname
     except ValueError:
         return None
 
