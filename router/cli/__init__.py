@@ -25,7 +25,7 @@ for command in (up, engine, router, chat, strategy, bench):
 
 
 def main() -> None:
-    """The console script. Every flag has a twin `MICROSERVE_<COMMAND>_<FLAG>`."""
+    """Run the console script. Each flag can also be set by `MICROSERVE_<COMMAND>_<FLAG>`."""
     drop_service_links()
     hide_keys()
     cli(prog_name="microserve", auto_envvar_prefix=PREFIX)

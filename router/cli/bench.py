@@ -1,4 +1,4 @@
-"""`microserve bench`: load on a running server, and what it makes of it."""
+"""`microserve bench`: a load generator for running servers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 
 from engine.protocol import BadRequest, MicroserveError
+from router.cli.options import GroupedCommand, option
 from router.engines.http_client import HttpClient
 from router.load.arrivals import evenly, poisson
 from router.load.client import Outcome, Target, closed_loop, open_loop
@@ -22,46 +23,50 @@ from router.load.workload import WORKLOADS, Ask, fixed, jsonl, long, mooncake, s
 
 __all__ = ["bench"]
 
+POSITIVE = click.FloatRange(0, min_open=True)
 
-@click.command()
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="of the server")
-@click.option("--model", default="", help="its model  [default: the first that it lists]")
-@click.option("--api-key", default="", help="of the server")
-@click.option("--workload", type=click.Choice(WORKLOADS), default="fixed", show_default=True)
-@click.option("--file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="of the workloads jsonl and mooncake")  # fmt: skip
-@click.option(
-    "--input", "input_", type=click.IntRange(1), help="tokens in  [default: 256; long: 4096]"
-)
-@click.option("--output", type=click.IntRange(1), default=64, show_default=True, help="tokens out")
-@click.option("--scale", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
-              help="of the lengths of a mooncake trace")  # fmt: skip
-@click.option("--requests", type=click.IntRange(1), help="how many  [default: 100; a trace: all]")
-@click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), help="of an open loop, in requests/s"
-)
-@click.option("--arrivals", type=click.Choice(["poisson", "fixed"]), default="poisson",
-              show_default=True, help="of an open loop")  # fmt: skip
-@click.option("--concurrency", type=click.IntRange(1), default=8, show_default=True,
-              help="of a closed loop: without --rate, and without a trace's own times")  # fmt: skip
-@click.option("--speed", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
-              help="how much faster than it was to replay a trace")  # fmt: skip
-@click.option(
-    "--slo-ttft-ms", type=click.FloatRange(0), help="goodput: to the first token, at most"
-)
-@click.option(
-    "--slo-tpot-ms", type=click.FloatRange(0), help="goodput: per token after it, at most"
-)
-@click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True,
-              help="let all answers have their length (vLLM's extension)")  # fmt: skip
-@click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), default=600.0,
-              show_default=True, help="of a request (s)")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="of lengths, tokens and times")
+
+@click.command(cls=GroupedCommand)
+@option("--url", default="http://127.0.0.1:8000", show_default=True, group="Server",
+        help="URL of the server under load")  # fmt: skip
+@option("--model", default="", group="Server", help="model name  [default: the first one listed]")
+@option("--api-key", default="", group="Server", help="key that the server asks for")
+@option("--timeout", "timeout_s", type=POSITIVE, default=600.0, show_default=True, group="Server",
+        help="total time of a request (s)")  # fmt: skip
+@option("--workload", type=click.Choice(WORKLOADS), default="fixed", show_default=True,
+        group="Workload", help="kind of requests")  # fmt: skip
+@option("--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), group="Workload",
+        help="input of the workloads jsonl and mooncake")  # fmt: skip
+@option("--input", "input_", type=click.IntRange(1), group="Workload",
+        help="prompt tokens per request  [default: 256; long: 4096]")  # fmt: skip
+@option("--output", type=click.IntRange(1), default=64, show_default=True, group="Workload",
+        help="output tokens per request")  # fmt: skip
+@option("--ignore-eos/--no-ignore-eos", default=True, show_default=True, group="Workload",
+        help="generate all output tokens, past an end of sequence (vLLM's extension)",
+)  # fmt: skip
+@option("--scale", type=POSITIVE, default=1.0, show_default=True, group="Workload",
+        help="factor for the lengths of a mooncake trace")  # fmt: skip
+@option("--requests", type=click.IntRange(1), group="Workload",
+        help="number of requests  [default: 100; a trace: all]")  # fmt: skip
+@option("--seed", type=int, default=0, show_default=True, group="Workload",
+        help="seed of lengths, tokens and arrival times")  # fmt: skip
+@option("--rate", type=POSITIVE, group="Arrivals", help="open loop: requests per second")
+@option("--arrivals", type=click.Choice(["poisson", "fixed"]), default="poisson",
+        show_default=True, group="Arrivals", help="open loop: distribution of arrivals",
+)  # fmt: skip
+@option("--concurrency", type=click.IntRange(1), default=8, show_default=True, group="Arrivals",
+        help="closed loop (no --rate, no trace): number of concurrent clients")  # fmt: skip
+@option("--speed", type=POSITIVE, default=1.0, show_default=True, group="Arrivals",
+        help="trace: factor by which arrivals are faster")  # fmt: skip
+@option("--slo-ttft-ms", type=click.FloatRange(0), group="Goodput",
+        help="objective for the time to first token (ms)")  # fmt: skip
+@option("--slo-tpot-ms", type=click.FloatRange(0), group="Goodput",
+        help="objective for the time per output token after the first (ms)")  # fmt: skip
 def bench(**options: Any) -> None:
-    """Put load on any OpenAI-style server and measure it from outside.
+    """Put load on an OpenAI-compatible server and measure it from the client's side.
 
-    Prints a table, and as the last line of standard output one JSON document. The same seed makes
-    the same requests at the same times.
+    Prints tables, and one JSON document as the last line of standard output. Runs with the same
+    seed send the same requests at the same times.
     """
     try:
         outcomes = asyncio.run(_run(options))
@@ -105,11 +110,11 @@ async def _run(options: dict[str, Any]) -> list[Outcome]:
 
 
 def _asks(options: dict[str, Any]) -> tuple[Iterator[Ask], bool]:
-    """The requests, and whether they have times of their own. Raises `BadRequest`."""
+    """Return the requests, and whether they bring arrival times. Raises `BadRequest`."""
     kind, seed, output = options["workload"], options["seed"], options["output"]
     count, path = options["requests"], options["file"]
     if (kind in ("jsonl", "mooncake")) != (path is not None):
-        raise BadRequest("--file goes with the workloads jsonl and mooncake, and these need it")
+        raise BadRequest("--file goes with the workloads jsonl and mooncake, which require it")
     if kind == "mooncake":
         return itertools.islice(mooncake(path, seed, options["scale"]), count), True
     if kind == "jsonl":
@@ -128,5 +133,5 @@ async def _first_model(client: HttpClient) -> str:
     try:
         return str(json.loads(reply.body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
-        message = f"{client.url} lists no model ({reply.status}): name it by --model"
+        message = f"{client.url} lists no model ({reply.status}): use --model"
         raise BadRequest(message) from None

@@ -1,4 +1,4 @@
-"""`microserve chat`: an answer from a running router, as it comes."""
+"""`microserve chat`: answers from a running router, printed as they arrive."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import click
 import httpx
 
 from router.base.sse import DONE, EventSplitter
+from router.cli.options import GroupedCommand, option
 
 __all__ = ["chat"]
 
 Messages = list[dict[str, str]]
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("prompt", required=False)
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="of the router")
-@click.option("--api-key", default="", help="of the router")
-@click.option("--system", default="", help="the system message")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="of an answer")
-@click.option("--temperature", type=click.FloatRange(0.0, 2.0), default=0.0, show_default=True)
+@option("--url", default="http://127.0.0.1:8000", show_default=True, group="Server",
+        help="the router's URL")  # fmt: skip
+@option("--api-key", default="", group="Server", help="key that the router asks for")
+@option("--system", default="", group="Generation", help="system message")
+@option("--max-tokens", type=click.IntRange(min=1), group="Generation",
+        help="longest answer in tokens")  # fmt: skip
+@option("--temperature", type=click.FloatRange(0.0, 2.0), default=0.0, show_default=True,
+        group="Generation", help="sampling temperature; 0: greedy")  # fmt: skip
 def chat(
     prompt: str | None,
     url: str,
@@ -31,7 +35,10 @@ def chat(
     max_tokens: int | None,
     temperature: float,
 ) -> None:
-    """Ask PROMPT; without it what comes on standard input, or turn by turn at a terminal."""
+    """Send PROMPT and print the answer as it arrives.
+
+    Without PROMPT, chat turn by turn at a terminal, or read the prompt from standard input.
+    """
     options: dict[str, Any] = {"temperature": temperature, "stream": True}
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
@@ -59,7 +66,7 @@ def _talk(client: httpx.Client, messages: Messages, options: dict[str, Any]) -> 
 
 
 def _ask(client: httpx.Client, messages: Messages, options: dict[str, Any]) -> str:
-    """Print the answer as it comes and return it. Raises `ClickException`."""
+    """Print the answer as it arrives, and return it. Raises `ClickException`."""
     answer = ""
     try:
         body = {"messages": messages, **options}

@@ -1,4 +1,4 @@
-"""Command-line options made of the fields of a config: one place for names, defaults, help."""
+"""Click options: made from the fields of a config, and listed by topic in `--help`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,49 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-__all__ = ["config_options", "given", "read_params"]
+__all__ = ["GroupedCommand", "config_options", "given", "option", "read_params"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+OTHERS = "Options"
+
+
+class GroupedOption(click.Option):
+    """An option that `--help` lists under the heading `group`."""
+
+    def __init__(self, *args: Any, group: str = OTHERS, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+class GroupedCommand(click.Command):
+    """A command whose `--help` lists options under headings, in the order of their first options.
+
+    Options without a group come last.
+    """
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if isinstance(param, click.Option) and record:
+                groups.setdefault(getattr(param, "group", OTHERS), []).append(record)
+        for heading in sorted(groups, key=lambda heading: heading == OTHERS):
+            with formatter.section(heading):
+                formatter.write_dl(groups[heading])
+
+
+def option(*names: str, group: str = OTHERS, **attributes: Any) -> Callable[[F], F]:
+    """`click.option` with a heading."""
+    return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
 
 def config_options(
     config: type[Any], *, without: Collection[str] = (), only: Collection[str] | None = None
 ) -> Callable[[F], F]:
-    """A decorator that adds an option for every field of the dataclass that has a help text, or for
-    those of them that are named by `only`."""
+    """Return a decorator that adds an option for each field of the dataclass with a help text.
+
+    `only` restricts it to the fields named there; otherwise `without` names fields to leave out.
+    """
     hints = typing.get_type_hints(config)
 
     def add(command: F) -> F:
@@ -33,7 +66,7 @@ def config_options(
 
 
 def given(config: type[Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Those of `values` that are fields of `config` and not its defaults."""
+    """Return those of `values` that are fields of `config` and differ from the defaults."""
     return {
         field.name: values[field.name]
         for field in dataclasses.fields(config)
@@ -42,7 +75,10 @@ def given(config: type[Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_params(pairs: Collection[str]) -> dict[str, Any]:
-    """`K=V` pairs as params; a V that is JSON is what it says, any other is a string."""
+    """Parse `K=V` pairs. A V that is valid JSON is parsed as such; any other V is a string.
+
+    Raises `BadParameter` for a pair of another form.
+    """
     params = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -58,17 +94,16 @@ def read_params(pairs: Collection[str]) -> dict[str, Any]:
 def _option(field: dataclasses.Field[Any], hint: Any) -> Callable[[F], F]:
     name = "--" + field.name.replace("_", "-")
     names = [name, field.name]
-    if name.endswith("-s"):  # seconds: what is typed need not say so
+    if name.endswith("-s"):  # the unit may be left out: --stall for --stall-s
         names.insert(0, name.removesuffix("-s"))
-    kind: Any = hint
+    attributes: dict[str, Any] = {
+        "default": field.default,
+        "help": field.metadata["help"],
+        "group": field.metadata.get("group", OTHERS),
+    }
     if hint is bool:
-        return click.option(name, is_flag=True, default=field.default, help=field.metadata["help"])
+        return option(name, is_flag=True, **attributes)
+    kind: Any = hint
     if typing.get_origin(hint) is Literal:
         kind = click.Choice(typing.get_args(hint))
-    return click.option(
-        *names,
-        type=kind,
-        default=field.default,
-        show_default=field.default != "",
-        help=field.metadata["help"],
-    )
+    return option(*names, type=kind, show_default=field.default != "", **attributes)

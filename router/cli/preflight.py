@@ -1,4 +1,4 @@
-"""Mistakes that can be told before anything is started: one line each, exit code 2."""
+"""Checks of the command line before anything starts: one line per mistake, exit code 2."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["Mistake", "check_address", "check_folder", "check_strategy", "check_
 
 
 class Mistake(click.ClickException):
-    """Something is wrong with what was asked for."""
+    """The command line asks for something impossible."""
 
     exit_code = 2
 
 
 def check_strategy(strategy: str, params: Mapping[str, Any]) -> int:
-    """Run a strategy dry, by its name or its file; returns for how many requests.
+    """Dry-run a strategy, given by name or file, and return the number of simulated requests.
 
-    Raises `Mistake`.
+    Raises `Mistake` if it cannot be loaded or fails.
     """
     try:
         requests: int = asyncio.run(audition_of(strategy, params))["requests"]
@@ -43,8 +43,11 @@ def check_strategy(strategy: str, params: Mapping[str, Any]) -> int:
 def check_conformance(
     strategy: str, params: Mapping[str, Any], *, model: str, only: Collection[str]
 ) -> bool:
-    """Hold a strategy against one engine, in processes of its own, and tell of each check, or of
-    those named; returns whether it has passed. Raises `Mistake` if the processes do not start."""
+    """Compare a strategy on real engines with a single engine, and print the result of each check.
+
+    `only` names the checks to run; empty: all. Returns whether all passed. Raises `Mistake` if the
+    processes do not start.
+    """
     checks = [check for check in ALL if not only or check.__name__ in only]
 
     async def run() -> bool:
@@ -69,7 +72,7 @@ def check_conformance(
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises `Mistake` if nobody could listen there."""
+    """Raise `Mistake` if the address cannot be listened on."""
     try:
         listen(host, port).close()
     except socket.gaierror as error:
@@ -77,11 +80,11 @@ def check_address(host: str, port: int) -> None:
     except OSError as error:
         raise Mistake(f"--host {host} --port {port}: {error.strerror}") from None
     except OverflowError:
-        raise Mistake(f"--port {port}: ports are from 0 to 65535") from None
+        raise Mistake(f"--port {port}: ports range from 0 to 65535") from None
 
 
 def check_tls(cert: str, key: str) -> None:
-    """Raises `Mistake` if the files are no certificate and its key; empty names are none at all."""
+    """Raise `Mistake` unless the files are a certificate and its key, or both names are empty."""
     try:
         server_context(cert, key)
     except MicroserveError as error:
@@ -89,7 +92,7 @@ def check_tls(cert: str, key: str) -> None:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raises `Mistake` if no file can be written at `path`."""
+    """Raise `Mistake` if `path` is in no folder that can be written to."""
     if path is None:
         return
     folder = path.absolute().parent

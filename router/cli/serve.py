@@ -12,7 +12,7 @@ import click
 from engine.protocol import EngineConfig, MicroserveError
 from router.base.config import RouterConfig
 from router.base.environment import PREFIX, child_environment
-from router.cli.options import config_options, given, read_params
+from router.cli.options import GroupedCommand, config_options, given, option, read_params
 from router.cli.preflight import Mistake, check_address, check_strategy
 from router.server import run
 from router.supervisor.fleet import as_arguments
@@ -21,11 +21,14 @@ from router.telemetry.logs import set_up_logging
 __all__ = ["engine", "router"]
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model")
 @config_options(EngineConfig)
 def engine(model: str, **flags: Any) -> None:
-    """Run one engine. MODEL: smollm2, tiny, mock, a folder, a .gguf file or a hub id."""
+    """Run one engine.
+
+    MODEL is smollm2, tiny, mock, a folder, a .gguf file or a Hugging Face id.
+    """
     flags = given(EngineConfig, flags)
     keys = {
         f"{PREFIX}_ENGINE_{name.upper()}": flags.pop(name)
@@ -33,11 +36,11 @@ def engine(model: str, **flags: Any) -> None:
         if name in flags
     }
     argv = [sys.executable, "-m", "engine", model, *as_arguments(flags)]
-    os.execve(sys.executable, argv, {**child_environment(), **keys})  # noqa: S606  no shell wanted
+    os.execve(sys.executable, argv, {**child_environment(), **keys})  # noqa: S606  needs no shell
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, on platforms that have it."""
+    """Return a uvloop event loop on platforms that have it, else asyncio's."""
     try:
         import uvloop
     except ImportError:
@@ -45,15 +48,18 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-@click.command()
-@click.option("--engine", "engines", multiple=True, metavar="URL", help="an engine; repeatable")
-@click.option("--strategy", default="data_parallel", show_default=True, metavar="NAME|FILE.py")
-@click.option("--param", "params", multiple=True, metavar="K=V", help="of the strategy")
+@click.command(cls=GroupedCommand)
+@option("--engine", "engines", multiple=True, metavar="URL", group="Engines",
+        help="URL of an engine; repeatable")  # fmt: skip
+@option("--strategy", default="data_parallel", show_default=True, metavar="NAME|FILE.py",
+        group="Strategy", help="strategy that routes requests")  # fmt: skip
+@option("--param", "params", multiple=True, metavar="K=V", group="Strategy",
+        help="parameter of the strategy; repeatable")  # fmt: skip
 @config_options(RouterConfig)
 def router(engines: tuple[str, ...], strategy: str, params: tuple[str, ...], **flags: Any) -> None:
-    """Run the router in front of engines that already run."""
+    """Run a router in front of running engines."""
     config = RouterConfig(engines=engines, strategy=strategy, params=read_params(params), **flags)
-    if not config.parent_pid:  # else `up` has done so already
+    if not config.parent_pid:  # `up` has checked these already
         check_address(config.host, config.port)
         check_strategy(strategy, config.params)
     set_up_logging(config.log_level, config.log_format)

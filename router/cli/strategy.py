@@ -1,4 +1,4 @@
-"""`microserve strategy`: the admin API's strategies, from the shell."""
+"""`microserve strategy`: list, choose, load and check strategies."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ import click
 import httpx
 
 from engine.protocol import MicroserveError
-from router.cli.options import read_params
+from router.cli.options import GroupedCommand, option, read_params
 from router.cli.preflight import check_conformance, check_strategy
 from router.conformance.suite import ALL
 from router.rollout.catalog import read_source
 
 __all__ = ["strategy"]
 
-WATCH_S = 0.2  # how often the file is looked at
+WATCH_S = 0.2  # interval at which --watch reads the file
 BOUNDS = {
     "minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<",
     "multipleOf": "multiple of", "minLength": "length ≥", "maxLength": "length ≤",
     "pattern": "matches", "minItems": "items ≥", "maxItems": "items ≤",
 }  # fmt: skip
-params_option = click.option("--param", "params", multiple=True, metavar="K=V")
+params_option = option(
+    "--param", "params", multiple=True, metavar="K=V", group="Strategy",
+    help="parameter of the strategy; repeatable",
+)  # fmt: skip
 
 
 @click.group()
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="of the router")
-@click.option("--admin-key", default="", help="of the router")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="the router's URL")
+@click.option("--admin-key", default="", help="key of the router's admin API")
 @click.pass_context
 def strategy(context: click.Context, url: str, admin_key: str) -> None:
-    """Show, choose, load and check strategies; all but `check` ask a running router."""
+    """List, choose, load and check strategies. All but `check` need a running router."""
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
     context.obj = context.with_resource(httpx.Client(base_url=url, headers=headers, timeout=60.0))
 
@@ -39,7 +42,7 @@ def strategy(context: click.Context, url: str, admin_key: str) -> None:
 @strategy.command("list")
 @click.pass_obj
 def list_(client: httpx.Client) -> None:
-    """All strategies; the active one has a star."""
+    """List all strategies. A star marks the active one."""
     state = _call(client, "GET", "/admin/strategies")
     for one in state["strategies"]:
         star = "*" if one["name"] == state["active"]["name"] else " "
@@ -50,7 +53,10 @@ def list_(client: httpx.Client) -> None:
 @click.argument("name", required=False)
 @click.pass_obj
 def show(client: httpx.Client, name: str | None) -> None:
-    """The help and params of NAME; without it, what is active, on trial and still running."""
+    """Show the help and parameters of NAME.
+
+    Without NAME, show the active strategy, the canary, and old versions with requests in flight.
+    """
     state = _call(client, "GET", "/admin/strategies")
     if name is None:
         _show_running(state)
@@ -64,17 +70,19 @@ def show(client: httpx.Client, name: str | None) -> None:
     raise click.ClickException(f"no strategy {name!r}")
 
 
-@strategy.command()
+@strategy.command(cls=GroupedCommand)
 @click.argument("name")
 @params_option
-@click.option("--if-generation", type=int, help="only if this generation is active")
-@click.option(
-    "--canary", type=click.FloatRange(0, 100, min_open=True), metavar="PERCENT",
-    help="try it with so many percent of the requests first",
-)  # fmt: skip
-@click.option("--max-error-rate", type=float, help="of a canary: 0 to 1  [default: 0.01]")
-@click.option("--max-ttft-p99-ms", type=float, help="of a canary: time to first token")
-@click.option("--min-requests", type=int, help="of a canary: judged by so many  [default: 100]")
+@option("--if-generation", type=int, group="Strategy",
+        help="fail unless this generation is active")  # fmt: skip
+@option("--canary", type=click.FloatRange(0, 100, min_open=True), metavar="PERCENT",
+        group="Canary", help="try it on this share of the requests first")  # fmt: skip
+@option("--max-error-rate", type=float, group="Canary",
+        help="share of failed requests that it may have, 0 to 1  [default: 0.01]")  # fmt: skip
+@option("--max-ttft-p99-ms", type=float, group="Canary",
+        help="99th percentile that its time to first token may have (ms)")  # fmt: skip
+@option("--min-requests", type=int, group="Canary",
+        help="number of requests after which it is judged  [default: 100]")  # fmt: skip
 @click.pass_obj
 def use(
     client: httpx.Client,
@@ -93,21 +101,23 @@ def use(
     if canary is not None:
         body["canary"] = {"percent": canary, **given}
     elif given:
-        raise click.UsageError("these are rules of a canary: give --canary PERCENT")
+        raise click.UsageError("these options need --canary PERCENT")
     state = _call(client, "PUT", "/admin/strategy", body)
     click.echo(_generation(state) + (", a canary" if state["canary"] else ""))
 
 
 @strategy.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--watch", is_flag=True, help="stay, and load it again whenever it is saved")
+@click.option(
+    "--watch", is_flag=True, help="keep running, and reload the file whenever it is saved"
+)
 @click.pass_obj
 def load(client: httpx.Client, file: Path, watch: bool) -> None:
     """Load the strategy in FILE; `use` makes it active.
 
-    It is known by its function's name. Of several in FILE, the one meant is that named like FILE.
-    With --watch, a strategy that is active when its file is saved, is replaced by the new version
-    with the same params; a version that is no good changes nothing.
+    The strategy's name is its function's name. If FILE has several strategies, the one named like
+    FILE is loaded. With --watch, saving the file of the active strategy activates the new version
+    with the same parameters; a version that fails to load changes nothing.
     """
     source = _load(client, file, None, keep_on=watch)
     try:
@@ -121,30 +131,30 @@ def load(client: httpx.Client, file: Path, watch: bool) -> None:
 @strategy.command()
 @click.pass_obj
 def rollback(client: httpx.Client) -> None:
-    """End the canary if there is one, else go back to what was active before."""
+    """End the canary if there is one, else reactivate the previous strategy."""
     click.echo(_generation(_call(client, "POST", "/admin/rollback", {})))
 
 
-@strategy.command()
+@strategy.command(cls=GroupedCommand)
 @click.argument("file", metavar="FILE|NAME")
 @params_option
-@click.option("--model", default="tiny", show_default=True, help="of the engines")
-@click.option("--dry-run", is_flag=True, help="simulated engines only: a second")
-@click.option(
-    "--only", multiple=True, type=click.Choice([check.__name__ for check in ALL]), metavar="CHECK",
-    help="of the checks on real engines; repeatable",
+@option("--model", default="tiny", show_default=True, group="Checks", help="the engines' model")
+@option("--dry-run", is_flag=True, group="Checks",
+        help="use simulated engines only; takes a second")  # fmt: skip
+@option("--only", multiple=True, type=click.Choice([check.__name__ for check in ALL]),
+        metavar="CHECK", group="Checks", help="run this check on real engines; repeatable",
 )  # fmt: skip
 def check(
     file: str, params: tuple[str, ...], model: str, dry_run: bool, only: tuple[str, ...]
 ) -> None:
-    """Try the strategy in FILE here: no router and no engine is needed.
+    """Test the strategy in FILE on this machine. No running router is needed.
 
-    First dry, as a router does before it lists what it loads, on simulated engines: cold and warm,
-    alone and several, cancelled on its way, and when an engine dies.
+    First comes a dry run on simulated engines, as in a router that loads a strategy: with cold and
+    warm caches, one request and several, a cancelled request, and an engine that dies.
 
-    Then for real: three engines and a router are started, clients leave and engines are killed at
-    every call, and each answer is compared with that of one engine alone. Exit code 1 if any check
-    fails, 2 if it does not get so far.
+    Then three real engines and a router are started. Clients leave and engines are killed at every
+    call, and each answer is compared with that of a single engine. The exit code is 1 if a check
+    fails, and 2 if the strategy does not load or the engines do not start.
     """
     requests = check_strategy(file, read_params(params))
     click.echo(f"{file}: dry run ok, {requests} requests against simulated engines")
@@ -153,12 +163,15 @@ def check(
 
 
 def _load(client: httpx.Client, file: Path, before: str | None, *, keep_on: bool) -> str | None:
-    """Load `file` if it is not `before`; returns its source. `keep_on`: after an error as well."""
+    """Load `file` unless its source is `before`, and return its source.
+
+    Raises `ClickException`; with `keep_on` it prints a rejection instead.
+    """
     try:
         source = read_source(file)
     except MicroserveError as error:
         if keep_on and before is not None:
-            return before  # an editor is just replacing it
+            return before  # an editor may be replacing the file
         raise click.ClickException(error.message) from None
     if source == before:
         return source
@@ -170,12 +183,12 @@ def _load(client: httpx.Client, file: Path, before: str | None, *, keep_on: bool
     except click.ClickException as error:
         if not keep_on:
             raise
-        click.echo(f"not loaded, nothing is changed: {error.message}", err=True)
+        click.echo(f"not loaded, nothing changed: {error.message}", err=True)
     return source
 
 
 def _refresh(client: httpx.Client, name: str) -> None:
-    """Have the new version run, if the old one is active."""
+    """Activate the new version if the old one is active."""
     active = _call(client, "GET", "/admin/strategies")["active"]
     if active["name"] == name:
         body = {
@@ -201,7 +214,7 @@ def _show_running(state: dict[str, Any]) -> None:
 
 
 def _describe(schema: dict[str, Any]) -> str:
-    """A param's JSON schema in a line: type, bounds, default, help."""
+    """Format a parameter's JSON schema as one line: type, bounds, default, help."""
     kinds = schema.get("anyOf", [schema])
     text = " or ".join(str(kind.get("type", "any")) for kind in kinds)
     if "enum" in schema:

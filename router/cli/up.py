@@ -1,4 +1,4 @@
-"""`microserve up`: a whole cluster on this machine."""
+"""`microserve up`: engines and a router on this machine."""
 
 from __future__ import annotations
 
@@ -12,54 +12,58 @@ import click
 from engine.protocol import EngineConfig
 from router.base.config import RouterConfig
 from router.base.errors import root_cause
-from router.cli.options import config_options, given, read_params
+from router.cli.options import GroupedCommand, config_options, given, option, read_params
 from router.cli.preflight import check_address, check_folder, check_strategy, check_tls
 from router.supervisor.fleet import Fleet, FleetConfig, StartFailed, as_arguments
 
 __all__ = ["up"]
 
 ENGINE, ROUTER = EngineConfig(), RouterConfig()  # for their defaults
-# Of the engine's flags, those that `up` decides itself or that mean the router here.
+# Engine flags that `up` does not offer: it sets them itself, or the name means the router's flag.
 OWN = (
     "host", "port", "role", "router", "router_ca", "advertise", "labels", "engine_id", "api_key",
     "admin_key", "tls_cert", "tls_key", "parent_pid",
 )  # fmt: skip
-
-
-# The router's flags that `up` takes besides its own, and passes on.
+# Router flags that `up` offers besides its own and passes on.
 PASSED_ON = (
     "api_key_file", "requests_per_minute", "tokens_per_minute", "max_queue", "queue_timeout_s",
     "engine_wait_s", "request_timeout_s", "client_stall_s", "shutdown_s", "stream_interval_ms",
     "tls_cert", "tls_key", "log_format",
 )  # fmt: skip
-BOTH = ("max_body_mb", "log_level")  # flags of the engine that the router has as well
+BOTH = ("max_body_mb", "log_level")  # engine flags that the router has too
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("model", default=ENGINE.model)
-@click.option("--engines", type=click.IntRange(min=1), help="engines for any role  [default: 2]")
-@click.option("--prefill", type=click.IntRange(min=0), default=0, help="engines that prefill")
-@click.option("--decode", type=click.IntRange(min=0), default=0, help="engines that decode")
-@click.option("--strategy", default=ROUTER.strategy, show_default=True, metavar="NAME|FILE.py")
-@click.option("--param", "params", multiple=True, metavar="K=V", help="of the strategy")
-@click.option("--host", default=ROUTER.host, show_default=True, help="of the router")
-@click.option("--port", default=ROUTER.port, show_default=True, help="of the router")
-@click.option("--served-model-name", default="", help="what clients call it; empty: MODEL")
-@click.option("--api-key", default="", help="key that clients must send; empty: none")
-@click.option("--admin-key", default="", help="key of the admin API; empty: loopback only")
-@click.option("--allow-upload", is_flag=True, help="let the admin API load strategies from source")
-@click.option(
-    "--audit-log", type=click.Path(dir_okay=False, path_type=Path),
-    help="file that every change of strategy is appended to",
+@option("--host", default=ROUTER.host, show_default=True, group="Server",
+        help="address that the router listens on")  # fmt: skip
+@option("--port", default=ROUTER.port, show_default=True, group="Server",
+        help="port that the router listens on; 0 picks a free one")  # fmt: skip
+@option("--served-model-name", default="", group="Server",
+        help="model name that clients use; empty: MODEL")  # fmt: skip
+@option("--no-respawn", is_flag=True, group="Server", help="do not restart processes that die")
+@option("--health-deadline-s", type=click.FloatRange(min=1.0), default=10.0, show_default=True,
+        group="Server", help="time without an answer after which the router is restarted (s)",
 )  # fmt: skip
-@click.option(
-    "--health-deadline-s", type=click.FloatRange(min=1.0), default=10.0, show_default=True,
-    help="a router that does not answer for so long is restarted (s)",
-)  # fmt: skip
-@click.option("--no-respawn", is_flag=True, help="do not restart what dies")
-@click.option(
-    "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="written once ready"
-)
+@option("--state-file", type=click.Path(dir_okay=False, path_type=Path), group="Server",
+        help="file to write URLs and process ids to, once all are ready")  # fmt: skip
+@option("--engines", type=click.IntRange(min=1), group="Engines",
+        help="number of engines for any role  [default: 2]")  # fmt: skip
+@option("--prefill", type=click.IntRange(min=0), default=0, group="Engines",
+        help="number of engines that prefill")  # fmt: skip
+@option("--decode", type=click.IntRange(min=0), default=0, group="Engines",
+        help="number of engines that decode")  # fmt: skip
+@option("--strategy", default=ROUTER.strategy, show_default=True, metavar="NAME|FILE.py",
+        group="Strategy", help="strategy that routes requests")  # fmt: skip
+@option("--param", "params", multiple=True, metavar="K=V", group="Strategy",
+        help="parameter of the strategy; repeatable")  # fmt: skip
+@option("--allow-upload", is_flag=True, group="Strategy",
+        help="let the admin API load strategies from source code")  # fmt: skip
+@option("--audit-log", type=click.Path(dir_okay=False, path_type=Path), group="Strategy",
+        help="file to which every change of strategy is appended")  # fmt: skip
+@option("--api-key", default="", group="Keys", help="key that clients must send; empty: none")
+@option("--admin-key", default="", group="Keys",
+        help="key of the admin API; empty: it answers on loopback only")  # fmt: skip
 @config_options(RouterConfig, only=PASSED_ON)
 @config_options(EngineConfig, without=OWN)
 def up(
@@ -83,10 +87,10 @@ def up(
 ) -> None:
     """Start engines and a router on this machine; Ctrl-C ends all of them.
 
-    MODEL: smollm2 (the default), tiny, mock, a folder, a .gguf file or a hub id.
+    MODEL is smollm2 (the default), tiny, mock, a folder, a .gguf file or a Hugging Face id.
     """
     if engines is not None and (prefill or decode):
-        raise click.UsageError("--engines or --prefill and --decode, not both")
+        raise click.UsageError("use either --engines, or --prefill and --decode")
     roles = ("prefill",) * prefill + ("decode",) * decode or ("any",) * (engines or 2)
     check_address(host, port)
     check_folder("--state-file", state_file)
@@ -120,7 +124,7 @@ def up(
     )
     fleet = Fleet(config, say=click.echo, note=lambda line: click.echo(line, err=True))
     try:
-        asyncio.run(_until_told(fleet))
+        asyncio.run(_run_until_signal(fleet))
     except (ExceptionGroup, StartFailed, OSError) as error:
         cause = root_cause(error)
         if not isinstance(cause, StartFailed | OSError):
@@ -128,24 +132,24 @@ def up(
         raise click.ClickException(str(cause)) from None
 
 
-async def _until_told(fleet: Fleet) -> None:
-    """Run the fleet until a signal; a second one does not wait for children to end nicely."""
+async def _run_until_signal(fleet: Fleet) -> None:
+    """Run the fleet until a signal arrives. A second signal kills all children at once."""
     running = asyncio.ensure_future(fleet.run())
-    told = 0
+    signals = 0
 
-    def tell() -> None:
-        nonlocal told
-        told += 1
-        if told == 1:
+    def stop() -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
             running.cancel()
         else:
             fleet.kill()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, tell)
+        loop.add_signal_handler(number, stop)
     try:
         await running
     except asyncio.CancelledError:
-        if not told:
+        if not signals:
             raise

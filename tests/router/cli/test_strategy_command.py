@@ -90,7 +90,7 @@ def test_a_watched_file_is_loaded_when_it_is_saved(router, tmp_path):
         assert watching.line() == f"generation {before + 1}: mine share=0.75"
         file.write_text(SOURCE + "\n\n1/0\n")
         until(lambda: "mine.py:13: ZeroDivisionError" in watching.log)
-        assert "not loaded, nothing is changed" in watching.log
+        assert "not loaded, nothing changed" in watching.log
         assert router.strategies()["active"]["generation"] == before + 1
         file.unlink()  # as some editors do
         file.write_text(SOURCE)
@@ -133,7 +133,7 @@ def test_up_and_router_tell_mistakes_at_once(tmp_path: Path, taken: str):
         (["--strategy", "balanced", "--param", "ration=1"], "no parameter 'ration'"),
         (["--strategy", "balanced", "--param", "ratio=7"], "ratio=7"),
         (["--port", taken], "Address already in use"),
-        (["--port", "70000"], "--port 70000: ports are from 0 to 65535"),
+        (["--port", "70000"], "--port 70000: ports range from 0 to 65535"),
         (["--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
         (["--state-file", str(tmp_path / "absent" / "state.json")], "there is no folder"),
         (["--audit-log", str(tmp_path / "absent" / "audit")], "there is no folder"),

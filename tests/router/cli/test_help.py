@@ -1,0 +1,41 @@
+"""`--help` lists options by topic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from click.testing import CliRunner
+
+from router.base.config import RouterConfig
+from router.cli import cli
+
+
+def sections(*command: str) -> dict[str, str]:
+    """The text under each heading of a command's help."""
+    shown = CliRunner().invoke(cli, [*command, "--help"], terminal_width=100).output
+    found, heading = {}, ""
+    for line in shown.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            heading = line[:-1]
+        found[heading] = found.get(heading, "") + line + "\n"
+    return found
+
+
+def test_options_of_the_router_stand_under_their_headings():
+    shown = sections("router")
+    for field in dataclasses.fields(RouterConfig):
+        if "help" in field.metadata:
+            assert f"--{field.name.replace('_', '-')} " in shown[field.metadata["group"]]
+    assert "--engine URL" in shown["Engines"]
+    assert "--param K=V" in shown["Strategy"]
+    assert list(shown)[-1] == "Options" and shown["Options"].split() == [
+        "Options:", "-h,", "--help", "Show", "this", "message", "and", "exit.",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["chat", "bench", "strategy use", "strategy check"])
+def test_every_other_option_of_ours_has_a_heading(command):
+    shown = sections(*command.split())
+    assert len(shown) > 2
+    assert shown["Options"].count("--") == 1
