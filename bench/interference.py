@@ -8,7 +8,7 @@ Theory: a step of 16 decodes lasts D; with n tokens of prompts it lasts D + n·c
 what is before them. An engine that keeps (D + n·c) / D at s computes prompts at about 1 - 1/s of
 its speed meanwhile. A prompt of r tokens that comes behind a long one is done with the step under
 way and ceil(r / h) more, h being half of the tokens of prompts in a step: without decodes half of
-the budget, with them half of the `LEAST` that are always taken, or more.
+the budget, with them half of the `MIN_TOKENS` that are always taken, or more.
 
 How: SmolLM2 in bfloat16, one engine with a thread per core. `DECODES` generations decode after 32
 tokens; the gaps between their events are taken as a client sees them, over the first `TOKENS`
@@ -42,7 +42,7 @@ from typing import Any
 from bench.deployment import deployed
 from bench.interference_engines import DECODES, LONG, SHORT, Engines, Figures
 from bench.report import publish, spread, table
-from engine.scheduling.chunk_budget import LEAST
+from engine.scheduling.chunk_budget import MIN_TOKENS
 
 FLAGS = ("smollm2", "--engines", "2", "--dtype", "bfloat16", "--pool-pages", "2048",
          "--threads", str(len(os.sched_getaffinity(0))))  # fmt: skip
@@ -96,7 +96,7 @@ def _over_alone(phases: dict[str, list[Figures]], key: str) -> dict[str, dict[st
 def bounds(result: dict[str, Any], *, paced: bool) -> Figures:
     """What a short prompt's time to first token is to stay below (ms)."""
     step = result["phases"]["prefills"]["tpot_p99_ms"]["median"]
-    steps = 1 + (math.ceil(SHORT / (LEAST // 2)) if paced else 1)
+    steps = 1 + (math.ceil(SHORT / (MIN_TOKENS // 2)) if paced else 1)
     return {
         "behind": round(2 * result["longest_step_ms"]["median"], 1),
         "behind_beside_decodes": round(steps * step, 1),

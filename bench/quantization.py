@@ -41,9 +41,10 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.report import only_save, publish, spread, table
-from engine.execution.model_runner import Chunk, ModelRunner
+from engine.execution.model_runner import ModelRunner
 from engine.models import LoadedModel, load_model
 from engine.models.loading.load import Quantization
+from engine.scheduling.chunk import Chunk
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout

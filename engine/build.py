@@ -1,19 +1,20 @@
-"""Puts an engine together from its configuration."""
+"""The composition root: builds an engine from its configuration."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import ssl
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
 import torch
 
-from engine.api.metrics import EngineMetrics
 from engine.execution.model_runner import ModelRunner
-from engine.execution.step_loop import Draw, StepLoop
+from engine.execution.step_loop import StepLoop
+from engine.execution.stepper import Stepper
 from engine.kernels.cpu_features import multiplies_bf16
 from engine.mock.runner import MockRunner, mock_sample
 from engine.models import LoadedModel, load_model
@@ -22,7 +23,9 @@ from engine.protocol.config import EngineConfig
 from engine.sampling.sampler import sample
 from engine.scheduling.scheduler import Scheduler
 from engine.service.engine import MicroserveEngine
+from engine.service.metrics import EngineMetrics
 from engine.service.mirrors import Mirrors
+from engine.service.readings import engine_readings
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout
@@ -33,29 +36,32 @@ from kvcache.types import EngineId
 
 __all__ = ["build_engine"]
 
-POOL_SHARE = 0.05  # of the machine's memory, where --pool-pages does not say
-POOL_MOST = 4 << 30  # bytes
+# Without --pool-pages, the pool takes this share of the machine's memory, but at most
+# `MAX_POOL_BYTES`, and at least the pages of `MIN_CONTEXTS` sequences of full length.
+POOL_SHARE = 0.05
+MAX_POOL_BYTES = 4 << 30
+MIN_CONTEXTS = 2
 MOCK_PAGES = 1 << 16
-CONTEXTS = 2  # the pool holds at least so many sequences of full length
 
 
 def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveEngine:
     """Load the model and allocate the pool. Call it on the event loop that will serve.
 
-    The step loop is not started. Raises `ModelError`, `BadRequest` for a bad page size, a transport
-    that is not installed or tiers that there is no room for, and `OSError` if it cannot listen.
+    Does not start the step loop. Raises `ModelError`, `BadRequest` for a bad page size, a missing
+    transport or tiers larger than the memory, and `OSError` if the transport cannot listen.
     """
     device = torch.device(config.device)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise BadRequest("--device cuda: this machine's torch finds no GPU", param="device")
+            raise BadRequest("--device cuda: torch finds no GPU", param="device")
         # See docs/gpu.md.
-        message = "--device cuda: there is no transport yet for pools in a GPU's memory"
+        message = "--device cuda: no transport supports pools in GPU memory yet"
         raise BadRequest(message, param="device")
     dtype = _dtype(config)
     threads = config.threads or len(os.sched_getaffinity(0))
-    # Whoever computes on several threads keeps a team of them for as long as it lives. Two teams
-    # are more than there are cores, and OpenMP then puts threads to sleep after each product.
+    # A thread that computes in parallel keeps its OpenMP team until it ends. With a second team
+    # there are more threads than cores, and OpenMP puts threads to sleep after each product: load
+    # on a thread that ends before the step loop starts.
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as loader:
         model = loader.submit(
             load_model, config.model, dtype=dtype, device=device, quantization=config.quantization
@@ -92,16 +98,23 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         lease_ms=config.lease_ms,
         mirrors=Mirrors(cache, metrics, config.api_key, _peer_tls(config)),
     )
-    runner, draw = _runner(model, config, cache)
-    engine.loop = StepLoop(
-        cache, runner, scheduler, engine.deliver, engine.died, threads=threads, draw=draw
-    )
-    metrics.watch(engine)
+    if model.transformer is not None:
+        model_runner = ModelRunner(model, cache)
+        stepper = Stepper(cache, scheduler, model_runner, sample, engine.deliver, time.monotonic)
+    else:
+        mock_runner = MockRunner(
+            cache, step_ms=config.step_ms, prefill_tokens_per_ms=config.prefill_tokens_per_ms
+        )
+        stepper = Stepper(
+            cache, scheduler, mock_runner, mock_sample, engine.deliver, time.monotonic
+        )
+    engine.loop = StepLoop(stepper, engine.died, compute_threads=threads)
+    metrics.register(engine_readings(engine))
     return engine
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:
-    """What weights and KV are in; the small models that are made up stay comparable to the bit."""
+    """Return the dtype of weights and KV; the synthetic models stay bit-reproducible."""
     if config.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.dtype)
         return dtype
@@ -110,34 +123,22 @@ def _dtype(config: EngineConfig) -> torch.dtype:
 
 
 def _peer_tls(config: EngineConfig) -> ssl.SSLContext | None:
-    """What verifies peers, which are reached by https where this engine is."""
+    """Return the TLS context that verifies peers, or None if this engine and they speak HTTP."""
     if not config.url.startswith("https:"):
         return None
     return ssl.create_default_context(cafile=config.router_ca or None)
 
 
-def _runner(
-    model: LoadedModel, config: EngineConfig, cache: KVCache
-) -> tuple[ModelRunner | MockRunner, Draw]:
-    """What computes a step, and what draws from its logits."""
-    if model.transformer is not None:
-        return ModelRunner(model, cache), sample
-    runner = MockRunner(
-        cache, step_ms=config.step_ms, prefill_tokens_per_ms=config.prefill_tokens_per_ms
-    )
-    return runner, mock_sample
-
-
 def _stores(config: EngineConfig, layout: KVLayout, fingerprint: str) -> list[Store]:
-    """Room below the pool, fastest first."""
+    """Return the stores of the tiers below the pool, fastest first."""
     stores: list[Store] = []
     pinned = config.device == "cuda"
     if config.host_pages:
-        wanted, there = config.host_pages * layout.page_bytes, _memory()
-        if wanted > there:
+        wanted, available = config.host_pages * layout.page_bytes, _memory()
+        if wanted > available:
             raise BadRequest(
-                f"--host-pages {config.host_pages} takes {wanted >> 20} MiB; "
-                f"this machine has {there >> 20}",
+                f"--host-pages {config.host_pages} needs {wanted >> 20} MiB; "
+                f"this machine has {available >> 20} MiB",
                 param="host_pages",
             )
         stores.append(HostStore(layout, config.host_pages, pinned=pinned))
@@ -156,12 +157,12 @@ def _stores(config: EngineConfig, layout: KVLayout, fingerprint: str) -> list[St
 
 
 def _memory() -> int:
-    """Bytes of this machine's memory."""
+    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _layout(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVLayout:
-    """The pool's shape; its pages as asked for, or chosen from the machine's memory."""
+    """Return the pool's shape, with the configured number of pages or one that suits the memory."""
     shape = model.config
 
     def layout(pages: int) -> KVLayout:
@@ -175,17 +176,17 @@ def _layout(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVL
         )
 
     if config.pool_pages:
-        return layout(config.pool_pages + 1)  # and the scratch page
+        return layout(config.pool_pages + 1)  # plus the scratch page
     if model.transformer is None:
-        return layout(MOCK_PAGES + 1)  # its pages are so small that memory is no measure
+        return layout(MOCK_PAGES + 1)  # its pages are tiny, whatever the memory
     one = layout(1)
-    room = int(min(_memory() * POOL_SHARE, POOL_MOST)) // one.page_bytes
-    return layout(max(room, CONTEXTS * one.pages_for(shape.context_length)) + 1)
+    room = int(min(_memory() * POOL_SHARE, MAX_POOL_BYTES)) // one.page_bytes
+    return layout(max(room, MIN_CONTEXTS * one.pages_for(shape.context_length)) + 1)
 
 
 def _kv_digest(model: LoadedModel) -> str:
-    """What keys and values depend on beside the layout: the weights, and RoPE with the config."""
-    what = f"{model.weights_digest}|{model.config}"
+    """Digest what KV depends on besides the layout: the weights, and RoPE with the config."""
+    source = f"{model.weights_digest}|{model.config}"
     if model.quantization != "none":
-        what += f"|{model.quantization}"
-    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+        source += f"|{model.quantization}"
+    return hashlib.blake2b(source.encode(), digest_size=16).hexdigest()

@@ -1,1 +1,4 @@
-"""."""
+"""API: the engine's calls over HTTP.
+
+May import `engine.service` and below.
+"""

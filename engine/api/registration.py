@@ -1,4 +1,4 @@
-"""Heartbeats: an engine with `--router` announces itself there for as long as it lives."""
+"""Registration: an engine with `--router` registers there and sends heartbeats."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["announce", "read_labels"]
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
-FAREWELL_S = 1.0
+DEREGISTER_TIMEOUT_S = 1.0
 
 
 async def announce(config: EngineConfig) -> None:
-    """Register with the router, again and again, until cancelled; then take leave of it.
+    """Register with the router and repeat it as a heartbeat; on cancellation, deregister.
 
-    A router that is not there yet, or is restarted, hears of this engine with the next heartbeat;
-    each change between reaching it and not is logged.
+    The router may start later or restart: the next heartbeat registers the engine. Logs whenever
+    the router becomes reachable or unreachable.
     """
     body: dict[str, Any] = {"url": config.url, "id": config.engine_id, "role": config.role}
     body["labels"] = read_labels(config.labels)
     body["heartbeat"] = True
     headers = {"Authorization": f"Bearer {config.admin_key}"} if config.admin_key else {}
-    trouble: str | None = ""
+    failure: str | None = ""  # of the latest heartbeat; "": none was sent yet
     known_as = ""
     verify = ssl.create_default_context(cafile=config.router_ca or None)
     async with httpx.AsyncClient(
@@ -46,27 +46,27 @@ async def announce(config: EngineConfig) -> None:
                         known_as = reply.json()["id"]
                 except (httpx.HTTPError, ValueError, KeyError) as error:
                     now = str(error) or type(error).__name__
-                if now != trouble:
-                    trouble = now
-                    if trouble is None:
+                if now != failure:
+                    failure = now
+                    if failure is None:
                         log.info("registered with %s", config.router)
                     else:
-                        log.warning("cannot register with %s: %s", config.router, trouble)
+                        log.warning("cannot register with %s: %s", config.router, failure)
                 await asyncio.sleep(HEARTBEAT_S)
         finally:
-            if known_as and trouble is None:
-                # Without it the router would find out too, by a connection that is refused.
+            if known_as and failure is None:
+                # Best effort: otherwise the router notices by a refused connection.
                 with suppress(httpx.HTTPError, TimeoutError):
-                    async with asyncio.timeout(FAREWELL_S):
+                    async with asyncio.timeout(DEREGISTER_TIMEOUT_S):
                         await client.delete(f"/admin/engines/{quote(known_as, safe='')}")
 
 
 def read_labels(text: str) -> dict[str, str]:
-    """`zone=a,rack=7` as a dict. Raises `ValueError`."""
+    """Parse `zone=a,rack=7` into a dict. Raises `ValueError`."""
     labels = {}
     for part in text.split(",") if text else ():
         name, equals, value = part.partition("=")
         if not name or not equals:
-            raise ValueError(f"--labels {text}: want labels as in zone=a,rack=7")
+            raise ValueError(f"--labels {text}: expected labels as in zone=a,rack=7")
         labels[name] = value
     return labels

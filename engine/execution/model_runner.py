@@ -1,4 +1,4 @@
-"""One forward pass: rows in, logits out; and the row counts at which the CPU's bits are stable."""
+"""The model runner: computes the chunks of a step as one forward pass over the paged cache."""
 
 from __future__ import annotations
 
@@ -9,29 +9,22 @@ import torch
 
 from engine.models import LoadedModel
 from engine.protocol import Internal
+from engine.scheduling.chunk import Chunk
 from kvcache.cache import KVCache
-from kvcache.types import SeqId
 
-__all__ = ["Chunk", "ModelRunner", "bucket", "stable_row_multiple"]
+__all__ = ["ModelRunner", "bucket", "stable_row_multiple"]
 
 log = logging.getLogger(__name__)
 
 CANDIDATES = (4, 8, 16, 32, 64)
 
 
-class Chunk:
-    """The next `tokens` of a sequence; `sample`: logits are wanted after the last of them."""
-
-    __slots__ = ("sample", "seq_id", "tokens")
-
-    def __init__(self, seq_id: SeqId, tokens: Sequence[int], sample: bool) -> None:
-        self.seq_id = seq_id
-        self.tokens = tokens
-        self.sample = sample
-
-
 class ModelRunner:
-    """Runs chunks of many sequences as one batch over the paged cache."""
+    """Runs chunks of many sequences as one batch over the paged cache.
+
+    Row counts are padded so that the bits of a row do not depend on the batch (float32 on a CPU)
+    and so that the number of distinct shapes stays small.
+    """
 
     def __init__(self, model: LoadedModel, cache: KVCache) -> None:
         if model.transformer is None:
@@ -46,7 +39,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute the chunks' KV; returns `[chunks with sample, vocab]` float32 logits.
+        """Compute the chunks' KV; return `[chunks with sample, vocab]` float32 logits.
 
         If it raises, no token of the step counts as present.
         """
@@ -79,20 +72,20 @@ class ModelRunner:
 
 
 def bucket(rows: int) -> int:
-    """A number of rows, not much larger, of which there are few.
+    """Round `rows` up to one of a few row counts.
 
-    For each number of rows that it multiplies oneDNN keeps a kernel of its own: hundreds of MiB of
-    them, where prompts come in chunks of any length.
+    oneDNN keeps a kernel for every row count it has multiplied: hundreds of MiB if prompts come in
+    chunks of arbitrary length.
     """
     step = 1 if rows <= 8 else 4 if rows <= 32 else 16 if rows <= 128 else 64
     return -(-rows // step) * step
 
 
 def stable_row_multiple(hidden: int) -> int:
-    """The smallest count whose multiples of rows give the same bits per row, tried out here.
+    """Return the smallest count whose multiples of rows give the same bits per row on this CPU.
 
-    Matrix products of few or odd rows take other CPU kernels, which add in another order. Logs a
-    warning, and returns the largest candidate, where no candidate is stable.
+    Found by trial: products with few rows or odd row counts use other CPU kernels, which sum in
+    another order. Logs a warning and returns the largest candidate if no candidate is stable.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn((3 * hidden, hidden), generator=generator)
@@ -104,5 +97,5 @@ def stable_row_multiple(hidden: int) -> int:
             torch.equal(torch.nn.functional.linear(rows[:n], weight), whole[:n]) for n in counts
         ):
             return multiple
-    log.warning("float32 products are not bit-stable on this CPU: tokens may differ on near ties")
+    log.warning("float32 products are not bit-stable on this CPU: near ties may give other tokens")
     return CANDIDATES[-1]

@@ -1,7 +1,7 @@
-"""`/v1/completions` of a mock engine: for routers that know no sub-request calls.
+"""`/v1/completions` of a mock engine, for routers without microserving calls.
 
-So they can be measured in front of the same processes as ours, doing the same work. It is not an
-OpenAI server: of a request it reads `prompt`, `max_tokens`, `stream` and `stop`.
+Benchmarks measure such routers in front of the same processes as this project's. It is no complete
+OpenAI server: it reads `prompt`, `max_tokens`, `stream` and `stop` of a request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from engine.api.app import build_app
-from engine.api.sse import event_stream
+from engine.api.streaming import event_stream
 from engine.protocol import MicroserveError, StartGenerate, Usage, error_body, parse
 from engine.protocol.config import EngineConfig
 from engine.service.engine import MicroserveEngine
@@ -37,13 +37,13 @@ class _Completion(BaseModel):
 
 
 def build_mock_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> FastAPI:
-    """The HTTP side of a mock engine: that of any engine, and these two."""
+    """Return the HTTP application of a mock engine: any engine's, and two OpenAI routes."""
     app = build_app(engine, config, epoch)
     model = config.model
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        """One completion, whole or as server-sent events."""
+        """Return one completion, whole or as server-sent events."""
         wanted = parse(_Completion, await request.body())
         prompt = wanted.prompt
         if isinstance(prompt, str):
@@ -69,7 +69,7 @@ def build_mock_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model there is."""
+        """List the one model."""
         card = {"id": model, "object": "model", "created": 0, "owned_by": "microserve"}
         return {"object": "list", "data": [card]}
 

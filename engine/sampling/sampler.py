@@ -21,8 +21,9 @@ from torch import Tensor
 from engine.protocol import BadRequest
 from engine.sampling.gumbel import GROUPS, Gumbel
 from engine.sampling.logits import Rows, rows_of
+from engine.sampling.sampled import Sampled
 from engine.sampling.truncation import least_logits
-from engine.scheduling.jobs import Generation, Sampled
+from engine.scheduling.jobs import Generation
 
 __all__ = ["sample"]
 

@@ -1,22 +1,25 @@
-"""How many prompt tokens a step takes beside its decodes, so that these hardly notice.
+"""The number of prompt tokens that a step may add to its decodes.
 
-    alone(decodes) + cost * tokens  <=  slowdown * alone(decodes)
+    decode_s(decodes) + token_s * tokens  <=  slowdown * decode_s(decodes)
 
-Where more wait than decode, prompts get as many times the decodes' time as there are of them for
-each: one stream is no reason to keep thirty from beginning.
+If more prompts wait than sequences decode, the prompts get `waiting / decodes` times the decodes'
+time instead: one stream does not keep thirty requests from starting.
 
-Both are learnt from the steps that were done. `alone` is what decodes take without prompts: the
-lower quartile of the latest steps that had about as many of them and no prompts, so that what
-hinders the machine for a moment is none of theirs. `cost` is what a prompt token adds; it grows
-with what comes before it, so it is forgotten within a few steps.
+Both terms are estimated from past steps:
 
-What is not known is guessed too small, at the expense of prompts: fewer decodes than were measured
-take their share of that, more take no longer. Where fewer than two steps tell, or none lately, the
-next one is a probe: it has no prompt tokens. One step in `PROBE_EVERY` may be, and `PROBES` of them
-in a row where the batch changes quickly.
+- `decode_s`, the time of the decodes alone, is the lower quartile over the latest steps with about
+  as many decodes and no prompt tokens. The quartile ignores momentary disturbances of the machine.
+- `token_s`, the cost of one prompt token, grows with the context before it; old measurements
+  therefore decay within a few steps.
 
-Chunks of prompts beside decodes, as many tokens as the time between two tokens allows, are those of
-Sarathi-Serve; there the budget is profiled beforehand, here it is found while serving.
+Missing knowledge is replaced by estimates that are too small, at the expense of prompts: fewer
+decodes than measured take their share of the measured time, more decodes take no longer. If fewer
+than two steps are known, or none of them is recent, the next step is a probe without prompt tokens.
+At most one step in `PROBE_EVERY` is a probe, and at most `PROBES` in a row when the batch changes
+quickly.
+
+Chunked prefill beside decodes, bounded by the time between two tokens, is due to Sarathi-Serve,
+which profiles the budget beforehand; here it is measured while serving.
 """
 
 from __future__ import annotations
@@ -24,21 +27,21 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-__all__ = ["LEAST", "ChunkBudget"]
+__all__ = ["MIN_TOKENS", "PROBES", "PROBE_EVERY", "ChunkBudget"]
 
-# Prompt tokens of a step, also where it lasts too long then: one for each half of prefills and of
-# sends. So nobody waits for ever, and alone a prompt of N tokens takes N / 4 steps at most.
-LEAST = 4
+# Prompt tokens that a step always takes, however long it lasts: one for each half of prefills and
+# of sends. So no job starves, and a lone prompt of N tokens takes at most N / 4 steps.
+MIN_TOKENS = 4
 PROBE_EVERY = 64  # steps
 PROBES = 4
-LATEST = 160  # steps back: two probes at least
-REMEMBERED = 32  # of these, steps without prompts
-ALIKE = 1.25  # numbers of decodes that differ by no more take about the same
-FORGET = 0.5  # of what is known of the cost, with each step
+MAX_AGE = 160  # steps after which a measurement is dropped; spans at least two probes
+MAX_MEASUREMENTS = 32  # steps without prompt tokens
+SIMILAR = 1.25  # batches within this ratio take about the same time
+DECAY = 0.5  # per step, of the measured token cost
 
 
-class _Alone(NamedTuple):
-    """A step that had decodes only."""
+class _DecodeStep(NamedTuple):
+    """A measured step without prompt tokens."""
 
     step: int
     decodes: int
@@ -46,65 +49,70 @@ class _Alone(NamedTuple):
 
 
 class ChunkBudget:
-    """Arithmetic without a clock: `took` is told of each step, `allowed` asked before one."""
+    """Arithmetic without a clock: `tokens_allowed` before each step, `record` after it."""
 
     def __init__(self, slowdown: float = 0.0) -> None:
-        """`slowdown` is 1 or more; 0: no limit."""
+        """`slowdown` is at least 1; 0 sets no limit."""
         self._slowdown = slowdown
-        self._alone: deque[_Alone] = deque(maxlen=REMEMBERED)
-        self._spent = 0.0  # seconds that prompt tokens took beyond the decodes, fading
-        self._tokens = 0.0  # how many they were, fading likewise
+        self._decode_steps: deque[_DecodeStep] = deque(maxlen=MAX_MEASUREMENTS)
+        self._prompt_seconds = 0.0  # decaying sum of seconds beyond the decodes' own
+        self._prompt_tokens = 0.0  # decaying sum of the tokens that took them
         self._step = 0
-        self._credit = float(PROBES)
+        self._probes_left = float(PROBES)
 
-    def allowed(self, decodes: int, waiting: int, most: int) -> int:
-        """Prompt tokens, of so many that wait, for the next step, which has `decodes`: `most` at
-        most. 0: a probe."""
+    def tokens_allowed(self, decodes: int, waiting: int, most: int) -> int:
+        """Return the prompt tokens for the next step, at most `most`.
+
+        The step has `decodes` decodes, and `waiting` prompts and sends have tokens left. 0 asks for
+        a probe.
+        """
         if not self._slowdown or not decodes:
             return most
-        if self._credit >= 1 and not self._knows(decodes):
-            self._credit -= 1
+        if self._probes_left >= 1 and not self._has_measured(decodes):
+            self._probes_left -= 1
             return 0
-        longer = max(self._slowdown - 1, waiting / decodes if waiting > decodes else 0.0)
-        fitting = longer * self._seconds(decodes) * self._tokens
-        if self._tokens and fitting >= most * self._spent:
+        ratio = max(self._slowdown - 1, waiting / decodes if waiting > decodes else 0.0)
+        fitting = ratio * self._decode_seconds(decodes) * self._prompt_tokens
+        if self._prompt_tokens and fitting >= most * self._prompt_seconds:
             return most
-        return min(most, max(LEAST, int(fitting / self._spent) if self._spent else 0))
+        by_cost = int(fitting / self._prompt_seconds) if self._prompt_seconds else 0
+        return min(most, max(MIN_TOKENS, by_cost))
 
-    def took(self, decodes: int, tokens: int, seconds: float) -> None:
-        """A step of `decodes` and `tokens` of prompts took `seconds`."""
+    def record(self, decodes: int, tokens: int, seconds: float) -> None:
+        """Learn that a step of `decodes` decodes and `tokens` prompt tokens took `seconds`."""
         if not self._slowdown:
             return
         self._step += 1
         if not tokens:
-            self._alone.append(_Alone(self._step, decodes, seconds))
+            self._decode_steps.append(_DecodeStep(self._step, decodes, seconds))
             return
-        self._credit = min(self._credit + 1 / PROBE_EVERY, PROBES)
-        alone = self._seconds(decodes) if decodes else 0.0
-        spent = max(seconds - alone, 0.0)
-        if decodes and self._tokens:  # of a hiccup no more than this counts
-            spent = min(spent, max(alone, 2 * tokens * self._spent / self._tokens))
-        self._spent = self._spent * FORGET + spent
-        self._tokens = self._tokens * FORGET + tokens
+        self._probes_left = min(self._probes_left + 1 / PROBE_EVERY, PROBES)
+        decode_s = self._decode_seconds(decodes) if decodes else 0.0
+        prompt_s = max(seconds - decode_s, 0.0)
+        if decodes and self._prompt_tokens:  # caps the weight of a single slow step
+            expected = tokens * self._prompt_seconds / self._prompt_tokens
+            prompt_s = min(prompt_s, max(decode_s, 2 * expected))
+        self._prompt_seconds = self._prompt_seconds * DECAY + prompt_s
+        self._prompt_tokens = self._prompt_tokens * DECAY + tokens
 
-    def _alike(self, decodes: int) -> list[_Alone]:
-        """The latest steps of about as many decodes and no prompts."""
+    def _similar(self, decodes: int) -> list[_DecodeStep]:
+        """Return the recent steps with about as many decodes and no prompt tokens."""
         return [
-            alone
-            for alone in self._alone
-            if self._step - alone.step < LATEST
-            and decodes <= alone.decodes * ALIKE
-            and alone.decodes <= decodes * ALIKE
+            measured
+            for measured in self._decode_steps
+            if self._step - measured.step < MAX_AGE
+            and decodes <= measured.decodes * SIMILAR
+            and measured.decodes <= decodes * SIMILAR
         ]
 
-    def _knows(self, decodes: int) -> bool:
-        alike = self._alike(decodes)
-        return len(alike) > 1 and self._step - alike[-1].step < PROBE_EVERY
+    def _has_measured(self, decodes: int) -> bool:
+        similar = self._similar(decodes)
+        return len(similar) > 1 and self._step - similar[-1].step < PROBE_EVERY
 
-    def _seconds(self, decodes: int) -> float:
-        """What they would take alone; rather too little. 0: nothing is known."""
+    def _decode_seconds(self, decodes: int) -> float:
+        """Estimate the time of the decodes alone, rather too low. 0 if nothing is known."""
         known = sorted(
-            alone.seconds * min(1.0, decodes / alone.decodes)
-            for alone in self._alike(decodes) or self._alone
+            measured.seconds * min(1.0, decodes / measured.decodes)
+            for measured in self._similar(decodes) or self._decode_steps
         )
         return known[(len(known) - 1) // 4] if known else 0.0

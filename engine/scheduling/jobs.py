@@ -1,39 +1,83 @@
-"""What the step loop works on: generations and sends. Each owns one sequence of the KV cache."""
+"""Jobs of the scheduler: generations and sends. Each job owns one sequence of the KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from engine.protocol import MicroserveError, RemoteSendReply, Sampling
 from kvcache.lease.put import Put
-from kvcache.types import SeqId
+from kvcache.types import LeaseId, SeqId
 
 if TYPE_CHECKING:
-    from engine.execution.mirroring import Mirroring
-    from engine.text.grammar import Matcher
+    import numpy as np
+    import numpy.typing as npt
 
-__all__ = ["Generation", "Job", "Sampled", "Send"]
+__all__ = ["Generation", "GrammarMatcher", "Job", "KVMirror", "Send"]
 
 
-@dataclass(slots=True)
-class Sampled:
-    """One token drawn, and on request its log probability and the likeliest alternatives."""
+class GrammarMatcher(Protocol):
+    """The state of one output in its grammar (`engine.text.grammar.Matcher`)."""
 
-    token: int
-    logprob: float | None = None
-    top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob), likeliest first
-    failure: MicroserveError | None = None  # no token could be drawn
+    @property
+    def finished(self) -> bool:
+        """Whether the output has ended."""
+        ...
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Return `[vocab]`: the tokens that may come next."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Advance by one token; return False if the grammar forbids it."""
+        ...
+
+
+class KVMirror(Protocol):
+    """The replica of one generation's KV on another engine (`engine.execution.mirroring`)."""
+
+    @property
+    def lease_id(self) -> LeaseId:
+        """The peer's lease that holds the replica."""
+        ...
+
+    @property
+    def landed(self) -> int:
+        """Tokens whose KV is known to be in the lease, including those it had from the start."""
+        ...
+
+    @property
+    def stopped(self) -> MicroserveError | None:
+        """The error that stopped the mirror before its generation ended."""
+        ...
+
+    @property
+    def over(self) -> bool:
+        """Whether the mirror sends nothing more."""
+        ...
+
+    def advance(self, seq_id: SeqId) -> None:
+        """Send the sequence's new KV if there is enough of it."""
+        ...
+
+    def renew(self) -> None:
+        """Keep the peer's lease alive."""
+        ...
+
+    def end(self) -> None:
+        """End the mirror together with its generation. Idempotent."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
     """A running or waiting `start_generate`.
 
-    `tokens` is the prompt and all output so far, from other engines too; those up to `prompt_len`
-    are the prompt. The loop appends to it; everybody else only reads what the loop has delivered.
+    `tokens` holds the prompt, `tokens[:prompt_len]`, and all output so far, including output of
+    earlier engines. Only the step loop's thread appends to it; other threads read only what a step
+    has delivered.
     """
 
     request_id: str
@@ -41,20 +85,20 @@ class Generation:
     tokens: list[int]
     prompt_len: int
     sampling: Sampling
-    stop_ids: frozenset[int]  # end the output; EOS among them unless ignored
-    matcher: Matcher | None = None  # where the output stands in its grammar, if it has one
-    forks: int = 0  # generations that are still to fork from this one's prompt
-    fork_of: str | None = None  # request id of the one to fork from
-    priority: int = 0  # lower is earlier
+    stop_ids: frozenset[int]  # tokens that end the output; include EOS unless it is ignored
+    matcher: GrammarMatcher | None = None  # set for structured output
+    forks: int = 0  # generations announced to fork from this one's prompt
+    fork_of: str | None = None  # request id of the generation to fork from
+    priority: int = 0  # lower runs earlier
     started: bool = False  # the sequence exists in the cache
-    begin: int | None = None  # where this engine began to compute
-    cached: int = 0  # tokens that were here at the start
-    generated: int = 0  # tokens drawn by this engine
-    mirror: Mirroring | None = None
+    begin: int | None = None  # position from which this engine computes
+    cached: int = 0  # tokens present at the start
+    generated: int = 0  # tokens sampled by this engine
+    mirror: KVMirror | None = None
 
     @property
     def target(self) -> int:
-        """Tokens whose KV is needed before the next one can be drawn."""
+        """Tokens whose KV is needed before the next token can be sampled."""
         return len(self.tokens)
 
     @property
@@ -65,23 +109,24 @@ class Generation:
 
 @dataclass(slots=True, eq=False)
 class Send:
-    """A running or waiting `remote_send` of `tokens[begin:]`; `tokens` ends where the send does."""
+    """A running or waiting `remote_send` of `tokens[begin:]`; `tokens` stops at the send's end."""
 
     request_id: str
     seq_id: SeqId
     tokens: list[int]
     begin: int
-    cached: int  # tokens that were here at the start
+    cached: int  # tokens present at the start
     put: Put
     done: Future[RemoteSendReply]
-    arrived: float  # seconds, monotonic
+    arrived: float  # seconds, by the clock of the stepper
     started: bool  # the sequence exists in the cache, with pages for all of `tokens`
-    priority: int = 0  # lower is earlier
+    priority: int = 0  # lower runs earlier
     failure: MicroserveError | None = None
-    computed_at: float = 0.0  # seconds, monotonic: from then on it only waits for its puts
+    computed_at: float = 0.0  # seconds: all KV is computed, only writes are left
 
     @property
     def target(self) -> int:
+        """Tokens whose KV the send needs."""
         return len(self.tokens)
 
 

@@ -1,122 +1,131 @@
-"""Generations that begin with another one's prompt: the further choices of one request.
+"""Parallel sampling: generations that share the prompt of another one, the choices of a request.
 
-    parent   submitted ────── prompt computed ────── ended ────── let go
+    parent   submitted ────── prompt computed ────── ended ────── removed
     child        └─ waits here ─┘  └───────── forks at once ────────┘
 
-The prompt is computed once, and its pages are shared; of a last page that is not full each has a
-copy. A parent that has ended is kept for those that were announced and have not come yet.
+The prompt is computed once and its full pages are shared; each generation has its own copy of a
+partial last page. The sequence of an ended parent is retained for announced children that have not
+arrived yet.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.scheduling.jobs import Generation
 from engine.scheduling.scheduler import Scheduler
-from kvcache.cache import KVCache
 from kvcache.errors import NoCapacity
+from kvcache.sequences.interface import SequenceCache
 
-__all__ = ["Forks"]
+__all__ = ["ParallelSampling"]
 
-KEEP_S = 5.0  # children come within milliseconds, or never
+RETAIN_S = 5.0  # children arrive within milliseconds or never
 
 
 @dataclass(slots=True)
-class _Family:
+class _SharedPrompt:
+    """A prompt, by its parent, and the children that fork from it."""
+
     parent: Generation
-    expected: int  # children that have not come yet
-    waiting: list[Generation] = field(default_factory=list)  # for the prompt to be computed
-    until: float | None = None  # the parent has ended, and its sequence is kept until then
+    expected: int  # announced children that have not arrived yet
+    waiting: list[Generation] = field(default_factory=list)  # until the prompt is computed
+    retained_until: float | None = None  # set when the parent has ended; seconds
 
 
-class Forks:
-    """Used by the step loop's thread only; hands to the scheduler whoever can go on.
+class ParallelSampling:
+    """Forks children from their parents and passes them to the scheduler.
 
-    A child whose parent is unknown, has another prompt, or was preempted, and one for which there
-    is no room just now, waits for its turn as any other generation.
+    Used by the step loop's thread only. A child starts like any other generation if its parent is
+    unknown, has another prompt or was preempted, or if there is no room for a fork now.
     """
 
-    def __init__(self, cache: KVCache, scheduler: Scheduler) -> None:
+    def __init__(
+        self, cache: SequenceCache, scheduler: Scheduler, clock: Callable[[], float]
+    ) -> None:
         self._cache = cache
         self._scheduler = scheduler
-        self._families: dict[str, _Family] = {}  # by the parent's request id
+        self._clock = clock
+        self._shared: dict[str, _SharedPrompt] = {}  # by the parent's request id
 
     @property
     def waiting(self) -> int:
-        """Children that wait for their parent's prompt."""
-        return sum(len(family.waiting) for family in list(self._families.values()))
+        """The number of children that wait for their parent's prompt. Safe on any thread."""
+        return sum(len(shared.waiting) for shared in list(self._shared.values()))
 
     @property
-    def keeping(self) -> bool:
-        """Whether `sweep` is to be called."""
-        return any(family.until is not None for family in self._families.values())
+    def retaining(self) -> bool:
+        """Whether sequences are retained, so that `sweep` has to be called."""
+        return any(shared.retained_until is not None for shared in self._shared.values())
 
     def add(self, job: Generation) -> None:
-        """Take on a new generation, parent, child or neither."""
-        if job.forks and job.request_id not in self._families:
-            self._families[job.request_id] = _Family(job, job.forks)
-        family = None if job.fork_of is None else self._families.get(job.fork_of)
-        if family is None or family.parent is job:
+        """Add a new generation: a parent, a child or neither."""
+        if job.forks and job.request_id not in self._shared:
+            self._shared[job.request_id] = _SharedPrompt(job, job.forks)
+        shared = None if job.fork_of is None else self._shared.get(job.fork_of)
+        if shared is None or shared.parent is job:
             self._scheduler.add(job)
             return
-        family.expected -= 1
-        if family.until is None and family.parent.generated == 0:
-            family.waiting.append(job)
+        shared.expected -= 1
+        if shared.retained_until is None and shared.parent.generated == 0:
+            shared.waiting.append(job)
             return
-        self._start(family.parent, job)
-        if family.until is not None and family.expected <= 0:
-            self._let_go(family)
+        self._start(shared.parent, job)
+        if shared.retained_until is not None and shared.expected <= 0:
+            self._remove(shared)
 
-    def computed(self, parent: Generation) -> None:
-        """`parent` is about to draw its first token here: those that wait can go on."""
-        family = self._families.get(parent.request_id)
-        if family is not None and family.parent is parent:
-            waiting, family.waiting = family.waiting, []
+    def prompt_computed(self, parent: Generation) -> None:
+        """Fork the waiting children: `parent` is about to get its first token from this engine."""
+        shared = self._shared.get(parent.request_id)
+        if shared is not None and shared.parent is parent:
+            waiting, shared.waiting = shared.waiting, []
             for child in waiting:
                 self._start(parent, child)
 
-    def keep(self, parent: Generation) -> bool:
-        """`parent` ends. Returns whether its sequence is wanted yet, and no longer its own."""
-        family = self._families.get(parent.request_id)
-        if family is None or family.parent is not parent or family.expected <= 0:
+    def retain(self, parent: Generation) -> bool:
+        """Retain the sequence of an ending parent if children are still expected.
+
+        Returns whether it was retained; `sweep` removes it then, not the caller.
+        """
+        shared = self._shared.get(parent.request_id)
+        if shared is None or shared.parent is not parent or shared.expected <= 0:
             return False
         if self._cache.length(parent.seq_id) < parent.prompt_len:
             return False
-        family.until = time.monotonic() + KEEP_S
+        shared.retained_until = self._clock() + RETAIN_S
         return True
 
     def forget(self, job: Generation) -> None:
-        """`job` has ended or failed. Its children go on without it."""
-        if job.fork_of is not None and (family := self._families.get(job.fork_of)) is not None:
-            family.waiting = [child for child in family.waiting if child is not job]
-        family = self._families.get(job.request_id)
-        if family is not None and family.parent is job and family.until is None:
-            del self._families[job.request_id]
-            for child in family.waiting:
+        """Drop an ended or failed generation. Its waiting children start without it."""
+        if job.fork_of is not None and (shared := self._shared.get(job.fork_of)) is not None:
+            shared.waiting = [child for child in shared.waiting if child is not job]
+        own = self._shared.get(job.request_id)
+        if own is not None and own.parent is job and own.retained_until is None:
+            del self._shared[job.request_id]
+            for child in own.waiting:
                 self._scheduler.add(child)
 
     def sweep(self) -> None:
-        """Let go of the sequences that were kept long enough."""
-        now = time.monotonic()
-        for family in list(self._families.values()):
-            if family.until is not None and family.until < now:
-                self._let_go(family)
+        """Remove the sequences that were retained long enough."""
+        now = self._clock()
+        for shared in list(self._shared.values()):
+            if shared.retained_until is not None and shared.retained_until < now:
+                self._remove(shared)
 
     def _start(self, parent: Generation, child: Generation) -> None:
-        """Fork `child` from `parent` if that can be, and hand it to the scheduler."""
-        length = min(parent.prompt_len, child.target - 1)  # its last token is to be computed
-        same = child.tokens[:length] == parent.tokens[:length]
-        # A sequence that is kept counts as its parent's no longer, but it is there.
-        here = parent.started or self._families[parent.request_id].until is not None
-        if not child.started and same and here and not self._scheduler.full:
+        """Fork `child` from `parent` if possible, and pass it to the scheduler."""
+        length = min(parent.prompt_len, child.target - 1)  # the last token has to be computed
+        same_prompt = child.tokens[:length] == parent.tokens[:length]
+        # A parent with a retained sequence is no longer `started`, but the sequence exists.
+        present = parent.started or self._shared[parent.request_id].retained_until is not None
+        if not child.started and same_prompt and present and not self._scheduler.full:
             self._fork(parent, child, length)
         self._scheduler.add(child)
 
     def _fork(self, parent: Generation, child: Generation, length: int) -> None:
         cache = self._cache
         if cache.length(parent.seq_id) < length:
-            return  # it was preempted, and computes its prompt again
+            return  # the parent was preempted and computes its prompt again
         try:
             cache.fork_sequence(parent.seq_id, child.seq_id, length)
         except NoCapacity:
@@ -129,6 +138,6 @@ class Forks:
         child.begin = child.cached = length
         child.started = True
 
-    def _let_go(self, family: _Family) -> None:
-        del self._families[family.parent.request_id]
-        self._cache.remove_sequence(family.parent.seq_id)
+    def _remove(self, shared: _SharedPrompt) -> None:
+        del self._shared[shared.parent.request_id]
+        self._cache.remove_sequence(shared.parent.seq_id)

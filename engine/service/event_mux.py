@@ -1,12 +1,12 @@
-"""The multiplexed stream: all that a step emitted for one router's requests, as one frame.
+"""The multiplexed stream: the events of all generations of one router, in frames.
 
-A frame is one line of JSON, `{"REQUEST_ID": EVENT, …}`; an empty line says nothing. While the
-router does not read, no frame is written: what further steps emit is appended to the events that
-wait, so that a slow reader is sent fewer and larger frames, and never two events of a request in
-one. A reader that lags too far behind is cut off.
+A frame is one line of JSON, `{"REQUEST_ID": EVENT, …}`; an empty line carries no events. While the
+router does not read, no frame is written: the events of further steps are merged into the pending
+ones, so a slow reader gets fewer and larger frames, with at most one event per request in each. A
+reader that lags too far behind is disconnected.
 
-A request may ask for its events at a distance. All that do share one beat, so that what has waited
-goes out as one frame; tokens that come further apart than a beat do not wait at all.
+A request may set a minimum interval between its events. All such requests of one interval share its
+ticks, so that their events go out as one frame. Tokens further apart than the interval do not wait.
 """
 
 from __future__ import annotations
@@ -28,52 +28,65 @@ __all__ = ["EventMux", "EventMuxes"]
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 1 << 22  # tokens and characters that wait to be read, of all requests together
-OPTIONAL = ("begin", "logprobs", "finish_reason", "stop_reason", "usage", "mirror", "error")
+MAX_PENDING = 1 << 22  # tokens and characters pending, of all requests together
+OPTIONAL_FIELDS = ("begin", "logprobs", "finish_reason", "stop_reason", "usage", "mirror", "error")
 
 
 @dataclass(slots=True)
-class _Delivery:
-    """One generation whose events go out here."""
+class _Subscription:
+    """One generation whose events go to this stream."""
 
     stream: GenerationStream
-    every: int  # tokens that an event should have, but for the first and the last
-    beat_s: float  # and the time between two events
-    due: float = -math.inf  # no further event before (loop time); -inf: it is the first
+    # The first and the last event ignore both minima.
+    min_tokens: int  # per event
+    interval_s: float  # between two events
+    not_before: float = -math.inf  # the next event, in loop time; -inf: the first event
+
+    def waits_for_tick(self, event: Event) -> bool:
+        """Whether `event` is large enough and only has to wait for the interval to pass."""
+        return bool(self.interval_s) and len(event.token_ids) >= self.min_tokens
 
 
 class EventMux:
-    """One router's stream, from `EventMuxes.open` to `close`: with it end all generations on it."""
+    """One router's stream, from `EventMuxes.open` to `close`, which aborts its generations."""
 
     def __init__(self, id: str) -> None:
         self.id = id
-        self._deliveries: dict[str, _Delivery] = {}  # by request id
-        self._held: dict[str, Event] = {}  # too small yet to be sent
-        self._ready: dict[str, Event] = {}
-        self._waiting = 0  # tokens and characters in both
+        self._subscriptions: dict[str, _Subscription] = {}  # by request id
+        self._held: dict[str, Event] = {}  # below their minima
+        self._ready: dict[str, Event] = {}  # for the next frame
+        self._pending = 0  # tokens and characters in both
         self._wake = asyncio.Event()
-        self._beat: asyncio.TimerHandle | None = None  # set: something waits for it
+        self._tick: asyncio.TimerHandle | None = None  # set while held events wait for it
         self._loop = asyncio.get_running_loop()
         self._ended = False
 
-    def deliver(
-        self, request_id: str, stream: GenerationStream, every: int = 1, beat_s: float = 0.0
+    def subscribe(
+        self,
+        request_id: str,
+        stream: GenerationStream,
+        min_tokens: int = 1,
+        interval_s: float = 0.0,
     ) -> None:
-        """Send the events of `stream` here, its failure too: `every` so many tokens, and once in
-        `beat_s` seconds at most, but for the first and the last. Ends it if nobody reads."""
+        """Send the events of `stream`, including its failure, over this one.
+
+        An event has at least `min_tokens` tokens and follows the previous one after at least
+        `interval_s` seconds, except for the first and the last. Raises `PeerUnreachable`, and
+        aborts the generation, if this stream has ended.
+        """
         if self._ended:
             stream.close()
             raise _unknown(self.id)
-        self._deliveries[request_id] = _Delivery(stream, every, beat_s)
-        stream.deliver(partial(self._take, request_id))
+        self._subscriptions[request_id] = _Subscription(stream, min_tokens, interval_s)
+        stream.subscribe(partial(self._on_event, request_id))
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The frames, for as long as somebody reads. Ends after `end`, with what was left."""
-        yield b"\n"  # the response begins
+        """Yield frames. Ends after `end`, with the events that were left."""
+        yield b"\n"  # starts the response
         while True:
             if self._ready:
                 ready, self._ready = self._ready, {}
-                self._waiting = sum(map(_size, self._held.values()))
+                self._pending = sum(map(_size, self._held.values()))
                 yield orjson.dumps({name: _fields(event) for name, event in ready.items()}) + b"\n"
             elif self._ended:
                 return
@@ -82,78 +95,83 @@ class EventMux:
                 await self._wake.wait()
 
     def end(self) -> None:
-        """Take no more generations, and let `frames` end."""
+        """Accept no more generations, and end `frames`."""
         self._ended = True
         self._wake.set()
 
     def close(self) -> None:
-        """Nobody reads any more: abort what was to be delivered here. Idempotent."""
+        """Abort the generations of this stream: it has no reader any more. Idempotent."""
         self.end()
-        deliveries, self._deliveries = self._deliveries, {}
+        subscriptions, self._subscriptions = self._subscriptions, {}
         self._held.clear()
         self._ready.clear()
-        if self._beat is not None:
-            self._beat.cancel()
-        for delivery in deliveries.values():
-            delivery.stream.close()
+        if self._tick is not None:
+            self._tick.cancel()
+        for subscription in subscriptions.values():
+            subscription.stream.close()
 
-    def _take(self, request_id: str, event: Event) -> None:
-        delivery = self._deliveries.get(request_id)
-        if delivery is None:
+    def _on_event(self, request_id: str, event: Event) -> None:
+        subscription = self._subscriptions.get(request_id)
+        if subscription is None:
             return
         over = event.finish_reason is not None or event.error is not None
         if over:
-            del self._deliveries[request_id]
-        self._waiting += _size(event)
+            del self._subscriptions[request_id]
+        self._pending += _size(event)
         earlier = self._ready.get(request_id) or self._held.pop(request_id, None)
-        event = event if earlier is None else _joined(earlier, event)
+        event = event if earlier is None else _merge(earlier, event)
         if request_id in self._ready:
             self._ready[request_id] = event
-        elif over or self._may_go(delivery, event):
-            self._send(request_id, delivery, event)
+        elif over or self._is_due(subscription, event):
+            self._send(request_id, subscription, event)
         else:
             self._held[request_id] = event
-            if self._beat is None and delivery.beat_s and len(event.token_ids) >= delivery.every:
-                self._beat = self._loop.call_at(delivery.due, self._flush)
-        if self._waiting > MOST_WAITING and not self._ended:
-            log.warning("the router that reads stream %s is too slow: cut off", self.id)
+            if self._tick is None and subscription.waits_for_tick(event):
+                self._tick = self._loop.call_at(subscription.not_before, self._flush)
+        if self._pending > MAX_PENDING and not self._ended:
+            log.warning("the reader of stream %s is too slow: disconnected", self.id)
             self.close()
 
-    def _may_go(self, delivery: _Delivery, event: Event) -> bool:
-        if delivery.due == -math.inf:
+    def _is_due(self, subscription: _Subscription, event: Event) -> bool:
+        if subscription.not_before == -math.inf:
             return True
-        return len(event.token_ids) >= delivery.every and self._loop.time() >= delivery.due
+        large_enough = len(event.token_ids) >= subscription.min_tokens
+        return large_enough and self._loop.time() >= subscription.not_before
 
-    def _send(self, request_id: str, delivery: _Delivery, event: Event) -> None:
+    def _send(self, request_id: str, subscription: _Subscription, event: Event) -> None:
         self._ready[request_id] = event
         self._wake.set()
-        delivery.due = 0.0
-        if delivery.beat_s:  # the next of the beats that all have in common
-            delivery.due = (self._loop.time() // delivery.beat_s + 1) * delivery.beat_s
+        interval_s = subscription.interval_s
+        subscription.not_before = 0.0
+        if interval_s:  # the next tick, which all requests of this interval share
+            subscription.not_before = (self._loop.time() // interval_s + 1) * interval_s
 
     def _flush(self) -> None:
-        """Send what has waited for this beat; there is another one if something waits for it."""
-        self._beat = None
-        later = math.inf
+        """Send the held events that are due, and schedule the next tick if others wait for one."""
+        self._tick = None
+        next_tick = math.inf
         for request_id, event in list(self._held.items()):
-            delivery = self._deliveries[request_id]
-            if self._may_go(delivery, event):
+            subscription = self._subscriptions[request_id]
+            if self._is_due(subscription, event):
                 del self._held[request_id]
-                self._send(request_id, delivery, event)
-            elif delivery.beat_s and len(event.token_ids) >= delivery.every:
-                later = min(later, delivery.due)
-        if later < math.inf:
-            self._beat = self._loop.call_at(later, self._flush)
+                self._send(request_id, subscription, event)
+            elif subscription.waits_for_tick(event):
+                next_tick = min(next_tick, subscription.not_before)
+        if next_tick < math.inf:
+            self._tick = self._loop.call_at(next_tick, self._flush)
 
 
 class EventMuxes:
-    """The open streams, by the ids that their routers gave them."""
+    """The open streams, by the ids that their routers chose."""
 
     def __init__(self) -> None:
         self._open: dict[str, EventMux] = {}
 
     def __getitem__(self, id: str | None) -> EventMux:
-        """Raises `BadRequest` for None, and `PeerUnreachable`: a router whose stream is gone is."""
+        """Return an open stream.
+
+        Raises `BadRequest` for None, and `PeerUnreachable` if the router's stream is gone.
+        """
         if id is None:
             raise BadRequest("a multiplexed stream needs its stream_id", param="stream_id")
         mux = self._open.get(id)
@@ -162,7 +180,7 @@ class EventMuxes:
         return mux
 
     def open(self, id: str) -> EventMux:
-        """A new stream. Raises `BadRequest` for an id that is none, `DuplicateRequest`."""
+        """Open a stream. Raises `BadRequest` for a bad id, `DuplicateRequest` for an open one."""
         if not 1 <= len(id) <= 128:
             raise BadRequest("a stream needs an id of 1 to 128 characters", param="id")
         if id in self._open:
@@ -171,12 +189,12 @@ class EventMuxes:
         return mux
 
     def close(self, mux: EventMux) -> None:
-        """A stream has ended, and what is delivered on it with it. Idempotent."""
+        """Close a stream and abort its generations. Idempotent."""
         self._open.pop(mux.id, None)
         mux.close()
 
     def end(self) -> None:
-        """Let all streams end, after what they have to say: the process is about to exit."""
+        """End all streams after their pending events, before the process exits."""
         for mux in self._open.values():
             mux.end()
 
@@ -185,8 +203,8 @@ def _unknown(id: str) -> PeerUnreachable:
     return PeerUnreachable(f"no stream {id} is open", param="stream_id", code="unknown_stream")
 
 
-def _joined(earlier: Event, later: Event) -> Event:
-    """Both as one event of the same request; `earlier` is used up."""
+def _merge(earlier: Event, later: Event) -> Event:
+    """Merge two events of one request into `earlier`, and return it."""
     earlier.token_ids += later.token_ids
     earlier.text += later.text
     if later.logprobs is not None:
@@ -202,9 +220,9 @@ def _size(event: Event) -> int:
 
 
 def _fields(event: Event) -> dict[str, Any]:
-    """What is sent of an event: what is there."""
+    """Return the JSON fields of an event, without absent ones."""
     fields: dict[str, Any] = {"token_ids": event.token_ids, "text": event.text}
-    for name in OPTIONAL:
+    for name in OPTIONAL_FIELDS:
         value = getattr(event, name)
         if value is not None:
             fields[name] = value

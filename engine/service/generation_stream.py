@@ -1,4 +1,4 @@
-"""One generation as its caller sees it: drawn tokens in, events out."""
+"""The stream of one generation: step outputs in, events out."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 from tokenizers import Tokenizer
 
-from engine.api.metrics import EngineMetrics
-from engine.execution.step_loop import Drawn
+from engine.execution.stepper import StepOutput
 from engine.protocol import (
     Event,
     Internal,
@@ -20,7 +19,9 @@ from engine.protocol import (
     Usage,
     error_body,
 )
-from engine.scheduling.jobs import Generation, Sampled
+from engine.sampling.sampled import Sampled
+from engine.scheduling.jobs import Generation
+from engine.service.metrics import EngineMetrics
 from engine.text.detokenizer import Detokenizer, Released, token_bytes
 
 __all__ = ["GenerationStream"]
@@ -29,7 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class GenerationStream:
-    """The events of one generation. Iterate to its end, or `close` it, which aborts."""
+    """The events of one generation, through either `events` or `subscribe`.
+
+    Consume them to the end, or `close` the stream, which aborts the generation.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,7 @@ class GenerationStream:
         metrics: EngineMetrics,
         ended: Callable[[Generation], None],
     ) -> None:
-        """`ended` is called once or more when nobody listens any longer. `events` or `deliver`."""
+        """`ended` is called, possibly more than once, when the stream has ended or is closed."""
         sampling = generation.sampling
         self._generation = generation
         self._tokenizer = tokenizer
@@ -53,31 +57,31 @@ class GenerationStream:
             include_stop=sampling.include_stop_str_in_output,
             skip_special_tokens=sampling.skip_special_tokens,
         )
-        self._drawn: asyncio.Queue[Drawn] = asyncio.Queue()
-        self._sink: Callable[[Event], None] | None = None
+        self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+        self._on_event: Callable[[Event], None] | None = None
         self._began = time.monotonic()
-        self._previous = self._began  # when the call, or its last token, came
+        self._previous = self._began  # time of the call, then of the latest token
         self._first_token = self._first_event = True
-        self._leased = generation.started  # its prefix was looked up for the lease, and counted
+        self._leased = generation.started  # its prefix was counted with the lease
         self._over = False
-        self._told: Mirrored | None = None  # of the mirror
-        self._completion = len(generation.output)  # what was delivered; the loop may be ahead
+        self._reported: Mirrored | None = None
+        self._completion = len(generation.output)  # delivered tokens; the step loop may be ahead
 
-    def put(self, drawn: Drawn) -> None:
-        """Take over what a step drew for this generation."""
-        if self._sink is None:
-            self._drawn.put_nowait(drawn)
+    def put(self, output: StepOutput) -> None:
+        """Add the output of one step."""
+        if self._on_event is None:
+            self._outputs.put_nowait(output)
         else:
-            self._pass_on(drawn, self._sink)
+            self._forward(output, self._on_event)
 
     async def events(self) -> AsyncIterator[Event]:
-        """One event for each step that released tokens; the last has a `finish_reason`.
+        """Yield one event for each step that releases tokens; the last has a `finish_reason`.
 
-        Raises the failure that ended the generation. Leaving early aborts it.
+        Raises the failure that ended the generation. Leaving the iteration early aborts it.
         """
         try:
             while True:
-                event = self._next(await self._drawn.get())
+                event = self._next(await self._outputs.get())
                 if event is not None:
                     yield event
                     if event.finish_reason is not None:
@@ -85,24 +89,24 @@ class GenerationStream:
         finally:
             self.close()
 
-    def deliver(self, sink: Callable[[Event], None]) -> None:
-        """Give the events to `sink` as they come; a failure is an event too, and the last."""
-        self._sink = sink
-        while not self._drawn.empty():
-            self._pass_on(self._drawn.get_nowait(), sink)
+    def subscribe(self, on_event: Callable[[Event], None]) -> None:
+        """Call `on_event` with each event, including earlier ones; a failure is the last event."""
+        self._on_event = on_event
+        while not self._outputs.empty():
+            self._forward(self._outputs.get_nowait(), on_event)
 
     def close(self) -> None:
         """Abort the generation, if it still runs. Idempotent."""
         self._ended(self._generation)
 
-    def _pass_on(self, drawn: Drawn, sink: Callable[[Event], None]) -> None:
+    def _forward(self, output: StepOutput, on_event: Callable[[Event], None]) -> None:
         if self._over:
             return
         try:
-            event = self._next(drawn)
+            event = self._next(output)
         except MicroserveError as error:
             event = Event(error=error_body(error)["error"])
-        except Exception as error:  # of this one stream: what else the step drew must go on
+        except Exception as error:  # fails this stream only, not the step's other outputs
             log.exception("the stream of %s failed", self._generation.request_id)
             event = Event(error=error_body(Internal(f"{type(error).__name__}: {error}"))["error"])
         if event is None:
@@ -110,22 +114,25 @@ class GenerationStream:
         if event.finish_reason is not None or event.error is not None:
             self._over = True
             self.close()
-        sink(event)
+        on_event(event)
 
-    def _next(self, drawn: Drawn) -> Event | None:
-        """The event of one step, if it released a token. Raises the generation's failure."""
-        if drawn.failure is not None:
-            raise drawn.failure
-        if drawn.sampled is None:
-            raise Internal("a step delivered nothing")
+    def _next(self, output: StepOutput) -> Event | None:
+        """Return the event of one step, or None if the step released no token.
+
+        Raises the generation's failure.
+        """
+        if output.failure is not None:
+            raise output.failure
+        if output.sampled is None:
+            raise Internal("a step output without a token or a failure")
         now = time.monotonic()
         self._metrics.token(now - self._previous, first=self._first_token)
         self._previous, self._first_token = now, False
         self._completion += 1
-        released = self._detokenizer.push(drawn.sampled, last=drawn.finish is not None)
-        if drawn.finish is None and released.stopped is None and not released.sampled:
+        released = self._detokenizer.push(output.sampled, last=output.finish is not None)
+        if output.finish is None and released.stopped is None and not released.sampled:
             return None
-        event = self._event(drawn, released)
+        event = self._event(output, released)
         if self._first_event:
             event.begin, self._first_event = self._generation.begin, False
             if not self._leased:
@@ -133,17 +140,17 @@ class GenerationStream:
                 self._metrics.prefix(self._generation.prompt_len, cached)
         return event
 
-    def _event(self, drawn: Drawn, released: Released) -> Event:
+    def _event(self, output: StepOutput, released: Released) -> Event:
         generation = self._generation
         event = Event(token_ids=[sampled.token for sampled in released.sampled], text=released.text)
         if generation.sampling.logprobs is not None:
             event.logprobs = [self._logprob(sampled) for sampled in released.sampled]
         if released.stopped is not None:
             event.finish_reason, event.stop_reason = "stop", released.stopped
-        elif drawn.finish is not None and drawn.sampled is not None:
-            event.finish_reason = drawn.finish
-            if drawn.finish == "stop" and drawn.sampled.token not in self._eos:
-                event.stop_reason = drawn.sampled.token
+        elif output.finish is not None and output.sampled is not None:
+            event.finish_reason = output.finish
+            if output.finish == "stop" and output.sampled.token not in self._eos:
+                event.stop_reason = output.sampled.token
         event.mirror = self._mirrored(last=event.finish_reason is not None)
         if event.finish_reason is not None:
             event.usage = Usage(
@@ -158,20 +165,20 @@ class GenerationStream:
         return event
 
     def _mirrored(self, *, last: bool) -> Mirrored | None:
-        """How far the mirror is, if there is one and that is news."""
+        """Return the mirror's progress, or None if there is none or it was reported before."""
         mirror = self._generation.mirror
         if mirror is None:
             return None
         now = Mirrored(lease_id=mirror.lease_id, landed=mirror.landed)
         if mirror.stopped is not None:
             now.stopped, now.message = mirror.stopped.type, mirror.stopped.message
-        if now == self._told and not last:
+        if now == self._reported and not last:
             return None
-        self._told = now
+        self._reported = now
         return now
 
     def _logprob(self, sampled: Sampled) -> TokenLogprob:
-        """A drawn token's log probability in its wire form."""
+        """Return a sampled token's log probability in its wire form."""
 
         def item(token: int, logprob: float) -> TokenLogprob:
             text, raw = token_bytes(self._tokenizer, token)

@@ -1,4 +1,4 @@
-"""The wait of `start_generate` for its KV: one poller for all who wait, however many they are."""
+"""The wait of `start_generate` for its KV, with one poller for all waiting calls."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from kvcache.types import LeaseId
 
 __all__ = ["KVArrivals"]
 
-POLL_S = 0.001  # how often the watermarks are looked at while somebody waits
-FENCE_AFTER_S = 0.05  # a live sender lets go within microseconds of its last byte
+POLL_S = 0.001  # how often the watermarks are read while calls wait
+FENCE_AFTER_S = 0.05  # a live sender releases the lease within microseconds of its last byte
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """Somebody who sleeps until `lease` has `wanted` tokens, or has ended."""
+    """A call that sleeps until `lease` has `wanted` tokens or has ended."""
 
     lease: ReceiveLease
     wanted: int
     woken: asyncio.Future[None]
 
 
-class Watched:
-    """Some waiters, and where their watermarks stand."""
+class WaiterGroup:
+    """A fixed set of waiters and a view of their leases' watermarks."""
 
     def __init__(self, cache: KVCache, waiters: list[Waiter]) -> None:
         self._waiters = waiters
@@ -38,7 +38,7 @@ class Watched:
         self._watch = cache.watch([waiter.lease for waiter in waiters])
 
     def due(self) -> list[Waiter]:
-        """Those whose tokens have landed, or whose lease has ended."""
+        """Return the waiters whose tokens have landed or whose lease has ended."""
         landed, live = self._watch.read()
         return [self._waiters[i] for i in np.flatnonzero(~live | (landed >= self._wanted))]
 
@@ -46,23 +46,22 @@ class Watched:
 class KVArrivals:
     """Turns leases into sequences once their KV has landed. Lives on one asyncio event loop.
 
-    A timer, which runs only while somebody waits, reads all watermarks that are waited for in one
-    numpy operation and wakes those whose time has come.
+    While calls wait, a timer reads all their watermarks in one numpy operation and wakes the calls
+    whose KV has landed or whose lease has ended.
     """
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._waiters: set[Waiter] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._watched: Watched | None = None  # made anew when waiters come and go
+        self._group: WaiterGroup | None = None  # None: the set of waiters has changed
 
     async def start(self, generation: Generation, lease_id: LeaseId, begin: int | None) -> None:
-        """Give `generation` the sequence of a lease: wait for `begin` tokens to land, as long as
-        the lease lives, and then for the sender to let go; one that does not, because it was
-        stopped, is left behind.
+        """Give the sequence of a lease to `generation`, once `begin` tokens have landed.
 
-        Cancelled, it leaves the lease as it is. Raises `LeaseExpired`, `UnknownLease`, and what
-        else `KVCache.start_lease` says.
+        Then waits for the sender to release the lease; a sender that does not within
+        `FENCE_AFTER_S`, because it is stopped, is fenced off. Cancellation leaves the lease as it
+        is. Raises `LeaseExpired`, `UnknownLease`, and the other errors of `KVCache.start_lease`.
         """
         landed_at: float | None = None
         while True:
@@ -80,7 +79,7 @@ class KVArrivals:
                         fence=now - landed_at > FENCE_AFTER_S,
                     )
                 except KVIncomplete:
-                    pass  # the sender is about to let go
+                    pass  # the sender is about to release the lease
                 else:
                     generation.begin = generation.cached
                     generation.started = True
@@ -88,26 +87,26 @@ class KVArrivals:
             await self._sleep(lease, wanted)
 
     async def _sleep(self, lease: ReceiveLease, wanted: int) -> None:
-        """Until the lease has `wanted` tokens or has ended; `POLL_S` at least."""
+        """Sleep until the lease has `wanted` tokens or has ended, and at least for `POLL_S`."""
         loop = asyncio.get_running_loop()
         waiter = Waiter(lease, wanted, loop.create_future())
         self._waiters.add(waiter)
-        self._watched = None
+        self._group = None
         if self._timer is None:
             self._timer = loop.call_later(POLL_S, self._poll)
         try:
             await waiter.woken
         finally:
             self._waiters.discard(waiter)
-            self._watched = None
+            self._group = None
 
     def _poll(self) -> None:
         self._timer = None
         if not self._waiters:
             return
-        if self._watched is None:
-            self._watched = Watched(self._cache, list(self._waiters))
-        for waiter in self._watched.due():
+        if self._group is None:
+            self._group = WaiterGroup(self._cache, list(self._waiters))
+        for waiter in self._group.due():
             if not waiter.woken.done():
                 waiter.woken.set_result(None)
         self._timer = asyncio.get_running_loop().call_later(POLL_S, self._poll)

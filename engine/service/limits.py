@@ -1,4 +1,4 @@
-"""What an engine can be asked for: the checks that need the model's and the pool's sizes."""
+"""Checks of calls against the sizes of the model and the pool."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["Limits", "resolve"]
 
 
 class Limits:
-    """Raises `BadRequest`, naming the parameter, for what can never be served here."""
+    """Rejects calls that this engine can never serve: `BadRequest`, with the parameter's name."""
 
     def __init__(self, config: ModelConfig, pool_tokens: int) -> None:
-        """`pool_tokens`: how many tokens the whole KV pool holds."""
+        """`pool_tokens` is the capacity of the KV pool."""
         self._config = config
         self._pool_tokens = pool_tokens
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
-        """Not empty, within the context and the vocabulary."""
+        """Check that a prompt is not empty and lies within the context and the vocabulary."""
         config = self._config
         if not prompt:
             raise BadRequest("the prompt is empty", param="prompt")
@@ -36,7 +36,7 @@ class Limits:
             )
 
     def check_sampling(self, call: StartGenerate) -> None:
-        """Prompt and output fit the context and the pool; token ids are of the vocabulary."""
+        """Check that prompt and output fit context and pool, and all ids are in the vocabulary."""
         config = self._config
         total = len(call.prompt) + call.max_tokens
         if total > config.context_length:
@@ -61,13 +61,16 @@ class Limits:
             raise BadRequest("min_tokens is above max_tokens", param="min_tokens")
 
     def check_send(self, end: int) -> None:
-        """The prefix fits the pool."""
+        """Check that a prefix of `end` tokens fits the pool."""
         if end > self._pool_tokens:
             raise BadRequest(f"{end} tokens exceed this engine's KV pool", param="end")
 
 
 def resolve(value: int, length: int, name: str) -> int:
-    """A begin or end, negative ones from the end. Raises `BadRange` outside [0, length]."""
+    """Return a begin or end as a position; negative values count from the end.
+
+    Raises `BadRange` outside [0, length].
+    """
     position = value + length if value < 0 else value
     if not 0 <= position <= length:
         raise BadRange(f"{name} {value} is outside the prompt of {length} tokens", param=name)

@@ -1,4 +1,4 @@
-"""The mirrors of one engine: the tasks that open them and ask their peers for more room."""
+"""The mirrors of one engine: the tasks that open them and request more room from peers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import ssl
 
 import httpx
 
-from engine.api.metrics import EngineMetrics
 from engine.execution.mirroring import Mirroring
 from engine.protocol import (
     Extend,
@@ -21,19 +20,20 @@ from engine.protocol import (
     parse,
 )
 from engine.scheduling.jobs import Generation
+from engine.service.metrics import EngineMetrics
 from kvcache.cache import KVCache
 
 __all__ = ["Mirrors"]
 
 log = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 5.0
+EXTEND_TIMEOUT_S = 5.0
 
 
 class Mirrors:
-    """One task for each generation that is mirrored, whose parent this is; `close` ends them.
+    """Runs one task per mirror; `close` ends them all. Lives on one asyncio event loop.
 
-    Lives on one asyncio event loop. What goes wrong with a mirror stops it and nothing else.
+    An error of a mirror stops that mirror and nothing else.
     """
 
     def __init__(
@@ -43,32 +43,37 @@ class Mirrors:
         api_key: str = "",
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`api_key` is ours and that of our peers; empty: none is needed. `tls` verifies peers that
-        are reached by https; None: there are none."""
+        """`api_key` is common to this engine and its peers; empty if they need none.
+
+        `tls` verifies peers with https URLs; None if there are none.
+        """
         self._cache = cache
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[asyncio.Task[None], Mirroring] = {}
-        self._sent = 0  # tokens, by mirrors that are over
-        # An empty context: to load the certificates of the world would take longer than a call.
+        self._sent = 0  # tokens sent by ended mirrors
+        # An empty context: loading the system trust store would take longer than a call.
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=ASK_TIMEOUT_S,
+            timeout=EXTEND_TIMEOUT_S,
             verify=tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         )
 
     @property
     def running(self) -> int:
-        """Mirrors that are neither over nor about to be."""
+        """The number of mirrors that have not ended."""
         return sum(not mirroring.over for mirroring in self._tasks.values())
 
     @property
     def sent(self) -> int:
-        """Tokens whose KV has been mirrored since the start."""
+        """Tokens mirrored since the start."""
         return self._sent + sum(mirroring.sent for mirroring in self._tasks.values())
 
     def start(self, generation: Generation, call: Mirror) -> Mirroring:
-        """Begin to mirror a generation; the step loop is to move it on. Raises `BadAddress`."""
+        """Start to mirror a generation; the caller has the step loop advance it.
+
+        Raises `BadAddress`.
+        """
         address = self._cache.check_address(call.kv_addr, generation.tokens)
         most = generation.prompt_len + generation.sampling.max_tokens
         mirroring = Mirroring(self._cache, address.lease_id, call.every, most, self._loop)
@@ -80,7 +85,7 @@ class Mirrors:
         return mirroring
 
     async def close(self) -> None:
-        """End all that run, and wait until they have."""
+        """End all mirrors and wait for their tasks."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -91,10 +96,10 @@ class Mirrors:
         self, mirroring: Mirroring, url: str, kv_addr: str, tokens: list[int]
     ) -> None:
         try:
-            # Claiming may wait for the peer's write right, so it is done off the event loop.
+            # Claiming the lease may wait for the peer's write right, so it runs on a thread.
             await asyncio.to_thread(mirroring.open, kv_addr, tokens)
-            while reserve := await mirroring.wants():
-                kv_addr = await self._ask(url, kv_addr, reserve)
+            while reserve := await mirroring.wait_for_extension():
+                kv_addr = await self._request_extension(url, kv_addr, reserve)
                 await asyncio.to_thread(mirroring.extend, kv_addr)
         except MicroserveError as error:
             mirroring.stop(error)
@@ -104,10 +109,13 @@ class Mirrors:
         finally:
             mirroring.end()
 
-    async def _ask(self, url: str, kv_addr: str, reserve: int) -> str:
-        """`POST /microserving/extend`; returns the new address. Raises what the peer answers."""
+    async def _request_extension(self, url: str, kv_addr: str, reserve: int) -> str:
+        """Request room for `reserve` more tokens; return the new address.
+
+        Raises the peer's error, or `PeerUnreachable`.
+        """
         if not url:
-            raise PeerUnreachable("the lease's owner has no URL to ask for more room")
+            raise PeerUnreachable("the lease's owner has no URL to request more room from")
         call = Extend(kv_addr=kv_addr, reserve=reserve)
         try:
             reply = await self._http.post(
@@ -116,7 +124,7 @@ class Mirrors:
             body = reply.json() if reply.is_error else None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             reason = str(error) or type(error).__name__
-            raise PeerUnreachable(f"{url} was asked for more room: {reason}") from error
+            raise PeerUnreachable(f"requesting more room from {url}: {reason}") from error
         if reply.is_error:
             raise error_from_body(body)
         return parse(ExtendReply, reply.content).kv_addr

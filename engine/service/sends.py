@@ -1,13 +1,11 @@
-"""The sends of one engine: `remote_send` from the claim to the reply, and what ends it early."""
+"""The sends of one engine: `remote_send` from the claim of the lease to the reply."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 
-from engine.api.metrics import EngineMetrics
 from engine.execution.step_loop import StepLoop
 from engine.protocol import (
     BadRange,
@@ -20,7 +18,8 @@ from engine.protocol import (
 )
 from engine.scheduling.jobs import Send
 from engine.service.limits import Limits, resolve
-from engine.service.recall import recall
+from engine.service.metrics import EngineMetrics
+from engine.service.promotion import promote
 from kvcache.cache import KVCache
 from kvcache.lease.put import Put
 from kvcache.types import SeqId
@@ -29,7 +28,7 @@ __all__ = ["Sends"]
 
 
 class Sends:
-    """Those that run or wait. Lives on one asyncio event loop."""
+    """The running and waiting sends. Lives on one asyncio event loop."""
 
     def __init__(
         self,
@@ -40,23 +39,24 @@ class Sends:
         *,
         most: int,
     ) -> None:
-        """At most `most` at a time; `seq_ids` are shared with all who make sequences."""
+        """Admit at most `most` at a time; `seq_ids` is shared with the generations."""
         self._cache = cache
         self._limits = limits
         self._metrics = metrics
         self._seq_ids = seq_ids
         self._most = most
-        self._live: dict[str, Send | None] = {}  # None: its lease is being claimed
+        self._live: dict[str, Send | None] = {}  # None while the lease is claimed
 
     def __len__(self) -> int:
+        """The number of running and waiting sends."""
         return len(self._live)
 
     def __iter__(self) -> Iterator[str]:
-        """Their request ids."""
+        """Iterate over a copy of the request ids."""
         return iter(tuple(self._live))
 
     async def run(self, call: RemoteSend, loop: StepLoop) -> RemoteSendReply:
-        """See `MicroserveEngine.remote_send`."""
+        """Implement `MicroserveEngine.remote_send` for a checked prompt."""
         begin = resolve(call.begin, len(call.prompt), "begin")
         end = resolve(call.end, len(call.prompt), "end")
         if begin >= end:
@@ -67,17 +67,19 @@ class Sends:
             raise NoCapacity(f"{len(self._live)} sends are running")
         self._live[call.request_id] = None
         try:
-            await recall(self._cache, call.prompt)
-            # Claiming may wait for the peer's write right, so it is done off the event loop.
+            await promote(self._cache, call.prompt)
+            # Claiming the lease may wait for the peer's write right, so it runs on a thread.
             put = await asyncio.to_thread(
                 self._cache.open_put, call.kv_addr, call.prompt, begin, end
             )
             if call.request_id not in self._live:
                 raise Internal("the send was aborted")
-            send = self._live[call.request_id] = self._reserve(call, begin, end, put)
+            send = self._live[call.request_id] = self._reserve(
+                call, begin, end, put, arrived=loop.stepper.clock()
+            )
             loop.submit(send)
             done = asyncio.wrap_future(send.done)
-            done.add_done_callback(_seen)
+            done.add_done_callback(_retrieve_exception)
             try:
                 reply = await asyncio.shield(done)
             except BaseException:
@@ -89,25 +91,25 @@ class Sends:
         return reply
 
     def abort(self, request_id: str, loop: StepLoop) -> None:
-        """End a send, if there is one; it fails."""
+        """Abort a send, if there is one; its call fails."""
         send = self._live.get(request_id)
         if send is not None:
             loop.abort(send)
-        else:  # one that waits for its claim finds out when it has it
+        else:  # a send that is claiming its lease checks for this afterwards
             self._live.pop(request_id, None)
 
     def fail(self, failure: MicroserveError) -> None:
-        """The step loop is gone: nobody else completes them."""
+        """Fail all sends with `failure`: the step loop has stopped and completes none."""
         for send in self._live.values():
             if send is not None and not send.done.done():
                 send.done.set_exception(failure)
 
-    def _reserve(self, call: RemoteSend, begin: int, end: int, put: Put) -> Send:
-        """A send with its sequence and all the pages it needs, or `NoCapacity` at once."""
+    def _reserve(self, call: RemoteSend, begin: int, end: int, put: Put, arrived: float) -> Send:
+        """Create a send with its sequence and all pages it needs. Raises `NoCapacity`."""
         self._limits.check_send(end)
         seq_id = next(self._seq_ids)
         with self._cache.lock:
-            # Matched beyond `end` too: a cached page can be sent in part.
+            # The match may exceed `end`: a cached page can be sent in part.
             cached = min(self._cache.add_sequence(seq_id, call.prompt), end)
             try:
                 self._cache.grow(seq_id, end)
@@ -116,7 +118,7 @@ class Sends:
                 raise
         self._metrics.prefix(end, cached)
         done: Future[RemoteSendReply] = Future()
-        done.set_running_or_notify_cancel()  # the loop's to complete, whoever stops waiting
+        done.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it
         return Send(
             request_id=call.request_id,
             seq_id=seq_id,
@@ -125,13 +127,13 @@ class Sends:
             cached=cached,
             put=put,
             done=done,
-            arrived=time.monotonic(),
+            arrived=arrived,
             started=True,
             priority=call.priority,
         )
 
 
-def _seen(done: asyncio.Future[RemoteSendReply]) -> None:
-    """How it ended is known, also where nobody waits for it any more."""
+def _retrieve_exception(done: asyncio.Future[RemoteSendReply]) -> None:
+    """Mark the exception as retrieved, so that asyncio does not log it if no caller is left."""
     if not done.cancelled():
         done.exception()

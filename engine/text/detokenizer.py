@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from engine.scheduling.jobs import Sampled
+from engine.sampling.sampled import Sampled
 
 __all__ = ["Detokenizer", "Released", "token_bytes"]
 

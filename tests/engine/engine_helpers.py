@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from typing import Any
@@ -13,16 +14,19 @@ import torch
 import uvicorn
 
 from engine.api.app import build_app
-from engine.api.metrics import EngineMetrics
 from engine.execution.model_runner import ModelRunner
 from engine.execution.step_loop import StepLoop
+from engine.execution.stepper import Stepper
 from engine.models import LoadedModel, load_model
 from engine.protocol import EngineConfig, Event, PrepRecv, RemoteSend, Sampling, StartGenerate
+from engine.sampling.sampler import sample
 from engine.scheduling.jobs import Generation
 from engine.scheduling.scheduler import Scheduler
 from engine.service.engine import MicroserveEngine
 from engine.service.generation_stream import GenerationStream
+from engine.service.metrics import EngineMetrics
 from engine.service.mirrors import Mirrors
+from engine.service.readings import engine_readings
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout
@@ -113,8 +117,9 @@ async def running(
         mirrors=Mirrors(cache, metrics, api_key),
     )
     runner = ModelRunner(tiny(), cache)
-    engine.loop = StepLoop(cache, runner, scheduler, engine.deliver, engine.died, threads=1)
-    engine.metrics.watch(engine)
+    stepper = Stepper(cache, scheduler, runner, sample, engine.deliver, time.monotonic)
+    engine.loop = StepLoop(stepper, engine.died, compute_threads=1)
+    engine.metrics.register(engine_readings(engine))
     engine.loop.start()
     try:
         yield engine

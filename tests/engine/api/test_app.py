@@ -322,7 +322,7 @@ async def test_whenever_a_caller_leaves_nothing_stays(
         caller.gone.set()
         await asyncio.wait_for(call, 10)
         await at_rest(engine)
-        assert not engine._generations and not engine._streams
+        assert not engine.generations
     assert "failed" not in caplog.text
 
 
@@ -356,7 +356,7 @@ async def test_a_server_that_shuts_down_cancels_what_waits():
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert not engine._generations
+        assert not engine.generations
 
 
 async def test_a_defect_is_told_and_logged(caplog: pytest.LogCaptureFixture):

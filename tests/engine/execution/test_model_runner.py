@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.execution.model_runner import Chunk, ModelRunner, bucket
+from engine.execution.model_runner import ModelRunner, bucket
 from engine.models import load_model
+from engine.scheduling.chunk import Chunk
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout

@@ -12,9 +12,12 @@ import pytest
 import torch
 from engine_helpers import generation, make_cache, tiny
 
-from engine.execution.model_runner import Chunk, ModelRunner
-from engine.execution.step_loop import Drawn, StepLoop
+from engine.execution.model_runner import ModelRunner
+from engine.execution.step_loop import StepLoop
+from engine.execution.stepper import StepOutput, Stepper
 from engine.protocol import Internal, LeaseExpired, MicroserveError
+from engine.sampling.sampler import sample
+from engine.scheduling.chunk import Chunk
 from engine.scheduling.jobs import Generation, Send
 from engine.scheduling.scheduler import Scheduler
 from kvcache.transport import MemoryNetwork
@@ -46,22 +49,21 @@ class Loop:
         self.cache = make_cache(network, pages, name)
         self.scheduler = Scheduler(self.cache, token_budget=budget, max_batch=16)
         self.runner = Runner(tiny(), self.cache)
-        self.drawn: queue.Queue[Drawn] = queue.Queue()
+        self.outputs: queue.Queue[StepOutput] = queue.Queue()
         self.died = threading.Event()
-        self.loop = StepLoop(
-            self.cache, self.runner, self.scheduler, self._deliver, self.died.set, threads=1
-        )
+        stepper = Stepper(self.cache, self.scheduler, self.runner, sample, self._deliver, monotonic)
+        self.loop = StepLoop(stepper, self.died.set, compute_threads=1)
         self.loop.start()
 
-    def _deliver(self, drawn: list[Drawn]) -> None:
-        for item in drawn:
-            self.drawn.put(item)
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        for item in outputs:
+            self.outputs.put(item)
 
     def finish(self, *jobs: Generation) -> None:
         """Run jobs to their ends; raises the first failure."""
         left = set(jobs)
         while left:
-            item = self.drawn.get(timeout=20)
+            item = self.outputs.get(timeout=20)
             if item.failure is not None:
                 raise item.failure
             if item.finish is not None:
@@ -149,10 +151,10 @@ def test_an_end_is_an_end(new: Callable[..., Loop]):
     (tokens,) = loop.output(job(1))
     stops = job(2, stop_token_ids=[tokens[3]])
     loop.loop.submit(stops)
-    items = [loop.drawn.get(timeout=20) for _ in range(tokens.index(tokens[3]) + 1)]
+    items = [loop.outputs.get(timeout=20) for _ in range(tokens.index(tokens[3]) + 1)]
     assert [item.finish for item in items] == [None] * (len(items) - 1) + ["stop"]
     loop.at_rest()
-    assert loop.drawn.empty()
+    assert loop.outputs.empty()
 
 
 def test_a_step_that_raises_fails_its_jobs_and_no_others(
@@ -192,14 +194,14 @@ def test_a_loop_that_cannot_go_on_says_so_and_takes_nothing(
     assert not loop.loop.alive
     with pytest.raises(Internal):
         loop.loop.submit(job(2))
-    assert "cannot go on" in caplog.text
+    assert "cannot continue" in caplog.text
 
 
 def test_an_abort_keeps_the_full_pages(new: Callable[..., Loop]):
     loop = new()
     endless = job(1, max_tokens=4000)
     loop.loop.submit(endless)
-    loop.drawn.get(timeout=20)
+    loop.outputs.get(timeout=20)
     loop.loop.abort(endless)
     loop.loop.abort(endless)  # harmless
     loop.at_rest()
@@ -239,7 +241,7 @@ def test_a_refused_send_is_computed_no_further(
     new: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
 ):
     """Its lease ended: the sender learns it from the memory, and stops."""
-    monkeypatch.setattr("engine.execution.step_loop.SWEEP_S", 0.0)
+    monkeypatch.setattr("engine.execution.stepper.SWEEP_S", 0.0)
     sender, receiver = new(name="s", budget=1), new(name="r")
     sending, lease_id = send(sender, receiver, 99)
     receiver.cache.release(lease_id)  # type: ignore[arg-type]
@@ -257,7 +259,7 @@ def test_a_refused_send_is_computed_no_further(
 def test_a_send_that_waits_for_its_turn_keeps_its_lease(
     new: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("engine.execution.step_loop.SWEEP_S", 0.0)
+    monkeypatch.setattr("engine.execution.stepper.SWEEP_S", 0.0)
     sender, receiver = new(name="s", budget=1), new(name="r")
     first, _ = send(sender, receiver, 60)
     waiting, lease_id = send(sender, receiver, 60, number=501)

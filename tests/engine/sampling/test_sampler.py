@@ -9,8 +9,9 @@ import torch
 from engine_helpers import generation
 
 from engine.sampling.gumbel import Gumbel
+from engine.sampling.sampled import Sampled
 from engine.sampling.sampler import sample
-from engine.scheduling.jobs import Generation, Sampled
+from engine.scheduling.jobs import Generation
 
 VOCAB = 40
 LARGE = 49152  # SmolLM2's

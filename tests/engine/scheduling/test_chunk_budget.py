@@ -1,4 +1,4 @@
-"""The pace of prompts beside decodes, over engines whose steps take what the test says."""
+"""The budget of prompts beside decodes, over engines whose steps take what the test says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from engine.scheduling.chunk_budget import LEAST, PROBE_EVERY, PROBES, ChunkBudget
+from engine.scheduling.chunk_budget import MIN_TOKENS, PROBE_EVERY, PROBES, ChunkBudget
 
 BUDGET = 512
 Cost = Callable[[int, int], float]  # of a step's decodes and prompt tokens, in seconds
@@ -19,79 +19,79 @@ def linear(decodes: int, tokens: int) -> float:
     return (8 + decodes + 0.4 * tokens) / 1e3
 
 
-def learn(pace: ChunkBudget, decodes: int, cost: Cost = linear, *, steps: int = 5) -> None:
+def learn(budget: ChunkBudget, decodes: int, cost: Cost = linear, *, steps: int = 5) -> None:
     """Decodes alone for a while, and before them a prompt alone."""
-    pace.took(0, BUDGET, cost(0, BUDGET))
+    budget.record(0, BUDGET, cost(0, BUDGET))
     for _ in range(steps):
-        pace.took(decodes, 0, cost(decodes, 0))
+        budget.record(decodes, 0, cost(decodes, 0))
 
 
-def run(pace: ChunkBudget, decodes: int, steps: int, cost: Cost = linear) -> list[int]:
+def run(budget: ChunkBudget, decodes: int, steps: int, cost: Cost = linear) -> list[int]:
     """So many steps while prompts never end; the prompt tokens of each."""
     taken = []
     for _ in range(steps):
-        tokens = pace.allowed(decodes, 1, BUDGET)
-        pace.took(decodes, tokens, cost(decodes, tokens))
+        tokens = budget.tokens_allowed(decodes, 1, BUDGET)
+        budget.record(decodes, tokens, cost(decodes, tokens))
         taken.append(tokens)
     return taken
 
 
 def test_a_step_lasts_as_much_longer_as_it_may():
-    pace = ChunkBudget(1.75)
-    learn(pace, 16)
-    for tokens in run(pace, 16, 200)[10:]:
+    budget = ChunkBudget(1.75)
+    learn(budget, 16)
+    for tokens in run(budget, 16, 200)[10:]:
         assert tokens == 0 or linear(16, tokens) == pytest.approx(1.75 * linear(16, 0), rel=0.02)
 
 
 def test_more_that_wait_than_decode_get_as_much_more_time():
-    pace = ChunkBudget(1.5)
-    learn(pace, 8)
-    run(pace, 8, 60)  # no probes are left
+    budget = ChunkBudget(1.5)
+    learn(budget, 8)
+    run(budget, 8, 60)  # no probes are left
     alone, cost = linear(8, 0), linear(8, 1) - linear(8, 0)
-    assert pace.allowed(8, 8, BUDGET) == pytest.approx(0.5 * alone / cost, abs=2)
-    assert pace.allowed(8, 16, BUDGET) == pytest.approx(2 * alone / cost, abs=2)
-    assert pace.allowed(8, 10**6, BUDGET) == BUDGET
+    assert budget.tokens_allowed(8, 8, BUDGET) == pytest.approx(0.5 * alone / cost, abs=2)
+    assert budget.tokens_allowed(8, 16, BUDGET) == pytest.approx(2 * alone / cost, abs=2)
+    assert budget.tokens_allowed(8, 10**6, BUDGET) == BUDGET
 
 
 def test_without_a_slowdown_the_budget_is_all():
-    pace = ChunkBudget(0.0)
-    learn(pace, 16)
-    assert set(run(pace, 16, 100)) == {BUDGET}
+    budget = ChunkBudget(0.0)
+    learn(budget, 16)
+    assert set(run(budget, 16, 100)) == {BUDGET}
 
 
 def test_without_decodes_the_budget_is_all():
-    pace = ChunkBudget(1.5)
-    learn(pace, 16)
-    assert pace.allowed(0, 1, BUDGET) == BUDGET
+    budget = ChunkBudget(1.5)
+    learn(budget, 16)
+    assert budget.tokens_allowed(0, 1, BUDGET) == BUDGET
 
 
 def test_where_nothing_is_known_two_steps_of_decodes_tell():
-    pace = ChunkBudget(2.0)
-    assert run(pace, 4, 3) == [0, 0, LEAST]  # and then what a token costs
-    assert run(pace, 4, 5)[-1] == pytest.approx(30, abs=1)
+    budget = ChunkBudget(2.0)
+    assert run(budget, 4, 3) == [0, 0, MIN_TOKENS]  # and then what a token costs
+    assert run(budget, 4, 5)[-1] == pytest.approx(30, abs=1)
 
 
 def test_prompts_that_cost_nothing_take_the_budget():
-    pace = ChunkBudget(1.5)
-    taken = run(pace, 4, 10, lambda decodes, tokens: 0.02)
-    assert taken == [0, 0, LEAST, *[BUDGET] * 7]
+    budget = ChunkBudget(1.5)
+    taken = run(budget, 4, 10, lambda decodes, tokens: 0.02)
+    assert taken == [0, 0, MIN_TOKENS, *[BUDGET] * 7]
 
 
 def test_however_slow_prompts_are_they_go_on():
-    pace = ChunkBudget(1.1)
-    learn(pace, 2, lambda decodes, tokens: 0.001 + tokens)
-    assert set(run(pace, 2, 50, lambda decodes, tokens: 0.001 + tokens)) == {LEAST}
+    budget = ChunkBudget(1.1)
+    learn(budget, 2, lambda decodes, tokens: 0.001 + tokens)
+    assert set(run(budget, 2, 50, lambda decodes, tokens: 0.001 + tokens)) == {MIN_TOKENS}
 
 
 def test_never_more_than_is_left_of_the_budget():
-    pace = ChunkBudget(1.1)
-    learn(pace, 2)
-    assert pace.allowed(2, 1, 3) == 3
+    budget = ChunkBudget(1.1)
+    learn(budget, 2)
+    assert budget.tokens_allowed(2, 1, 3) == 3
 
 
 def test_probes_are_rare_and_do_come():
-    pace = ChunkBudget(1.75)
-    taken = run(pace, 16, 100 * PROBE_EVERY)
+    budget = ChunkBudget(1.75)
+    taken = run(budget, 16, 100 * PROBE_EVERY)
     assert 50 <= taken.count(0) <= 100 + PROBES
     assert taken.count(0) / len(taken) < 0.02
     probes = [step for step, tokens in enumerate(taken) if not tokens][2:]
@@ -99,78 +99,78 @@ def test_probes_are_rare_and_do_come():
 
 
 def test_probes_are_rare_also_where_the_batch_never_stays_the_same():
-    pace, draw = ChunkBudget(1.75), random.Random(1)
-    taken = [run(pace, draw.choice((1, 4, 16, 64)), 1)[0] for _ in range(10_000)]
+    budget, draw = ChunkBudget(1.75), random.Random(1)
+    taken = [run(budget, draw.choice((1, 4, 16, 64)), 1)[0] for _ in range(10_000)]
     assert taken.count(0) / len(taken) < 0.02
 
 
 def test_a_larger_batch_is_measured_at_once():
-    pace = ChunkBudget(2.0)
-    learn(pace, 2)
-    assert run(pace, 2, 5)[-1] == pytest.approx(25, abs=1)
-    assert run(pace, 16, 5) == [0, 0, *[pytest.approx(60, abs=6)] * 3]
+    budget = ChunkBudget(2.0)
+    learn(budget, 2)
+    assert run(budget, 2, 5)[-1] == pytest.approx(25, abs=1)
+    assert run(budget, 16, 5) == [0, 0, *[pytest.approx(60, abs=6)] * 3]
 
 
 def test_a_smaller_batch_than_any_measured_is_taken_for_its_share():
-    pace = ChunkBudget(2.0)
-    learn(pace, 16)
+    budget = ChunkBudget(2.0)
+    learn(budget, 16)
     for _ in range(PROBES):
-        pace.allowed(99, 1, BUDGET)  # no probes are left
-    assert pace.allowed(8, 1, BUDGET) == int(12 / 0.4 / (1 + 8 / 0.4 / BUDGET))
+        budget.tokens_allowed(99, 1, BUDGET)  # no probes are left
+    assert budget.tokens_allowed(8, 1, BUDGET) == int(12 / 0.4 / (1 + 8 / 0.4 / BUDGET))
 
 
 def test_what_tokens_cost_is_followed_within_a_few_steps():
     """Deep in a prompt they cost three times as much; then the next prompt begins."""
-    pace = ChunkBudget(1.75)
-    learn(pace, 16)
-    run(pace, 16, 20)
+    budget = ChunkBudget(1.75)
+    learn(budget, 16)
+    run(budget, 16, 20)
 
     def deep(decodes: int, tokens: int) -> float:
         return linear(decodes, 3 * tokens)
 
-    slow = [deep(16, tokens) / deep(16, 0) for tokens in run(pace, 16, 10, deep)]
+    slow = [deep(16, tokens) / deep(16, 0) for tokens in run(budget, 16, 10, deep)]
     assert max(slow[4:]) < 1.85
-    fast = [linear(16, tokens) / linear(16, 0) for tokens in run(pace, 16, 10)]
+    fast = [linear(16, tokens) / linear(16, 0) for tokens in run(budget, 16, 10)]
     assert min(fast[6:]) > 1.7
 
 
 @pytest.mark.parametrize("hiccup", [0.1, 10.0])
 def test_a_hiccup_is_soon_forgotten(hiccup: float):
-    pace = ChunkBudget(1.75)
-    learn(pace, 16)
-    usual = run(pace, 16, 20)[-1]
-    pace.took(16, usual, linear(16, usual) + hiccup)  # among prompts
-    assert usual / 3 < pace.allowed(16, 1, BUDGET) < usual
-    assert run(pace, 16, 8)[-1] == pytest.approx(usual, rel=0.1)
-    pace.took(16, 0, linear(16, 0) + hiccup)  # while there are none
-    assert pace.allowed(16, 1, BUDGET) == pytest.approx(usual, rel=0.1)
+    budget = ChunkBudget(1.75)
+    learn(budget, 16)
+    usual = run(budget, 16, 20)[-1]
+    budget.record(16, usual, linear(16, usual) + hiccup)  # among prompts
+    assert usual / 3 < budget.tokens_allowed(16, 1, BUDGET) < usual
+    assert run(budget, 16, 8)[-1] == pytest.approx(usual, rel=0.1)
+    budget.record(16, 0, linear(16, 0) + hiccup)  # while there are none
+    assert budget.tokens_allowed(16, 1, BUDGET) == pytest.approx(usual, rel=0.1)
 
 
 @pytest.mark.parametrize("hiccup", [0.1, 10.0])
 def test_a_hiccup_of_the_first_step_of_all_is_seen_through(hiccup: float):
-    pace = ChunkBudget(1.75)
-    pace.took(0, BUDGET, linear(0, BUDGET))
-    pace.took(16, 0, linear(16, 0) + hiccup)
-    ratios = [linear(16, tokens) / linear(16, 0) for tokens in run(pace, 16, 40)]
+    budget = ChunkBudget(1.75)
+    budget.record(0, BUDGET, linear(0, BUDGET))
+    budget.record(16, 0, linear(16, 0) + hiccup)
+    ratios = [linear(16, tokens) / linear(16, 0) for tokens in run(budget, 16, 40)]
     assert max(ratios) < 1.8
 
 
 def test_a_bad_moment_of_the_machine_is_not_taken_for_the_decodes():
-    pace = ChunkBudget(1.75)
-    learn(pace, 16, steps=30)
-    usual = run(pace, 16, 10)[-1]
+    budget = ChunkBudget(1.75)
+    learn(budget, 16, steps=30)
+    usual = run(budget, 16, 10)[-1]
     for _ in range(20):
-        pace.took(16, 0, 5 * linear(16, 0))
-    assert pace.allowed(16, 1, BUDGET) == pytest.approx(usual, rel=0.05)
+        budget.record(16, 0, 5 * linear(16, 0))
+    assert budget.tokens_allowed(16, 1, BUDGET) == pytest.approx(usual, rel=0.05)
 
 
 def test_decodes_that_get_slower_are_followed():
     """Their contexts grow, or others use the machine."""
-    pace = ChunkBudget(1.75)
-    learn(pace, 16)
+    budget = ChunkBudget(1.75)
+    learn(budget, 16)
 
     def slow(decodes: int, tokens: int) -> float:
         return 2 * linear(decodes, tokens)
 
-    tokens = run(pace, 16, 6 * PROBE_EVERY, slow)[-1]
+    tokens = run(budget, 16, 6 * PROBE_EVERY, slow)[-1]
     assert slow(16, tokens) == pytest.approx(1.75 * slow(16, 0), rel=0.05)

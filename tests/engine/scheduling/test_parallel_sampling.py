@@ -9,7 +9,7 @@ import pytest
 from engine_helpers import at_rest, collect, generate, running, start
 
 from engine.protocol import Release
-from engine.scheduling import parallel_sampling as forks
+from engine.scheduling import parallel_sampling
 from engine.service.engine import MicroserveEngine
 
 PROMPT = [(11 * n) % 250 for n in range(70)]  # four pages and six tokens
@@ -19,7 +19,7 @@ DRAWN = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here comes as late as what crosses a network may."""
-    monkeypatch.setattr(forks, "KEEP_S", 0.5)
+    monkeypatch.setattr(parallel_sampling, "RETAIN_S", 0.5)
 
 
 @pytest.fixture
@@ -120,14 +120,14 @@ async def test_a_full_batch_is_not_overfilled():
         expected = [await generate(alone, PROMPT, choice=n, **DRAWN) for n in range(6)]
     async with running(max_batch=2) as engine:
         widest = 0
-        run = engine.loop._runner.run
+        run = engine.loop.stepper._runner.run
 
         def counted(chunks):
             nonlocal widest
             widest = max(widest, len(chunks))
             return run(chunks)
 
-        engine.loop._runner.run = counted
+        engine.loop.stepper._runner.run = counted
         assert await choices(engine, PROMPT, 6) == expected
         assert widest == 2
 

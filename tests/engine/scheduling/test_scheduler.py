@@ -252,7 +252,7 @@ def test_prompts_take_what_the_pace_of_the_decodes_allows(make: Make):
     def timed() -> dict[str, int]:
         """A step; 10 ms, and 0.25 ms more for each token of a prompt."""
         done = step(scheduler, cache)
-        scheduler.took(0.01 + 0.00025 * sum(n for n in done.values() if n > 1))
+        scheduler.record_step(0.01 + 0.00025 * sum(n for n in done.values() if n > 1))
         return done
 
     scheduler.add(generation(1, range(100)))
@@ -273,12 +273,12 @@ def test_prompts_go_on_however_slow_they_are(make: Make):
     step(scheduler, cache)
     for _ in range(3):
         step(scheduler, cache)
-        scheduler.took(0.001)
+        scheduler.record_step(0.001)
     scheduler.add(generation(2, range(1000, 1500)))
     scheduler.add(send(cache, 3, list(range(2000, 2500))))
     for _ in range(20):
         assert step(scheduler, cache) == {"r1": 1, "r2": 2, "s3": 2}
-        scheduler.took(10.0)
+        scheduler.record_step(10.0)
 
 
 def test_who_has_priority_overtakes_those_that_wait(make: Make):

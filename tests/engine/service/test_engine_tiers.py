@@ -400,7 +400,7 @@ async def test_sends_and_leases_find_it_too():
         assert tokens == expected
         await at_rest(decode)
         evict_all(decode.cache)
-        await decode.recall(LONG)
+        await decode.promote(LONG)
         got = decode.prep_recv(prep(LONG, 99, "s"))
         assert got.match_len == 96
         decode.release(Release(request_id="s"))
@@ -433,7 +433,7 @@ async def test_who_leaves_while_a_prompt_comes_back_leaves_nothing():
 
 
 async def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("engine.service.recall.PATIENCE_S", 0.05)
+    monkeypatch.setattr("engine.service.promotion.TIMEOUT_S", 0.05)
     store = GatedStore(LAYOUT, 64)
     async with running(pages=32, stores=[store]) as engine:
         first = await generate(engine, LONG, "a")

@@ -206,7 +206,7 @@ async def test_a_reader_that_lags_is_sent_fewer_frames_and_then_cut_off(monkeypa
         assert await anext(frames) == b"\n"
 
         async def begin(name: str, tokens: int) -> None:
-            mux.deliver(
+            mux.subscribe(
                 name, await engine.start_generate(generation(PROMPT, name, max_tokens=tokens))
             )
 
@@ -218,7 +218,7 @@ async def test_a_reader_that_lags_is_sent_fewer_frames_and_then_cut_off(monkeypa
             events += json.loads(await anext(frames)).values()
         assert sum(len(event["token_ids"]) for event in events) == 40
         assert len(events) < 5
-        monkeypatch.setattr("engine.service.event_mux.MOST_WAITING", 50)
+        monkeypatch.setattr("engine.service.event_mux.MAX_PENDING", 50)
         await begin("b", 400)
         while "too slow" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.001)

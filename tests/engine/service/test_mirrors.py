@@ -96,7 +96,7 @@ def slower_than_its_mirrors(
     engine: MicroserveEngine, until: threading.Event | None = None
 ) -> MicroserveEngine:
     """Let each step wait for what the mirrors do: as where it takes longer than a put or a call."""
-    run = engine.loop._runner.run
+    run = engine.loop.stepper._runner.run
 
     def busy() -> bool:
         return bool(engine.cache._sender._writing) or any(
@@ -111,7 +111,7 @@ def slower_than_its_mirrors(
             time.sleep(0.0002)
         return run(chunks)
 
-    engine.loop._runner.run = wait_and_run  # type: ignore[method-assign]
+    engine.loop.stepper._runner.run = wait_and_run  # type: ignore[method-assign]
     return engine
 
 
@@ -341,7 +341,7 @@ async def test_a_mirror_that_is_stuck_keeps_its_pages_and_delays_nobody(
 async def stuck(source: MicroserveEngine, replica: MicroserveEngine) -> None:
     got = lease(replica, reserve=400)
     (held,) = replica.cache.leases()
-    run, taken, seen = source.loop._runner.run, threading.Event(), threading.Event()
+    run, taken, seen = source.loop.stepper._runner.run, threading.Event(), threading.Event()
     steps = count()
 
     def wait_for_the_test(chunks: Any) -> Any:
@@ -349,7 +349,7 @@ async def stuck(source: MicroserveEngine, replica: MicroserveEngine) -> None:
         assert next(steps) != 200 or seen.wait(20)  # half of the stream is still to come
         return run(chunks)
 
-    source.loop._runner.run = wait_for_the_test  # type: ignore[method-assign]
+    source.loop.stepper._runner.run = wait_for_the_test  # type: ignore[method-assign]
     slower_than_its_mirrors(source, until=taken)
     stream = await source.start_generate(start(PROMPT, max_tokens=400, mirror=to(got)))
     await until(lambda: source.mirrors.sent > 0)
@@ -440,7 +440,7 @@ async def test_a_step_that_raises_ends_the_mirror(pair: Pair):
     def fail(chunks: Any) -> Any:
         raise RuntimeError("no")
 
-    source.loop._runner.run = fail  # type: ignore[method-assign]
+    source.loop.stepper._runner.run = fail  # type: ignore[method-assign]
     with pytest.raises(MicroserveError):
         async for _ in events:
             pass

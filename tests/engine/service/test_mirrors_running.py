@@ -25,13 +25,13 @@ def call(request_id: str, got: PrepRecvReply) -> MirrorGeneration:
 
 def wait_after(engine: MicroserveEngine, steps: int, event: threading.Event) -> None:
     """Let the step loop wait for `event` after so many steps."""
-    run, numbers = engine.loop._runner.run, count()
+    run, numbers = engine.loop.stepper._runner.run, count()
 
     def wait_and_run(chunks: Any) -> Any:
         assert next(numbers) < steps or event.wait(20)
         return run(chunks)
 
-    engine.loop._runner.run = wait_and_run  # type: ignore[method-assign]
+    engine.loop.stepper._runner.run = wait_and_run  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("before", ["none", "a dead one"])
@@ -87,6 +87,6 @@ async def test_one_that_has_ended_cannot_be_mirrored_and_leaves_nothing():
         source.mirror(call("r", got))
         async for _ in stream.events():
             pass
-        await until(lambda: not source.loop._mirrors._all)
+        await until(lambda: not source.loop.stepper._mirrors._mirrors)
         assert source.mirrors.running == 0
         replica.release(Release(lease_id=got.lease_id))

@@ -101,7 +101,7 @@ async def test_what_waits_for_a_slow_reader_is_only_the_difference():
             await generate(engine, [number] * 100, f"r{number}", max_tokens=2)
         assert len(engine.prefixes._readers) == 1
         (reader,) = engine.prefixes._readers
-        assert len(reader._waiting) * PAGE == engine.cache.prefix_tokens
+        assert len(reader._pending) * PAGE == engine.cache.prefix_tokens
         await router.read()
         assert not router.wrong(engine, [[number] * 100 for number in range(12)])
         assert router.frames == 2

@@ -16,13 +16,13 @@ PROMPT = [(13 * n) % 250 for n in range(40)]
 
 async def test_what_was_computed_is_cached_when_the_release_is_answered(monkeypatch: Any):
     async with serving(MemoryNetwork(), api_key="k") as engine:
-        run, go_on = engine.loop._runner.run, threading.Event()
+        run, go_on = engine.loop.stepper._runner.run, threading.Event()
 
         def slow(chunks: Any) -> Any:
             assert engine.loop.stats.steps < 30 or go_on.wait(20)
             return run(chunks)
 
-        engine.loop._runner.run = slow  # type: ignore[method-assign]
+        engine.loop.stepper._runner.run = slow  # type: ignore[method-assign]
         await engine.start_generate(start(PROMPT, "r", max_tokens=200))
         await until(lambda: engine.loop.stats.steps == 30)
         async with httpx.AsyncClient(headers={"Authorization": "Bearer k"}) as http:
@@ -37,16 +37,16 @@ async def test_what_was_computed_is_cached_when_the_release_is_answered(monkeypa
 async def test_a_loop_that_does_not_come_round_is_not_waited_for(monkeypatch: Any):
     monkeypatch.setattr("engine.service.engine.LET_GO_S", 0.05)
     async with serving(MemoryNetwork(), api_key="k") as engine:
-        run, go_on = engine.loop._runner.run, threading.Event()
+        run, go_on = engine.loop.stepper._runner.run, threading.Event()
 
         def stuck(chunks: Any) -> Any:
             assert go_on.wait(20)
             return run(chunks)
 
-        engine.loop._runner.run = stuck  # type: ignore[method-assign]
+        engine.loop.stepper._runner.run = stuck  # type: ignore[method-assign]
         await engine.start_generate(start(PROMPT, "r", max_tokens=4))
-        await engine.let_go()
+        await engine.flush()
         assert not go_on.is_set()
         go_on.set()
-        await engine.let_go()
+        await engine.flush()
         assert engine.loop.alive

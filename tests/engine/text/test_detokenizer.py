@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from engine.scheduling.jobs import Sampled
+from engine.sampling.sampled import Sampled
 from engine.text.detokenizer import Detokenizer, Released, token_bytes
 
 TOKENIZER = Tokenizer.from_str(tiny().tokenizer_json)

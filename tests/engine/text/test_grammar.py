@@ -224,7 +224,7 @@ async def test_a_grammar_that_takes_too_long_is_refused(
     refused = asyncio.create_task(
         engine.start_generate(start(PROMPT, structure=structure("regex", "slow")))
     )
-    while not engine._grammars._kept:  # noqa: ASYNC110
+    while not engine.generations._grammars._kept:  # noqa: ASYNC110
         await asyncio.sleep(0)
     behind = asyncio.create_task(written(engine, structure("regex", "b"), request_id="behind"))
     try:

@@ -1,0 +1,348 @@
+"""The stepper: one step of the engine after another, without a thread and without a wall clock.
+
+A step plans chunks, computes them, samples, delivers and sweeps. Time comes from an injected clock,
+and the model stays behind a `Runner` and a sampling function, so the same code serves requests on a
+thread (`engine.execution.step_loop`) and runs in virtual time. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from engine.execution.step_mirrors import StepMirrors
+from engine.protocol import Internal, MicroserveError, RemoteSendReply
+from engine.scheduling.chunk import Chunk
+from engine.scheduling.jobs import Generation, Job, Send
+from engine.scheduling.parallel_sampling import ParallelSampling
+from engine.scheduling.scheduler import Scheduler
+from kvcache.lease.put import Put
+from kvcache.sequences.interface import SequenceCache
+from kvcache.types import SeqId
+
+if TYPE_CHECKING:
+    from engine.sampling.sampled import Sampled
+
+__all__ = ["Runner", "StepCache", "StepOutput", "StepResult", "StepStats", "Stepper"]
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 0.05  # how often leases, puts and retained sequences are checked
+Logits = TypeVar("Logits")
+Logits_co = TypeVar("Logits_co", covariant=True)
+
+
+class Runner(Protocol[Logits_co]):
+    """Computes the KV of a step's chunks."""
+
+    def run(self, chunks: Sequence[Chunk]) -> Logits_co:
+        """Compute a step; return one row of logits for each chunk with `sample`.
+
+        If it raises, no token of the step counts as present.
+        """
+        ...
+
+
+class StepCache(SequenceCache, Protocol):
+    """The calls of `kvcache.cache.KVCache` that a stepper makes."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether published pages survive this process."""
+        ...
+
+    def sweep(self) -> Collection[object]:
+        """End expired leases and return them; free pages that have left quarantine."""
+        ...
+
+    def leases(self) -> Collection[object]:
+        """Return the live leases."""
+        ...
+
+    def mark_send(self, seq_id: SeqId, put: Put, begin: int, end: int, /) -> None:
+        """Send positions `[begin, end)` of a sequence: present ones now, others once computed."""
+        ...
+
+    def clear_mark(self, seq_id: SeqId, /) -> None:
+        """Send nothing more of a sequence."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The output of one step for one generation: a token, possibly with an end, or a failure."""
+
+    generation: Generation
+    sampled: Sampled | None = None
+    finish: Literal["stop", "length"] | None = None
+    failure: MicroserveError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one call of `Stepper.step` did."""
+
+    chunks: int  # computed by this step, or failed with it; 0: there was nothing to compute
+    outputs: Sequence[StepOutput]  # as delivered
+    # When to call `step` again, in seconds by the stepper's clock. None: only after `wake`.
+    next_at: float | None
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Counters since the start."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    model_s: float = 0.0
+    prompt_tokens: int = 0  # computed for prompts and sends
+    generation_tokens: int = 0  # sampled
+    expired_leases: int = 0
+    failed_steps: int = 0
+
+
+class Stepper:
+    """Turns jobs into steps.
+
+    `submit`, `abort`, `advance_mirror` and `flush` may be called on any thread; they take effect at
+    the beginning of the next `step`. All other calls belong to the thread that steps.
+    """
+
+    def __init__(
+        self,
+        cache: StepCache,
+        scheduler: Scheduler,
+        runner: Runner[Logits],
+        sample: Callable[[Logits, Sequence[Generation]], list[Sampled]],
+        deliver: Callable[[list[StepOutput]], object],
+        clock: Callable[[], float],
+    ) -> None:
+        """`sample` takes the runner's logits and the generations of their rows.
+
+        `deliver` receives the outputs of each step. `clock` returns monotonic seconds.
+        """
+        self.stats = StepStats()
+        self.parallel_sampling = ParallelSampling(cache, scheduler, clock)
+        # Called on any thread when `step` has something new to do.
+        self.wake: Callable[[], object] = lambda: None
+        scheduler.wake = lambda: self.wake()
+        self.clock = clock
+        self._cache = cache
+        self._page_size = cache.page_size
+        self._scheduler = scheduler
+        self._runner: Runner[Any] = runner
+        self._sample: Callable[[Any, Sequence[Generation]], list[Sampled]] = sample
+        self._deliver = deliver
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._mirrors = StepMirrors()
+        self._closing: set[Send] = set()  # their pages are held until their puts have drained
+        self._swept = clock()
+
+    # On any thread
+
+    def submit(self, job: Job) -> None:
+        """Add a job. A send must be `started`: its sequence exists, with pages for all of it."""
+        self._post(partial(self._add, job))
+
+    def abort(self, job: Job) -> None:
+        """Drop a job; full pages of a generation stay cached. Has no effect on ended jobs."""
+        self._post(partial(self._abort, job))
+
+    def advance_mirror(self, generation: Generation) -> None:
+        """Advance the mirror that a submitted generation has got since."""
+        self._post(partial(self._mirrors.add, generation))
+
+    def flush(self) -> Future[None]:
+        """Return a future that completes when all earlier calls have taken effect."""
+        done: Future[None] = Future()
+
+        def complete() -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_result(None)
+
+        self._post(complete)
+        return done
+
+    def _post(self, action: Callable[[], object]) -> None:
+        self._inbox.append(action)
+        self.wake()
+
+    # On the thread that steps
+
+    def step(self) -> StepResult:
+        """Take the calls that have come in, sweep if it is time, and compute one step.
+
+        An exception of the runner or of sampling fails the jobs of the step and nothing else; any
+        other exception means that the stepper cannot continue.
+        """
+        while self._inbox:
+            self._inbox.popleft()()
+        began = self.clock()
+        if began >= self._swept + SWEEP_S:
+            self._swept = began
+            self._sweep()
+        plan = self._scheduler.plan()
+        if not plan:
+            return StepResult(0, (), self._next_sweep())
+        outputs = self._run(plan, began)
+        self._deliver(outputs)
+        return StepResult(len(plan), outputs, self.clock())
+
+    def _next_sweep(self) -> float | None:
+        """Return when an idle stepper has to sweep next; None if there is nothing to sweep."""
+        waiting = self._scheduler.waiting or self.parallel_sampling.retaining
+        if waiting or self._closing or self._cache.leases():
+            return self._swept + SWEEP_S
+        return None
+
+    def _sweep(self) -> None:
+        """Check leases, puts and retained sequences."""
+        self.stats.expired_leases += len(self._cache.sweep())
+        self._mirrors.renew()
+        for send in list(self._scheduler.sends):
+            if send.put.failed:
+                self._close(send)
+            else:  # a waiting send must not lose its lease
+                send.put.renew()
+        self.parallel_sampling.sweep()
+
+    def _run(self, plan: Sequence[tuple[Job, Chunk]], began: float) -> list[StepOutput]:
+        """Compute one step; if it fails, fail its jobs."""
+        outputs: list[StepOutput | None]
+        try:
+            outputs = self._compute(plan)
+            self._scheduler.record_step(self.clock() - began)
+        except Exception as error:  # must not end the stepper, whatever it is
+            log.exception("a step failed")
+            self.stats.failed_steps += 1
+            outputs = [self._fail(job, error) for job, _ in plan]
+        self.stats.steps += 1
+        self.stats.step_s += self.clock() - began
+        return [output for output in outputs if output is not None]
+
+    def _compute(self, plan: Sequence[tuple[Job, Chunk]]) -> list[StepOutput | None]:
+        began = self.clock()
+        logits = self._runner.run([chunk for _, chunk in plan])
+        self.stats.model_s += self.clock() - began
+        sampling = [job for job, chunk in plan if isinstance(job, Generation) and chunk.sample]
+        for job, chunk in plan:
+            if isinstance(job, Send):
+                self._close_if_computed(job)
+            self.stats.prompt_tokens += len(chunk.tokens) - chunk.sample
+        outputs: list[StepOutput | None] = []
+        for generation, sampled in zip(sampling, self._sample(logits, sampling), strict=True):
+            if sampled.failure is None:
+                outputs.append(self._append(generation, sampled))
+            else:
+                outputs.append(self._fail(generation, sampled.failure))
+        self._mirrors.advance(job for job, _ in plan)
+        return outputs
+
+    def _append(self, generation: Generation, sampled: Sampled) -> StepOutput:
+        """Append a sampled token, and end the generation if it is the last one."""
+        first = generation.generated == 0
+        if first or (self._cache.kept and len(generation.tokens) % self._page_size == 0):
+            self._cache.publish(generation.seq_id, generation.tokens)
+        if first:
+            self.parallel_sampling.prompt_computed(generation)
+        generation.tokens.append(sampled.token)
+        generation.generated += 1
+        self.stats.generation_tokens += 1
+        produced = len(generation.tokens) - generation.prompt_len
+        finish: Literal["stop", "length"] | None = None
+        matcher = generation.matcher
+        if sampled.token in generation.stop_ids or (matcher is not None and matcher.finished):
+            finish = "stop"
+        elif produced >= generation.sampling.max_tokens:
+            finish = "length"
+        if finish is not None:
+            self._end(generation)
+        return StepOutput(generation, sampled, finish)
+
+    def _add(self, job: Job) -> None:
+        if isinstance(job, Generation):
+            self._mirrors.add(job)
+            self.parallel_sampling.add(job)
+        else:
+            self._scheduler.add(job)
+            self._cache.mark_send(job.seq_id, job.put, job.begin, job.target)
+            self._close_if_computed(job)
+
+    def _abort(self, job: Job) -> None:
+        if isinstance(job, Generation):
+            self._end(job)
+        else:
+            self._fail_send(job, Internal("the send was aborted"))
+
+    def _end(self, generation: Generation) -> None:
+        self._scheduler.remove(generation)
+        self._mirrors.end(generation)
+        if generation.started:
+            self._cache.publish(generation.seq_id, generation.tokens)
+            if not self.parallel_sampling.retain(generation):
+                self._cache.remove_sequence(generation.seq_id)
+            generation.started = False
+        self.parallel_sampling.forget(generation)
+
+    def _fail(self, job: Job, error: Exception) -> StepOutput | None:
+        failure = error if isinstance(error, MicroserveError) else Internal(f"step failed: {error}")
+        if isinstance(job, Send):
+            self._fail_send(job, failure)
+            return None
+        # Its pages may hold half a step, so none of them is published.
+        self._scheduler.remove(job)
+        self._mirrors.end(job)
+        if job.started:
+            self._cache.remove_sequence(job.seq_id)
+            job.started = False
+        self.parallel_sampling.forget(job)
+        return StepOutput(job, failure=failure)
+
+    def _fail_send(self, send: Send, failure: MicroserveError) -> None:
+        if send.started and send not in self._closing:
+            send.put.cancel()
+            send.failure = failure
+            self._close(send)
+
+    def _close_if_computed(self, send: Send) -> None:
+        if send not in self._closing and self._cache.length(send.seq_id) >= send.target:
+            self._close(send)
+
+    def _close(self, send: Send) -> None:
+        """Compute no more of a send; its pages are freed when its last write has drained."""
+        self._scheduler.remove(send)
+        self._closing.add(send)
+        send.computed_at = self.clock()
+        self._cache.clear_mark(send.seq_id)
+        send.put.close().add_done_callback(
+            lambda closed: self._post(partial(self._drained, send, closed.exception()))
+        )
+
+    def _drained(self, send: Send, error: BaseException | None) -> None:
+        """Free a send's pages and complete its call: no write reads them any more."""
+        failure = send.failure or error
+        if failure is None:
+            self._cache.publish(send.seq_id, send.tokens)
+        self._cache.remove_sequence(send.seq_id)
+        send.started = False
+        self._closing.discard(send)
+        if failure is not None:
+            send.done.set_exception(failure)
+            return
+        sent_cached = max(min(send.cached, send.target) - send.begin, 0)
+        now = self.clock()
+        send.done.set_result(
+            RemoteSendReply(
+                sent_tokens=send.target - send.begin,
+                cached_tokens=sent_cached,
+                computed_tokens=send.target - send.cached,
+                bytes=send.put.bytes_sent,
+                ms=(now - send.arrived) * 1000,
+                put_ms=(now - send.computed_at) * 1000,
+            )
+        )

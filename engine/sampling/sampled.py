@@ -1,0 +1,19 @@
+"""The result of sampling for one sequence. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.protocol import MicroserveError
+
+__all__ = ["Sampled"]
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One sampled token and, on request, its log probability and the likeliest alternatives."""
+
+    token: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob), descending
+    failure: MicroserveError | None = None  # no token could be sampled

@@ -1,0 +1,168 @@
+"""The generations of one engine: `start_generate` from its checks to the end of its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from tokenizers import Tokenizer
+
+from engine.execution.step_loop import StepLoop
+from engine.execution.stepper import StepOutput
+from engine.protocol import (
+    BadRange,
+    BadRequest,
+    DuplicateRequest,
+    MicroserveError,
+    MirrorGeneration,
+    NoCapacity,
+    StartGenerate,
+)
+from engine.scheduling.jobs import Generation
+from engine.service.generation_stream import GenerationStream
+from engine.service.kv_arrival import KVArrivals
+from engine.service.limits import Limits, resolve
+from engine.service.metrics import EngineMetrics
+from engine.service.mirrors import Mirrors
+from engine.service.promotion import promote
+from engine.service.released_ids import ReleasedIds
+from engine.text.grammar import Grammars
+from kvcache.cache import KVCache
+from kvcache.types import LeaseId, SeqId
+
+__all__ = ["Generations"]
+
+
+class Generations:
+    """The starting, waiting and running generations. Lives on one asyncio event loop."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        limits: Limits,
+        metrics: EngineMetrics,
+        mirrors: Mirrors,
+        seq_ids: Iterator[SeqId],
+        released: ReleasedIds,
+        tokenizer: Tokenizer,
+        eos: frozenset[int],
+        grammars: Grammars,
+        *,
+        most: int,
+    ) -> None:
+        """Admit at most `most` at a time; `seq_ids` is shared with the sends."""
+        self._cache = cache
+        self._limits = limits
+        self._metrics = metrics
+        self._mirrors = mirrors
+        self._seq_ids = seq_ids
+        self._released = released
+        self._tokenizer = tokenizer
+        self._eos = eos
+        self._grammars = grammars
+        self._most = most
+        self._arrivals = KVArrivals(cache)
+        self._starting: set[str] = set()  # wait for their KV, a grammar or a promotion
+        self._by_id: dict[str, Generation] = {}
+        self._streams: dict[Generation, GenerationStream] = {}
+
+    def __len__(self) -> int:
+        """The number of generations that have a stream."""
+        return len(self._streams)
+
+    @property
+    def starting(self) -> Sequence[str]:
+        """The request ids of generations that have no stream yet."""
+        return tuple(self._starting)
+
+    async def start(self, call: StartGenerate, loop: StepLoop) -> GenerationStream:
+        """Implement `MicroserveEngine.start_generate` for an admitted prompt."""
+        self._limits.check_sampling(call)
+        if call.request_id in self._by_id or call.request_id in self._starting:
+            raise DuplicateRequest(f"{call.request_id} is running", param="request_id")
+        if len(self._by_id) + len(self._starting) >= self._most:
+            raise NoCapacity(f"{len(self._by_id)} requests are running or waiting")
+        tokens = call.prompt + call.output
+        begin = None
+        if call.begin is not None:
+            begin = resolve(call.begin, len(tokens), "begin")
+            if begin == len(tokens):
+                raise BadRange("begin must leave a token to compute", param="begin")
+        generation = Generation(
+            request_id=call.request_id,
+            seq_id=next(self._seq_ids),
+            tokens=tokens,
+            prompt_len=len(call.prompt),
+            sampling=call,
+            stop_ids=frozenset(call.stop_token_ids)
+            | (frozenset() if call.ignore_eos else self._eos),
+            forks=call.forks,
+            fork_of=call.fork_of,
+            priority=call.priority,
+        )
+        if call.mirror is not None:
+            self._cache.check_address(call.mirror.kv_addr, tokens)
+        self._starting.add(call.request_id)
+        try:
+            if call.structure is not None:
+                generation.matcher = await self._grammars.matcher(call.structure, call.output)
+                self._released.check(call.request_id)
+            if call.lease_id is not None:
+                await self._arrivals.start(generation, LeaseId(call.lease_id), begin)
+            elif await promote(self._cache, tokens[:-1]):
+                self._released.check(call.request_id)
+        finally:
+            self._starting.discard(call.request_id)
+        stream = GenerationStream(
+            generation, self._tokenizer, self._eos, self._metrics, partial(self._forget, loop)
+        )
+        if call.mirror is not None:
+            generation.mirror = self._mirrors.start(generation, call.mirror)
+        self._by_id[call.request_id] = generation
+        self._streams[generation] = stream
+        loop.submit(generation)
+        return stream
+
+    def mirror(self, call: MirrorGeneration, loop: StepLoop) -> None:
+        """Mirror a running generation; a new mirror replaces the one it has.
+
+        Raises `BadRequest` for an unknown request id, and `BadAddress`.
+        """
+        generation = self._by_id.get(call.request_id)
+        if generation is None:
+            raise BadRequest(f"no generation {call.request_id}", param="request_id")
+        mirror = self._mirrors.start(generation, call)
+        if generation.mirror is not None:
+            generation.mirror.end()
+        generation.mirror = mirror
+        loop.advance_mirror(generation)
+
+    def dispatch(self, outputs: Sequence[StepOutput]) -> None:
+        """Pass the outputs of one step to their streams."""
+        for output in outputs:
+            stream = self._streams.get(output.generation)
+            if stream is not None:
+                stream.put(output)
+
+    def fail(self, failure: MicroserveError) -> None:
+        """End all streams with `failure`."""
+        for generation, stream in list(self._streams.items()):  # each removes itself
+            stream.put(StepOutput(generation, failure=failure))
+
+    def abort(self, request_id: str, loop: StepLoop) -> None:
+        """Abort a generation, if there is one; its stream fails."""
+        generation = self._by_id.get(request_id)
+        if generation is None:
+            return
+        loop.abort(generation)
+        stream = self._streams.get(generation)
+        if stream is not None:
+            stream.put(StepOutput(generation, failure=MicroserveError("the request was released")))
+
+    def _forget(self, loop: StepLoop, generation: Generation) -> None:
+        """Drop a generation whose stream has ended, and abort it if it still runs."""
+        if self._streams.pop(generation, None) is not None:
+            del self._by_id[generation.request_id]
+            loop.abort(generation)
+            if generation.mirror is not None:
+                generation.mirror.end()  # the loop would do it, but it may have stopped

@@ -1,0 +1,90 @@
+"""The values that an engine exports by reading its own state at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from operator import attrgetter
+
+from engine.service.engine import MicroserveEngine
+from engine.service.metrics import Reading
+from kvcache.cache import KVCache
+
+__all__ = ["engine_readings"]
+
+TIER_GAUGES = {
+    "promoted_tokens": "Tokens brought back for a prompt",
+    "swaps_out": "Preempted sequences moved to the tier",
+    "swaps_in": "Preempted sequences brought back",
+    "bytes_in": "Bytes of KV written to the tier",
+    "bytes_out": "Bytes of KV read from the tier",
+    "failures": "Pages that could not be copied",
+    "skipped": "Prefixes not copied, for lack of time or room",
+}
+
+
+def engine_readings(engine: MicroserveEngine) -> list[Reading]:
+    """Return the readings of an engine whose step loop is assigned."""
+    cache, stats, mirrors = engine.cache, engine.loop.stats, engine.mirrors
+
+    def stat(name: str, help: str, field: str) -> Reading:
+        return Reading(name, help, partial(attrgetter(field), stats), counter=True)
+
+    return [
+        Reading("vllm:num_requests_running", "Generations in the batch", lambda: engine.running),
+        Reading("vllm:num_requests_waiting", "Generations that wait", lambda: engine.waiting),
+        Reading("vllm:kv_cache_usage_perc", "Share of pages in use, 0 to 1", lambda: usage(cache)),
+        Reading("microserve:leases", "Live receive leases", lambda: len(cache.leases())),
+        Reading(
+            "microserve:pages_quarantined",
+            "Pages that a put may still be writing",
+            lambda: cache.page_use().quarantined,
+        ),
+        Reading("microserve:mirrors_running", "Running mirrors", lambda: mirrors.running),
+        Reading(
+            "microserve:mirrored_tokens", "Tokens mirrored", lambda: mirrors.sent, counter=True
+        ),
+        stat("microserve:steps", "Steps since the start", "steps"),
+        stat("microserve:step_seconds", "Seconds spent in steps", "step_s"),
+        stat("microserve:model_seconds", "Seconds spent in the model", "model_s"),
+        stat("microserve:failed_steps", "Steps that failed", "failed_steps"),
+        stat("microserve:expired_leases", "Leases that expired", "expired_leases"),
+        stat("vllm:prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
+        stat("vllm:generation_tokens", "Tokens sampled", "generation_tokens"),
+        Reading(
+            "vllm:num_preemptions",
+            "Preempted generations",
+            lambda: engine.preemptions,
+            counter=True,
+        ),
+        *_tier_readings(cache),
+    ]
+
+
+def _tier_readings(cache: KVCache) -> Iterator[Reading]:
+    def pages(place: int, owner: str) -> int:
+        return int(getattr(cache.tier_use()[place], owner))
+
+    tiers = list(cache.tiers)
+    for place, tier in enumerate(tiers):
+        for owner in ("free", "cached", "swapped", "copying"):
+            yield Reading(
+                "microserve:tier_pages",
+                "Pages below the pool, by owner",
+                partial(pages, place, owner),
+                labels={"tier": tier.name, "owner": owner},
+            )
+    for field, help in TIER_GAUGES.items():
+        for tier in tiers:
+            yield Reading(
+                f"microserve:tier_{field}",
+                help,
+                partial(getattr, tier.stats, field),
+                labels={"tier": tier.name},
+            )
+
+
+def usage(cache: KVCache) -> float:
+    """Return the share of pages that are neither free nor merely cached."""
+    use = cache.page_use()
+    return 1.0 - (use.free + use.cached) / use.total

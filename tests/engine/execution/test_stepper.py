@@ -1,0 +1,224 @@
+"""The stepper without a thread, a model or a wall clock: the clock advances with each step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+import pytest
+from engine_helpers import generation, make_cache
+
+from engine.execution.stepper import SWEEP_S, StepOutput, Stepper, StepResult
+from engine.protocol import Internal
+from engine.sampling.sampled import Sampled
+from engine.scheduling import parallel_sampling
+from engine.scheduling.chunk import Chunk
+from engine.scheduling.jobs import Generation, Send
+from engine.scheduling.scheduler import Scheduler
+from kvcache.cache import KVCache
+from kvcache.transport import MemoryNetwork
+from kvcache.types import SeqId
+
+STEP_S = 0.01
+TOKEN_S = 0.001
+PROMPT = list(range(100))
+
+
+class Machine:
+    """A stepper with a clock of its own: it tells the time, computes and samples."""
+
+    def __init__(self, pages: int, budget: int, network: MemoryNetwork | None, name: str) -> None:
+        self.now = 0.0
+        self.cache: KVCache = make_cache(network, pages, name)
+        self.scheduler = Scheduler(self.cache, token_budget=budget, max_batch=16, swap=False)
+        self.stepper = Stepper(
+            self.cache, self.scheduler, self, self.sample, self.deliver, lambda: self.now
+        )
+        self.outputs: list[StepOutput] = []
+        self.steps: list[list[int]] = []  # the chunks' numbers of tokens
+        self.failure: Exception | None = None
+
+    def run(self, chunks: Sequence[Chunk]) -> None:
+        counts = [len(chunk.tokens) for chunk in chunks]
+        self.steps.append(counts)
+        self.cache.begin_forward([chunk.seq_id for chunk in chunks], counts)
+        self.now += STEP_S + TOKEN_S * sum(counts)
+        if self.failure is not None:
+            self.cache.abort_forward()
+            failure, self.failure = self.failure, None
+            raise failure
+        for layer in range(self.cache.layout.layers):
+            self.cache.put(layer)
+        self.cache.end_forward()
+
+    def sample(self, logits: None, generations: Sequence[Generation]) -> list[Sampled]:
+        return [Sampled(len(one.tokens) % 512) for one in generations]
+
+    def deliver(self, outputs: list[StepOutput]) -> None:
+        self.outputs += outputs
+
+    def tokens(self, job: Generation) -> list[int]:
+        return [
+            output.sampled.token
+            for output in self.outputs
+            if output.generation is job and output.sampled is not None
+        ]
+
+    def run_until_idle(self) -> StepResult:
+        """Step until there is nothing to compute."""
+        while (result := self.stepper.step()).chunks:
+            assert result.next_at == self.now
+        return result
+
+
+@pytest.fixture
+def new() -> Iterator[Callable[..., Machine]]:
+    network, machines = MemoryNetwork(), []
+
+    def make(pages: int = 64, budget: int = 64, name: str = "a") -> Machine:
+        machines.append(Machine(pages, budget, network, name))
+        return machines[-1]
+
+    yield make
+    for machine in machines:
+        machine.cache.check_integrity()
+        use = machine.cache.page_use()
+        assert use.free + use.cached + use.leased == use.total
+        machine.cache.transport.close()
+
+
+def test_an_idle_stepper_waits_for_work(new: Callable[..., Machine]):
+    machine = new()
+    assert machine.stepper.step() == StepResult(0, (), None)
+    woken: list[float] = []
+    machine.stepper.wake = lambda: woken.append(machine.now)
+    machine.stepper.submit(generation(1, PROMPT))
+    machine.scheduler.wake()  # the end of a swap wakes it too
+    assert woken == [0.0, 0.0]
+
+
+def test_prefill_and_decode_take_the_clocks_time(new: Callable[..., Machine]):
+    machine = new()
+    job = generation(1, PROMPT, max_tokens=3)
+    machine.stepper.submit(job)
+    assert machine.steps == []  # nothing happens before the step
+    result = machine.stepper.step()
+    assert (result.chunks, list(result.outputs), result.next_at) == (1, [], machine.now)
+    machine.run_until_idle()
+    assert machine.steps == [[64], [36], [1], [1]]
+    assert machine.tokens(job) == [100, 101, 102]
+    assert [output.finish for output in machine.outputs] == [None, None, "length"]
+    stats = machine.stepper.stats
+    assert (stats.steps, stats.prompt_tokens, stats.generation_tokens) == (4, 99, 3)
+    assert stats.step_s == stats.model_s == pytest.approx(4 * STEP_S + 102 * TOKEN_S)
+    assert machine.cache.prefix_tokens == 96
+
+
+def test_an_abort_takes_effect_with_the_next_step(new: Callable[..., Machine]):
+    machine = new()
+    job, other = generation(1, PROMPT, max_tokens=400), generation(2, [1, 2], max_tokens=10)
+    machine.stepper.submit(job)
+    machine.stepper.submit(other)
+    for _ in range(4):
+        machine.stepper.step()
+    before = machine.tokens(job)
+    assert before
+    machine.stepper.abort(job)
+    flushed = machine.stepper.flush()
+    assert not flushed.done()
+    machine.stepper.step()
+    assert flushed.done()
+    machine.run_until_idle()
+    assert machine.tokens(job) == before
+    assert machine.outputs[-1].finish == "length"
+    machine.stepper.abort(job)  # has no effect any more
+    machine.run_until_idle()
+
+
+def test_a_failing_step_fails_its_jobs_only(
+    new: Callable[..., Machine], caplog: pytest.LogCaptureFixture
+):
+    machine = new()
+    failing, later = generation(1, PROMPT), generation(2, PROMPT, max_tokens=2)
+    machine.stepper.submit(failing)
+    machine.failure = RuntimeError("boom")
+    (output,) = machine.stepper.step().outputs
+    assert isinstance(output.failure, Internal)
+    assert "boom" in output.failure.message
+    assert "a step failed" in caplog.text
+    assert machine.stepper.stats.failed_steps == 1
+    assert machine.cache.prefix_tokens == 0
+    machine.stepper.submit(later)
+    machine.run_until_idle()
+    assert len(machine.tokens(later)) == 2
+
+
+def test_an_error_outside_the_computation_ends_the_stepper(new: Callable[..., Machine]):
+    machine = new()
+    machine.scheduler.plan = lambda: 1 / 0  # type: ignore[assignment,method-assign,return-value]
+    with pytest.raises(ZeroDivisionError):
+        machine.stepper.step()
+
+
+def test_preempted_generations_go_on_where_they_were(new: Callable[..., Machine]):
+    machine = new(pages=10)
+    jobs = [generation(n, range(200 * n, 200 * n + 40), max_tokens=40) for n in range(3)]
+    for job in jobs:
+        machine.stepper.submit(job)
+    machine.run_until_idle()
+    assert machine.scheduler.preemptions > 0
+    for job in jobs:
+        assert machine.tokens(job) == list(range(40, 80))
+
+
+def test_leases_expire_and_shared_prompts_go_by_the_clock(new: Callable[..., Machine]):
+    machine = new()
+    machine.stepper.submit(parent := generation(1, PROMPT, max_tokens=1))
+    parent.forks = 1
+    idle = machine.run_until_idle()
+    assert machine.cache.page_use().active > 0  # retained for the announced child
+    assert idle.next_at is not None
+    steps = 0
+    while idle.next_at is not None:
+        assert machine.now < idle.next_at <= machine.now + SWEEP_S
+        machine.now, steps = idle.next_at, steps + 1
+        idle = machine.stepper.step()
+    assert steps >= parallel_sampling.RETAIN_S / SWEEP_S
+    assert machine.cache.page_use().active == 0
+
+
+def test_a_send_closes_when_its_writes_have_drained(new: Callable[..., Machine]):
+    sender, receiver = new(name="s"), new(name="r")
+    lease, address = receiver.cache.prep_recv("r", PROMPT, 100, 0, 5.0)
+    put = sender.cache.open_put(address, PROMPT, 0, 100)
+    sender.cache.add_sequence(SeqId(1), PROMPT)
+    sender.cache.grow(SeqId(1), 100)
+    done: Future[object] = Future()
+    send = Send("s", SeqId(1), PROMPT, 0, 0, put, done, 0.0, True)  # type: ignore[arg-type]
+    sender.stepper.submit(send)
+    sender.run_until_idle()
+    put.close().result(10)
+    sender.run_until_idle()
+    reply = send.done.result(0)
+    assert (reply.sent_tokens, reply.computed_tokens) == (100, 100)
+    assert reply.ms == pytest.approx(1000 * (2 * STEP_S + 100 * TOKEN_S))
+    assert reply.put_ms == 0.0
+    assert receiver.cache.lease(lease.lease_id).landed == 100
+    receiver.cache.release(lease.lease_id)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "engine.scheduling.scheduler",
+        "engine.scheduling.parallel_sampling",
+        "engine.execution.stepper",
+        "engine.sampling.sampled",
+        "engine.protocol",
+    ],
+)
+def test_it_needs_no_torch(module: str):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
