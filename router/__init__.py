@@ -4,11 +4,9 @@ from router import Cluster, Request, strategy
 """
 
 from router.base.request import Chunk, Request
-from router.legs.replica import Mirror
 from router.strategy.cluster import Cluster, Pool
 from router.strategy.definition import Strategy, strategy
-from router.strategy.engine import Engine
-from router.strategy.lease import Lease
+from router.strategy.engine import Engine, Lease, Mirror
 
 __all__ = [
     "Chunk",

@@ -15,10 +15,11 @@ from router.admission.shutdown import Shutdown
 from router.api.app import make_routes
 from router.api.connections import Connections
 from router.api.gate import Gatekeeper
+from router.api.parts import Router
 from router.api.slow_clients import SlowClients
+from router.assembly import assembled
 from router.base.config import RouterConfig
 from router.base.tls import server_context
-from router.router import Router
 from router.supervision.child_tasks import adopting
 from router.supervision.watchdog import Watchdog
 
@@ -43,11 +44,11 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
     leases and generations.
 
     Raises `OSError` if the address is taken, `BadRequest` if certificate and key are no good, and
-    what `Router.opened` raises.
+    what `assembled` raises.
     """
     tls = server_context(config.tls_cert, config.tls_key)
     listener = listen(config.host, config.port)
-    async with Router.opened(config) as router:
+    async with assembled(config) as router:
         connections = Connections(
             Gatekeeper(router, make_routes(router)), max_body=config.max_body_mb << 20
         )
@@ -67,7 +68,7 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
                     scheme = "https" if tls else "http"
                     try:
                         yield Server(_url(scheme, config.host, listener.getsockname()[1]), router)
-                        await router.drain.finish(config.shutdown_s)
+                        await router.shutdown.finish(config.shutdown_s)
                     finally:
                         watch.cancel()
             finally:
@@ -81,20 +82,20 @@ async def run(config: RouterConfig) -> None:
     """Serve until SIGTERM, SIGINT or the parent's death; print one line when ready."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    drains: list[Shutdown] = []
+    shutdowns: list[Shutdown] = []
 
     def tell() -> None:
         """Once: finish. Twice: at once."""
         if stop.is_set():
-            for drain in drains:
-                drain.hurry()
+            for shutdown in shutdowns:
+                shutdown.hurry()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, tell)
     with _watching(config.parent_pid, stop):
         async with serving(config) as server:
-            drains.append(server.router.drain)
+            shutdowns.append(server.router.shutdown)
             _spare_the_collector()
             print(f"router ready {server.url}", flush=True)
             await stop.wait()

@@ -12,9 +12,9 @@ from types import TracebackType
 from engine.protocol import MicroserveError, Timeout
 from router.admission.keys import ANYBODY
 from router.api.http import HttpRequest
+from router.api.parts import Router
 from router.base.cancel_scope import CancelScope
 from router.base.config import RouterConfig
-from router.router import Router
 from router.telemetry.logs import serves
 from router.telemetry.receipts import Receipt
 
@@ -55,7 +55,7 @@ class accounted:
     """
 
     __slots__ = (
-        "_caller", "_cut", "_due", "_phase", "_receipt", "_router", "_tally", "_timeout_s",
+        "_caller", "_due", "_phase", "_receipt", "_router", "_scope", "_tally", "_timeout_s",
         "_timer", "_trace",
     )  # fmt: skip
 
@@ -76,15 +76,15 @@ class accounted:
         self._due, self._timeout_s = arrived + timeout_s, timeout_s
         self._tally = tally
         self._phase = ""
-        self._cut = CancelScope()
+        self._scope = CancelScope()
 
     def __enter__(self) -> None:
         router, receipt = self._router, self._receipt
         serves(receipt)
         router.metrics.in_flight.inc()
         router.limits.charge(self._caller, receipt.prompt_tokens)
-        router.drain.request_begins()
-        self._cut.__enter__()
+        router.shutdown.request_begins()
+        self._scope.__enter__()
         self._timer = asyncio.get_running_loop().call_at(self._due, self._expire)
 
     def __exit__(
@@ -96,7 +96,7 @@ class accounted:
         self._timer.cancel()
         receipt = self._receipt
         try:
-            self._cut.__exit__(kind, error, traceback)
+            self._scope.__exit__(kind, error, traceback)
         except TimeoutError:
             late = Timeout(
                 f"the request took longer than {self._timeout_s:g} s; it was in: {self._phase} "
@@ -115,7 +115,7 @@ class accounted:
             try:
                 self._close()
             finally:
-                self._router.drain.request_ends()
+                self._router.shutdown.request_ends()
 
     def _close(self) -> None:
         router, receipt = self._router, self._receipt
@@ -124,7 +124,7 @@ class accounted:
         router.metrics.in_flight.dec()
         router.metrics.finished(receipt)
         router.limits.charge(self._caller, receipt.completion_tokens)
-        router.backlog.freed()
+        router.queue.freed()
         if self._trace is not None:
             self._trace.finish(receipt)
         if log.isEnabledFor(logging.INFO):
@@ -132,4 +132,4 @@ class accounted:
 
     def _expire(self) -> None:
         self._phase = self._receipt.phase  # now: all of its legs are about to end
-        self._cut.make()
+        self._scope.cancel()

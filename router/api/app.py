@@ -15,8 +15,8 @@ from router.api.openai.answer import chat_completions, completions
 from router.api.openai.models import models, one_model
 from router.api.openai.tokens import detokenize, tokenize
 from router.api.openapi import DOCS_PAGE, documented, openapi
+from router.api.parts import Router
 from router.api.routes import Handler, Route, Routes
-from router.router import Router
 
 __all__ = ["make_routes"]
 
@@ -59,7 +59,7 @@ def _about(router: Router, routes: Callable[[], Routes]) -> list[Route]:
     async def health(http: HttpRequest) -> HttpResponse:
         """200 while the router runs, and how many engines can be used; 503 once it is to stop."""
         up = sum(backend.usable for backend in router.registry)
-        draining = router.drain.begun
+        draining = router.shutdown.begun
         engines = {"up": up, "of": len([*router.registry])}
         body = {"status": "draining" if draining else "ok", "engines": engines}
         return json_response(body, status=503 if draining else 200)
@@ -68,9 +68,9 @@ def _about(router: Router, routes: Callable[[], Routes]) -> list[Route]:
     async def metrics(http: HttpRequest) -> HttpResponse:
         """Prometheus text."""
         gauges = router.metrics
-        gauges.waiting.set(len(router.backlog))
-        gauges.generation.set(router.generations.active.number)
-        gauges.engines(router.registry)
+        gauges.waiting.set(len(router.queue))
+        gauges.generation.set(router.revisions.active.number)
+        router.registry.set_gauges(gauges)
         return HttpResponse(gauges.render(), media="text/plain; version=0.0.4; charset=utf-8")
 
     @documented(reply=dict[str, str])

@@ -13,10 +13,9 @@ from router.admission.keys import Key, bearer
 from router.api.admin.access import check_admin
 from router.api.http import HttpRequest, HttpResponse, json_response
 from router.api.openai.errors import error_headers, error_object
+from router.api.parts import Router
 from router.api.routes import Routes
 from router.base.errors import RateLimited, SlowClient
-from router.router import Router
-from router.telemetry.timings import server_timing
 
 __all__ = ["Gatekeeper"]
 
@@ -59,7 +58,7 @@ class Gatekeeper:
         router.metrics.http.labels(path, 200 if response is None else response.status).inc()
         if response is not None and not http.begun:
             response.headers["X-Request-Id"] = http.id
-            http.keep_alive = http.keep_alive and not router.drain.begun
+            http.keep_alive = http.keep_alive and not router.shutdown.begun
             http.respond(response)
 
     def headers(self, http: HttpRequest) -> Mapping[str, str]:
@@ -68,7 +67,7 @@ class Gatekeeper:
         if http.trace is not None:
             headers["traceparent"] = http.trace.headers.get("traceparent", "")
         if http.receipt is not None:
-            headers["Server-Timing"] = server_timing(http.receipt)
+            headers["Server-Timing"] = http.receipt.timings().server_timing()
         if http.caller is not None:
             headers.update(self._router.limits.headers(http.caller))
         return headers
@@ -82,7 +81,7 @@ class Gatekeeper:
         elif path not in OPEN:
             http.caller = router.keys.identify(given)
             if path.startswith(MODEL) and http.method == "POST":
-                if router.drain.begun:
+                if router.shutdown.begun:
                     raise Draining("this router is shutting down")
                 self._limit(http.caller)
 

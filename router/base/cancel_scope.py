@@ -1,4 +1,4 @@
-"""A stretch of a task's work that can be cut short from outside."""
+"""A section of a task that can be cancelled from outside."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ __all__ = ["CancelScope"]
 
 
 class CancelScope:
-    """`asyncio.timeout` without a time: around each call to an engine, so it is a plain `with`.
+    """`asyncio.timeout` without a deadline; a plain `with`, cheap enough for every engine call.
 
-    After `make` the body is cancelled, and leaving it raises `TimeoutError`, unless something else
-    has cancelled the task too. Entered once, by the task that is cut.
+    `cancel` cancels the body, and leaving the body then raises `TimeoutError`, unless something
+    else has cancelled the task too. Entered once, by the task that `cancel` cancels.
     """
 
-    __slots__ = ("_before", "_task", "made")
+    __slots__ = ("_before", "_task", "cancelled")
 
     def __init__(self) -> None:
-        self.made = False
+        self.cancelled = False
         self._task: asyncio.Task[object] | None = None
         self._before = 0
 
     def __enter__(self) -> CancelScope:
         self._task = task = asyncio.current_task()
         if task is None:
-            raise RuntimeError("outside of a task there is nothing to cut")
+            raise RuntimeError("a CancelScope needs a task to cancel")
         self._before = task.cancelling()
         return self
 
-    def make(self) -> None:
-        """Cut it now. Idempotent."""
-        if self._task is not None and not self.made:
-            self.made = True
+    def cancel(self) -> None:
+        """Cancel the body now. Idempotent."""
+        if self._task is not None and not self.cancelled:
+            self.cancelled = True
             self._task.cancel()
 
     def __exit__(
@@ -42,7 +42,7 @@ class CancelScope:
         traceback: TracebackType | None,
     ) -> None:
         task, self._task = self._task, None
-        if not self.made or task is None:
+        if not self.cancelled or task is None:
             return
         ours = task.uncancel() <= self._before
         if ours and kind is not None and issubclass(kind, asyncio.CancelledError):

@@ -36,6 +36,7 @@ __all__ = [
     "NotFound",
     "RateLimited",
     "SlowClient",
+    "StartFailed",
     "StrategyBlocked",
     "StrategyError",
     "StrategyStalled",
@@ -114,6 +115,10 @@ class MethodNotAllowed(MicroserveError):
 class Conflict(MicroserveError):
     type = "conflict"
     status = 409
+
+
+class StartFailed(Exception):
+    """A child process ended before it was ready; the message has the end of its log."""
 
 
 def root_cause(error: BaseException) -> BaseException:

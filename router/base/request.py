@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from engine.protocol import PageName, Sampling, Usage, page_names
 
-if TYPE_CHECKING:
-    from router.legs.choices import Choices
-
 __all__ = ["Chunk", "Mirrored", "Request"]
 
 
 class Mirrored(msgspec.Struct):
-    """How far a generation's replica is; the fields are those of `engine.protocol.Mirrored`."""
+    """Progress of a generation's replica; the fields are those of `engine.protocol.Mirrored`."""
 
     landed: int
-    lease_id: str = ""  # of engines before they said so: the one that it has
+    lease_id: str = ""  # older engines leave it out and mean their only lease
     stopped: str | None = None
     message: str | None = None
 
 
 class Chunk(msgspec.Struct):
-    """What an engine emitted for one request in a step, or in a few that arrived together.
+    """What an engine emitted for one request in one step, or in several steps received together.
 
-    The fields are those of `Event`.
+    The fields are those of `engine.protocol.Event`.
     """
 
     token_ids: list[int] = []
@@ -41,7 +38,7 @@ class Chunk(msgspec.Struct):
     mirror: Mirrored | None = None
 
     def extend(self, later: Chunk) -> None:
-        """Append the steps after this one."""
+        """Append the steps that followed this chunk."""
         self.token_ids += later.token_ids
         self.text += later.text
         if later.logprobs is not None:
@@ -57,8 +54,9 @@ class Chunk(msgspec.Struct):
 class Request:
     """One choice of one prompt. Strategies read it and compute their ranges from `tokens`.
 
-    `id` is the client's X-Request-Id; engines know the request by other names. `output` is what
-    has already been emitted: not empty when the scope reruns a strategy after a failure.
+    `id` is the client's X-Request-Id; engines know the request by other names. `output` holds the
+    tokens emitted by earlier attempts: it is empty unless the strategy runs again after a failure.
+    It does not grow while the strategy runs.
     """
 
     id: str
@@ -66,18 +64,17 @@ class Request:
     sampling: Sampling
     output: list[int] = field(default_factory=list)
     session: str | None = None  # the client's X-Session-ID, for affinity
-    priority: int = 0  # the client's: lower is earlier, on engines too
-    chunk_tokens: int = 1  # how many an engine may gather: a client may want all at once
-    siblings: Choices | None = field(default=None, repr=False, compare=False)  # with n > 1
+    priority: int = 0  # set by the client: lower is earlier, on engines too
+    chunk_tokens: int = 1  # tokens that an engine may gather into one chunk
     _names: list[PageName] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @cached_property
     def tokens(self) -> list[int]:
-        """The prompt, plus what has been emitted."""
+        """The prompt, plus `output`."""
         return self.prompt + self.output if self.output else self.prompt
 
     def page_names(self, page_size: int) -> list[PageName]:
-        """The names of the full pages of `tokens`, made when they are first asked for."""
+        """Return the names of the full pages of `tokens`; computed once."""
         if not self._names:
             self._names.extend(page_names(self.tokens, page_size))
         return self._names

@@ -12,12 +12,11 @@ from typing import Any
 import click
 
 from engine.protocol import MicroserveError
-from router.base.errors import root_cause
+from router.base.errors import StartFailed, root_cause
 from router.base.tls import server_context
 from router.conformance.suite import ALL, run_checks, set_up
 from router.server import listen
-from router.simulation.audition import audition_of
-from router.supervisor.child_process import StartFailed
+from router.simulation.dry_run_process import dry_run_strategy
 
 __all__ = ["Mistake", "check_address", "check_folder", "check_strategy", "check_tls"]
 
@@ -34,7 +33,7 @@ def check_strategy(strategy: str, params: Mapping[str, Any]) -> int:
     Raises `Mistake` if it cannot be loaded or fails.
     """
     try:
-        requests: int = asyncio.run(audition_of(strategy, params))["requests"]
+        requests: int = asyncio.run(dry_run_strategy(strategy, params))["requests"]
     except MicroserveError as error:
         raise Mistake(error.message) from None
     return requests

@@ -11,10 +11,10 @@ import click
 
 from engine.protocol import EngineConfig
 from router.base.config import RouterConfig
-from router.base.errors import root_cause
+from router.base.errors import StartFailed, root_cause
 from router.cli.options import GroupedCommand, config_options, given, option, read_params
 from router.cli.preflight import check_address, check_folder, check_strategy, check_tls
-from router.supervisor.fleet import Fleet, FleetConfig, StartFailed, as_arguments
+from router.supervisor.fleet import Fleet, FleetConfig, as_arguments
 
 __all__ = ["up"]
 

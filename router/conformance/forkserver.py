@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from router.base.environment import child_environment
-from router.supervisor.child_process import StartFailed
+from router.base.errors import StartFailed
 
 __all__ = ["Forked", "Program", "engine", "microserve"]
 

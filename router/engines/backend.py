@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from engine.protocol import EngineState, ModelInfo
 from router.base.cancel_scope import CancelScope
@@ -15,10 +15,7 @@ from router.base.ids import EngineId
 from router.engines.api import ChunkStream, EngineCalls
 from router.engines.circuit_breaker import CircuitBreaker
 
-if TYPE_CHECKING:
-    from router.legs.replica import Replica
-
-__all__ = ["ROLES", "Backend", "Load", "Role", "Source", "guard"]
+__all__ = ["ROLES", "Backend", "Hosted", "Load", "Role", "Source", "guard"]
 
 T = TypeVar("T")
 Role = Literal["any", "prefill", "decode"]
@@ -59,6 +56,28 @@ class Load:
             self.streams -= streams
 
 
+class Hosted(Protocol):
+    """A replica, as the engines at its two ends know it."""
+
+    @property
+    def backend(self) -> Backend:
+        """The engine that holds it."""
+        ...
+
+    @property
+    def lag(self) -> int:
+        """Tokens of the generation that it lacks."""
+        ...
+
+    def lose(self, reason: str) -> None:
+        """Its engine has lost it."""
+        ...
+
+    def unwanted(self) -> None:
+        """Its engine is being drained."""
+        ...
+
+
 class Backend:
     """One engine of the fleet. `status` is the health monitor's, except that a leg that fails to
     reach the engine makes it suspect at once; a suspect is not chosen until it has answered again.
@@ -81,11 +100,11 @@ class Backend:
         self.state: EngineState | None = None
         self.last_error = ""
         self.load = Load()
-        self.asked = asyncio.Event()  # set: `status` is a poll's, neither unknown nor suspect
+        self.settled = asyncio.Event()  # set: a poll has decided `status`: not unknown, not suspect
         self.probe = asyncio.Event()  # set: ask for its state now, not at the next tick
         self.heartbeat = 0.0  # its last word of itself (loop time)
-        self.replicas: set[Replica] = set()  # that it holds, of generations of others
-        self.mirrored: set[Replica] = set()  # of its own generations, on others
+        self.replicas: set[Hosted] = set()  # on this engine, of generations of others
+        self.mirrored: set[Hosted] = set()  # of its own generations, on others
         self._calls: set[CancelScope] = set()
         self._streams: set[ChunkStream] = set()
 
@@ -104,7 +123,7 @@ class Backend:
         self.last_error = reason
         if self.status == "up":
             self.status = "suspect"
-            self.asked.clear()
+            self.settled.clear()
         self.probe.set()
 
     def go_down(self, reason: str) -> None:
@@ -115,7 +134,7 @@ class Backend:
         self.status = "down"
         self.last_error = reason
         for call in self._calls:
-            call.make()
+            call.cancel()
         for stream in self._streams:
             stream.abort()
         self.lose_replicas(reason)
@@ -164,17 +183,17 @@ class Backend:
 async def guard(call: Coroutine[Any, Any, T], *backends: Backend) -> T:
     """Await `call`; raises `EngineUnreachable` as soon as one of `backends` is lost."""
     try:
-        with CancelScope() as cut:
+        with CancelScope() as scope:
             for backend in backends:
                 if backend.status == "down":
                     raise EngineUnreachable(f"engine {backend.id} is down: {backend.last_error}")
             for backend in backends:
-                backend._calls.add(cut)
+                backend._calls.add(scope)
             try:
                 return await call
             finally:
                 for backend in backends:
-                    backend._calls.discard(cut)
+                    backend._calls.discard(scope)
     except TimeoutError:
         gone = next((backend for backend in backends if backend.status == "down"), backends[0])
         raise EngineUnreachable(f"engine {gone.id} went down: {gone.last_error}") from None

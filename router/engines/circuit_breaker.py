@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
-__all__ = ["BreakerState", "CircuitBreaker"]
+__all__ = ["BREAKER_STATES", "BreakerState", "CircuitBreaker"]
 
 BreakerState = Literal["closed", "half_open", "open"]
+BREAKER_STATES: tuple[BreakerState, ...] = get_args(BreakerState)  # 0, 1, 2 in the metrics
 LONGEST_S = 60.0
 
 

@@ -15,12 +15,12 @@ from router.base.errors import Conflict, NobodyListens, NoEngines, NotFound
 from router.base.ids import EngineId
 from router.engines.api import EngineCalls
 from router.engines.backend import Backend, Role, Source
-from router.engines.circuit_breaker import CircuitBreaker
+from router.engines.circuit_breaker import BREAKER_STATES, CircuitBreaker
 from router.engines.engines_file import EngineEntry
 from router.engines.prefix_index import PrefixIndex
-from router.execution.moves import Relocations
 from router.model.served import ServedModel
 from router.telemetry.events import Events
+from router.telemetry.metrics import Metrics
 
 __all__ = ["Registry"]
 
@@ -44,8 +44,13 @@ class Registry:
         connect: Callable[[str], EngineCalls],
         tasks: asyncio.TaskGroup,
         events: Events,
+        *,
+        on_drain: Callable[[Backend], int] = lambda _: 0,
     ) -> None:
-        """`connect` gives the calls to the engine at a URL: over the wire, or simulated."""
+        """`connect` returns the calls to the engine at a URL: over HTTP, or simulated.
+
+        `on_drain` makes the requests on an engine continue elsewhere; it returns how many.
+        """
         self._config = config
         self._connect = connect
         self._tasks = tasks
@@ -53,7 +58,7 @@ class Registry:
         self._backends: dict[str, Backend] = {}  # by URL
         self._monitors: dict[Backend, asyncio.Task[None]] = {}
         self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        self.moves = Relocations()
+        self._on_drain = on_drain
         self.prefixes = PrefixIndex(tasks)
         self._model: ServedModel | None = None
         self._came_up = asyncio.Event()  # never set for longer than it takes to wake who waits
@@ -153,7 +158,7 @@ class Registry:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 for backend in list(self):
-                    await backend.asked.wait()
+                    await backend.settled.wait()
 
     async def returned(self, timeout: float) -> None:
         """Wait until an engine takes new work, `timeout` seconds at most."""
@@ -161,6 +166,17 @@ class Registry:
             async with asyncio.timeout(timeout):
                 while not self.usable():
                     await self._came_up.wait()
+
+    def set_gauges(self, metrics: Metrics) -> None:
+        """Set the metrics of the engines to what they are now."""
+        for gauge in (metrics.engine_up, metrics.engine_load, metrics.breaker_state):
+            gauge.clear()
+        for backend in self:
+            metrics.engine_up.labels(backend.id).set(backend.usable)
+            metrics.engine_load.labels(backend.id).set(backend.load.weight)
+            metrics.breaker_state.labels(backend.id).set(
+                BREAKER_STATES.index(backend.breaker.state)
+            )
 
     def close(self) -> None:
         for monitor in self._monitors.values():
@@ -172,7 +188,7 @@ class Registry:
             return 0
         for replica in list(backend.replicas):
             replica.unwanted()
-        return self.moves.leave(backend)
+        return self._on_drain(backend)
 
     def _breaker(self) -> CircuitBreaker:
         config, clock = self._config, asyncio.get_running_loop().time
@@ -208,7 +224,7 @@ class Registry:
                     log.warning("engine %s is down: %s", backend.id, reason)
                     backend.go_down(reason)
                     self._events.publish("engine", id=backend.id, status="down", reason=reason)
-            backend.asked.set()
+            backend.settled.set()
             if self._has_left(backend):
                 self._forget(backend)
                 return

@@ -1,8 +1,8 @@
-"""The scope of one choice: runs the strategy, and is the one place that retries.
+"""Runs one choice of a request, and is the one place that retries.
 
-drive ──► Attempt 1 ──► strategy ──► legs          an engine dies: its legs fail
+run ──► Attempt 1 ──► strategy ──► legs            an engine dies: its legs fail
   │                                                 the strategy's `async with`s release
-  └─────► Attempt 2 ──► the same strategy, with `request.output` = what was emitted
+  └───► Attempt 2 ──► the same strategy, with `request.output` = what was emitted
 """
 
 from __future__ import annotations
@@ -24,194 +24,202 @@ from engine.protocol import (
     Unauthorized,
 )
 from router.admission.queue import AdmissionQueue, Place
-from router.admission.retry_budget import Claim
+from router.admission.retry_budget import Claim, RetryBudget
 from router.base.errors import EngineUnreachable, Moved, NoEngines, StrategyError
 from router.base.request import Chunk, Request
 from router.engines.backend import Backend
-from router.execution.relocation import relocated
-from router.execution.strategy_run import Emit, StrategyRun
-from router.legs.attempt import Attempt, Runtime
+from router.execution.choice_writer import ChoiceWriter
+from router.execution.relocation import Relocations, relocated
+from router.execution.strategy_run import StrategyRun
+from router.legs.attempt import Attempt, Running, Runtime
+from router.legs.choices import Choices
 from router.legs.replica import Replicas
 from router.legs.token_stream import TokenStream
-from router.rollout.revisions import Generation
+from router.rollout.revisions import Revision
 from router.strategy.cluster import Cluster
 from router.strategy.engine import Engine
 from router.telemetry.receipts import Receipt
 
-__all__ = ["ChoiceRunner"]
+__all__ = ["ChoiceRunner", "Execution"]
 
-# Not worth a second try: the same request fails again anywhere.
+# Errors not worth a second try: the same request fails again anywhere.
 FINAL = (BadRequest, BadRange, BadAddress, Unauthorized, TooLarge, StrategyError, NoEngines)
-# An attempt that came so many tokens further was none that fails always.
+# This much progress resets the retry count.
 PROGRESS_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceRunner:
-    """All that the choices of one client request have in common."""
+class Execution:
+    """What the requests of one router share while they run."""
 
     runtime: Runtime
-    backlog: AdmissionQueue
-    generation: Generation
+    queue: AdmissionQueue
+    retries: RetryBudget
+    relocations: Relocations
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRunner:
+    """Runs the choices of one client request."""
+
+    execution: Execution
+    revision: Revision
     receipt: Receipt
     headers: Mapping[str, str]  # sent on every leg
     arrived: float  # loop time
     priority: int = 0  # in the queue: lower is earlier
 
-    async def drive(self, request: Request, emit: Emit) -> None:
-        """Run the strategy for `request` until its stream is finished, `emit`ting its chunks.
-
-        A failed attempt is followed by another one that goes on after what was emitted, on other
-        engines, `attempts` in all, as long as the budget for retries lasts. No room on an engine is
-        waited for. Raises the last error; a strategy's own failure as `StrategyError`.
-        Cancellation, and an `emit` that raises, end every leg.
-        """
-        with (
-            self.backlog.place(self.priority, self.arrived) as place,
-            self.runtime.retries.request() as claim,
-        ):
-            await self._drive(request, emit, place, claim)
-
-    async def _drive(self, request: Request, emit: Emit, place: Place, claim: Claim) -> None:
-        replicas = Replicas(self.runtime.releaser, self.headers)
-        try:
-            await self._try(request, emit, place, claim, replicas)
-        finally:
-            if replicas:
-                await replicas.close()
-
-    async def _try(
-        self, request: Request, emit: Emit, place: Place, claim: Claim, replicas: Replicas
+    async def run(
+        self, request: Request, writer: ChoiceWriter, choices: Choices | None = None
     ) -> None:
-        failed: set[Backend] = set()
+        """Run the strategy for `request` until its stream ends, writing its chunks to `writer`.
+
+        After a failed attempt, another one on other engines continues after what was written, up
+        to `attempts` in all while the retry budget lasts. If engines have no room, it waits for
+        some. Raises the last error; a strategy's own failure as `StrategyError`. Cancellation, and
+        a `writer` that raises, end every leg.
+        """
+        execution = self.execution
+        with (
+            execution.queue.place(self.priority, self.arrived) as place,
+            execution.retries.request() as claim,
+        ):
+            async with Replicas(execution.runtime.releaser, self.headers) as replicas:
+                choice = _Choice(self, request, writer, choices, place, claim, replicas)
+                await choice.run()
+
+
+class _Choice:
+    """The attempts at one choice."""
+
+    def __init__(
+        self,
+        runner: ChoiceRunner,
+        request: Request,
+        writer: ChoiceWriter,
+        choices: Choices | None,
+        place: Place,
+        claim: Claim,
+        replicas: Replicas,
+    ) -> None:
+        self._runner = runner
+        self._execution = runner.execution
+        self._runtime = runner.execution.runtime
+        self._receipt = runner.receipt
+        self._request = request
+        self._writer = writer
+        self._choices = choices
+        self._place = place
+        self._claim = claim
+        self._replicas = replicas
+        self._failed: set[Backend] = set()  # engines to avoid
+        self._origin: Running | None = None  # the generation to continue on another engine
+        self._tries = 1
+
+    async def run(self) -> None:
         full: NoCapacity | None = None
-        origin: TokenStream | None = None  # what is to go on elsewhere
-        tries = 1
         for number in itertools.count(1):
-            if end := self._already_finished(request):
-                if (reading := emit(end)) is not None:
-                    await reading
+            if written := self._writer.tokens:
+                self._request = replace(self._request, output=list(written))
+            if end := self._already_finished():
+                await self._write(end)
                 return
-            await self._turn(place, full)
-            attempt = await self._attempt(request, number, failed, place, replicas)
-            before = len(request.output)
+            await self._wait_for_turn(full)
+            attempt = await self._attempt(number)
+            before = len(self._writer.tokens)
             try:
                 async with attempt:
-                    with self.runtime.registry.moves.movable(attempt):
-                        if origin is not None:
-                            cluster = Cluster(attempt, {})
-                            chunks = relocated(attempt, cluster, request, origin)
-                            await self._pass_on(chunks, request, emit)
-                        elif number > 1 or not await self._fork(attempt, request, emit):
-                            await StrategyRun(self.generation, attempt, request, emit).finish()
+                    with self._execution.relocations.movable(attempt):
+                        await self._generate(attempt, number)
                 return
             except NoCapacity as error:
                 full = error
             except MicroserveError as error:
-                if len(request.output) - before >= PROGRESS_TOKENS:
-                    tries = 1
-                if not self._again(error, tries, claim):
-                    raise self._for_client(error) from error
                 full = None
-                tries += not isinstance(error, Moved)
-                failed |= attempt.blamed
-                self._note_retry(error, attempt, request)
-                origin = attempt.origin or (origin if isinstance(error, Moved) else None)
-                if attempt.mirrored and replicas.settle() is None and origin is None:
-                    attempt.fallback("recomputed")
-            request = replace(request)  # `tokens` is cached: the output has grown since
+                if len(self._writer.tokens) - before >= PROGRESS_TOKENS:
+                    self._tries = 1
+                self._prepare_retry(error, attempt)
 
-    async def _turn(self, place: Place, full: NoCapacity | None) -> None:
-        """Wait where there is no room, or where others wait already."""
-        if full is None and not len(self.backlog):
+    async def _wait_for_turn(self, full: NoCapacity | None) -> None:
+        """Wait if an engine was just `full`, or if others wait already."""
+        queue = self._execution.queue
+        if full is None and not len(queue):
             return
-        deadline = self.arrived + self.runtime.config.queue_timeout_s
-        with self.receipt.queueing():
-            await place.wait(full, deadline=deadline)
+        deadline = self._runner.arrived + self._runtime.config.queue_timeout_s
+        with self._receipt.queueing():
+            await self._place.wait(full, deadline=deadline)
 
-    def _again(self, error: MicroserveError, tries: int, claim: Claim) -> bool:
-        """Whether to try again after `error`, which ended the attempt number `tries`."""
-        if isinstance(error, Moved):
-            return True  # it has not failed
-        if isinstance(error, FINAL) or tries == self.runtime.config.attempts:
-            return False
-        # The first time that an engine is lost: many are hit at once, and are not to blame.
-        if tries == 1 and isinstance(error, EngineUnreachable | Draining):
-            return True
-        if claim.spend():
-            return True
-        self.runtime.metrics.retries_denied.inc()
-        self.receipt.fallback("retry_denied")
-        return False
-
-    async def _attempt(
-        self,
-        request: Request,
-        number: int,
-        failed: set[Backend],
-        place: Place,
-        replicas: Replicas,
-    ) -> Attempt:
-        config, registry = self.runtime.config, self.runtime.registry
-        backends = registry.usable(without=failed)
-        if not backends:
-            # Those that just lost a connection may be well: a moment, not a failure.
-            await registry.settled(config.health_timeout_s)
-            backends = registry.usable(without=failed)
-        if not backends and request.output and config.engine_wait_s:
-            with self.receipt.queueing():
-                await registry.returned(config.engine_wait_s)
-            backends = registry.usable(without=failed)
-        if not backends:
-            raise NoEngines("no engine is up")
+    async def _attempt(self, number: int) -> Attempt:
+        """Return an attempt on the engines that are up. Raises `NoEngines` if none is."""
+        backends = await self._backends()
         if len(backends) == 1:
-            self.runtime.metrics.fallbacks.labels("collapsed").inc()
-            self.receipt.fallback("collapsed")
-        elif backends[0].breaker.resting:  # never among others that are not
-            self.runtime.metrics.fallbacks.labels("breakers_open").inc()
-            self.receipt.fallback("breakers_open")
+            self._fallback("collapsed")
+        elif backends[0].breaker.resting:  # then all of them rest
+            self._fallback("breakers_open")
         return Attempt(
-            self.runtime,
-            self.receipt,
-            request_id=next(self.runtime.names),
-            headers=self.headers,
-            choice=request.sampling.choice,
+            self._runtime,
+            self._receipt,
+            request_id=next(self._runtime.names),
+            headers=self._runner.headers,
+            choice=self._request.sampling.choice,
             number=number,
             backends=backends,
-            replicas=replicas,
-            accepted=place.admitted,
+            replicas=self._replicas,
+            choices=self._choices,
+            accepted=self._place.admitted,
         )
 
-    async def _fork(self, attempt: Attempt, request: Request, emit: Emit) -> bool:
+    async def _backends(self) -> list[Backend]:
+        config, registry = self._runtime.config, self._runtime.registry
+        backends = registry.usable(without=self._failed)
+        if not backends:
+            # Engines that just lost a connection may be well: wait for the next health check.
+            await registry.settled(config.health_timeout_s)
+            backends = registry.usable(without=self._failed)
+        if not backends and self._request.output and config.engine_wait_s:
+            with self._receipt.queueing():
+                await registry.returned(config.engine_wait_s)
+            backends = registry.usable(without=self._failed)
+        if not backends:
+            raise NoEngines("no engine is up")
+        return backends
+
+    async def _generate(self, attempt: Attempt, number: int) -> None:
+        """Write the rest of the choice: relocated, forked, or by the strategy."""
+        if self._origin is not None:
+            cluster = Cluster(attempt, {})
+            await self._pass_on(relocated(attempt, cluster, self._request, self._origin))
+        elif number > 1 or not await self._fork(attempt):
+            await StrategyRun(self._runner.revision, attempt, self._request, self._writer).finish()
+
+    async def _fork(self, attempt: Attempt) -> bool:
         """Generate where the first of the request's choices was started, without the strategy.
 
-        Returns False if this is that first one, or it was not started anywhere.
+        Returns False if this is that first choice, or it was not started anywhere.
         """
-        siblings = request.siblings
-        if siblings is None or not request.sampling.choice:
+        if self._choices is None or not self._request.sampling.choice:
             return False
-        origin = await siblings.origin()
+        origin = await self._choices.origin()
         if origin is None:
             return False
-        chunks = Engine(attempt, origin.backend).fork(request, origin)
-        await self._pass_on(chunks, request, emit)
+        await self._pass_on(Engine(attempt, origin.backend).fork(self._request, origin))
         return True
 
-    async def _pass_on(
-        self, chunks: AsyncGenerator[Chunk, None] | TokenStream, request: Request, emit: Emit
-    ) -> None:
+    async def _pass_on(self, chunks: AsyncGenerator[Chunk, None] | TokenStream) -> None:
         async with aclosing(chunks):
             async for chunk in chunks:
-                request.output.extend(chunk.token_ids)
-                if (reading := emit(chunk)) is not None:
-                    await reading
+                await self._write(chunk)
 
-    def _already_finished(self, request: Request) -> Chunk | None:
-        """The end that was lost, where an engine died between the last token and saying so."""
-        sampling, output = request.sampling, request.output
+    async def _write(self, chunk: Chunk) -> None:
+        if (reading := self._writer.write(chunk)) is not None:
+            await reading
+
+    def _already_finished(self) -> Chunk | None:
+        """Return the end that was lost if an engine died between the last token and saying so."""
+        sampling, output = self._request.sampling, self._request.output
         if not output:
             return None
-        eos = self.runtime.registry.model.info.eos_token_ids
+        eos = self._runtime.registry.model.info.eos_token_ids
         ends = sampling.stop_token_ids if sampling.ignore_eos else [*eos, *sampling.stop_token_ids]
         grammar_ends = sampling.structure is not None and output[-1] in eos
         if grammar_ends or (output[-1] in ends and len(output) > sampling.min_tokens):
@@ -220,24 +228,55 @@ class ChoiceRunner:
             return Chunk(finish_reason="length")
         return None
 
-    def _for_client(self, error: MicroserveError) -> MicroserveError:
-        """What the client is told: what engines say of leases, keys and ranges is none of its own
-        making, so it must not look like that."""
-        if isinstance(error, BadRange):
-            return StrategyError(f"{self.generation.label}: {error.message}")
-        if error.status >= 500 or isinstance(error, BadRequest | TooLarge):
-            return error
-        label = self.generation.label
-        return Internal(f"{label}: {error.type}: {error.message}", code=error.type)
-
-    def _note_retry(self, error: MicroserveError, attempt: Attempt, request: Request) -> None:
-        self.runtime.metrics.retries.labels(error.type).inc()
-        self.receipt.retries.append(
+    def _prepare_retry(self, error: MicroserveError, attempt: Attempt) -> None:
+        """Note why `attempt` ended. Raises the client's error if there is no further attempt."""
+        if not self._may_retry(error):
+            raise self._for_client(error) from error
+        self._tries += not isinstance(error, Moved)
+        self._failed |= attempt.blamed
+        self._runtime.metrics.retries.labels(error.type).inc()
+        self._receipt.retries.append(
             {
-                "choice": request.sampling.choice,
-                "after_tokens": len(request.output),
+                "choice": self._request.sampling.choice,
+                "after_tokens": len(self._writer.tokens),
                 "error": {"type": error.type, "message": error.message},
                 "engines": sorted(backend.id for backend in attempt.blamed),
-                "at_ms": self.receipt.elapsed_ms(),
+                "at_ms": self._receipt.elapsed_ms(),
             }
         )
+        self._origin = attempt.origin or (self._origin if isinstance(error, Moved) else None)
+        if attempt.mirrored and self._replicas.settle() is None and self._origin is None:
+            attempt.fallback("recomputed")
+
+    def _may_retry(self, error: MicroserveError) -> bool:
+        """Whether to try again after `error`."""
+        if isinstance(error, Moved):
+            return True  # the attempt has not failed
+        if isinstance(error, FINAL) or self._tries == self._runtime.config.attempts:
+            return False
+        # The first loss of an engine is free: it hits many requests at once, through no fault of
+        # theirs.
+        if self._tries == 1 and isinstance(error, EngineUnreachable | Draining):
+            return True
+        if self._claim.spend():
+            return True
+        self._runtime.metrics.retries_denied.inc()
+        self._receipt.fallback("retry_denied")
+        return False
+
+    def _for_client(self, error: MicroserveError) -> MicroserveError:
+        """Return what the client is told.
+
+        Engines' errors about leases, keys and ranges are not the client's doing, and must not look
+        as if they were.
+        """
+        label = self._runner.revision.label
+        if isinstance(error, BadRange):
+            return StrategyError(f"{label}: {error.message}")
+        if error.status >= 500 or isinstance(error, BadRequest | TooLarge):
+            return error
+        return Internal(f"{label}: {error.type}: {error.message}", code=error.type)
+
+    def _fallback(self, name: str) -> None:
+        self._runtime.metrics.fallbacks.labels(name).inc()
+        self._receipt.fallback(name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.protocol import BadRequest, Sampling
 from router.base.errors import EngineUnreachable
-from router.base.ids import EngineRequestId, GenerationNumber
+from router.base.ids import EngineRequestId, RevisionNumber
 from router.base.request import Request
 from router.engines.backend import Backend, guard
 from router.legs.attempt import Attempt, Runtime
@@ -57,7 +57,7 @@ async def migrate_prefix(
     if not end:
         raise BadRequest(f"engine {source.id} has no full page of it cached", param="prefix")
     receipt = Receipt(
-        id=whole.id, generation=GenerationNumber(0), strategy="", params={}, seed=0,
+        id=whole.id, generation=RevisionNumber(0), strategy="", params={}, seed=0,
         prompt_tokens=end,
     )  # fmt: skip
     async with Attempt(

@@ -1,36 +1,98 @@
-"""A generation leaves its engine, which lives: its KV goes along, and no prefill is repeated."""
+"""Requests on an engine that is being drained continue elsewhere, where they stopped."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from types import TracebackType
 
+from router.base.cancel_scope import CancelScope
+from router.base.errors import Moved
 from router.base.request import Chunk, Request
-from router.legs.attempt import Attempt
-from router.legs.token_stream import TokenStream
+from router.engines.backend import Backend
+from router.legs.attempt import Attempt, Running
 from router.strategy.cluster import Cluster
 from router.strategy.engine import Engine
 
-__all__ = ["relocated"]
+__all__ = ["Relocations", "relocated"]
+
+
+class Relocations:
+    """The attempts that run. Costs nothing until an engine is drained."""
+
+    def __init__(self) -> None:
+        self._running: dict[Attempt, CancelScope] = {}
+
+    def movable(self, attempt: Attempt) -> _Movable:
+        """Context around an attempt's work. Raises `Moved` if the work must continue elsewhere."""
+        return _Movable(self._running, attempt)
+
+    def leave(self, backend: Backend) -> int:
+        """Interrupt the attempts that generate on `backend`, or are about to; return how many.
+
+        Sends from `backend` may finish: they take little time.
+        """
+        moved = 0
+        for attempt, scope in self._running.items():
+            if _generates_on(attempt, backend) and not scope.cancelled:
+                scope.cancel()
+                moved += 1
+        return moved
+
+
+class _Movable:
+    __slots__ = ("_attempt", "_running", "_scope")
+
+    def __init__(self, running: dict[Attempt, CancelScope], attempt: Attempt) -> None:
+        self._running = running
+        self._attempt = attempt
+        self._scope = CancelScope()
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+        self._running[self._attempt] = self._scope
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        del self._running[self._attempt]
+        try:
+            self._scope.__exit__(kind, error, traceback)
+        except TimeoutError:
+            raise Moved("the engine is being drained") from None
+
+
+def _generates_on(attempt: Attempt, backend: Backend) -> bool:
+    return any(
+        leg.engine == backend.id
+        and leg.request_id == attempt.request_id
+        and leg.call in ("prep_recv", "start_generate")
+        for leg in attempt.receipt.legs
+    )
 
 
 async def relocated(
-    attempt: Attempt, cluster: Cluster, request: Request, origin: TokenStream
+    attempt: Attempt, cluster: Cluster, request: Request, origin: Running
 ) -> AsyncGenerator[Chunk, None]:
-    """What `origin`, which has been ended, would have emitted after `request.output`.
+    """Yield what `origin`, which has been ended, would have emitted after `request.output`.
 
-    It goes on from its replica, if that is up to date. Else the old engine puts what it has cached,
-    the full pages of prompt and output, at another one, which computes the rest: a page at most.
-    What the old engine has lost of it, it computes again. Raises what the calls raise.
+    It resumes from the replica of `origin` if that is up to date. Otherwise the old engine sends
+    the full pages of prompt and output that it has cached to another one, which computes the rest:
+    at most a page, and what the old engine has lost. Raises what the calls raise.
     """
-    old, mirror = Engine(attempt, origin.backend), origin.mirror
-    attempt.alone = False  # the old one takes part, though it takes no new work
+    mirror = origin.mirror
+    attempt.alone = False  # the old engine takes part, though it takes no new work
     kv = cluster.replica
     if kv and mirror and len(request.tokens) - kv.match_len <= 2 * mirror.every + 1:
-        async for chunk in kv.engine.start_generate(request, kv=kv, mirror=mirror):
+        stream = kv.engine.resume(request, mirror, kv=kv)
+        async for chunk in stream:
             yield chunk
         return
-    if origin.backend.usable:  # it was another of the attempt's engines that had to be left
-        async for chunk in old.start_generate(request, mirror=mirror):
+    old = Engine(attempt, origin.backend)
+    if origin.backend.usable:  # another of the attempt's engines had to be left
+        async for chunk in old.resume(request, mirror):
             yield chunk
         return
     new = cluster.decode.least_loaded(exclude=old)
@@ -39,5 +101,5 @@ async def relocated(
     async with new.prep_recv(request, end=end) as kv:
         if kv.match_len < end:
             await old.remote_send(request, kv, begin=kv.match_len, end=end)
-        async for chunk in new.start_generate(request, begin=end, kv=kv, mirror=mirror):
+        async for chunk in new.resume(request, mirror, begin=end, kv=kv):
             yield chunk

@@ -4,54 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Awaitable
 from functools import partial
 from typing import Any
 
 from engine.protocol import MicroserveError
 from router.base.errors import StrategyBlocked, StrategyError, StrategyStalled, root_cause
 from router.base.request import Chunk, Request
+from router.execution.choice_writer import ChoiceWriter
 from router.legs.attempt import Attempt
-from router.rollout.revisions import Generation
+from router.rollout.revisions import Revision
 from router.strategy.cluster import Cluster
 from router.supervision.child_tasks import ChildTasks
 from router.supervision.supervised import Interrupted, Supervised
 from router.supervision.user_frames import line_in, waits_at
-from router.supervision.violations import Kind
+from router.supervision.violations import ViolationKind
 
-__all__ = ["Emit", "StrategyRun"]
-
-# What it returns is to be awaited, if it is not None: then the client is to read first.
-Emit = Callable[[Chunk], Awaitable[None] | None]
+__all__ = ["StrategyRun"]
 
 
 class StrategyRun:
-    """Runs the strategy of `generation` once, on a leash, in a task of its own: whoever cancels the
-    request cannot be mistaken for the strategy's own timeouts and task groups.
+    """Runs the strategy of `revision` once, supervised, in a task of its own.
 
-    Every failure of the strategy's own is raised as `StrategyError`, which names strategy,
+    With its own task, a cancelled request cannot be confused with the strategy's own timeouts and
+    task groups. A failure of the strategy's own is raised as `StrategyError`, which names strategy,
     generation and line, and is counted as a violation. Errors of engines pass through.
     """
 
     def __init__(
-        self, generation: Generation, attempt: Attempt, request: Request, emit: Emit
+        self, revision: Revision, attempt: Attempt, request: Request, writer: ChoiceWriter
     ) -> None:
         config = attempt.runtime.config
-        self._generation = generation
+        self._revision = revision
         self._attempt = attempt
-        self._request = request
-        self._emit = emit
+        self._writer = writer
         self._grace = config.grace_s
         self._stall = config.stall_s
         held: dict[str, Any] = {
-            "grace": self._grace, "on_ignored": self._ignored, "holder": generation,
+            "grace": self._grace, "on_ignored": self._ignored, "holder": revision,
         }  # fmt: skip
-        self._offspring = ChildTasks(**held)
-        self._leash = Supervised(self._run(), **held)
-        # The strategy sees what was emitted before it began, not what it emits.
-        given = replace(request, output=list(request.output))
-        self._chunks = generation.bound.run(given, Cluster(attempt, generation.states))
+        self._child_tasks = ChildTasks(**held)
+        self._supervised = Supervised(self._run(), **held)
+        self._chunks = revision.bound.run(request, Cluster(attempt, revision.states))
         self._seen = (-1, -1)
 
     async def finish(self) -> None:
@@ -60,15 +54,16 @@ class StrategyRun:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._stall, self._look)
         try:
-            await self._end_of(self._leash.start(loop, context=self._offspring.context()))
+            await self._end_of(self._supervised.start(loop, context=self._child_tasks.context()))
         except Interrupted:
             raise self._blocked() from None
         finally:
             self._timer.cancel()
-            left = await self._offspring.end() if self._offspring else 0
-            if left and not self._leash.ending:
-                self._offend("left_tasks", f"leaves {left} task{'s' * (left > 1)} behind")
-            del self._leash, self._offspring  # they know us: nothing here is for the collector
+            left = await self._child_tasks.end() if self._child_tasks else 0
+            if left and not self._supervised.ending:
+                self._violation("left_tasks", f"leaves {left} task{'s' * (left > 1)} behind")
+            # Break the reference cycles.
+            del self._supervised, self._child_tasks
 
     async def _end_of(self, task: asyncio.Task[None]) -> None:
         """Wait for `task`, and raise what it raises. Cancellation ends it, and is raised then."""
@@ -92,7 +87,7 @@ class StrategyRun:
             del task, cancelled  # they know the errors that know this frame
 
     async def _run(self) -> None:
-        chunks, request, emit, leash = self._chunks, self._request, self._emit, self._leash
+        chunks, writer, supervised = self._chunks, self._writer, self._supervised
         finished = False
         try:
             step = _first(chunks)
@@ -107,26 +102,25 @@ class StrategyRun:
                     self._raise_own(error)
                     raise
                 if finished:
-                    raise self._offend("went_on", "goes on after the stream's end")
+                    raise self._violation("went_on", "goes on after the stream's end")
                 if not isinstance(chunk, Chunk):
-                    raise self._offend("no_chunk", f"yielded no chunk but {chunk!r:.80}")
-                if leash.ending:
-                    self._offend("ignored_cancellation", "yields after its cancellation")
+                    raise self._violation("no_chunk", f"yielded no chunk but {chunk!r:.80}")
+                if supervised.ending:
+                    self._violation("ignored_cancellation", "yields after its cancellation")
                     raise asyncio.CancelledError
                 finished = chunk.finish_reason is not None
-                request.output.extend(chunk.token_ids)
-                if (reading := emit(chunk)) is not None:
+                if (reading := writer.write(chunk)) is not None:
                     await reading
                 step = anext(chunks)
-        except GeneratorExit:  # the leash has let go: nothing can be awaited
+        except GeneratorExit:  # the supervised has let go: nothing can be awaited
             raise
         except BaseException:
             await self._close()
             raise
-        if leash.ending:
-            self._offend("ignored_cancellation", "swallowed its cancellation")
+        if supervised.ending:
+            self._violation("ignored_cancellation", "swallowed its cancellation")
         elif not finished:
-            raise self._offend("ended_early", "ended before the stream did")
+            raise self._violation("ended_early", "ended before the stream did")
 
     def _raise_own(self, error: BaseException) -> None:
         """Raise an error of the strategy's own by its name; return for those that pass as they are.
@@ -141,29 +135,29 @@ class StrategyRun:
                 raise cause from error
             return
         if isinstance(error, asyncio.CancelledError):
-            if self._leash.ending:
+            if self._supervised.ending:
                 return
             # Nobody cancelled us: the strategy awaited something that was.
-            raise self._offend("raised", "CancelledError") from error
+            raise self._violation("raised", "CancelledError") from error
         what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
-        raise self._offend("raised", what, line_in(error.__traceback__)) from error
+        raise self._violation("raised", what, line_in(error.__traceback__)) from error
 
     async def _close(self) -> None:
         """Have it leave its `async with`s. What it was left for is what counts, not how it goes."""
         loop = asyncio.get_running_loop()
-        error = StrategyError(f"{self._generation.label} does not end")
+        error = StrategyError(f"{self._revision.label} does not end")
         timer = loop.call_later(self._grace, self._end, error)
         try:
             await self._chunks.aclose()
         except asyncio.CancelledError:
-            if self._leash.ending:
+            if self._supervised.ending:
                 raise
-            self._offend("cleanup", "CancelledError in its cleanup")
+            self._violation("cleanup", "CancelledError in its cleanup")
         except Exception as wrong:  # noqa: BLE001
             what = f"{type(wrong).__name__}: {wrong}"
             if isinstance(wrong, RuntimeError) and "GeneratorExit" in str(wrong):
                 what = "yields when it is to end"
-            self._offend("cleanup", f"{what} in its cleanup", line_in(wrong.__traceback__))
+            self._violation("cleanup", f"{what} in its cleanup", line_in(wrong.__traceback__))
         finally:
             timer.cancel()
 
@@ -173,33 +167,35 @@ class StrategyRun:
         What counts is what the strategy waits for: not a client that does not read.
         """
         legs = self._attempt.receipt.legs
-        seen = (len(legs), len(self._request.output))
+        seen = (len(legs), len(self._writer.tokens))
         working = any(leg.ms is None and leg.request_id == self._attempt.request_id for leg in legs)
         waiting = getattr(self._chunks, "ag_running", True)
         if waiting and not working and seen == self._seen:
             message = f"made no progress for {self._stall:g} s"
-            self._offend("stalled", message, waits_at(self._chunks))
-            self._end(StrategyStalled(f"{self._generation.label} {message}"))
+            self._violation("stalled", message, waits_at(self._chunks))
+            self._end(StrategyStalled(f"{self._revision.label} {message}"))
             return
         self._seen = seen
         self._timer = asyncio.get_running_loop().call_later(self._stall, self._look)
 
     def _end(self, error: Exception | None = None) -> None:
         """Whatever waits for whatever: a task that waits for another passes its cancellation on."""
-        self._leash.end(error)
-        self._offspring.begin_end()
+        self._supervised.end(error)
+        self._child_tasks.begin_end()
 
     def _ignored(self) -> None:
-        self._offend("ignored_cancellation", "does not end when cancelled", waits_at(self._chunks))
+        self._violation(
+            "ignored_cancellation", "does not end when cancelled", waits_at(self._chunks)
+        )
 
     def _blocked(self) -> StrategyBlocked:
-        return StrategyBlocked(f"{self._generation.label} held up the event loop")
+        return StrategyBlocked(f"{self._revision.label} held up the event loop")
 
-    def _offend(self, kind: Kind, what: str, line: str = "") -> StrategyError:
+    def _violation(self, kind: ViolationKind, what: str, line: str = "") -> StrategyError:
         """Count a violation; returns the error that reports it."""
         message = f"{what} ({line})" if line else what
-        self._generation.offend(kind, message)
-        return StrategyError(f"{self._generation.label}: {message}")
+        self._revision.add_violation(kind, message)
+        return StrategyError(f"{self._revision.label}: {message}")
 
 
 def _wake(waiter: asyncio.Future[None], _: asyncio.Task[None]) -> None:

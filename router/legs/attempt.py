@@ -1,4 +1,4 @@
-"""One run of a strategy for one choice of a request: names its legs, guards them, cleans up."""
+"""One attempt at one choice of a request: names its legs, guards them, cleans up."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from engine.protocol import Draining, Internal, MicroserveError, PeerUnreachable, Timeout
-from router.admission.retry_budget import RetryBudget
 from router.base.config import RouterConfig
 from router.base.errors import EngineUnreachable, Moved
 from router.base.ids import EngineRequestId
@@ -22,14 +21,14 @@ from router.engines.api import ChunkStream
 from router.engines.backend import Backend, guard
 from router.engines.prefix_index import Expected
 from router.engines.registry import Registry
+from router.legs.choices import Choices
+from router.legs.grant import LeaseGrant
 from router.legs.releaser import Releaser
-from router.legs.replica import Replicas
-from router.legs.token_stream import TokenStream
-from router.strategy.lease import Lease
+from router.legs.replica import MirrorPlan, Replicas
 from router.telemetry.metrics import Metrics
 from router.telemetry.receipts import Call, Leg, Receipt
 
-__all__ = ["Attempt", "Runtime"]
+__all__ = ["Attempt", "Method", "Running", "Runtime"]
 
 T = TypeVar("T")
 Method = Callable[[dict[str, Any], Mapping[str, str]], Coroutine[Any, Any, T]]
@@ -37,29 +36,47 @@ log = logging.getLogger(__name__)
 
 
 def _names() -> Iterator[EngineRequestId]:
-    """Unique over routers and their restarts."""
+    """Yield request ids that are unique across routers and their restarts."""
     router = uuid.uuid4().hex[:16]
     return (EngineRequestId(f"{router}-{number}") for number in itertools.count())
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What attempts share with the whole router."""
+    """What all attempts of a router share."""
 
     config: RouterConfig
     registry: Registry
     releaser: Releaser
     metrics: Metrics
-    retries: RetryBudget
-    tasks: asyncio.TaskGroup  # of the router: what is started there must not raise
+    tasks: asyncio.TaskGroup  # of the router: its tasks must not raise
     names: Iterator[EngineRequestId] = field(default_factory=_names)  # of attempts, on the engines
 
 
-class Attempt:
-    """Entered around a strategy's run. On exit it aborts the generations that still run.
+class Running(Protocol):
+    """A generation of an attempt, as the attempt ends it."""
 
-    `request_id` is what all its legs are known by on the engines. `blamed` collects the engines at
-    fault for a failed leg, which the next attempt avoids.
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def mirror(self) -> MirrorPlan | None: ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and output, up to the last emitted one."""
+        ...
+
+    def stop(self) -> asyncio.Task[None] | None:
+        """End it if it still runs; the engine is told in the task returned."""
+        ...
+
+
+class Attempt:
+    """Entered around one run of a strategy. On exit it aborts the generations that still run.
+
+    `request_id` names all its legs on the engines. `blamed` collects the engines at fault for a
+    failed leg; the next attempt avoids them.
     """
 
     def __init__(
@@ -73,22 +90,26 @@ class Attempt:
         number: int,
         backends: list[Backend],
         replicas: Replicas,
+        choices: Choices | None = None,
         accepted: Callable[[], None] = lambda: None,
     ) -> None:
-        """`replicas` are those of the choice; `accepted` is called whenever an engine has taken a
-        call."""
+        """`replicas` are those of the choice; `choices` is given for prompts with several.
+
+        `accepted` is called whenever an engine has accepted a call.
+        """
         self.runtime = runtime
         self.receipt = receipt
         self.request_id = request_id
         self.backends = backends
         self.alone = len(backends) == 1
         self.blamed: set[Backend] = set()
-        self.streams: list[TokenStream] = []
-        self.leases: list[tuple[Backend, Lease]] = []
+        self.streams: list[Running] = []
+        self.grants: list[LeaseGrant] = []
         self.replicas = replicas
-        self.mirrored = False  # whether a generation of it was to have a replica
-        self.origin: TokenStream | None = None  # once it is moved: where most of its KV is
-        self.put_computed = 0  # tokens computed by this attempt's sends and put
+        self.choices = choices
+        self.mirrored = False  # whether one of its generations asked for a replica
+        self.origin: Running | None = None  # after `Moved`: the generation that holds most KV
+        self.put_computed = 0  # tokens that this attempt's sends have computed and put
         self._accepted = accepted
         self.headers = headers
         self._choice = choice
@@ -104,24 +125,26 @@ class Attempt:
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, Moved):
-            self.origin = max(self.streams, key=_computed, default=None)
-        # First begin all releases, then wait: waiting may be cancelled, beginning cannot.
+            self.origin = max(self.streams, key=_tokens, default=None)
+        # Begin all releases before waiting: waiting may be cancelled, beginning cannot.
         releases = [(stream.backend, stream.stop()) for stream in self.streams]
-        self.streams.clear()  # they know us, as leases do: nothing here is for the collector
-        for backend, lease in self.leases:
-            lease.expected.close()
-            if lease.open:  # of a strategy that would not leave its `async with`
-                lease.consumed = True
-                body = {"lease_id": lease.lease_id}
-                ending = self.runtime.releaser.spawn(backend, body, self.headers)
-                releases.append((backend, ending))
-        self.leases.clear()
-        for backend, release in releases:
-            if release is not None:
-                await self.runtime.releaser.wait(backend, release)
+        # Break the reference cycles: streams and the origin of `choices` refer to this attempt.
+        self.streams.clear()
+        self.choices = None
+        for grant in self.grants:
+            grant.reserved_load.close()
+            if grant.open:  # the strategy did not leave its `async with`
+                grant.consumed = True
+                body = {"lease_id": grant.lease_id}
+                release = self.runtime.releaser.spawn(grant.backend, body, self.headers)
+                releases.append((grant.backend, release))
+        self.grants.clear()
+        for backend, ending in releases:
+            if ending is not None:
+                await self.runtime.releaser.wait(backend, ending)
 
     def begin_leg(self, call: Call, backend: Backend, begin: int, end: int) -> Leg:
-        """Note a leg in the receipt; the caller says when it has ended."""
+        """Add a leg to the receipt; the caller notes its end."""
         leg = Leg(
             call,
             backend.id,
@@ -142,7 +165,7 @@ class Attempt:
         return self.receipt.timed(self.begin_leg(call, backend, begin, end))
 
     def expect(self, backend: Backend, request: Request, end: int) -> Expected:
-        """The full pages of `tokens[:end]` are on their way into the prefix cache of `backend`."""
+        """Announce that the full pages of `tokens[:end]` will enter `backend`'s prefix cache."""
         return self.runtime.registry.prefixes.expect(backend, request, end)
 
     async def call(
@@ -154,9 +177,10 @@ class Attempt:
         receiver: Backend | None = None,
         named: bool = True,
     ) -> T:
-        """Make a call to `backend`, for as long as it (and a send's `receiver`) is there.
+        """Call `backend`; fails as soon as it, or the `receiver` of a send, is lost.
 
-        Whatever ends the call early, cancellation included, the engine is told to abort it.
+        If the call ends early, by cancellation too, the engine is told to abort it. `named`: the
+        body gets the attempt's `request_id`.
         """
         if named:
             body["request_id"] = self.request_id
@@ -168,19 +192,19 @@ class Attempt:
             answered = True
         except MicroserveError as error:
             answered = not isinstance(error, EngineUnreachable)
-            # The engine answers and says that the other one does not: that one is to blame.
+            # The engine answers that its peer does not: the peer is at fault.
             relayed = answered and isinstance(error, PeerUnreachable)
-            self.blame(error, receiver if relayed and receiver is not None else backend)
+            self.note_failure(error, receiver if relayed and receiver is not None else backend)
             raise
         finally:
             if not answered:
                 await self.release(backend, {"request_id": self.request_id})
-        self.praise(backend)
+        self.note_success(backend)
         self._accepted()
         return reply
 
     async def start(self, backend: Backend, body: dict[str, Any]) -> ChunkStream:
-        """Start a generation; `TokenStream.stop` aborts it."""
+        """Start a generation; `Running.stop` aborts it."""
         body["request_id"] = self.request_id
         backend.breaker.begin()
         stream = await guard(backend.client.start_generate(body, self.headers), backend)
@@ -188,17 +212,21 @@ class Attempt:
         return stream
 
     async def release(self, backend: Backend, body: dict[str, Any]) -> None:
-        """Have `backend` end what `body` names; goes on if this is cancelled."""
+        """Have `backend` end what `body` names. Cancellation ends only the waiting."""
         release = self.runtime.releaser.spawn(backend, body, self.headers)
         await self.runtime.releaser.wait(backend, release)
 
     def spawn_release(self, backend: Backend) -> asyncio.Task[None]:
+        """Begin to have `backend` end what it does for this attempt."""
         body = {"request_id": self.request_id}
         return self.runtime.releaser.spawn(backend, body, self.headers)
 
-    def blame(self, error: MicroserveError, backend: Backend) -> None:
-        """A leg failed. Errors that are an engine's fault count for its breaker; being full, a
-        deadline that passed there, and what is wrong with the request, show that it answers."""
+    def note_failure(self, error: MicroserveError, backend: Backend) -> None:
+        """Note that a leg failed with `error`.
+
+        Errors that are the engine's own fault count for its breaker. A full engine, a deadline that
+        passed there, and a bad request show that the engine answers.
+        """
         if isinstance(error, Draining):
             self.blamed.add(backend)
             backend.probe.set()
@@ -214,15 +242,15 @@ class Attempt:
             self.runtime.metrics.breaker_opened.labels(backend.id).inc()
             log.warning("engine %s is left alone for a while: %s", backend.id, error)
 
+    def note_success(self, backend: Backend) -> None:
+        """Note that a leg succeeded."""
+        backend.breaker.success()
+
     def fallback(self, name: str) -> None:
-        """Something was done otherwise than asked for."""
+        """Note that something was done differently from what was asked for."""
         self.runtime.metrics.fallbacks.labels(name).inc()
         self.receipt.fallback(name)
 
-    def praise(self, backend: Backend) -> None:
-        """A leg succeeded."""
-        backend.breaker.success()
 
-
-def _computed(stream: TokenStream) -> int:
+def _tokens(stream: Running) -> int:
     return stream.tokens

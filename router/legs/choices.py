@@ -4,8 +4,8 @@
     choice 1      └ waits ──────────┴► start_generate(fork_of=…)   on the same engine
     choice 2      └ waits ──────────┴► start_generate(fork_of=…)
 
-Only the first attempt of a choice forks. What fails, or finds nothing to fork from, goes on as any
-other request does: the strategy is run for it alone.
+Only the first attempt of a choice forks. After a failure, or with nothing to fork from, a choice
+continues like any other request: the strategy runs for it alone.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from dataclasses import dataclass
 
 from router.base.ids import EngineRequestId
 from router.engines.backend import Backend
-from router.legs.replica import Mirror
+from router.legs.replica import MirrorPlan
 
 __all__ = ["Choices", "Origin"]
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the first choice was started, and by which name it is known there."""
+    """The engine that runs the first choice, and the choice's name there."""
 
     backend: Backend
     request_id: EngineRequestId
-    mirror: Mirror | None = None  # of the first choice, and so of the others
+    mirror: MirrorPlan | None = None  # of the first choice, and so of the others
 
 
 class Choices:
-    """What the choices of one prompt know of each other. Made on the event loop that runs them."""
+    """State shared by the choices of one prompt. Made on the event loop that runs them."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._origin: asyncio.Future[Origin | None] = asyncio.get_running_loop().create_future()
 
     def expected(self, choice: int) -> int:
-        """How many will fork from a generation of `choice` that is about to be started."""
+        """Return how many choices will fork a generation of `choice` that is about to start."""
         return 0 if choice or self._origin.done() else self._count - 1
 
     def started(self, choice: int, origin: Origin) -> None:
-        """A generation of `choice` was accepted by an engine: that of the first can be forked."""
+        """An engine accepted a generation of `choice`; the first choice's can be forked."""
         if not choice and not self._origin.done():
             self._origin.set_result(origin)
 
     def over(self) -> None:
-        """The first choice has ended: nobody is to wait for it any longer."""
+        """The first choice has ended; stop waiting for it."""
         if not self._origin.done():
             self._origin.set_result(None)
 
     async def origin(self) -> Origin | None:
-        """Wait until the first choice is started. None: it has ended without."""
-        return await asyncio.shield(self._origin)  # the others wait for it too
+        """Wait until the first choice has started; `None` if it ended without starting."""
+        return await asyncio.shield(self._origin)  # the other choices wait for it too

@@ -1,7 +1,7 @@
-"""A replica: the KV of a running generation, kept in a lease on another engine as well.
+"""A replica: the KV of a running generation, also kept in a lease on another engine.
 
 x ──► (x+1) % N, over the engines that are up in the registry's order (DéjàVu, ring replication).
-When x dies, the request goes on at (x+1), from the last token whose KV has landed there.
+When x dies, the request continues at (x+1), from the last token whose KV has landed there.
 """
 
 from __future__ import annotations
@@ -10,52 +10,41 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 from router.base.ids import LeaseId
 from router.engines.backend import Backend
 from router.legs.releaser import Releaser
 from router.telemetry.receipts import Leg
 
-if TYPE_CHECKING:
-    from router.strategy.engine import Engine
+__all__ = ["MirrorPlan", "Rank", "Replica", "Replicas"]
 
-__all__ = ["Mirror", "Replica", "Replicas"]
+Rank = Callable[[Backend], Any]  # sort key
 
 
 @dataclass(frozen=True, slots=True)
-class Mirror:
-    """That a generation has a replica, which gets what is new `every` so many tokens.
+class MirrorPlan:
+    """How a generation is mirrored: new KV is put every `every` tokens.
 
-    It is on the next engine of the ring. With `key`, on the one for which `key(engine)` is least;
-    of equals, on the next of them.
+    The replica is on the next engine of the ring. With `rank`, it is on the engine with the lowest
+    rank; ties go to the next of them in the ring.
     """
 
-    every: int = 16
-    key: Callable[[Engine], Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every must be 1 or more, not {self.every}")
+    every: int
+    rank: Rank | None = None
 
 
 class Replica:
     """A lease on `backend` into which `source` puts the KV of the generation of `leg`.
 
-    `landed`: tokens of prompt and output whose KV is known to be there. `lost` is called once, as
-    soon as nothing can be resumed from it; `unwanted` when its engine is to be empty.
+    `landed` counts the tokens of prompt and output whose KV is known to be there. `lost` is called
+    once, as soon as nothing can be resumed from the replica; `unwanted` is called when its engine
+    is drained.
     """
 
     __slots__ = (
-        "_lost",
-        "backend",
-        "kv_addr",
-        "landed",
-        "lease_id",
-        "leg",
-        "over",
-        "source",
-        "unwanted",
+        "_lost", "_unwanted", "backend", "kv_addr", "landed", "lease_id", "leg", "over", "source",
     )  # fmt: skip
 
     def __init__(
@@ -77,54 +66,69 @@ class Replica:
         self.kv_addr = kv_addr
         self.landed = landed
         self.over = False
-        self.unwanted = unwanted
         self._lost = lost
+        self._unwanted = unwanted
         backend.replicas.add(self)
         source.mirrored.add(self)
 
     @property
     def lag(self) -> int:
-        """Tokens that the generation has and the replica has not."""
+        """Tokens of the generation whose KV has not landed in the replica."""
         return max(0, self.leg.end + self.leg.tokens - self.landed)
 
     def lose(self, reason: str) -> None:
-        """It is gone, with its engine or by itself."""
+        """Note that the replica is gone, alone or with its engine."""
         if not self.over:
             lost = self._lost
             self.forget()
             lost(reason)
 
+    def unwanted(self) -> None:
+        """Ask for another replica in place of this one: its engine is being drained."""
+        self._unwanted()
+
     def forget(self) -> None:
-        """Nobody resumes from it any more: it is lost, taken over, or released. Idempotent."""
+        """Nothing resumes from it any more: it is lost, taken over, or released. Idempotent."""
         self.over = True
-        self._lost = self.unwanted = _nothing  # they know us: nothing here is for the collector
+        self._lost = self._unwanted = _nothing  # break the reference cycle with the callbacks
         self.backend.replicas.discard(self)
         self.source.mirrored.discard(self)
 
 
 class Replicas:
-    """The replicas of one choice. They outlive the attempt that made them, which may end because
-    its engine has died, but not the choice: `close`."""
+    """The replicas of one choice, released when the `async with` body is left.
+
+    They outlive the attempt that made them: the attempt may end because its engine died.
+    """
 
     def __init__(self, releaser: Releaser, headers: Mapping[str, str]) -> None:
         self._releaser = releaser
         self._headers = headers
         self._all: list[Replica] = []
-        self.numbers = itertools.count()  # names of their own on the engines
+        self.numbers = itertools.count()  # for their request ids on the engines
 
-    def __bool__(self) -> bool:
-        return bool(self._all)
+    async def __aenter__(self) -> Replicas:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._all:
+            await self.close()
 
     def add(self, replica: Replica) -> None:
         self._all.append(replica)
 
     def best(self) -> Replica | None:
-        """The one to resume from: that with the most, on an engine that takes new work."""
+        """Return the replica to resume from: of those on usable engines, the one with most KV."""
         usable = [r for r in self._all if not r.over and r.backend.usable]
         return max(usable, key=lambda replica: replica.landed, default=None)
 
     def end(self, replica: Replica) -> asyncio.Task[None] | None:
-        """Give it back to its engine, which learns of it in the task returned. Idempotent."""
+        """Release it. The engine is told in the task returned. Idempotent."""
         if replica in self._all:
             self._all.remove(replica)
         if replica.over:
@@ -134,7 +138,7 @@ class Replicas:
         return self._releaser.spawn(replica.backend, body, self._headers)
 
     def settle(self) -> Replica | None:
-        """End all but the best, which is returned."""
+        """End all but the best, and return that one."""
         best = self.best()
         for replica in list(self._all):
             if replica is not best:
@@ -142,8 +146,8 @@ class Replicas:
         return best
 
     async def close(self) -> None:
-        """End all. Cancellation ends the waiting only."""
-        # First begin all releases, then wait: waiting may be cancelled, beginning cannot.
+        """End all. Cancellation ends only the waiting."""
+        # Begin all releases before waiting: waiting may be cancelled, beginning cannot.
         releases = [(replica.backend, self.end(replica)) for replica in list(self._all)]
         for backend, release in releases:
             if release is not None:

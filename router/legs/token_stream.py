@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.protocol import BadAddress, LeaseExpired, MicroserveError, UnknownLease
 from router.base.errors import EngineUnreachable
@@ -12,14 +12,12 @@ from router.base.request import Chunk, Request
 from router.engines.api import ChunkStream
 from router.engines.backend import Backend
 from router.engines.prefix_index import NOTHING, Expected
+from router.legs.attempt import Attempt
 from router.legs.choices import Origin
-from router.legs.mirroring import Mirroring, Rank
-from router.legs.replica import Mirror
-from router.strategy.lease import Lease
+from router.legs.grant import LeaseGrant
+from router.legs.replica import MirrorPlan
+from router.legs.replica_upkeep import ReplicaUpkeep
 from router.telemetry.receipts import Leg
-
-if TYPE_CHECKING:
-    from router.legs.attempt import Attempt
 
 __all__ = ["TokenStream"]
 
@@ -40,10 +38,10 @@ class TokenStream:
         "_kv",
         "_leg",
         "_load",
-        "_mirroring",
         "_over",
         "_request",
         "_stream",
+        "_upkeep",
         "mirror",
     )  # fmt: skip
 
@@ -53,13 +51,11 @@ class TokenStream:
         backend: Backend,
         request: Request,
         begin: int,
-        kv: Lease | None,
+        kv: LeaseGrant | None,
         fork_of: EngineRequestId | None = None,
-        mirror: Mirror | None = None,
-        rank: Rank | None = None,
+        mirror: MirrorPlan | None = None,
     ) -> None:
-        """`fork_of`: the generation there whose prompt's KV this one shares. `rank`: the mirror's
-        `key`, of backends."""
+        """`fork_of`: the generation there whose prompt's KV this one shares."""
         self._attempt = attempt
         self._backend = backend
         self._request = request
@@ -70,8 +66,8 @@ class TokenStream:
         self._leg: Leg | None = None
         self._over = False
         self.mirror = mirror
-        self._mirroring = (
-            Mirroring(attempt, backend, mirror, rank, request) if mirror is not None else None
+        self._upkeep = (
+            ReplicaUpkeep(attempt, backend, mirror, request) if mirror is not None else None
         )
         self._coming: Expected = NOTHING  # what is to be cached there
         self._load = (0, 0)  # tokens to be prefilled and streams, as counted at the backend
@@ -91,7 +87,7 @@ class TokenStream:
                 self._stream, self._leg = await self._open()
             chunk = await self._stream.next()
         except MicroserveError as error:
-            self._attempt.blame(error, self._backend)
+            self._attempt.note_failure(error, self._backend)
             if self._leg is not None:
                 self._leg.fail(error)
                 if not isinstance(error, EngineUnreachable):
@@ -110,8 +106,8 @@ class TokenStream:
             self._count(0, 1)
             self._coming.landed()
         leg.tokens += len(chunk.token_ids)
-        if self._mirroring is not None:
-            self._mirroring.saw(chunk)
+        if self._upkeep is not None:
+            self._upkeep.saw(chunk)
         if chunk.finish_reason is not None:
             self._finish(chunk, leg)
         return chunk
@@ -155,7 +151,7 @@ class TokenStream:
         self._count(max(0, total - self._begin), 1)
         self._coming = attempt.expect(backend, request, total)
         if self._kv is not None:
-            self._kv.expected.close()  # it is here now, and counted
+            self._kv.reserved_load.close()  # it is here now, and counted
         body = request.sampling.model_dump(exclude_defaults=True)
         body["prompt"] = request.prompt
         if self._kv is None or self._kv.replica is None:
@@ -170,26 +166,26 @@ class TokenStream:
             body["stream_ms"] = interval
         if self._kv is not None:
             body["lease_id"] = self._kv.lease_id
-        if self._mirroring is not None:
+        if self._upkeep is not None:
             attempt.mirrored = True
             # A client that has read already waits for the next token: its replica comes after it.
-            if not request.output and (target := await self._mirroring.first(leg)):
+            if not request.output and (target := await self._upkeep.first(leg)):
                 body["mirror"] = target
         if self._fork_of is not None:
             body["fork_of"] = self._fork_of
-        siblings, choice = request.siblings, request.sampling.choice
-        if siblings is not None and (expected := siblings.expected(choice)):
+        choices, choice = attempt.choices, request.sampling.choice
+        if choices is not None and (expected := choices.expected(choice)):
             body["forks"] = expected
         try:
             stream = await self._start(body)
         except BaseException:
-            if self._mirroring is not None:
-                self._mirroring.drop()  # nothing will ever be in it
+            if self._upkeep is not None:
+                self._upkeep.drop()  # nothing will ever be in it
             raise
-        if self._mirroring is not None:
-            self._mirroring.begun(leg)
-        if siblings is not None:
-            siblings.started(choice, Origin(backend, attempt.request_id, self.mirror))
+        if self._upkeep is not None:
+            self._upkeep.begun(leg)
+        if choices is not None:
+            choices.started(choice, Origin(backend, attempt.request_id, self.mirror))
         if self._kv is not None:
             self._kv.taken()
         if self._over:  # stopped meanwhile
@@ -203,9 +199,9 @@ class TokenStream:
         try:
             return await self._attempt.start(self._backend, body)
         except BadAddress:
-            if self._mirroring is None or not body.pop("mirror", None):
+            if self._upkeep is None or not body.pop("mirror", None):
                 raise
-            self._mirroring.drop("bad_address")
+            self._upkeep.drop("bad_address")
             return await self._attempt.start(self._backend, body)
         except (LeaseExpired, UnknownLease):
             if self._kv is not None and self._kv.replica is not None:
@@ -231,7 +227,7 @@ class TokenStream:
             leg.cached_tokens = cached
         leg.computed_tokens = max(0, leg.end - leg.begin)
         self._close(leg)
-        self._attempt.praise(self._backend)
+        self._attempt.note_success(self._backend)
 
     def _first_leg(self) -> Leg:
         """Of this choice's generations: before anything of it was computed."""
@@ -246,8 +242,8 @@ class TokenStream:
         leg.ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
         self._count(0, 0)
         self._coming.end()
-        if self._mirroring is not None:
-            self._mirroring.end()
+        if self._upkeep is not None:
+            self._upkeep.end()
         if self._stream is not None:
             self._backend.unwatch(self._stream)
             if leg.error is not None:

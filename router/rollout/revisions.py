@@ -1,4 +1,7 @@
-"""Which strategy runs: generations, swapped atomically; a request keeps the one it began with."""
+"""Which strategy runs: revisions, swapped atomically; a request keeps the one it began with.
+
+A `Revision` is called a *generation* in the admin API, in receipts and in metrics.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.base.errors import Conflict
-from router.base.ids import GenerationNumber
+from router.base.ids import RevisionNumber
 from router.rollout.canary import Canary
 from router.strategy.definition import Bound
-from router.supervision.violations import Kind
+from router.supervision.violations import ViolationKind
 
-__all__ = ["Generation", "Generations"]
+__all__ = ["OnViolation", "Revision", "Revisions"]
 
 
 @dataclass(eq=False, slots=True)
-class Generation:
-    """One activation of a strategy with params. `in_flight` counts its running requests."""
+class Revision:
+    """One activation of a strategy with parameters. `in_flight` counts its running requests."""
 
-    number: GenerationNumber
+    number: RevisionNumber
     bound: Bound
-    before: Generation | None = field(repr=False)  # what a rollback goes back to
-    tell: Callable[[Generation, Kind, str], None] = field(repr=False)  # of each violation
+    before: Revision | None = field(repr=False)  # what a rollback returns to
+    on_violation: OnViolation = field(repr=False)
     in_flight: int = 0
-    violations: Counter[Kind] = field(default_factory=Counter)
+    violations: Counter[ViolationKind] = field(default_factory=Counter)
     states: dict[Any, Any] = field(default_factory=dict, repr=False)  # what its strategy remembers
 
     @property
@@ -33,10 +36,10 @@ class Generation:
         """Its name in errors and logs."""
         return f"strategy {self.bound.strategy.name} (generation {self.number})"
 
-    def offend(self, kind: Kind, message: str) -> None:
-        """Its strategy has done what it must not."""
+    def add_violation(self, kind: ViolationKind, message: str) -> None:
+        """Count a violation of its strategy."""
         self.violations[kind] += 1
-        self.tell(self, kind, message)
+        self.on_violation(self, kind, message)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -49,37 +52,37 @@ class Generation:
         }
 
 
-class Generations:
-    """The active generation, a canary beside it, and older ones that still have requests in flight.
+OnViolation = Callable[[Revision, ViolationKind, str], None]
 
-    Numbers only grow, also on a rollback, so that `if_generation` never meets an old number again.
-    Everything here happens between two awaits of one event loop: no lock is needed.
+
+class Revisions:
+    """The active revision, a canary beside it, and older ones that still have requests in flight.
+
+    Numbers only grow, on a rollback too, so `if_generation` never meets an old number again. All
+    methods run between two awaits of one event loop, so no lock is needed.
     """
 
     def __init__(
-        self,
-        first: Bound,
-        *,
-        history: int = 64,
-        on_offence: Callable[[Generation, Kind, str], None] = lambda *_: None,
+        self, first: Bound, *, history: int = 64, on_violation: OnViolation = lambda *_: None
     ) -> None:
-        self._on_offence = on_offence
-        self._last = GenerationNumber(1)
-        self.active = Generation(self._last, first, None, on_offence)
+        """`history` is how many rollbacks in a row are possible."""
+        self._on_violation = on_violation
+        self._last = RevisionNumber(1)
+        self.active = Revision(self._last, first, None, on_violation)
         self.canary: Canary | None = None
-        self.candidate: Generation | None = None  # the canary's
+        self.candidate: Revision | None = None  # the canary's
         self._history = history
-        self._draining: dict[GenerationNumber, Generation] = {}
+        self._draining: dict[RevisionNumber, Revision] = {}
 
     def check(self, if_generation: int | None) -> None:
-        """Raises `Conflict` if `if_generation` is given and is not the active one."""
+        """Raise `Conflict` if `if_generation` is given and is not the active one's number."""
         if if_generation is not None and if_generation != self.active.number:
             raise Conflict(
                 f"generation {self.active.number} is active, not {if_generation}",
                 param="if_generation",
             )
 
-    def activate(self, bound: Bound, *, if_generation: int | None = None) -> Generation:
+    def activate(self, bound: Bound, *, if_generation: int | None = None) -> Revision:
         """Make `bound` active for new requests; a canary ends. Raises as `check`."""
         self.check(if_generation)
         self.drop()
@@ -87,31 +90,33 @@ class Generations:
 
     def try_out(
         self, bound: Bound, canary: Canary, *, if_generation: int | None = None
-    ) -> Generation:
-        """Give `bound` the canary's share of new requests. Raises as `check`; `Conflict` if there
-        is a canary already."""
+    ) -> Revision:
+        """Give `bound` the canary's share of new requests.
+
+        Raises as `check`, and `Conflict` if there is a canary already.
+        """
         self.check(if_generation)
         if self.candidate is not None:
             raise Conflict(f"generation {self.candidate.number} is a canary; end it first")
         self.canary, self.candidate = canary, self._new(bound, before=self.active)
         return self.candidate
 
-    def promote(self) -> Generation:
-        """Make the canary's generation the active one, under its own number."""
+    def promote(self) -> Revision:
+        """Make the canary's revision the active one; it keeps its number."""
         if self.candidate is None:
             raise Conflict("there is no canary")
         candidate, self.candidate, self.canary = self.candidate, None, None
         return self._swap(candidate)
 
-    def drop(self) -> Generation | None:
-        """End the canary, if there is one; its requests in flight go on."""
+    def drop(self) -> Revision | None:
+        """End the canary, if there is one, and return its revision; its requests go on."""
         candidate, self.candidate, self.canary = self.candidate, None, None
         if candidate is not None and candidate.in_flight:
             self._draining[candidate.number] = candidate
         return candidate
 
-    def rollback(self) -> Generation:
-        """Back to what ran before the active one, as a new generation; a canary ends.
+    def rollback(self) -> Revision:
+        """Return to what ran before the active one, as a new revision; a canary ends.
 
         Raises `Conflict` if nothing was active before.
         """
@@ -120,30 +125,30 @@ class Generations:
         self.drop()
         return self._swap(self._new(before.bound, before=before.before))
 
-    def enter(self) -> Generation:
-        """The generation of a new request, read once, and in use until `leave`."""
-        generation = self.active
+    def enter(self) -> Revision:
+        """Return the revision of a new request; it is in use until `leave`."""
+        revision = self.active
         if self.canary is not None and self.candidate is not None and self.canary.takes_next():
-            generation = self.candidate
-        generation.in_flight += 1
-        return generation
+            revision = self.candidate
+        revision.in_flight += 1
+        return revision
 
-    def leave(self, generation: Generation) -> None:
-        """A request of `generation` has ended."""
-        generation.in_flight -= 1
-        if generation.in_flight == 0:
-            self._draining.pop(generation.number, None)
+    def leave(self, revision: Revision) -> None:
+        """A request of `revision` has ended."""
+        revision.in_flight -= 1
+        if revision.in_flight == 0:
+            self._draining.pop(revision.number, None)
 
-    def live(self) -> list[Generation]:
-        """The active generation first, then a canary's, then older ones that are still in use."""
+    def live(self) -> list[Revision]:
+        """Return the active revision, then a canary's, then older ones that are still in use."""
         trial = [self.candidate] if self.candidate is not None else []
         return [self.active, *trial, *reversed(self._draining.values())]
 
-    def _new(self, bound: Bound, *, before: Generation | None) -> Generation:
-        self._last = GenerationNumber(self._last + 1)
-        return Generation(self._last, bound, before, self._on_offence)
+    def _new(self, bound: Bound, *, before: Revision | None) -> Revision:
+        self._last = RevisionNumber(self._last + 1)
+        return Revision(self._last, bound, before, self._on_violation)
 
-    def _swap(self, new: Generation) -> Generation:
+    def _swap(self, new: Revision) -> Revision:
         old, self.active = self.active, new
         if old.in_flight:
             self._draining[old.number] = old
@@ -152,10 +157,10 @@ class Generations:
 
     def _forget(self) -> None:
         """Cut the chain of `before`s, which would otherwise grow with every swap."""
-        generation: Generation | None = self.active
+        revision: Revision | None = self.active
         for _ in range(self._history):
-            if generation is None:
+            if revision is None:
                 return
-            generation = generation.before
-        if generation is not None:
-            generation.before = None
+            revision = revision.before
+        if revision is not None:
+            revision.before = None

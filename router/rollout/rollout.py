@@ -12,9 +12,9 @@ from router.base.errors import Conflict
 from router.rollout.audit_log import AuditLog
 from router.rollout.canary import Canary, CanaryRules, Verdict
 from router.rollout.catalog import Catalog
-from router.rollout.revisions import Generation, Generations
+from router.rollout.revisions import Revision, Revisions
 from router.strategy.definition import Bound, Strategy
-from router.supervision.violations import Kind
+from router.supervision.violations import ViolationKind
 from router.telemetry.events import Events
 from router.telemetry.metrics import Metrics
 from router.telemetry.receipts import Receipt
@@ -29,7 +29,7 @@ FALLBACK = "data_parallel"
 
 
 class Rollout:
-    """Made by `Router.opened`. Its methods are called on the event loop and do not wait."""
+    """Its methods are called on the event loop and do not wait."""
 
     def __init__(
         self,
@@ -38,17 +38,17 @@ class Rollout:
         *,
         metrics: Metrics,
         events: Events,
-        audit: AuditLog,
+        audit_log: AuditLog,
         strikes: int,
     ) -> None:
-        self.generations = Generations(first, on_offence=self._offended)
+        self.revisions = Revisions(first, on_violation=self._violated)
         self.events = events
-        self.audit = audit
+        self.audit_log = audit_log
         self.last_canary: dict[str, Any] | None = None
         self._catalog = catalog
         self._metrics = metrics
         self._strikes = strikes
-        self._note(ITSELF, "started", self.generations.active)
+        self._note(ITSELF, "started", self.revisions.active)
 
     def activate(
         self,
@@ -57,54 +57,54 @@ class Rollout:
         *,
         if_generation: int | None = None,
         rules: CanaryRules | None = None,
-    ) -> Generation:
+    ) -> Revision:
         """Make `bound` active for new requests, or a canary. Raises `Conflict`."""
-        generations = self.generations
+        revisions = self.revisions
         if rules is not None:
-            generation = generations.try_out(bound, Canary(rules), if_generation=if_generation)
-            self._note(who, "canary", generation)
-            self._tell_canary(generation, "begun", "")
-            return generation
-        generations.check(if_generation)
+            revision = revisions.try_out(bound, Canary(rules), if_generation=if_generation)
+            self._note(who, "canary", revision)
+            self._tell_canary(revision, "begun", "")
+            return revision
+        revisions.check(if_generation)
         self._drop_canary(f"{who} activates another generation")
-        generation = generations.activate(bound)
-        self._swapped(who, "activate", generation)
-        return generation
+        revision = revisions.activate(bound)
+        self._swapped(who, "activate", revision)
+        return revision
 
-    def rollback(self, who: str, why: str = "") -> Generation:
+    def rollback(self, who: str, why: str = "") -> Revision:
         """End the canary if there is one, else go back to what was active before.
 
-        Returns the generation that is active then. Raises `Conflict`.
+        Returns the revision that is active then. Raises `Conflict`.
         """
         if self._drop_canary(why or f"{who} rolls back"):
-            return self.generations.active
-        generation = self.generations.rollback()
-        self._swapped(who, "rollback", generation, why)
-        return generation
+            return self.revisions.active
+        revision = self.revisions.rollback()
+        self._swapped(who, "rollback", revision, why)
+        return revision
 
     def loaded(self, who: str, strategy: Strategy) -> None:
         """A strategy was loaded and is listed."""
         digest = strategy.source_sha256
-        self.audit.note(who, "load", name=strategy.name, source_sha256=digest)
+        self.audit_log.note(who, "load", name=strategy.name, source_sha256=digest)
         self.events.publish("load", who=who, name=strategy.name, source_sha256=digest)
         log.info("%s loaded strategy %s", who, strategy.name)
 
-    def begun(self, generation: Generation, receipt: Receipt) -> None:
-        """A request of `generation` begins."""
+    def begun(self, revision: Revision, receipt: Receipt) -> None:
+        """A request of `revision` begins."""
         self.events.publish(
             "request_begun",
             id=receipt.id,
-            generation=generation.number,
+            generation=revision.number,
             strategy=receipt.strategy,
             prompt_tokens=receipt.prompt_tokens,
         )
 
-    def ended(self, generation: Generation, receipt: Receipt) -> None:
+    def ended(self, revision: Revision, receipt: Receipt) -> None:
         """It has ended, and is judged."""
         self.events.publish(
             "request_ended",
             id=receipt.id,
-            generation=generation.number,
+            generation=revision.number,
             strategy=receipt.strategy,
             status=receipt.status,
             error=receipt.error,
@@ -112,11 +112,11 @@ class Rollout:
             first_token_ms=receipt.first_token_ms,
             completion_tokens=receipt.completion_tokens,
         )
-        if generation is self.generations.candidate:
+        if revision is self.revisions.candidate:
             self._judge(receipt)
 
     def _judge(self, receipt: Receipt) -> None:
-        canary = self.generations.canary
+        canary = self.revisions.canary
         if canary is None:
             return
         failed, ttft_ms = receipt.status == "failed", receipt.first_token_ms
@@ -134,64 +134,64 @@ class Rollout:
         if verdict.decision == "rolled_back":
             self._drop_canary(verdict.why)
             return
-        generation = self.generations.promote()
-        self._swapped(ITSELF, "promote", generation, verdict.why)
-        self._tell_canary(generation, "promoted", verdict.why, canary)
+        revision = self.revisions.promote()
+        self._swapped(ITSELF, "promote", revision, verdict.why)
+        self._tell_canary(revision, "promoted", verdict.why, canary)
 
     def _drop_canary(self, why: str) -> bool:
-        canary, generation = self.generations.canary, self.generations.drop()
-        if generation is None:
+        canary, revision = self.revisions.canary, self.revisions.drop()
+        if revision is None:
             return False
-        self._note(ITSELF, "canary_rolled_back", generation, why)
-        self._tell_canary(generation, "rolled_back", why, canary)
+        self._note(ITSELF, "canary_rolled_back", revision, why)
+        self._tell_canary(revision, "rolled_back", why, canary)
         return True
 
-    def _offended(self, generation: Generation, kind: Kind, message: str) -> None:
-        name = generation.bound.strategy.name
-        log.warning("%s: %s [%s]", generation.label, message, kind)
-        self._metrics.violations.labels(name, generation.number, kind).inc()
+    def _violated(self, revision: Revision, kind: ViolationKind, message: str) -> None:
+        name = revision.bound.strategy.name
+        log.warning("%s: %s [%s]", revision.label, message, kind)
+        self._metrics.violations.labels(name, revision.number, kind).inc()
         self.events.publish(
-            "offence", generation=generation.number, strategy=name, kind=kind, message=message
+            "offence", generation=revision.number, strategy=name, kind=kind, message=message
         )
-        if kind == "blocked" and generation.violations[kind] >= self._strikes:
-            self._dismiss(generation, f"it held up the event loop {self._strikes} times")
+        if kind == "blocked" and revision.violations[kind] >= self._strikes:
+            self._dismiss(revision, f"it held up the event loop {self._strikes} times")
 
-    def _dismiss(self, generation: Generation, why: str) -> None:
+    def _dismiss(self, revision: Revision, why: str) -> None:
         """Take it out of service: to the one before, or to plain data parallelism."""
-        if generation is self.generations.candidate:
+        if revision is self.revisions.candidate:
             self._drop_canary(why)
-        if generation is not self.generations.active:
+        if revision is not self.revisions.active:
             return
         try:
             self.rollback(ITSELF, why)
         except Conflict:
-            fallback = self.generations.activate(self._catalog[FALLBACK].bind({}))
+            fallback = self.revisions.activate(self._catalog[FALLBACK].bind({}))
             self._swapped(ITSELF, "fallback", fallback, why)
 
-    def _swapped(self, who: str, what: str, generation: Generation, why: str = "") -> None:
-        self._note(who, what, generation, why)
-        self.events.publish("swap", who=who, what=what, why=why, **generation.describe())
+    def _swapped(self, who: str, what: str, revision: Revision, why: str = "") -> None:
+        self._note(who, what, revision, why)
+        self.events.publish("swap", who=who, what=what, why=why, **revision.describe())
 
     def _tell_canary(
-        self, generation: Generation, decision: str, why: str, canary: Canary | None = None
+        self, revision: Revision, decision: str, why: str, canary: Canary | None = None
     ) -> None:
         account = canary.describe() if canary is not None else {}
-        told = {"generation": generation.number, "decision": decision, "why": why, **account}
+        told = {"generation": revision.number, "decision": decision, "why": why, **account}
         if decision != "begun":
             self.last_canary = told
         self._metrics.canaries.labels(decision).inc()
-        self.events.publish("canary", name=generation.bound.strategy.name, **told)
+        self.events.publish("canary", name=revision.bound.strategy.name, **told)
 
-    def _note(self, who: str, what: str, generation: Generation, why: str = "") -> None:
-        strategy = generation.bound.strategy
-        self.audit.note(
+    def _note(self, who: str, what: str, revision: Revision, why: str = "") -> None:
+        strategy = revision.bound.strategy
+        self.audit_log.note(
             who,
             what,
             name=strategy.name,
-            params=generation.bound.shown,
+            params=revision.bound.shown,
             source_sha256=strategy.source_sha256,
-            generation=generation.number,
+            generation=revision.number,
             **({"why": why} if why else {}),
         )
         level = logging.WARNING if who == ITSELF and what != "started" else logging.INFO
-        log.log(level, "%s: %s %s: %s", who, what, generation.label, why)
+        log.log(level, "%s: %s %s: %s", who, what, revision.label, why)

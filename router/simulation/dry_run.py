@@ -19,19 +19,21 @@ from router.admission.queue import AdmissionQueue
 from router.admission.retry_budget import RetryBudget
 from router.base.config import RouterConfig
 from router.base.errors import StrategyError, root_cause
-from router.base.ids import GenerationNumber
+from router.base.ids import RevisionNumber
 from router.base.request import Chunk, Request
 from router.engines.backend import Role
 from router.engines.registry import Registry
-from router.execution.choice_runner import ChoiceRunner
+from router.execution.choice_runner import ChoiceRunner, Execution
+from router.execution.choice_writer import ChoiceWriter
+from router.execution.relocation import Relocations
 from router.legs.attempt import Runtime
 from router.legs.releaser import Releaser
-from router.rollout.revisions import Generation
+from router.rollout.revisions import Revision
 from router.simulation.engine import SimulatedEngine, tokens_after
 from router.simulation.virtual_time import VirtualLoop
 from router.strategy.definition import Bound
 from router.supervision.child_tasks import adopting
-from router.supervision.violations import Kind
+from router.supervision.violations import ViolationKind
 from router.supervision.watchdog import Watchdog
 from router.telemetry.events import Events
 from router.telemetry.metrics import Metrics
@@ -97,15 +99,22 @@ async def _cancellations(bound: Bound, roles: Sequence[Role]) -> int:
     return CANCELLATIONS
 
 
+class _Discard(ChoiceWriter):
+    """Keeps only the tokens."""
+
+    def send(self, chunk: Chunk) -> None:
+        pass
+
+
 @dataclass(slots=True)
 class Stage:
     """A router without HTTP in front of simulated engines."""
 
     bound: Bound
     roles: Sequence[str]
-    runtime: Runtime
+    execution: Execution
     engines: list[SimulatedEngine]
-    generation: Generation
+    revision: Revision
     violations: list[str]
     requests: int = 0
 
@@ -142,34 +151,30 @@ class Stage:
 
     async def ask(self, prompt: list[int]) -> list[int]:
         """One request; its tokens. Raises what a client would be told."""
-        emitted: list[int] = []
-
-        async def emit(chunk: Chunk) -> None:
-            emitted.extend(chunk.token_ids)
-
         receipt = Receipt(
-            id=f"rehearsal-{self.requests}", generation=GenerationNumber(1),
+            id=f"rehearsal-{self.requests}", generation=RevisionNumber(1),
             strategy=self.bound.strategy.name, params={}, seed=0, prompt_tokens=len(prompt),
         )  # fmt: skip
         arrived = asyncio.get_running_loop().time()
-        scope = ChoiceRunner(self.runtime, AdmissionQueue(8), self.generation, receipt, {}, arrived)
+        runner = ChoiceRunner(self.execution, self.revision, receipt, {}, arrived)
+        writer = _Discard(receipt)
         sampling = Sampling(max_tokens=NEW, temperature=0.0)
         request = Request(id=receipt.id, prompt=prompt, sampling=sampling, session="rehearsal")
         async with asyncio.timeout(CONFIG.request_timeout_s):
-            await scope.drive(request, emit)
-        return emitted
+            await runner.run(request, writer)
+        return writer.tokens
 
     def _check_clean(self, scene: str) -> None:
         if self.violations:
             self._fail(scene, self.violations[0])
         if left := [what for engine in self.engines for what in engine.busy]:
             self._fail(scene, f"it left {left[0]}")
-        if any(not backend.load.idle for backend in self.runtime.registry):
+        if any(not backend.load.idle for backend in self.execution.runtime.registry):
             self._fail(scene, "it left load behind")
 
     def _fail(self, scene: str, what: str) -> None:
         name, cluster = self.bound.strategy.name, "+".join(self.roles)
-        prefix = f"{self.generation.label}: "
+        prefix = f"{self.revision.label}: "
         raise DryRunFailed(
             f"strategy {name}: {what.removeprefix(prefix)} [dry run: {scene}; engines {cluster}]"
         )
@@ -183,7 +188,7 @@ async def staged(
     peers: dict[str, SimulatedEngine] = {}
     violations: list[str] = []
 
-    def offended(generation: Generation, kind: Kind, message: str) -> None:
+    def violated(revision: Revision, kind: ViolationKind, message: str) -> None:
         violations.append(message)
 
     engines = [
@@ -191,17 +196,20 @@ async def staged(
     ]
     async with asyncio.TaskGroup() as tasks:
         metrics = Metrics()
-        registry = Registry(CONFIG, lambda url: peers[url], tasks, Events())
+        relocations = Relocations()
+        registry = Registry(
+            CONFIG, lambda url: peers[url], tasks, Events(), on_drain=relocations.leave
+        )
         for engine in engines:
             registry.add(engine.url)
         try:
             # They are met with the help of a thread, so in real time: no virtual time may pass.
             while any(backend.status != "up" for backend in registry):  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            releaser, retries = Releaser(tasks, 2.0), RetryBudget(1.0)
-            runtime = Runtime(CONFIG, registry, releaser, metrics, retries, tasks)
-            generation = Generation(GenerationNumber(1), bound, None, offended)
-            yield Stage(bound, roles, runtime, engines, generation, violations)
+            runtime = Runtime(CONFIG, registry, Releaser(tasks, 2.0), metrics, tasks)
+            execution = Execution(runtime, AdmissionQueue(8), RetryBudget(1.0), relocations)
+            revision = Revision(RevisionNumber(1), bound, None, violated)
+            yield Stage(bound, roles, execution, engines, revision, violations)
         finally:
             registry.close()
 

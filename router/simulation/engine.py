@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.protocol import (
@@ -30,7 +29,14 @@ from engine.protocol import (
 )
 from router.base.errors import NobodyListens
 from router.engines.api import Headers
-from router.simulation.stream import VOCAB, Latency, SimulatedMirror, SimulatedStream, tokens_after
+from router.simulation.stream import (
+    VOCAB,
+    Latency,
+    SimulatedLease,
+    SimulatedMirror,
+    SimulatedStream,
+    tokens_after,
+)
 
 __all__ = ["Latency", "SimulatedEngine", "tokens_after"]
 
@@ -43,18 +49,6 @@ TOKENIZER = (
     '{"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": {"type": "WordLevel", '
     f'"unk_token": "w0", "vocab": {json.dumps({f"w{i}": i for i in range(VOCAB)})}}}}}'
 )
-
-
-@dataclass(eq=False, slots=True)
-class _Lease:
-    request_id: str
-    prompt: list[int]
-    match_len: int
-    end: int
-    room: int
-    landed: int
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # landed further, or ended
-    ended: bool = False
 
 
 class SimulatedEngine:
@@ -80,7 +74,7 @@ class SimulatedEngine:
         self._latency = latency or Latency()
         self.peers = peers
         self._dead = False
-        self.leases: dict[str, _Lease] = {}
+        self.leases: dict[str, SimulatedLease] = {}
         self._running: dict[str, SimulatedStream] = {}
         self._sending = 0
         self._cached: set[PageName] = set()
@@ -103,7 +97,7 @@ class SimulatedEngine:
         await self._take(self._latency.call)
         match = self._match(prompt[:end])
         lease_id = f"{self.id}-{next(self._numbers)}"
-        self.leases[lease_id] = _Lease(
+        self.leases[lease_id] = SimulatedLease(
             body["request_id"], prompt[:end], match, end, end + body.get("reserve", 0), match
         )
         return PrepRecvReply(
@@ -238,7 +232,7 @@ class SimulatedEngine:
                 raise NobodyListens(f"{self.url}: it is dead")
             await asyncio.sleep(milliseconds / 2e3)
 
-    async def _landed(self, lease: _Lease, begin: int) -> None:
+    async def _landed(self, lease: SimulatedLease, begin: int) -> None:
         try:
             async with asyncio.timeout(LEASE_S):
                 while lease.landed < begin and not lease.ended:
@@ -249,7 +243,7 @@ class SimulatedEngine:
         if lease.ended:
             raise UnknownLease("the lease has ended", param="lease_id")
 
-    def _lease(self, lease_id: str) -> _Lease:
+    def _lease(self, lease_id: str) -> SimulatedLease:
         if (lease := self.leases.get(lease_id)) is None:
             raise UnknownLease(f"no lease {lease_id!r}", param="lease_id")
         return lease

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from engine.protocol import Usage
 from router.base.errors import EngineUnreachable
 from router.base.request import Chunk, Mirrored
 
-if TYPE_CHECKING:
-    from router.simulation.engine import SimulatedEngine
-
-__all__ = ["VOCAB", "Latency", "SimulatedMirror", "SimulatedStream", "tokens_after"]
+__all__ = [
+    "VOCAB", "Latency", "SimulatedLease", "SimulatedMirror", "SimulatedStream", "tokens_after",
+]  # fmt: skip
 
 VOCAB = 1000
 
@@ -41,12 +40,44 @@ def tokens_after(prompt: Sequence[int], *, seed: int = 0, choice: int = 0) -> It
         state = zlib.crc32(b"%d," % token, state)
 
 
+@dataclass(eq=False, slots=True)
+class SimulatedLease:
+    """Room for the KV of `prompt[match_len:end]`, `room` tokens in all."""
+
+    request_id: str
+    prompt: list[int]
+    match_len: int
+    end: int
+    room: int
+    landed: int
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # more has landed, or it ended
+    ended: bool = False
+
+
+class Host(Protocol):
+    """The simulated engine that a stream runs on."""
+
+    leases: dict[str, SimulatedLease]
+
+    @property
+    def fate(self) -> list[int]: ...
+
+    @property
+    def peers(self) -> Mapping[str, Host]: ...
+
+    def die(self) -> None: ...
+
+    def forget(self, request_id: str) -> None: ...
+
+    def keep(self, tokens: Sequence[int]) -> None: ...
+
+
 class SimulatedStream:
     """One generation: a token a step."""
 
     def __init__(
         self,
-        engine: SimulatedEngine,
+        engine: Host,
         body: dict[str, Any],
         tokens: list[int],
         begin: int,
@@ -102,7 +133,7 @@ class SimulatedStream:
 class SimulatedMirror:
     """What a generation has put into a lease on another engine."""
 
-    def __init__(self, peers: dict[str, SimulatedEngine], body: dict[str, Any]) -> None:
+    def __init__(self, peers: Mapping[str, Host], body: dict[str, Any]) -> None:
         url, _, self._lease_id = body["kv_addr"].partition(" ")
         self._peer = peers[url]
         self._every: int = body["every"]

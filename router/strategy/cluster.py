@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from router.base.request import Request
 from router.engines.backend import Role
 from router.legs.attempt import Attempt
-from router.strategy.engine import Engine
-from router.strategy.lease import Lease
+from router.legs.grant import LeaseGrant
+from router.strategy.engine import Engine, Lease
 
 __all__ = ["Cluster", "Pool"]
 
@@ -17,8 +17,11 @@ T = TypeVar("T")
 
 
 class Pool:
-    """Some engines, never none. What is excluded is avoided, not forbidden: with nothing else
-    left anywhere it is what you get, and the calls collapse to one engine's."""
+    """Some engines; never empty.
+
+    Excluded engines are avoided, not forbidden: if nothing else is left anywhere, an excluded one
+    is chosen, and the calls collapse to one engine's.
+    """
 
     __slots__ = ("_attempt", "_engines", "_name", "_others")
 
@@ -28,7 +31,7 @@ class Pool:
         self._attempt = attempt
         self._name = name
         self._engines = engines
-        self._others = others  # of the cluster, where all of the pool is excluded
+        self._others = others  # all of the cluster, used if the whole pool is excluded
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines)
@@ -37,7 +40,7 @@ class Pool:
         return len(self._engines)
 
     def least_loaded(self, exclude: Engine | Iterable[Engine] = ()) -> Engine:
-        """The one with the least of this router's work in flight; of equals, each in its turn."""
+        """Return the engine with the least of this router's work in flight; ties take turns."""
         unwanted = {exclude} if isinstance(exclude, Engine) else set(exclude)
         return self._least(
             [engine for engine in self._engines if engine not in unwanted]
@@ -47,15 +50,15 @@ class Pool:
         )
 
     def cheapest(self, cost: Callable[[Engine], Any]) -> Engine:
-        """The one of which `cost` is least; of equals, each in its turn."""
+        """Return the engine with the lowest `cost`; ties take turns."""
         return self._least(self._engines, cost)
 
     def longest_prefix(self, request: Request) -> Engine:
-        """The one that has most of the request's tokens cached; of equals, the least loaded."""
+        """Return the engine with most of the request's tokens cached; of ties, the least loaded."""
         return self.cheapest(lambda engine: (-engine.cached(request), engine.load))
 
     def round_robin(self) -> Engine:
-        """Each in its turn, over all requests."""
+        """Return each engine in turn, over all requests."""
         turn = self._attempt.runtime.registry.turn(self._name)
         return self._engines[turn % len(self._engines)]
 
@@ -67,13 +70,13 @@ class Pool:
 class Cluster:
     """The engines that this attempt may use: those that are up, without those that failed it.
 
-    Roles are hints: where no engine has a role, those for any role take it, else all do.
+    Roles are hints: if no engine has a role, engines for any role take its part, else all do.
     """
 
     __slots__ = ("_all", "_attempt", "_states")
 
     def __init__(self, attempt: Attempt, states: dict[Any, Any]) -> None:
-        """`states`: what the strategy's generation remembers, by what made it."""
+        """`states` holds what the strategy's revision remembers, by the factory that made it."""
         self._attempt = attempt
         self._states = states
         self._all = [Engine(attempt, backend) for backend in attempt.backends]
@@ -92,9 +95,11 @@ class Cluster:
         return self._role("decode")
 
     def state(self, factory: Callable[[], T]) -> T:
-        """What `factory` has made when the first request of this generation asked: the same for
-        all of its requests, for as long as the generation lives. Another generation, of the same
-        strategy too, begins with its own."""
+        """Return what `factory` made when a request of this activation first asked for it.
+
+        All requests of one activation of the strategy share it for as long as that lives. The next
+        activation, of the same strategy too, begins with its own.
+        """
         if factory not in self._states:
             self._states[factory] = factory()
         state: T = self._states[factory]
@@ -102,13 +107,18 @@ class Cluster:
 
     @property
     def replica(self) -> Lease | None:
-        """What an engine that died has left of this request elsewhere, if it was mirrored: `kv` for
-        a generation on `replica.engine`, which goes on from the last token that has landed."""
+        """The replica of this request, if it was mirrored and its engine has died.
+
+        Pass it as `kv` to a generation on `replica.engine`, which resumes after the last token that
+        has landed.
+        """
         best = self._attempt.replicas.best()
         if best is None:
             return None
-        engine = Engine(self._attempt, best.backend)
-        return Lease(engine, best.lease_id, best.kv_addr, best.landed, best.landed, replica=best)
+        grant = LeaseGrant(
+            best.backend, best.lease_id, best.kv_addr, best.landed, best.landed, replica=best
+        )
+        return Lease(Engine(self._attempt, best.backend), grant)
 
     def _role(self, role: Role) -> Pool:
         engines = (

@@ -1,36 +1,91 @@
 """The microserving calls as a strategy makes them: one engine, seen by one attempt of one request.
 
-These scopes do what no strategy should: name the legs, write the receipt, count the load, and end
-on every exit path what was begun.
+The calls do the bookkeeping that no strategy should: they name the legs, write the receipt, count
+the load, and end on every exit path what they began.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from engine.protocol import BadRange, NoCapacity, RemoteSendReply
-from router.base.ids import EngineId, EngineRequestId, LeaseId
+from router.base.ids import EngineId, LeaseId
 from router.base.request import Request
 from router.engines.backend import Backend, Role
+from router.legs.attempt import Attempt, Method
 from router.legs.choices import Origin
-from router.legs.replica import Mirror
+from router.legs.grant import LeaseGrant
+from router.legs.replica import MirrorPlan
 from router.legs.token_stream import TokenStream
-from router.strategy.lease import Lease
 
-if TYPE_CHECKING:
-    from router.legs.attempt import Attempt, Method
+__all__ = ["Engine", "Lease", "Mirror"]
 
-__all__ = ["Engine"]
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """Asks for a replica of a generation, which gets the new KV every `every` tokens.
+
+    The replica is on the next engine of the ring. With `key`, it is on the engine with the lowest
+    `key(engine)`; ties go to the next of them in the ring.
+    """
+
+    every: int = 16
+    key: Callable[[Engine], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every must be 1 or more, not {self.every}")
+
+
+class Lease:
+    """Room on `engine` for the KV of `tokens[match_len:end]`; `tokens[:match_len]` is there.
+
+    A collapsed lease holds no room: sender and receiver are one engine, so nothing needs to be
+    sent, and `match_len` is `end`.
+    """
+
+    __slots__ = ("_grant", "engine")
+
+    def __init__(self, engine: Engine, grant: LeaseGrant) -> None:
+        self.engine = engine
+        self._grant = grant
+
+    @property
+    def lease_id(self) -> LeaseId:
+        return self._grant.lease_id
+
+    @property
+    def kv_addr(self) -> str:
+        """The opaque address that senders put KV at."""
+        return self._grant.kv_addr
+
+    @property
+    def match_len(self) -> int:
+        return self._grant.match_len
+
+    @property
+    def end(self) -> int:
+        return self._grant.end
+
+    @property
+    def collapsed(self) -> bool:
+        return self._grant.collapsed
+
+    @property
+    def open(self) -> bool:
+        """Whether an engine holds room for it."""
+        return self._grant.open
 
 
 class Engine:
     """One engine. Positions count in `request.tokens`; negative ones count from the end.
 
-    Every call raises the error that the engine names, `EngineUnreachable` where it is gone, and
-    `BadRange` for positions outside the tokens. Those errors are for the request's scope, which
-    runs the strategy again where that can help; a strategy need not catch them.
+    Every call raises the error that the engine names, `EngineUnreachable` if the engine is gone,
+    and `BadRange` for positions outside the tokens. A strategy need not catch these errors: the
+    router runs the strategy again where that can help.
     """
 
     __slots__ = ("_attempt", "_backend")
@@ -49,20 +104,20 @@ class Engine:
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """What the operator says of it, as `zone=eu-1`."""
+        """The operator's labels, such as `zone=eu-1`."""
         return self._backend.labels
 
     @property
     def load(self) -> int:
-        """This router's work in flight there, in tokens of prefill (a stream weighs like a few)."""
+        """This router's work in flight there, in tokens of prefill (a stream counts as a few)."""
         return self._backend.load.weight
 
     def cached(self, request: Request, *, coming: bool = True) -> int:
-        """How many of `request.tokens` need not be computed here: full pages that are in the prefix
-        cache, or `coming` into it; the last token is never among them.
+        """Return how many of `request.tokens` need not be computed here.
 
-        What engines have cached is followed from the first question on. Until an engine has
-        answered it is 0.
+        Counts full pages that are in the prefix cache, or with `coming` on their way into it; never
+        the last token. The router follows an engine's cache from the first question on, so this is
+        0 until the engine has answered.
         """
         prefixes = self._attempt.runtime.registry.prefixes
         return prefixes.cached(self._backend, request, len(request.tokens) - 1, coming=coming)
@@ -80,76 +135,76 @@ class Engine:
     async def prep_recv(
         self, request: Request, *, end: int, reserve: int = 0
     ) -> AsyncIterator[Lease]:
-        """Make room here for the KV of `tokens[:end]` (§3.1); `reserve`: for so many more tokens.
+        """Make room here for the KV of `tokens[:end]` (§3.1), and for `reserve` further tokens.
 
-        Leaving by any door (return, error, cancellation) ends the lease, unless `start_generate`
-        or `commit` has taken it over. With one engine left the lease is collapsed: no call is made.
+        Leaving by any exit (return, error, cancellation) ends the lease, unless `start_generate` or
+        `commit` has taken it over. With one engine left the lease is collapsed: no call is made.
         """
         end = _position("end", end, request)
         attempt, backend = self._attempt, self._backend
         if attempt.alone:
             with attempt.leg("prep_recv", backend, 0, end) as leg:
                 leg.match_len, leg.collapsed = end, True
-            yield Lease.none(self, end)
+            yield Lease(self, LeaseGrant.none(backend, end))
             return
         body: dict[str, Any] = {"prompt": request.tokens, "end": end}
         if reserve:
             body["reserve"] = reserve
-        with ExitStack() as expected:
-            # A stream to be: other requests choose their engines while this one waits.
-            expected.enter_context(backend.load.work(streams=1))
-            coming = expected.enter_context(attempt.expect(backend, request, end))
+        with ExitStack() as reserved_load:
+            # Counts the stream to come: other requests choose their engines while this one waits.
+            reserved_load.enter_context(backend.load.work(streams=1))
+            expected = reserved_load.enter_context(attempt.expect(backend, request, end))
             with attempt.leg("prep_recv", backend, 0, end) as leg:
                 reply = await attempt.call(backend, backend.client.prep_recv, body)
                 leg.begin = leg.match_len = reply.match_len
-            lease = Lease(
-                self,
+            grant = LeaseGrant(
+                backend,
                 LeaseId(reply.lease_id),
                 reply.kv_addr,
                 reply.match_len,
                 reply.end,
+                reserved_load=reserved_load,
                 expected=expected,
-                coming=coming,
             )
-            attempt.leases.append((backend, lease))
+            attempt.grants.append(grant)
             try:
-                yield lease
+                yield Lease(self, grant)
             finally:
-                await self._end(lease)
+                await self._end(grant)
 
     async def remote_send(
         self, request: Request, kv: Lease, *, begin: int, end: int
     ) -> RemoteSendReply:
-        """Put the KV of `tokens[begin:end]`, computed here where it is not cached, at `kv` (§3.1).
+        """Put the KV of `tokens[begin:end]` at `kv`, computing here what is not cached (§3.1).
 
-        Returns after the last byte has landed. Does nothing for an empty range, and where `kv` is
-        on this engine itself: the lease is ended then, and the generation computes what it needs.
-        Cancellation, and the loss of either engine, aborts the send.
+        Returns after the last byte has landed. Does nothing for an empty range. If `kv` is on this
+        very engine, its lease ends and the generation computes what it needs. Cancellation, and
+        the loss of either engine, abort the send.
         """
         begin, end = _position("begin", begin, request), _position("end", end, request)
         if begin > end:
             raise BadRange(f"begin {begin} is after end {end}", param="begin")
-        attempt, backend = self._attempt, self._backend
-        if kv.engine == self and not kv.collapsed:
-            await self._end(kv)
-            kv.collapsed = True
+        attempt, backend, grant = self._attempt, self._backend, kv._grant
+        if kv.engine == self and not grant.collapsed:
+            await self._end(grant)
+            grant.collapsed = True
         with attempt.leg("remote_send", backend, begin, end) as leg:
-            if kv.collapsed or begin == end:
-                leg.collapsed = kv.collapsed
+            if grant.collapsed or begin == end:
+                leg.collapsed = grant.collapsed
                 return RemoteSendReply(
                     sent_tokens=0, cached_tokens=0, computed_tokens=0, bytes=0, ms=0.0
                 )
-            body = {"prompt": request.tokens, "begin": begin, "end": end, "kv_addr": kv.kv_addr}
+            body = {"prompt": request.tokens, "begin": begin, "end": end, "kv_addr": grant.kv_addr}
             if request.priority:
                 body["priority"] = request.priority
             with (
                 backend.load.work(tokens=end - begin),
-                attempt.expect(backend, request, end) as coming,
+                attempt.expect(backend, request, end) as expected,
             ):
                 reply = await attempt.call(
-                    backend, backend.client.remote_send, body, receiver=kv.engine._backend
+                    backend, backend.client.remote_send, body, receiver=grant.backend
                 )
-                coming.landed()
+                expected.landed()
             leg.bytes = reply.bytes
             leg.put_ms = reply.put_ms
             leg.sent_tokens = reply.sent_tokens
@@ -169,66 +224,74 @@ class Engine:
     ) -> TokenStream:
         """Prefill `tokens[begin:]` here and decode (§3.1): an async iterator of chunks.
 
-        With `kv`, `begin` is how much KV has been put there. Without, it is a hint, and 0 just
-        generates. With `mirror`, its KV is kept on another engine too. If this one dies, the
-        strategy is run again and finds it in `cluster.replica`, to be given as `kv`; `begin` does
-        not count then.
+        With `kv`, `begin` is how much KV has been put there. Without it, `begin` is a hint, and 0
+        always works. With `mirror`, the KV is kept on another engine too: if this one dies, the
+        router runs the strategy again, which finds the replica in `cluster.replica` and passes it
+        as `kv`; `begin` is ignored then.
 
-        The generation is aborted when the attempt ends before it does.
+        The attempt aborts the generation if it ends first.
         """
+        plan = None
+        if mirror is not None:
+            attempt, key, rank = self._attempt, mirror.key, None
+            if key is not None:
+
+                def rank(backend: Backend) -> Any:
+                    return key(Engine(attempt, backend))
+
+            plan = MirrorPlan(mirror.every, rank)
+        return self.resume(request, plan, begin=begin, kv=kv)
+
+    def resume(
+        self,
+        request: Request,
+        mirror: MirrorPlan | None,
+        *,
+        begin: int = 0,
+        kv: Lease | None = None,
+    ) -> TokenStream:
+        """As `start_generate`, for the router itself: `mirror` is that of an earlier generation."""
         begin = _position("begin", begin, request)
         if kv is not None and kv.engine != self:
             raise BadRange(f"the lease is on {kv.engine.id}, not on {self.id}", param="kv")
-        if kv is not None and kv.collapsed:
-            begin, kv = 0, None
-        if kv is not None and kv.replica is not None:
-            begin = min(kv.match_len, max(0, len(request.tokens) - 1))
-        return self._stream(request, begin, kv, mirror)
+        grant = kv._grant if kv is not None else None
+        if grant is not None and grant.collapsed:
+            begin, grant = 0, None
+        if grant is not None and grant.replica is not None:
+            begin = min(grant.match_len, max(0, len(request.tokens) - 1))
+        return TokenStream(self._attempt, self._backend, request, begin, grant, mirror=mirror)
 
     def fork(self, request: Request, origin: Origin) -> TokenStream:
-        """Decode after the prompt of `origin`, a generation here of another choice."""
-        begin = len(request.tokens) - 1
-        return self._stream(request, begin, None, origin.mirror, origin.request_id)
-
-    def _stream(
-        self,
-        request: Request,
-        begin: int,
-        kv: Lease | None,
-        mirror: Mirror | None,
-        fork_of: EngineRequestId | None = None,
-    ) -> TokenStream:
-        attempt, rank = self._attempt, None
-        if mirror is not None and (key := mirror.key) is not None:
-
-            def rank(backend: Backend) -> Any:
-                return key(Engine(attempt, backend))
-
-        return TokenStream(attempt, self._backend, request, begin, kv, fork_of, mirror, rank)
+        """Decode after the prompt of `origin`, which generates another choice here."""
+        begin, fork_of = len(request.tokens) - 1, origin.request_id
+        return TokenStream(
+            self._attempt, self._backend, request, begin, None, fork_of, origin.mirror
+        )
 
     async def commit(self, kv: Lease) -> None:
-        """Publish what has landed to this engine's prefix cache; ends the lease."""
-        if kv.collapsed:
+        """Publish what has landed to this engine's prefix cache, and end the lease."""
+        grant, backend = kv._grant, self._backend
+        if grant.collapsed:
             return
-        with self._attempt.leg("commit", self._backend, kv.match_len, kv.end):
+        with self._attempt.leg("commit", backend, grant.match_len, grant.end):
             await self._attempt.call(
-                self._backend, self._backend.client.commit, {"lease_id": kv.lease_id}, named=False
+                backend, backend.client.commit, {"lease_id": grant.lease_id}, named=False
             )
-        kv.consumed = True
-        kv.coming.landed()
+        grant.consumed = True
+        grant.expected.landed()
 
     async def pin(self, prompt: Request | Sequence[int]) -> int:
-        """Keep from eviction what is cached here of a prompt, a request's or plain tokens.
+        """Protect what is cached here of a prompt, a request's or plain tokens, from eviction.
 
-        Returns how many tokens that are (full pages); 0 also where the engine has no room for
-        another pin. Idempotent; lasts until `unpin` with the same prompt.
+        Returns how many tokens that are (full pages), and 0 if the engine has no room for another
+        pin. Idempotent; lasts until `unpin` with the same prompt.
         """
         with suppress(NoCapacity):
             return await self._pin("pin", self._backend.client.pin, prompt)
         return 0
 
     async def unpin(self, prompt: Request | Sequence[int]) -> int:
-        """Keep it no longer; returns how many tokens were kept. Idempotent."""
+        """End the protection; return how many tokens had it. Idempotent."""
         return await self._pin("unpin", self._backend.client.unpin, prompt)
 
     async def _pin(
@@ -236,14 +299,16 @@ class Engine:
     ) -> int:
         tokens = prompt.tokens if isinstance(prompt, Request) else list(prompt)
         with self._attempt.leg(call, self._backend, 0, len(tokens)) as leg:
-            kept = await self._attempt.call(self._backend, method, {"prompt": tokens}, named=False)
-            leg.match_len = kept
-        return kept
+            pinned = await self._attempt.call(
+                self._backend, method, {"prompt": tokens}, named=False
+            )
+            leg.match_len = pinned
+        return pinned
 
-    async def _end(self, lease: Lease) -> None:
-        if lease.open:
-            lease.consumed = True
-            await self._attempt.release(lease.engine._backend, {"lease_id": lease.lease_id})
+    async def _end(self, grant: LeaseGrant) -> None:
+        if grant.open:
+            grant.consumed = True
+            await self._attempt.release(grant.backend, {"lease_id": grant.lease_id})
 
 
 def _position(name: str, position: int, request: Request) -> int:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
-from router.supervision.supervised import Supervised
+from router.supervision.supervised import Holder, Supervised
 from router.supervision.user_frames import asked_by_user
 
 __all__ = ["ChildTasks", "adopting"]
@@ -18,21 +18,24 @@ _current: ContextVar[ChildTasks | None] = ContextVar("child_tasks", default=None
 
 
 class ChildTasks:
-    """The tasks that one run of a strategy has started, each on a leash of its own."""
+    """The tasks that one run of a strategy has started, each supervised."""
 
-    def __init__(self, *, grace: float, on_ignored: Callable[[], None], holder: Any = None) -> None:
+    def __init__(
+        self, *, grace: float, on_ignored: Callable[[], None], holder: Holder | None = None
+    ) -> None:
+        """The parameters are those of `Supervised`."""
         self._grace = grace
         self._on_ignored = on_ignored
         self._holder = holder
-        self._leashes: dict[asyncio.Task[Any], Supervised] = {}
+        self._running: dict[asyncio.Task[Any], Supervised] = {}
         self._ending = False
 
     def __len__(self) -> int:
         """How many still run."""
-        return len(self._leashes)
+        return len(self._running)
 
     def context(self) -> Context:
-        """What the user's code starts in this context, and in tasks started there, belongs here."""
+        """Return a context; tasks that user code starts in it, or in such tasks, belong here."""
         context = copy_context()
         context.run(_current.set, self)
         return context
@@ -40,35 +43,36 @@ class ChildTasks:
     def spawn(
         self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any
     ) -> asyncio.Task[Any]:
-        leash = Supervised(
+        """Start a supervised task; `options` are those of `asyncio.Task`."""
+        supervised = Supervised(
             work, grace=self._grace, on_ignored=self._on_ignored, holder=self._holder
         )
-        task = leash.start(loop, **options)
-        self._leashes[task] = leash
-        task.add_done_callback(self._leashes.pop)
+        task = supervised.start(loop, **options)
+        self._running[task] = supervised
+        task.add_done_callback(self._running.pop)
         if self._ending:
-            leash.end()
+            supervised.end()
         return task
 
     def begin_end(self) -> list[asyncio.Task[Any]]:
-        """Cancel all that still run; returns them. What they start from now on ends at once."""
+        """Cancel and return all that still run. Tasks that they start from now on end at once."""
         self._ending = True
-        left = [task for task in self._leashes if not task.done()]
+        left = [task for task in self._running if not task.done()]
         for task in left:
-            self._leashes[task].end()
+            self._running[task].end()
         return left
 
     async def end(self) -> int:
-        """Cancel all that still run and wait for them; returns how many that were.
+        """Cancel all that still run and wait for them; return how many there were.
 
-        Takes no longer than a leash's grace. Cancelled, it stops waiting: they end all the same.
+        Takes at most `grace` seconds. Cancellation ends only the waiting.
         """
         left = self.begin_end()
         if left:
             await asyncio.wait(left)
         for task in left:
             if task.done() and not task.cancelled():
-                task.exception()  # seen: the strategy did not wait for it, so nobody else will
+                task.exception()  # mark it as retrieved: the strategy did not wait for the task
         return len(left)
 
 
@@ -89,7 +93,7 @@ def _factory(
     **options: Any,
 ) -> asyncio.Task[Any]:
     child_tasks = _current.get()
-    # In a strategy's context tasks are also made by us, as releases, which outlive the request.
+    # The router's own tasks also start in a strategy's context; releases outlive the request.
     if child_tasks is None or not asked_by_user(sys._getframe(1)):
         return asyncio.Task(work, loop=loop, **options)
     return child_tasks.spawn(loop, work, **options)

@@ -1,8 +1,8 @@
-"""Somebody else's coroutine, held so that it can be made to end.
+"""A user's coroutine, supervised so that it can be made to end.
 
-A strategy is the user's code. Cancelled, it may catch the cancellation and go on, or wait for ever
-in its cleanup. A task is at the mercy of its coroutine; on a leash it is not: the leash stands
-between them, and where the coroutine does not end in time, lets go of it and ends the task.
+A strategy is the user's code. When cancelled, it may catch the cancellation and go on, or wait
+for ever in its cleanup, and its task cannot end before it. `Supervised` stands between task and
+coroutine: if the coroutine does not end in time, `Supervised` abandons it and ends the task.
 
  Task ──send, throw──► Supervised ──send, throw──► coroutine ──► strategy ──► … ──► a future
 """
@@ -12,26 +12,40 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["Interrupted", "Supervised"]
+from router.supervision.violations import ViolationKind
+
+__all__ = ["Holder", "Interrupted", "Supervised"]
+
+
+class Holder(Protocol):
+    """Whose coroutine it is: it is named in logs and charged with violations."""
+
+    @property
+    def label(self) -> str:
+        """Its name in errors and logs."""
+        ...
+
+    def add_violation(self, kind: ViolationKind, message: str) -> None:
+        """Count a violation. Called on the event loop."""
+        ...
 
 
 class Interrupted(BaseException):
-    """Raised by the watchdog inside a strategy that holds up the event loop."""
+    """Raised by the watchdog inside a strategy that blocks the event loop."""
 
 
 class Supervised(Coroutine[Any, Any, Any]):
     """Runs `coroutine` in a task of its own, from `start` on.
 
-    Left alone it is transparent: value, error and cancellations are the coroutine's. After `end`
-    the task ends within `grace` seconds, if need be without it; `on_ignored` is called then.
-
-    `holder` is for the watchdog, which finds it in the stack of a thread that stands still.
+    It is transparent until `end`: value, error and cancellations are the coroutine's. After `end`
+    the task ends within `grace` seconds, if need be without the coroutine; `on_ignored` is called
+    then. The watchdog finds `holder` in the stack of a blocked thread.
     """
 
     __slots__ = (
-        "_coroutine", "_error", "_grace", "_let_go", "_on_ignored", "_task", "_timer", "ending",
+        "_abandoned", "_coroutine", "_error", "_grace", "_on_ignored", "_task", "_timer", "ending",
         "holder",
     )  # fmt: skip
 
@@ -41,7 +55,7 @@ class Supervised(Coroutine[Any, Any, Any]):
         *,
         grace: float,
         on_ignored: Callable[[], None],
-        holder: Any = None,
+        holder: Holder | None = None,
     ) -> None:
         self.holder = holder
         self.ending = False
@@ -49,18 +63,18 @@ class Supervised(Coroutine[Any, Any, Any]):
         self._grace = grace
         self._on_ignored = on_ignored
         self._error: Exception | None = None
-        self._let_go = False
+        self._abandoned = False
         self._task: asyncio.Task[Any] | None = None  # while it runs
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop, **options: Any) -> asyncio.Task[Any]:
-        """Its task; `options` as of `asyncio.Task`."""
+        """Start and return its task; `options` are those of `asyncio.Task`."""
         self._task = task = asyncio.Task(self, loop=loop, **options)
         task.add_done_callback(self._over)
         return task
 
     def end(self, error: Exception | None = None) -> None:
-        """Cancel the coroutine. Its task ends in `error`, or cancelled, whatever it makes of that.
+        """Cancel the coroutine. Its task ends with `error`, or cancelled, whatever happens inside.
 
         Idempotent: the first `error` counts.
         """
@@ -69,7 +83,7 @@ class Supervised(Coroutine[Any, Any, Any]):
             return
         self.ending, self._error = True, error
         task.cancel()
-        self._timer = task.get_loop().call_later(self._grace, self._overdue)
+        self._timer = task.get_loop().call_later(self._grace, self._abandon)
 
     def send(self, value: Any) -> Any:
         try:
@@ -82,7 +96,7 @@ class Supervised(Coroutine[Any, Any, Any]):
 
     def throw(self, error: Any, value: Any = None, traceback: Any = None) -> Any:
         try:
-            if self._let_go:
+            if self._abandoned:
                 self._on_ignored()
                 raise error
             return self._coroutine.throw(error)
@@ -96,32 +110,34 @@ class Supervised(Coroutine[Any, Any, Any]):
         self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        raise RuntimeError("a leash is started, not awaited")
+        raise RuntimeError("start a Supervised; it cannot be awaited")
 
     def _pass_on(self, late: Interrupted) -> Any:
-        """It came when the coroutine had just gone to wait, but it is meant for it."""
+        """Throw into the coroutine an exception that arrived just after it had begun to wait."""
         if getattr(self._coroutine, "cr_frame", None) is None:
             raise late
         return self._coroutine.throw(late)
 
     def _ended(self, how: BaseException) -> None:
-        """Raises what the task ends in, if that is something else. Called on every way out, so that
-        an `Interrupted` which is still on its way arrives here at the latest, and not in somebody
-        else's code."""
+        """Raise what the task must end with, if that differs from `how`.
+
+        Called on every exit, so that an `Interrupted` still under way arrives here at the latest,
+        and never in unrelated code.
+        """
         if self.ending:
             raise self._error or asyncio.CancelledError() from None
-        if isinstance(how, SystemExit):  # a task that exits, takes the event loop with it
+        if isinstance(how, SystemExit):  # SystemExit in a task would stop the event loop
             raise RuntimeError("SystemExit") from how
 
-    def _overdue(self) -> None:
+    def _abandon(self) -> None:
         if self._task is not None and not self._task.done():
-            self._let_go = True
+            self._abandoned = True
             self._task.cancel()
 
     def _over(self, task: asyncio.Task[Any]) -> None:
-        self._task = None  # it knows us: nothing here is for the collector
+        self._task = None  # break the reference cycle with the task
         if self._timer is not None:
             self._timer.cancel()
-        # Let go of, or never begun: its `finally`s may run, but wait for nothing.
+        # Abandoned, or never begun: its `finally` blocks may run, but cannot wait.
         with suppress(RuntimeError):
             self._coroutine.close()

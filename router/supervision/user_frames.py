@@ -1,7 +1,7 @@
-"""Whose code is it? Finds the user's lines in stacks and tracebacks.
+"""Finds the user's lines in stacks and tracebacks.
 
 A frame is *ours* (this project), a *library's* (the standard library, installed packages), or the
-*user's*: a strategy, and what it imports from beside it.
+*user's*: a strategy, and the modules that it imports from beside it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_user(frame: FrameType) -> bool:
 
 
 def asked_by_user(frame: FrameType | None) -> bool:
-    """Whether the innermost code of this stack that is no library's is the user's."""
+    """Return whether the innermost frame of this stack outside of libraries is the user's."""
     while frame is not None:
         if is_ours(frame):
             return False
@@ -40,7 +40,7 @@ def asked_by_user(frame: FrameType | None) -> bool:
 
 
 def line_in(traceback: TracebackType | None) -> str:
-    """`file.py:12`, the user's innermost line that an exception has passed; empty: none."""
+    """Return the user's innermost line that an exception passed, as `file.py:12`, or ""."""
     found = ""
     while traceback is not None:
         if is_user(traceback.tb_frame):
@@ -50,7 +50,7 @@ def line_in(traceback: TracebackType | None) -> str:
 
 
 def waits_at(awaited: Any) -> str:
-    """`file.py:12`, the user's innermost line in which a suspended coroutine waits; empty: none."""
+    """Return the user's innermost line in which a suspended coroutine waits, or ""."""
     found = ""
     for frame in _suspended(awaited):
         if is_user(frame):
@@ -59,7 +59,7 @@ def waits_at(awaited: Any) -> str:
 
 
 def at(frame: FrameType | None) -> str:
-    """`file.py:12`, the user's innermost line of a running stack; empty: none."""
+    """Return the user's innermost line of a running stack, as `file.py:12`, or ""."""
     while frame is not None:
         if is_user(frame):
             return _line(frame.f_code, frame.f_lineno)

@@ -1,19 +1,19 @@
-"""What strategies do that they must not, by name."""
+"""The rules that strategies can break, by name."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["Kind"]
+__all__ = ["ViolationKind"]
 
-Kind = Literal[
-    "raised",  # an error that no engine made
-    "no_chunk",  # yielded something else
+ViolationKind = Literal[
+    "raised",  # an error of its own, not an engine's
+    "no_chunk",  # yielded something other than a Chunk
     "went_on",  # yielded after the stream's end
     "ended_early",  # returned before the stream's end
-    "stalled",  # waited for something, and no engine was working for it
+    "stalled",  # waited while no engine was working for it
     "ignored_cancellation",  # swallowed it, yielded after it, or did not end in time
-    "cleanup",  # failed, or yielded, when it was to end
+    "cleanup",  # failed or yielded in its cleanup
     "left_tasks",  # started tasks and did not end them
-    "blocked",  # held up the event loop: the one violation that harms others
+    "blocked",  # blocked the event loop: the one violation that harms other requests
 ]

@@ -1,21 +1,22 @@
-"""Notices that the event loop stands still, says whose code it is in, and ends it where it can.
+"""Notices a blocked event loop, names the code that blocks it, and interrupts it where possible.
 
-A strategy runs on the router's event loop; one that does not await, holds up everybody. A thread
-asks the loop for a sign of life, and looks at its stack when none comes:
+A strategy runs on the router's event loop; one that does not await delays every request. A thread
+regularly schedules a callback on the loop, and looks at the loop's stack if the callback does not
+run in time:
 
     … asyncio ─► Supervised.send ─► StrategyRun._run ─► the strategy ─► (library) ─► where it is now
-                 knows the generation      the user's frames
+                 knows the holder          the user's frames
 
-Python code, as in `while True: pass`, is ended by an exception that the interpreter raises in that
-thread (`PyThreadState_SetAsyncExc`). Nobody else may be hit by it, so it is set only while the
-innermost frame is the user's own, on a leash: it arrives at the next jump or call there, or at the
-latest in the leash, which passes it on. Looking and setting must be one, so no other thread is
-given the interpreter in between. In library code, which may hold a lock, and in ours, nothing is
-raised.
+Python code such as `while True: pass` is interrupted by an exception that the interpreter raises in
+that thread (`PyThreadState_SetAsyncExc`). The exception must hit no other code, so it is set only
+while the innermost frame is the user's own, inside a `Supervised`: it is raised at the next jump or
+call there, or at the latest in the `Supervised`, which passes it on. Looking and setting must be
+atomic, so no other thread may run in between. Library code may hold a lock, so neither it nor the
+router's own code is interrupted.
 
-What blocks in C, as `time.sleep`, cannot be ended: it is named and counted, and the exception meets
-it when it returns. Code that holds the interpreter itself stops this thread too; `microserve up`
-asks the router for its health from outside.
+Code that blocks in C, such as `time.sleep`, cannot be interrupted: it is named and counted, and the
+exception is raised when it returns. Code that holds the interpreter lock also stops this thread;
+`microserve up` checks the router's health from outside.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from router.rollout.revisions import Generation
-from router.supervision.supervised import Interrupted, Supervised
+from router.supervision.supervised import Holder, Interrupted, Supervised
 from router.supervision.user_frames import at, is_user
 from router.telemetry.metrics import Metrics
 
@@ -41,11 +41,11 @@ __all__ = ["Watchdog"]
 log = logging.getLogger(__name__)
 LOOK_S = 0.02
 UNINTERRUPTED_S = 0.1  # looking and setting take a thousandth of it
-_LEASH = (Supervised.send.__code__, Supervised.throw.__code__)
+_SUPERVISED = (Supervised.send.__code__, Supervised.throw.__code__)
 
 
 class Watchdog:
-    """Watches the loop that it is started on. `limit_s`: how long that may stand still."""
+    """Watches the loop that it is made on; `limit_s` is how long the loop may be blocked."""
 
     def __init__(self, metrics: Metrics, limit_s: float) -> None:
         self._metrics = metrics
@@ -77,20 +77,20 @@ class Watchdog:
             if self._alive.wait(self._limit_s):
                 self._stop.wait(self._limit_s)
             else:
-                self._stands_still(time.monotonic() - self._limit_s)
+                self._blocked(time.monotonic() - self._limit_s)
 
-    def _stands_still(self, since: float) -> None:
-        """Until the loop moves again: find one culprit in look after look, then name and end it.
+    def _blocked(self, since: float) -> None:
+        """Look repeatedly until the loop runs; name and interrupt a holder seen again and again.
 
-        A machine that was suspended or is crowded looks like this too, but not for long.
+        A machine that is overloaded or was suspended looks the same, but not for long.
         """
-        suspect: Generation | None = None
-        named: list[Generation | None] = []
+        suspect: Holder | None = None
+        named: list[Holder | None] = []
         seen_since = time.monotonic()
         while not self._alive.wait(LOOK_S):
             frame = sys._current_frames().get(self._thread_id)
-            leash = _leash_in(frame)
-            found = leash.holder if leash is not None and _has_users(frame) else None
+            supervised = _supervised_in(frame)
+            found = supervised.holder if supervised is not None and _has_users(frame) else None
             now = time.monotonic()
             if found is not suspect:
                 suspect, seen_since = found, now
@@ -99,28 +99,28 @@ class Watchdog:
             if suspect not in named:
                 named.append(suspect)
                 self._name(suspect, frame, now - since)
-            if suspect is not None and leash is not None:
-                self._interrupt(leash)
+            if suspect is not None and supervised is not None:
+                self._interrupt(supervised)
         if named:
             log.warning("the event loop runs again after %.2f s", time.monotonic() - since)
 
-    def _name(self, suspect: Generation | None, frame: FrameType | None, seconds: float) -> None:
+    def _name(self, suspect: Holder | None, frame: FrameType | None, seconds: float) -> None:
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         who = suspect.label if suspect is not None else "the router"
         log.error("%s holds up the event loop, for %.2f s so far:\n%s", who, seconds, stack)
         if suspect is not None:
             message = f"holds up the event loop ({at(frame)})"
-            self._loop.call_soon_threadsafe(suspect.offend, "blocked", message)
+            self._loop.call_soon_threadsafe(suspect.add_violation, "blocked", message)
         else:
             self._metrics.stalls.inc()
 
-    def _interrupt(self, leash: Supervised) -> None:
+    def _interrupt(self, supervised: Supervised) -> None:
         before = sys.getswitchinterval()
         sys.setswitchinterval(UNINTERRUPTED_S)
         try:
-            time.sleep(0)  # the other thread runs; when we are next, it waits by the new interval
+            time.sleep(0)  # yield once: after that, the other thread waits by the new interval
             frame = sys._current_frames().get(self._thread_id)
-            theirs = frame is not None and is_user(frame) and _leash_in(frame) is leash
+            theirs = frame is not None and is_user(frame) and _supervised_in(frame) is supervised
             if theirs and not self._alive.is_set():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread_id), ctypes.py_object(Interrupted)
@@ -129,19 +129,19 @@ class Watchdog:
             sys.setswitchinterval(before)
 
 
-def _leash_in(frame: FrameType | None) -> Supervised | None:
-    """The leash that this stack is on; of nested ones the inner one."""
+def _supervised_in(frame: FrameType | None) -> Supervised | None:
+    """Return the innermost `Supervised` on this stack."""
     while frame is not None:
-        if frame.f_code in _LEASH:
-            leash = frame.f_locals.get("self")
-            return leash if isinstance(leash, Supervised) else None
+        if frame.f_code in _SUPERVISED:
+            supervised = frame.f_locals.get("self")
+            return supervised if isinstance(supervised, Supervised) else None
         frame = frame.f_back
     return None
 
 
 def _has_users(frame: FrameType | None) -> bool:
-    """Whether the user's code is on the stack above the leash."""
-    while frame is not None and frame.f_code not in _LEASH:
+    """Return whether user code is on the stack inside the innermost `Supervised`."""
+    while frame is not None and frame.f_code not in _SUPERVISED:
         if is_user(frame):
             return True
         frame = frame.f_back

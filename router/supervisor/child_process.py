@@ -9,14 +9,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-__all__ = ["Child", "StartFailed"]
+from router.base.errors import StartFailed
+
+__all__ = ["Child"]
 
 TAIL_LINES = 20
 GRACE_S = 6.0
-
-
-class StartFailed(Exception):
-    """A child ended before it was ready; the message holds the end of its standard error."""
 
 
 class Child:

@@ -24,9 +24,10 @@ import httpx
 import orjson
 
 from router.base.environment import child_environment
-from router.supervisor.child_process import Child, StartFailed
+from router.base.errors import StartFailed
+from router.supervisor.child_process import Child
 
-__all__ = ["Fleet", "FleetConfig", "StartFailed"]
+__all__ = ["Fleet", "FleetConfig"]
 
 Say = Callable[[str], None]
 BACKOFF_S = (0.2, 10.0)  # before the first restart; at most

@@ -6,12 +6,10 @@ Requests are counted when they end, from their receipts: nothing here is on the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.engines.backend import Backend
-from router.engines.circuit_breaker import BreakerState
 from router.telemetry.receipts import Receipt
 from router.telemetry.series import Counter, Gauge, Histogram
 
@@ -19,7 +17,6 @@ __all__ = ["Metrics"]
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-BREAKER: dict[BreakerState, int] = {"closed": 0, "half_open": 1, "open": 2}
 # Swaps are cheap and frequent; the series of older generations are dropped.
 GENERATIONS = 32
 
@@ -72,15 +69,6 @@ class Metrics:
         )
         self._generations: deque[str] = deque()  # those that have series
         self._series: dict[str, set[tuple[str, ...]]] = {}
-
-    def engines(self, backends: Iterable[Backend]) -> None:
-        """How they are now."""
-        for gauge in (self.engine_up, self.engine_load, self.breaker_state):
-            gauge.clear()
-        for backend in backends:
-            self.engine_up.labels(backend.id).set(backend.usable)
-            self.engine_load.labels(backend.id).set(backend.load.weight)
-            self.breaker_state.labels(backend.id).set(BREAKER[backend.breaker.state])
 
     def finished(self, receipt: Receipt) -> None:
         """Count a request that has ended."""

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from engine.protocol import MicroserveError
 from router.base.errors import NotFound
-from router.base.ids import EngineId, EngineRequestId, GenerationNumber
-from router.telemetry.timings import lifetime
+from router.base.ids import EngineId, EngineRequestId, RevisionNumber
+from router.telemetry.timings import Timings
 
 __all__ = ["Leg", "Receipt", "Receipts"]
 
@@ -66,7 +66,7 @@ class Receipt:
     """One request of a client: every leg of every choice and attempt."""
 
     id: str
-    generation: GenerationNumber
+    generation: RevisionNumber
     strategy: str
     params: dict[str, Any]
     seed: int
@@ -130,6 +130,35 @@ class Receipt:
             return None
         return (self.ms - self.first_token_ms) * len(streams) / later
 
+    def timings(self) -> Timings:
+        """Return the lifetime events, up to now if the request still runs.
+
+        They are those of the first choice that had a token. A send puts layer by layer while it
+        computes, so only the puts left after the computation are migration: the cost of
+        disaggregation.
+        """
+        total = self.ms if self.ms is not None else self.elapsed_ms()
+        begin = min((leg.start_ms for leg in self.legs), default=total)
+        answers = [leg for leg in self.legs if leg.first_token_ms is not None]
+        if not answers:
+            return Timings.of(begin, total, total, total)
+        answer = min(answers, key=_first_token)
+        sends = [
+            leg
+            for leg in self.legs
+            if leg.call == "remote_send"
+            and leg.request_id == answer.request_id
+            and leg.ms is not None
+            and leg.sent_tokens
+        ]
+        if not sends:
+            first = _first_token(answer)
+            return Timings.of(begin, first, first, total)
+        last = max(sends, key=_end)
+        landed = _end(last)
+        computed = landed - min(last.put_ms, last.ms or 0.0)
+        return Timings.of(begin, computed, landed, total)
+
     def elapsed_ms(self) -> float:
         return (time.monotonic() - self.began) * 1e3
 
@@ -164,7 +193,7 @@ class Receipt:
         }
 
     def describe(self) -> dict[str, Any]:
-        times = lifetime(self)
+        times = self.timings()
         fields = asdict(self)
         del fields["began"], fields["_queueing"]
         fields["events"] = times.events()
@@ -191,3 +220,11 @@ class Receipts:
             return self._receipts[request_id]
         except KeyError:
             raise NotFound(f"no receipt of request {request_id!r}", param="id") from None
+
+
+def _first_token(leg: Leg) -> float:
+    return leg.start_ms + (leg.first_token_ms or 0.0)
+
+
+def _end(leg: Leg) -> float:
+    return leg.start_ms + (leg.ms or 0.0)

@@ -139,7 +139,8 @@ async def NAME(request, cluster):
 @strategy
 async def NAME(request, cluster):
     sampling = request.sampling.model_copy(update={"choice": 0})
-    request = replace(request, sampling=sampling, siblings=None)
+    request = replace(request, sampling=sampling)
+    cluster._attempt.choices = None
     async for chunk in cluster.engines.round_robin().start_generate(request):
         yield chunk
 """,

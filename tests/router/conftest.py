@@ -313,7 +313,7 @@ class Routed:
         return await self.get(f"/admin/requests/{request_id}")
 
     def use(self, strategy: Strategy, **params: Any) -> None:
-        self.server.router.generations.activate(strategy.bind(params))
+        self.server.router.revisions.activate(strategy.bind(params))
 
     async def settled(self) -> None:
         """Wait until all that requests have left behind is cleaned up."""
@@ -325,8 +325,8 @@ class Routed:
         """No load is left on any engine, no request in any generation."""
         router = self.server.router
         loads = [(backend.load.tokens, backend.load.streams) for backend in router.registry]
-        counts = [generation.in_flight for generation in router.generations.live()]
-        return not any(map(any, loads)) and not any(counts) and not len(router.backlog)
+        counts = [generation.in_flight for generation in router.revisions.live()]
+        return not any(map(any, loads)) and not any(counts) and not len(router.queue)
 
 
 @asynccontextmanager

@@ -155,8 +155,8 @@ async def test_a_router_that_is_to_stop_finishes_what_runs(route, fake):
     async with route(a) as r:
         ask = asyncio.create_task(r.events("/v1/completions", ASK))
         await a.until(lambda: a.running == 1)
-        drained = asyncio.create_task(r.server.router.drain.finish(60))
-        await until(lambda: r.server.router.drain.begun)
+        drained = asyncio.create_task(r.server.router.shutdown.finish(60))
+        await until(lambda: r.server.router.shutdown.begun)
         async with r.http.get(r.server.url + "/health") as reply:
             assert (reply.status, (await reply.json())["status"]) == (503, "draining")
             assert reply.headers["Connection"] == "close"
@@ -175,9 +175,9 @@ async def test_the_wait_for_what_runs_is_bounded(route, fake):
     async with route(a) as r:
         ask = asyncio.create_task(r.post("/v1/completions", ASK))
         await a.until(lambda: a.running == 1)
-        assert await r.server.router.drain.finish(0.01) == 1
-        r.server.router.drain.hurry()
-        assert await r.server.router.drain.finish(60) == 1
+        assert await r.server.router.shutdown.finish(0.01) == 1
+        r.server.router.shutdown.hurry()
+        assert await r.server.router.shutdown.finish(60) == 1
         a.gate.set()
         assert (await ask)[0] == 200
 
@@ -226,7 +226,7 @@ async def test_fallbacks_are_named(route, fake):
 
 async def test_series_of_old_generations_are_dropped(route, fake):
     async with route(fake("a")) as r:
-        strategy = r.server.router.generations.active.bound.strategy
+        strategy = r.server.router.revisions.active.bound.strategy
         for _ in range(40):
             await r.post("/v1/completions", ASK)
             r.use(strategy)

@@ -17,7 +17,7 @@ from router.cli.options import read_params
 from router.model.chat_template import ChatTemplate
 from router.model.served import ServedModel
 from router.rollout.catalog import Catalog
-from router.rollout.revisions import Generations
+from router.rollout.revisions import Revisions
 from router.strategy.definition import strategy
 from router.supervisor.fleet import _shares, as_arguments
 from router.telemetry.receipts import Receipt, Receipts
@@ -72,28 +72,28 @@ def test_what_is_no_strategy_is_refused():
 
 def test_generations_swap_roll_back_and_live_until_their_last_request():
     bound = strategy(one).bind({})
-    generations = Generations(bound)
-    first = generations.enter()
-    second = generations.activate(bound, if_generation=1)
-    assert (second.number, generations.active) == (2, second)
+    revisions = Revisions(bound)
+    first = revisions.enter()
+    second = revisions.activate(bound, if_generation=1)
+    assert (second.number, revisions.active) == (2, second)
     with pytest.raises(Conflict):
-        generations.activate(bound, if_generation=1)
-    assert generations.live() == [second, first]
-    generations.leave(first)
-    assert generations.live() == [second]
-    assert generations.rollback().number == 3
+        revisions.activate(bound, if_generation=1)
+    assert revisions.live() == [second, first]
+    revisions.leave(first)
+    assert revisions.live() == [second]
+    assert revisions.rollback().number == 3
     with pytest.raises(Conflict):
-        generations.rollback()
+        revisions.rollback()
 
 
 def test_the_history_of_generations_is_bounded():
-    generations = Generations(strategy(one).bind({}), history=3)
+    revisions = Revisions(strategy(one).bind({}), history=3)
     for _ in range(10):
-        generations.activate(strategy(one).bind({}))
+        revisions.activate(strategy(one).bind({}))
     for _ in range(3):
-        generations.rollback()
+        revisions.rollback()
     with pytest.raises(Conflict):
-        generations.rollback()
+        revisions.rollback()
 
 
 def test_receipts_are_bounded():

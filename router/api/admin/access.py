@@ -14,9 +14,9 @@ from router.api.http import HttpRequest, HttpResponse, json_response
 from router.api.openai.errors import invalid
 from router.api.openai.parsing import load
 from router.api.openapi import documented
+from router.api.parts import Router
 from router.api.routes import Route
 from router.base.errors import Forbidden
-from router.router import Router
 
 __all__ = ["Body", "check_admin", "read_body", "routes", "same_key"]
 

@@ -9,10 +9,10 @@ from pydantic import Field
 from router.api.admin.access import Body, read_body
 from router.api.http import HttpRequest, HttpResponse, json_response
 from router.api.openapi import documented
+from router.api.parts import Router
 from router.api.routes import Route
 from router.engines.backend import Role
 from router.engines.engines_file import engine_url
-from router.router import Router
 
 __all__ = ["AddEngine", "ChangeEngine", "routes"]
 

@@ -12,11 +12,11 @@ from engine.protocol import BadRequest, Timeout
 from router.api.admin.access import Body, read_body
 from router.api.http import HttpRequest, HttpResponse, json_response, off_loop
 from router.api.openapi import documented
+from router.api.parts import Router
 from router.api.routes import Route
 from router.base.errors import Conflict, NotFound
 from router.engines.backend import Backend
 from router.execution.prefix_migration import Migrated, migrate_prefix
-from router.router import Router
 
 __all__ = ["Migrate", "routes"]
 
@@ -54,7 +54,7 @@ def routes(router: Router) -> list[Route]:
         try:
             async with asyncio.timeout(limit_s):
                 migrated = await migrate_prefix(
-                    router.runtime,
+                    router.execution.runtime,
                     {"X-Request-Id": http.id},
                     prefix,
                     source,
@@ -64,7 +64,7 @@ def routes(router: Router) -> list[Route]:
         except TimeoutError:
             raise Timeout(f"the migration took longer than {limit_s:g} s") from None
         told = {"from": source.id, "to": target.id, **asdict(migrated)}
-        router.control.audit.note(http.who, "migrated", **told)
+        router.rollout.audit_log.note(http.who, "migrated", **told)
         router.events.publish("migration", **told)
         return json_response(asdict(migrated))
 

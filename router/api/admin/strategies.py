@@ -11,11 +11,11 @@ from engine.protocol import BadRequest, Timeout
 from router.api.admin.access import Body, read_body
 from router.api.http import HttpRequest, HttpResponse, json_response
 from router.api.openapi import documented
+from router.api.parts import Router
 from router.api.routes import Route
 from router.base.errors import Forbidden
 from router.rollout.canary import CanaryRules
-from router.router import Router
-from router.simulation.audition import audition
+from router.simulation.dry_run_process import dry_run_source
 
 __all__ = ["routes"]
 
@@ -46,22 +46,22 @@ class _Load(Body):
 
 def routes(router: Router) -> list[Route]:
     """The handlers of `/admin/strateg…`, `/admin/rollback`, `/admin/audit` and `/admin/events`."""
-    control = router.control
+    rollout = router.rollout
 
     async def strategies(http: HttpRequest) -> HttpResponse:
         """The strategies, with help and parameters; what runs, and since when."""
-        generations = control.generations
-        live = [generation.describe() for generation in generations.live()]
+        revisions = rollout.revisions
+        live = [revision.describe() for revision in revisions.live()]
         canary = None
-        if generations.canary is not None and generations.candidate is not None:
-            number = generations.candidate.number
-            canary = {"generation": number, **generations.canary.describe()}
+        if revisions.canary is not None and revisions.candidate is not None:
+            number = revisions.candidate.number
+            canary = {"generation": number, **revisions.canary.describe()}
         return json_response(
             {
                 "active": live[0],
                 "generations": live,
                 "canary": canary,
-                "last_canary": control.last_canary,
+                "last_canary": rollout.last_canary,
                 "strategies": router.catalog.describe(),
             }
         )
@@ -72,10 +72,10 @@ def routes(router: Router) -> list[Route]:
         wanted = await read_body(_Activate, http)
         rules = CanaryRules(**wanted.canary.model_dump()) if wanted.canary is not None else None
         bound = router.catalog[wanted.name].bind(wanted.params)
-        generation = control.activate(
+        revision = rollout.activate(
             http.who, bound, if_generation=wanted.if_generation, rules=rules
         )
-        return json_response({**generation.describe(), "canary": rules is not None})
+        return json_response({**revision.describe(), "canary": rules is not None})
 
     @documented(body=_Load, status=201, errors=(409, 500, 504))
     async def load(http: HttpRequest) -> HttpResponse:
@@ -86,33 +86,33 @@ def routes(router: Router) -> list[Route]:
         if not wanted.name and not wanted.file:
             raise BadRequest("give a name, or the file that it is from", param="name")
         source, name, file = wanted.source, wanted.name, wanted.file
-        tried = await audition(source, name=name, file=file)
+        tried = await dry_run_source(source, name=name, file=file)
         try:
-            # Somebody's module, though it has been imported once by the audition: it may take its
+            # Somebody's module, though it has been imported once by the dry run: it may take its
             # time here, or all of it.
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 loaded = await asyncio.to_thread(router.catalog.load, source, name=name, file=file)
         except TimeoutError:
             raise Timeout(f"loading took more than {LOAD_TIMEOUT_S:g} s") from None
-        control.loaded(http.who, loaded)
+        rollout.loaded(http.who, loaded)
         described = {**loaded.describe(), "rehearsed_requests": tried["requests"]}
         return json_response(described, status=201)
 
     @documented(errors=(409,))
     async def rollback(http: HttpRequest) -> HttpResponse:
         """Back to what was active before."""
-        return json_response(control.rollback(http.who).describe())
+        return json_response(rollout.rollback(http.who).describe())
 
     async def audit(http: HttpRequest) -> HttpResponse:
         """Who has changed what, when."""
-        return json_response({"entries": control.audit.entries()})
+        return json_response({"entries": rollout.audit_log.entries()})
 
     @documented(media=("text/event-stream",))
     async def events(http: HttpRequest) -> None:
         """What happens, as it does, as server-sent events."""
         stream = http.stream(STREAM_HEADERS)
         # Who does not read holds up our writing: it is cut off from outside.
-        with control.events.listening(http.abort) as listener:
+        with rollout.events.listening(http.abort) as listener:
             stream.write(b": listening\n\n")
             if http.method == "HEAD":
                 listener.end()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 
-from engine.protocol import MicroserveError, Usage
+from engine.protocol import MicroserveError
 from router.api.accounting import accounted, deadline_s, priority_of
-from router.api.http import HttpRequest, HttpResponse, off_loop
+from router.api.http import HttpRequest, HttpResponse, HttpStream, off_loop
 from router.api.openai.errors import error_json
 from router.api.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, Format
 from router.api.openai.models import served_name
@@ -17,19 +16,16 @@ from router.api.openai.parsing import Ask, read_chat, read_completion
 from router.api.openai.replies import ChatReply, CompletionReply
 from router.api.openai.schemas import ChatRequest, CompletionRequest
 from router.api.openapi import documented
+from router.api.parts import Router
 from router.base.errors import root_cause
 from router.base.request import Chunk, Request
 from router.execution.choice_runner import ChoiceRunner
+from router.execution.choice_writer import ChoiceWriter
 from router.legs.choices import Choices
 from router.model.served import ServedModel
-from router.router import Router
 from router.telemetry.receipts import Receipt
-from router.telemetry.timings import server_timing
 
 __all__ = ["chat_completions", "completions"]
-
-Emit = Callable[[int, Chunk], Awaitable[None] | None]
-
 
 # Tokens that an engine gathers for a client who waits for all of them. If it dies, so many are
 # computed again.
@@ -67,23 +63,22 @@ async def _answer(
     model = router.registry.model
     name = served_name(router)
     ask = await off_loop(len(body), read, body, model, name)
-    generation = router.generations.enter()
+    revision = router.revisions.enter()
     try:
         receipt = Receipt(
             id=http.id,
-            generation=generation.number,
-            strategy=generation.bound.strategy.name,
-            params=generation.bound.shown,
+            generation=revision.number,
+            strategy=revision.bound.strategy.name,
+            params=revision.bound.shown,
             seed=ask.samplings[0].seed,
             prompt_tokens=sum(map(len, ask.prompts)),
             key=http.caller.name if http.caller is not None else "",
             began=began,
         )
         router.receipts.add(receipt)
-        scope = ChoiceRunner(
-            runtime=router.runtime,
-            backlog=router.backlog,
-            generation=generation,
+        runner = ChoiceRunner(
+            execution=router.execution,
+            revision=revision,
             receipt=receipt,
             headers=_trace(router, http),
             arrived=arrived,
@@ -98,17 +93,17 @@ async def _answer(
             with_usage=ask.include_usage,
             echoes=_echoes(ask, model) if ask.echo else (),
         )
-        answer = _Answer(router, http, ask, receipt, scope, written)
-        router.control.begun(generation, receipt)
+        answer = _Answer(router, http, ask, receipt, runner, written)
+        router.rollout.begun(revision, receipt)
         try:
             if ask.stream:
                 await answer.stream()
                 return None
             return await answer.whole()
         finally:
-            router.control.ended(generation, receipt)
+            router.rollout.ended(revision, receipt)
     finally:
-        router.generations.leave(generation)
+        router.revisions.leave(revision)
 
 
 def _trace(router: Router, http: HttpRequest) -> dict[str, str]:
@@ -122,12 +117,39 @@ def _echoes(ask: Ask, model: ServedModel) -> list[str]:
     return [text for prompt in ask.prompts for text in [model.decode(prompt)] * ask.n]
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What was emitted of one choice."""
+class _WholeWriter(ChoiceWriter):
+    """Gathers a choice that is answered in one piece."""
 
-    tokens: int = 0
-    usage: Usage | None = None
+    __slots__ = ("choice",)
+
+    def __init__(self, receipt: Receipt) -> None:
+        super().__init__(receipt)
+        self.choice = Choice()
+
+    def send(self, chunk: Chunk) -> None:
+        self.choice.add(chunk)
+
+
+class _StreamWriter(ChoiceWriter):
+    """Writes a choice to the client as it comes."""
+
+    __slots__ = ("_events", "_format", "_index", "_opened")
+
+    def __init__(self, receipt: Receipt, events: HttpStream, shape: Format, index: int) -> None:
+        super().__init__(receipt)
+        self._events = events
+        self._format = shape
+        self._index = index
+        self._opened = False
+
+    def send(self, chunk: Chunk) -> Awaitable[None] | None:
+        data = self._format.chunk(self._index, chunk)
+        if not data:
+            return None
+        if not self._opened:
+            self._opened = True
+            data = self._format.opening(self._index) + data
+        return self._events.write(data)
 
 
 class _Answer:
@@ -139,27 +161,24 @@ class _Answer:
         http: HttpRequest,
         ask: Ask,
         receipt: Receipt,
-        scope: ChoiceRunner,
+        runner: ChoiceRunner,
         written: Format,
     ) -> None:
         self._router = router
         self._http = http
         self._ask = ask
         self._receipt = receipt
-        self._scope = scope
+        self._runner = runner
         self._format = written
-        self._tallies = [_Tally() for _ in range(len(ask.prompts) * ask.n)]
-        self._siblings = [Choices(ask.n) if ask.n > 1 else None for _ in ask.prompts]
+        self._writers: Sequence[ChoiceWriter] = ()  # prompt by prompt, choice by choice
+        self._choices = [Choices(ask.n) if ask.n > 1 else None for _ in ask.prompts]
 
     async def whole(self) -> HttpResponse:
         """The answer in one piece. Raises what went wrong; nothing has been sent then."""
-        choices = [Choice() for _ in self._tallies]
-
-        def emit(index: int, chunk: Chunk) -> None:
-            choices[index].add(chunk)
-
-        await self._drive(emit)
-        prompts = [self._ask.prompts[index // self._ask.n] for index in range(len(choices))]
+        writers = [_WholeWriter(self._receipt) for _ in self._indices()]
+        await self._run(writers)
+        prompts = [self._ask.prompts[index // self._ask.n] for index in self._indices()]
+        choices = [writer.choice for writer in writers]
         body = self._format.whole(choices, self._usage(), prompts)
         return HttpResponse(body)
 
@@ -170,19 +189,13 @@ class _Answer:
         an error event, and the stream has no proper end.
         """
         events = self._http.stream({**EVENTS, "X-Request-Id": self._receipt.id})
-        opened: set[int] = set()
-
-        def emit(index: int, chunk: Chunk) -> Awaitable[None] | None:
-            data = self._format.chunk(index, chunk)
-            if not data:
-                return None
-            if index not in opened:
-                opened.add(index)
-                data = self._format.opening(index) + data
-            return events.write(data)
-
         try:
-            await self._drive(emit)
+            await self._run(
+                [
+                    _StreamWriter(self._receipt, events, self._format, index)
+                    for index in self._indices()
+                ]
+            )
         except MicroserveError as error:
             if not events.begun:
                 raise
@@ -198,65 +211,65 @@ class _Answer:
         """
         if "text/event-stream" not in self._http.headers.get("accept", ""):
             return b""
-        return f": server-timing {server_timing(self._receipt)}\n\n".encode()
+        return f": server-timing {self._receipt.timings().server_timing()}\n\n".encode()
 
-    async def _drive(self, emit: Emit) -> None:
+    def _indices(self) -> range:
+        """Number the choices of all prompts."""
+        return range(len(self._ask.prompts) * self._ask.n)
+
+    async def _run(self, writers: Sequence[ChoiceWriter]) -> None:
         """Run every choice of every prompt; the first failure cancels the others and is raised."""
-        router, http, scope = self._router, self._http, self._scope
+        self._writers = writers
+        router, http, runner = self._router, self._http, self._runner
         timeout_s = deadline_s(router.config, http, self._ask.timeout)
-        with accounted(router, http, scope.receipt, scope.arrived, timeout_s, tally=self._usage):
-            await self._choices(emit)
+        with accounted(router, http, runner.receipt, runner.arrived, timeout_s, tally=self._tally):
+            await self._run_all()
 
-    async def _choices(self, emit: Emit) -> None:
-        if len(self._tallies) == 1:
-            await self._choice(0, emit)
+    async def _run_all(self) -> None:
+        if len(self._writers) == 1:
+            await self._run_choice(0)
             return
         try:
             async with asyncio.TaskGroup() as tasks:
-                for index in range(len(self._tallies)):
-                    tasks.create_task(self._choice(index, emit))
+                for index in self._indices():
+                    tasks.create_task(self._run_choice(index))
         except ExceptionGroup as errors:
             raise root_cause(errors) from errors
 
-    async def _choice(self, index: int, emit: Emit) -> None:
+    async def _run_choice(self, index: int) -> None:
         prompt, choice = divmod(index, self._ask.n)
-        tally, receipt = self._tallies[index], self._receipt
-
-        def count(chunk: Chunk) -> Awaitable[None] | None:
-            if chunk.token_ids:
-                tally.tokens += len(chunk.token_ids)
-                if receipt.first_token_ms is None:
-                    receipt.first_token_ms = receipt.elapsed_ms()
-            if chunk.usage is not None:
-                tally.usage = chunk.usage
-            return emit(index, chunk)
-
-        sampling = self._ask.samplings[prompt]
+        sampling, choices = self._ask.samplings[prompt], self._choices[prompt]
         request = Request(
-            id=receipt.id,
+            id=self._receipt.id,
             prompt=self._ask.prompts[prompt],
             sampling=sampling.model_copy(update={"choice": choice}) if choice else sampling,
             session=self._http.headers.get("x-session-id"),
-            priority=self._scope.priority,
-            siblings=self._siblings[prompt],
+            priority=self._runner.priority,
             chunk_tokens=1 if self._ask.stream else WHOLE_CHUNK,
         )
         try:
-            await self._scope.drive(request, count)
+            await self._runner.run(request, self._writers[index], choices)
         finally:
-            if not choice and request.siblings is not None:
-                request.siblings.over()
+            if not choice and choices is not None:
+                choices.over()
+
+    def _tally(self) -> None:
+        """Note in the receipt what was written.
+
+        Each prompt counts once, with what was cached of it when its first choice began.
+        """
+        receipt = self._receipt
+        receipt.completion_tokens = sum(len(writer.tokens) for writer in self._writers)
+        firsts = self._writers[:: self._ask.n]
+        receipt.cached_tokens = sum(
+            min(writer.usage.cached_tokens, len(tokens))
+            for writer, tokens in zip(firsts, self._ask.prompts, strict=True)
+            if writer.usage is not None
+        )
 
     def _usage(self) -> dict[str, object]:
-        """OpenAI's `usage`: each prompt counts once, its cached part as its first choice met it."""
+        """Return OpenAI's `usage`."""
         receipt = self._receipt
-        receipt.completion_tokens = sum(tally.tokens for tally in self._tallies)
-        firsts = self._tallies[:: self._ask.n]
-        receipt.cached_tokens = sum(
-            min(tally.usage.cached_tokens, len(tokens))
-            for tally, tokens in zip(firsts, self._ask.prompts, strict=True)
-            if tally.usage is not None
-        )
         return {
             "prompt_tokens": receipt.prompt_tokens,
             "completion_tokens": receipt.completion_tokens,

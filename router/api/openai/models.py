@@ -8,8 +8,8 @@ from typing_extensions import TypedDict  # pydantic reads no other before Python
 
 from router.api.http import HttpRequest, HttpResponse, json_response
 from router.api.openapi import documented
+from router.api.parts import Router
 from router.base.errors import ModelNotFound
-from router.router import Router
 
 __all__ = ["models", "one_model", "served_name"]
 

@@ -9,8 +9,8 @@ from router.api.openai.models import served_name
 from router.api.openai.parsing import check_model, load, read_body, read_messages
 from router.api.openai.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from router.api.openapi import documented
+from router.api.parts import Router
 from router.model.served import ServedModel
-from router.router import Router
 
 __all__ = ["detokenize", "tokenize"]
 

@@ -10,7 +10,7 @@ import pytest
 from forked import Forked, microserve
 from router_process import RouterProcess, until
 
-from router.supervisor.child_process import StartFailed
+from router.base.errors import StartFailed
 
 pytestmark = pytest.mark.slow
 SOURCE = '''

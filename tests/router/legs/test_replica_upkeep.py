@@ -115,8 +115,8 @@ async def test_a_neighbour_without_room_is_passed_over(three):
 
 
 async def test_a_neighbour_that_hangs_is_not_waited_for(three, monkeypatch):
-    monkeypatch.setattr("router.legs.mirroring.OPEN_S", 0.02)
-    monkeypatch.setattr("router.legs.mirroring.REOPEN_S", 0.02)
+    monkeypatch.setattr("router.legs.replica_upkeep.OPEN_S", 0.02)
+    monkeypatch.setattr("router.legs.replica_upkeep.REOPEN_S", 0.02)
     r, a, b, _ = three
     b.prep_gate = asyncio.Event()
     ask = await asked(r)
@@ -154,7 +154,7 @@ async def test_a_replica_whose_engine_is_drained_goes_elsewhere_first(three):
 
 
 async def test_a_replica_that_has_no_more_room_is_kept_until_there_is_another(three, monkeypatch):
-    monkeypatch.setattr("router.legs.mirroring.RETRY_S", 0.02)
+    monkeypatch.setattr("router.legs.replica_upkeep.RETRY_S", 0.02)
     r, a, b, c = three
     a.tells = {
         "mirror": {"lease_id": "b-1", "landed": 40, "stopped": "no_capacity", "message": "why"}

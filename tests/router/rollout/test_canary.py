@@ -139,7 +139,7 @@ async def test_a_slow_one_is_rolled_back_also_when_its_clients_leave(route, fake
             async with asyncio.timeout(0.2):
                 await r.post("/v1/completions", ASK)
         async with asyncio.timeout(10):
-            while r.server.router.generations.candidate is not None:  # noqa: ASYNC110
+            while r.server.router.revisions.candidate is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert (await r.post("/v1/completions", ASK))[0] == 200
         why = (await r.get("/admin/strategies"))["last_canary"]["why"]

@@ -11,8 +11,8 @@ import pytest
 
 from engine.protocol import BadRequest
 from router.rollout.catalog import Catalog
-from router.simulation.audition import audition, audition_of
 from router.simulation.dry_run import DryRunFailed, dry_run, staged
+from router.simulation.dry_run_process import dry_run_source, dry_run_strategy
 from router.simulation.engine import SimulatedEngine, tokens_after
 from router.simulation.virtual_time import VirtualLoop
 
@@ -150,7 +150,7 @@ def test_a_long_wait_costs_nothing():
 
 @pytest.mark.parametrize("ratio", [0.5, "auto"])
 async def test_the_built_in_ones_pass_in_a_process_of_their_own(ratio):
-    assert (await audition_of("balanced", {"ratio": ratio}))["requests"] > 100
+    assert (await dry_run_strategy("balanced", {"ratio": ratio}))["requests"] > 100
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ async def test_the_built_in_ones_pass_in_a_process_of_their_own(ratio):
 )
 async def test_whatever_it_does_ends_with_its_process(source, says):
     with pytest.raises(BadRequest, match=says):
-        await audition(source, file="mine.py", timeout_s=3)
+        await dry_run_source(source, file="mine.py", timeout_s=3)
 
 
 async def test_a_wrong_parameter_is_told_before_it_runs():
     with pytest.raises(BadRequest, match="ratio=2") as wrong:
-        await audition_of("balanced", {"ratio": 2})
+        await dry_run_strategy("balanced", {"ratio": 2})
     assert wrong.value.param == "params.ratio"
 
 

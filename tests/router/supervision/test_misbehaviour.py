@@ -88,7 +88,7 @@ async def test_cancellation_always_wins(route, fake, function):
     a, b = fake("a"), fake("b", role="decode")
     async with route(a, b, **QUICK) as r:
         r.use(strategy(function))
-        generation = r.server.router.generations.active
+        generation = r.server.router.revisions.active
         url = r.server.url + "/v1/completions"
         async with r.http.post(url, json={**ASK, "stream": True}) as response:
             await response.content.readany()
@@ -137,7 +137,7 @@ async def test_whatever_it_does_when_it_is_to_end(route, fake, function):
     a, b = fake("a"), fake("b", role="decode")
     async with route(a, b, **QUICK) as r:
         r.use(strategy(function))
-        generation = r.server.router.generations.active
+        generation = r.server.router.revisions.active
         status, body = await r.post("/v1/completions", ASK)
         assert (status, body["error"]["type"]) == (500, "strategy_error")
         assert generation.label in body["error"]["message"]
@@ -188,7 +188,7 @@ async def test_a_strategy_without_progress_ends_and_says_where_it_waits(route, f
         assert "waits (generation 2)" in body["error"]["message"]
         assert b.named("prep_recv")
         assert not b.leases
-        (kind,) = r.server.router.generations.active.violations
+        (kind,) = r.server.router.revisions.active.violations
         assert kind == "stalled"
         await r.settled()
 
@@ -198,7 +198,7 @@ async def test_an_engine_that_takes_its_time_is_no_stall(route, fake):
     async with route(a, **QUICK) as r:
         ask = asyncio.create_task(r.post("/v1/completions", ASK))
         await a.until(lambda: a.running == 1)
-        generation = r.server.router.generations.active
+        generation = r.server.router.revisions.active
         with suppress(TimeoutError):  # as long as a few looks take
             async with asyncio.timeout(4 * QUICK["stall_s"]):
                 await asyncio.Event().wait()
@@ -228,7 +228,7 @@ async def test_tasks_that_are_left_behind_end_with_the_request(route, fake):
         assert (status, body["choices"][0]["token_ids"]) == (200, TOKENS)
         assert ended.is_set()
         assert leaves.task.cancelled()
-        assert r.server.router.generations.active.violations == Counter({"left_tasks": 1})
+        assert r.server.router.revisions.active.violations == Counter({"left_tasks": 1})
 
 
 async def test_a_task_that_exits_does_not_take_the_router_along(route, fake):
@@ -273,7 +273,7 @@ async def test_its_own_timeouts_and_groups_are_nobody_elses_business(route, fake
         r.use(resilient)
         status, body = await r.post("/v1/completions", ASK)
         assert (status, body["choices"][0]["token_ids"]) == (200, TOKENS)
-        assert not r.server.router.generations.active.violations
+        assert not r.server.router.revisions.active.violations
         await r.settled()
 
 

@@ -189,9 +189,9 @@ async def test_priorities(route, fake):
             body = {**ASK, "priority": -2} if name == "first" else ASK
             headers = {"X-Request-Id": name, **how.get("headers", {})}
             asks.append(asyncio.create_task(r.post("/v1/completions", body, headers=headers)))
-            await until(lambda: len(r.server.router.backlog) == len(asks))
+            await until(lambda: len(r.server.router.queue) == len(asks))
         a.refuse.clear()
-        r.server.router.backlog.freed()
+        r.server.router.queue.freed()
         a.gate.set()
         for status, _ in await asyncio.gather(*asks):
             assert status == 200
@@ -215,8 +215,8 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing(route, fake):
     a = fake("a", refuse={"start_generate": [NoCapacity("full", retry_after_s=1000)]})
     async with route(a) as r:
         ask = asyncio.create_task(r.post("/v1/completions", ASK, headers={"X-Request-Id": "x"}))
-        await until(lambda: len(r.server.router.backlog) == 1)
+        await until(lambda: len(r.server.router.queue) == 1)
         ask.cancel()
-        await until(lambda: not len(r.server.router.backlog))
+        await until(lambda: not len(r.server.router.queue))
         await r.settled()
         assert (await r.receipt("x"))["status"] == "cancelled"

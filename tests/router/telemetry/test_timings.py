@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.telemetry.receipts import Leg, Receipt
-from router.telemetry.timings import lifetime, server_timing
 
 MS = st.floats(0, 1e4)
 
@@ -35,7 +34,7 @@ legs = st.builds(
 
 @given(MS, st.lists(legs, max_size=6))
 def test_they_never_fall_and_add_up(ms, some):
-    it = lifetime(receipt(ms, *some))
+    it = receipt(ms, *some).timings()
     events = list(it.events().values())
     assert events == sorted(events)
     assert (events[0], events[-1]) == (0, ms)
@@ -44,7 +43,7 @@ def test_they_never_fall_and_add_up(ms, some):
 
 
 def test_one_engine():
-    it = lifetime(receipt(100, leg("start_generate", 10, 85, first_token_ms=30)))
+    it = receipt(100, leg("start_generate", 10, 85, first_token_ms=30)).timings()
     assert it.breakdown() == {"queue": 10, "prefill": 30, "migration": 0, "decode": 60}
 
 
@@ -56,11 +55,11 @@ def test_two_engines():
         leg("remote_send", 8, 40, sent_tokens=9, put_ms=6),
         leg("start_generate", 50, 45, first_token_ms=5),
     )
-    assert lifetime(done).breakdown() == {"queue": 5, "prefill": 37, "migration": 6, "decode": 52}
-    assert server_timing(done) == (
+    assert done.timings().breakdown() == {"queue": 5, "prefill": 37, "migration": 6, "decode": 52}
+    assert done.timings().server_timing() == (
         "queue;dur=5.0, prefill;dur=37.0, migration;dur=6.0, decode;dur=52.0, total;dur=100.0"
     )
 
 
 def test_no_engine_at_all():
-    assert lifetime(receipt(100)).breakdown()["queue"] == 100
+    assert receipt(100).timings().breakdown()["queue"] == 100

@@ -22,13 +22,13 @@ from router.base.environment import child_environment
 from router.rollout.catalog import Catalog, read_source
 from router.simulation.dry_run import dry_run
 
-__all__ = ["audition", "audition_of"]
+__all__ = ["dry_run_source", "dry_run_strategy"]
 
 TIMEOUT_S = 30.0
 SAID = 2000  # characters
 
 
-async def audition(
+async def dry_run_source(
     source: str,
     *,
     name: str = "",
@@ -43,7 +43,7 @@ async def audition(
     Cancellation kills the process.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "router.simulation.audition",
+        sys.executable, "-m", "router.simulation.dry_run_process",
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE, env=child_environment(), start_new_session=True,
     )  # fmt: skip
@@ -70,11 +70,11 @@ async def audition(
     return told
 
 
-async def audition_of(strategy: str, params: Mapping[str, Any]) -> dict[str, Any]:
+async def dry_run_strategy(strategy: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """As `audition`, of a strategy by its name or by the path of its file, which ends in `.py`."""
     if not strategy.endswith(".py"):
-        return await audition("", name=strategy, params=params)
-    return await audition(read_source(Path(strategy)), file=strategy, params=params)
+        return await dry_run_source("", name=strategy, params=params)
+    return await dry_run_source(read_source(Path(strategy)), file=strategy, params=params)
 
 
 def main() -> None:

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.protocol import MicroserveError, Timeout
 from router.base.errors import EngineUnreachable
 from router.base.request import Chunk, Mirrored, Request
 from router.engines.backend import Backend, guard
-from router.legs.replica import Mirror, Replica
+from router.legs.attempt import Attempt
+from router.legs.replica import MirrorPlan, Replica
 from router.telemetry.receipts import Leg
 
-if TYPE_CHECKING:
-    from router.legs.attempt import Attempt
+__all__ = ["ReplicaUpkeep"]
 
-__all__ = ["Mirroring", "Rank"]
-
-Rank = Callable[[Backend], Any]
 log = logging.getLogger(__name__)
 
 RESERVE = 128  # tokens of room beyond what there is; the engine asks for more when it needs it
@@ -31,7 +27,7 @@ RETRY_S, RETRY_MOST_S = 1.0, 30.0  # between attempts to get another replica
 FULL = frozenset({"no_capacity", "bad_request"})  # the replica is whole, but gets no more room
 
 
-class Mirroring:
+class ReplicaUpkeep:
     """Opens the replica of a generation on `backend`, and another one when that is lost, cannot
     grow, or is on an engine that is to be empty (DéjàVu's recovery, the ring's repair)."""
 
@@ -39,13 +35,10 @@ class Mirroring:
         self,
         attempt: Attempt,
         backend: Backend,
-        mirror: Mirror,
-        rank: Rank | None,
+        mirror: MirrorPlan,
         request: Request,
     ) -> None:
-        """`rank`: the mirror's `key`, of backends."""
-        self._every = mirror.every
-        self._rank = rank
+        self._mirror = mirror
         self._attempt = attempt
         self._backend = backend
         self._leg: Leg
@@ -116,7 +109,7 @@ class Mirroring:
         ring = self._attempt.runtime.registry.ring(self._backend)
         if self._replica is not None and not self._replica.over:
             ring = [backend for backend in ring if backend is not self._replica.backend]
-        return ring if self._rank is None else sorted(ring, key=self._rank)
+        return ring if self._mirror.rank is None else sorted(ring, key=self._mirror.rank)
 
     async def _open(self, backend: Backend, patience_s: float) -> Replica:
         """A lease on `backend` for all tokens so far, and some. Raises what the engine says."""
@@ -153,7 +146,7 @@ class Mirroring:
         )
 
     def _body(self, replica: Replica) -> dict[str, Any]:
-        return {"kv_addr": replica.kv_addr, "every": self._every}
+        return {"kv_addr": replica.kv_addr, "every": self._mirror.every}
 
     def _lost(self, reason: str) -> None:
         self._note(reason)

@@ -1,0 +1,156 @@
+"""Makes the parts of a router from its configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from router.admission.keys import Key, Keys, make_key, parse_keys
+from router.admission.queue import AdmissionQueue
+from router.admission.rate_limit import RateLimits
+from router.admission.retry_budget import RetryBudget
+from router.admission.shutdown import Shutdown
+from router.api.parts import Router
+from router.base.config import RouterConfig
+from router.base.tls import client_context
+from router.base.watched_file import WatchedFile
+from router.engines.client import EngineClient
+from router.engines.engines_file import EngineEntry, engine_url, parse_engines
+from router.engines.http_client import HttpClient
+from router.engines.registry import Registry
+from router.execution.choice_runner import Execution
+from router.execution.relocation import Relocations
+from router.legs.attempt import Runtime
+from router.legs.releaser import Releaser
+from router.rollout.audit_log import AuditLog
+from router.rollout.catalog import Catalog
+from router.rollout.rollout import Rollout
+from router.telemetry.events import Events
+from router.telemetry.metrics import Metrics
+from router.telemetry.receipts import Receipts
+from router.telemetry.trace import open_tracing
+
+__all__ = ["assembled"]
+
+
+@asynccontextmanager
+async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
+    """A router that watches its engines while the body runs.
+
+    On exit it stops watching, waits for the releases under way (each is bounded), and closes all
+    connections. Raises `BadRequest` or `NotFound` if the configured strategy, its parameters or a
+    configured file are invalid, and `OSError` if the audit log cannot be opened.
+    """
+    engine_tls = client_context(config.engine_ca)
+    files = _Files.read(config)
+    tracing = open_tracing(os.environ)
+    catalog = Catalog()
+    first = catalog.find(config.strategy).bind(config.params)
+    metrics, events, audit_log = Metrics(), Events(), AuditLog(config.audit_log)
+    rollout = Rollout(
+        catalog,
+        first,
+        metrics=metrics,
+        events=events,
+        audit_log=audit_log,
+        strikes=config.block_strikes,
+    )
+    with ExitStack() as connections:
+
+        def connect(url: str) -> EngineClient:
+            http = HttpClient(
+                url,
+                api_key=config.engine_api_key,
+                connect_timeout_s=config.connect_timeout_s,
+                tls=engine_tls,
+            )
+            connections.callback(http.close)
+            return EngineClient(http)
+
+        async with asyncio.TaskGroup() as tasks:
+            relocations = Relocations()
+            registry = Registry(config, connect, tasks, events, on_drain=relocations.leave)
+            releaser = Releaser(tasks, config.release_timeout_s)
+            runtime = Runtime(config, registry, releaser, metrics, tasks)
+            clock = asyncio.get_running_loop().time
+            keys = Keys(files.all_keys(config))
+            limits = RateLimits(config.requests_per_minute, config.tokens_per_minute, clock)
+            watchers: list[asyncio.Task[None]] = []
+            try:
+                for url in config.engines:
+                    registry.add(engine_url(url))
+                watchers += files.watch(config, tasks, registry, keys, limits)
+                yield Router(
+                    config=config,
+                    registry=registry,
+                    catalog=catalog,
+                    rollout=rollout,
+                    receipts=Receipts(config.max_receipts),
+                    metrics=metrics,
+                    execution=Execution(
+                        runtime,
+                        AdmissionQueue(config.max_queue),
+                        RetryBudget(config.retry_share),
+                        relocations,
+                    ),
+                    keys=keys,
+                    limits=limits,
+                    tracing=tracing,
+                    shutdown=Shutdown(),
+                )
+            finally:
+                for watcher in watchers:
+                    watcher.cancel()
+                events.close()
+                audit_log.close()
+                registry.close()
+                await asyncio.to_thread(tracing.close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The watched files that are configured. Reading them raises `BadRequest`."""
+
+    engines: WatchedFile[list[EngineEntry]] | None
+    keys: WatchedFile[list[Key]] | None
+
+    @classmethod
+    def read(cls, config: RouterConfig) -> _Files:
+        engines, keys = config.engines_file, config.api_key_file
+        return cls(
+            WatchedFile(Path(engines), parse_engines) if engines else None,
+            WatchedFile(Path(keys), parse_keys) if keys else None,
+        )
+
+    def all_keys(self, config: RouterConfig) -> list[Key]:
+        own = [make_key(config.api_key)] if config.api_key else []
+        return [*own, *(self.keys.value if self.keys is not None else ())]
+
+    def watch(
+        self,
+        config: RouterConfig,
+        tasks: asyncio.TaskGroup,
+        registry: Registry,
+        keys: Keys,
+        limits: RateLimits,
+    ) -> list[asyncio.Task[None]]:
+        """Apply the files, now and whenever they change; return the tasks that do so."""
+        watchers = []
+        if self.engines is not None:
+            registry.follow(self.engines.value)
+            watch = self.engines.watch(config.watch_s, registry.follow)
+            watchers.append(tasks.create_task(watch, name="engines file"))
+        if self.keys is not None:
+
+            def renew(_: list[Key]) -> None:
+                good = self.all_keys(config)
+                keys.replace(good)
+                limits.keep(good)
+
+            watch = self.keys.watch(config.watch_s, renew)
+            watchers.append(tasks.create_task(watch, name="keys file"))
+        return watchers
