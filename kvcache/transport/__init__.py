@@ -22,10 +22,10 @@ __all__ = [
 def make_transport(
     name: str, layout: KVLayout, epoch: int, *, secret: bytes, host: str
 ) -> Transport:
-    """An engine's transport by its name, which is also the scheme of its endpoints.
+    """Return an engine's transport by name; the name is also the scheme of its endpoints.
 
-    Raises `BadRequest` for a name that there is none of, or if it is not installed, and `OSError`
-    if it cannot listen.
+    Raises: `BadRequest` if the transport is unknown or not installed, `OSError` if it cannot
+    listen.
     """
     match name:
         case "shm":

@@ -1,4 +1,4 @@
-"""What a put copies, in bytes: between two pools whose pages, layers and heads lie differently."""
+"""Byte ranges to copy between two pools that differ in pages, layers or heads."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ Runs = npt.NDArray[np.int64]  # [runs, 3]: offset in the source pool, in the tar
 
 
 class Route:
-    """From one pool into the pages of a lease in another.
+    """Plans copies from one pool into the pages of a lease in another.
 
-    The two may hold different parts of the model (`kvcache.shard`) and differ in pages; all
-    else of their layouts is the same, as their fingerprint says. A position's slot in its page is
-    the same on both sides.
+    The pools may hold different parts of the model (`kvcache.shard`) and have different numbers of
+    pages. Equal fingerprints guarantee that the rest of their layouts is equal. A position has the
+    same slot within its page on both sides.
     """
 
     def __init__(
         self, source: KVLayout, target: KVLayout, pages: Sequence[PageId], first: int
     ) -> None:
-        """`pages[0]` is the target's page of the positions from `first * page_size`."""
+        """`pages[0]` is the target's page for positions from `first * page_size` on."""
         self._source, self._target = source, target
         self._pages, self._first = np.asarray(pages, dtype=np.int64), first
         self._common = overlap(source.held, target.held)
 
     def batches(
-        self, layers: range, pages: Sequence[PageId], begin: int, end: int, most: int
+        self, layers: range, pages: Sequence[PageId], begin: int, end: int, max_bytes: int
     ) -> Iterator[tuple[Runs, int]]:
-        """What to copy for positions `[begin, end)` of the source's `layers`, as far as the target
-        has them; in batches, each with its bytes, which are at most `most`.
+        """Yield the runs for positions `[begin, end)` of the source's `layers`, with their bytes.
 
-        `pages[i]` is the source's page of the positions from `i * page_size`.
+        Each batch has at most `max_bytes` bytes. Layers and heads that the target does not hold are
+        left out. `pages[i]` is the source's page for positions from `i * page_size` on.
         """
         common = self._common
         if common is None:
@@ -52,31 +52,34 @@ class Route:
         shift = np.array([0, theirs.start - ours.start, 0])
         of_layers = (np.array(layers)[:, np.newaxis] + shift) * strides
         of_pages = self._runs(common, np.asarray(pages, dtype=np.int64), begin, end)
-        runs = _joined((of_pages[:, np.newaxis] + of_layers).reshape(-1, 3))
+        runs = _coalesce((of_pages[:, np.newaxis] + of_layers).reshape(-1, 3))
         size = int(runs[:, 2].sum())
-        for part in _cut(runs, -(-size // most)):
-            yield part, int(part[:, 2].sum())
+        for batch in _split(runs, -(-size // max_bytes)):
+            yield batch, int(batch[:, 2].sum())
 
     def _runs(self, common: Overlap, pages: npt.NDArray[np.int64], begin: int, end: int) -> Runs:
-        """The runs of layer 0; the same in all."""
+        """Return the runs of layer 0. Other layers have the same runs at an offset."""
         if common.heads == self._source.held.heads == self._target.held.heads:
             return self._of_pages(pages, begin, end)
         return self._of_tokens(common, pages, begin, end)
 
     def _of_pages(self, pages: npt.NDArray[np.int64], begin: int, end: int) -> Runs:
-        """All heads of both: a run for each page, but two where not all of it is wanted."""
+        """Return runs where both sides hold the same heads: one per page.
+
+        A page that is copied in part has two, its keys and its values.
+        """
         size, token = self._source.page_size, self._source.token_bytes // 2
         source, target = self._source.page_bytes, self._target.page_bytes
-        first, last = -(-begin // size), end // size  # the whole pages
+        first, last = -(-begin // size), end // size  # indices of the complete pages
         edges = [(begin, first * size), (last * size, end)] if first <= last else [(begin, end)]
         runs: list[tuple[int, int, int]] = []
         for low, high in edges:
             if low < high:
                 index, within = low // size, low % size * token
-                of = int(pages[index]) * source + within
-                to = int(self._pages[index - self._first]) * target + within
+                from_offset = int(pages[index]) * source + within
+                to_offset = int(self._pages[index - self._first]) * target + within
                 for half in (0, size * token):  # keys, values
-                    runs.append((of + half, to + half, (high - low) * token))
+                    runs.append((from_offset + half, to_offset + half, (high - low) * token))
         partial = np.array(runs, dtype=np.int64).reshape(-1, 3)
         if first >= last:
             return partial
@@ -89,7 +92,7 @@ class Route:
     def _of_tokens(
         self, common: Overlap, pages: npt.NDArray[np.int64], begin: int, end: int
     ) -> Runs:
-        """Some heads: a run for each token's keys, and one for its values."""
+        """Return runs where the heads differ: one for each token's keys, one for its values."""
         index, slot = np.divmod(np.arange(begin, end), self._source.page_size)
         half = np.array([[0], [1]])  # keys, values
         columns = []
@@ -105,16 +108,16 @@ class Route:
         return np.stack((*columns, width), axis=1)
 
 
-def _joined(runs: Runs) -> Runs:
-    """The same bytes in fewer runs: those that follow each other on both sides are one."""
+def _coalesce(runs: Runs) -> Runs:
+    """Merge consecutive runs that are adjacent on both sides."""
     ends = runs[:-1, :2] + runs[:-1, 2:]
     starts = np.flatnonzero(np.concatenate(([True], (runs[1:, :2] != ends).any(axis=1))))
     sizes = np.add.reduceat(runs[:, 2], starts)
     return np.column_stack((runs[starts, :2], sizes))
 
 
-def _cut(runs: Runs, parts: int) -> list[Runs]:
-    """The same bytes in `parts` pieces of equal size, but for rounding."""
+def _split(runs: Runs, parts: int) -> list[Runs]:
+    """Split the runs into `parts` pieces of equal bytes, up to rounding."""
     if parts == 1:
         return [runs]
     ends = np.cumsum(runs[:, 2])

@@ -1,4 +1,4 @@
-"""The thread that puts run on, turn by turn, so that none keeps the others waiting."""
+"""The thread that runs puts as cooperative tasks, so that none blocks the others."""
 
 from __future__ import annotations
 
@@ -13,54 +13,59 @@ from itertools import count
 
 from kvcache.errors import Internal
 
-__all__ = ["Turn", "Worker"]
+__all__ = ["Task", "Worker"]
 
 log = logging.getLogger(__name__)
 
-Turn = Callable[[], float | None]  # seconds until the next one is wanted; None: no more
+Task = Callable[[], float | None]  # returns the seconds until its next call; None: finished
 
 
 class Worker:
-    """One thread for any number of tasks, each of which is run in turns.
+    """One thread that calls any number of tasks round-robin.
 
-    A task that has to wait for something asks to be called again later; the others go on meanwhile,
-    and if there are none the thread sleeps. It ends with `close`, or with the last reference once
-    nothing is left to do.
+    A task that must wait returns a delay and is called again later; meanwhile the thread runs other
+    tasks or sleeps. The thread ends with `close`, or without tasks once the last reference to the
+    worker is gone.
     """
 
     def __init__(self, name: str) -> None:
-        self._turns = _Turns()
-        self._thread = threading.Thread(target=self._turns.run, name=name, daemon=True)
+        self._loop = _TaskLoop()
+        self._thread = threading.Thread(target=self._loop.run, name=name, daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._turns.end)
+        weakref.finalize(self, self._loop.end)
 
-    def submit(self, turn: Turn) -> None:
-        """Call `turn` on the thread until it returns None: behind all that are ready, or so many
-        seconds later. Raises `Internal` after `close`."""
-        self._turns.add(turn)
+    def submit(self, task: Task) -> None:
+        """Call `task` on the thread, behind all ready tasks, until it returns None.
+
+        After a call that returns a delay, the next call follows that many seconds later.
+
+        Raises: `Internal` after `close`.
+        """
+        self._loop.add(task)
 
     def close(self) -> None:
-        """Wait until all tasks are done; they may still add some."""
-        self._turns.end()
+        """Wait until all tasks are finished. Tasks may still submit others."""
+        self._loop.end()
         self._thread.join()
 
 
-class _Turns:
-    """What the thread knows. It must not know the worker, which would live for ever."""
+class _TaskLoop:
+    """State and loop of the thread, without a reference to the worker: the thread would keep the
+    worker alive for ever."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
-        self._ready: deque[Turn] = deque()
-        self._later: list[tuple[float, int, Turn]] = []  # a heap by time, then by age
-        self._ages = count()
+        self._ready: deque[Task] = deque()
+        self._later: list[tuple[float, int, Task]] = []  # heap by time, then by insertion
+        self._order = count()
         self._running = False
         self._ended = False
 
-    def add(self, turn: Turn) -> None:
+    def add(self, task: Task) -> None:
         with self._change:
             if self._ended and not (self._ready or self._later or self._running):
                 raise Internal("the transport is closed")
-            self._ready.append(turn)
+            self._ready.append(task)
             self._change.notify()
 
     def end(self) -> None:
@@ -70,25 +75,25 @@ class _Turns:
 
     def run(self) -> None:
         while True:
-            turn = self._next()
-            if turn is None:
+            task = self._next()
+            if task is None:
                 return
             try:
-                delay = turn()
-            except Exception:  # a task tells its owner itself
+                delay = task()
+            except Exception:  # a task reports expected failures to its owner itself
                 log.exception("a task of a transport failed")
                 delay = None
             with self._change:
                 self._running = False
                 if delay == 0:
-                    self._ready.append(turn)
+                    self._ready.append(task)
                 elif delay is not None:
                     when = time.monotonic() + delay
-                    heapq.heappush(self._later, (when, next(self._ages), turn))
-            del turn  # or it would live until the next one comes
+                    heapq.heappush(self._later, (when, next(self._order), task))
+            del task  # else the local variable keeps it alive until the next task arrives
 
-    def _next(self) -> Turn | None:
-        """The next turn, waited for; None when there will be none."""
+    def _next(self) -> Task | None:
+        """Wait for the next task that is due; return None at the end of the thread."""
         with self._change:
             while True:
                 now = time.monotonic()

@@ -14,7 +14,7 @@ from shm_peer import Commands
 from kvcache.lease.address import KVAddress
 from kvcache.memory.layout import KVLayout
 from kvcache.transport import Transport
-from kvcache.transport.nixl.sender import Link
+from kvcache.transport.nixl.target import NixlTarget
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.types import LeaseId
 
@@ -23,7 +23,7 @@ MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 2
 
 
 class NixlCommands(Commands):
-    target = Link
+    target = NixlTarget
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""NIXL, as much of it as a put needs: memory that one peer may write, transfers into a peer's.
+"""NIXL for puts: registration of memory that one peer may write, and transfers into a peer's.
 
-NIXL's own Python class is passed by for the module below it, since it makes the progress thread
-poll without a pause: a core per agent. With a delay that thread sleeps until the network wakes it.
+This uses NIXL's low-level bindings instead of its Python class. That class makes the progress
+thread poll without a pause, which costs a core per agent. With a progress delay the thread sleeps
+until the network wakes it.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import numpy.typing as npt
 
 from kvcache.errors import BadRequest, Internal, PeerUnreachable, Timeout
 
-__all__ = ["Agent", "load_nixl", "stay_on_loopback"]
+__all__ = ["Agent", "load_nixl", "restrict_to_loopback"]
 
 PACKAGES: Final = ("nixl_cu12", "nixl_cu13")  # either works without a GPU
 PROGRESS_DELAY_US: Final = 100_000  # the progress thread's longest sleep; traffic wakes it
-TRANSFER_TIMEOUT_S = 10.0  # one transfer is what one hold copies, or a few words
-SPINS: Final = 50  # looks at a transfer before the first pause; each is about a microsecond
+TRANSFER_TIMEOUT_S = 10.0  # of one transfer: the copies of one commit, or a few words
+SPINS: Final = 50  # polls of a transfer before the first pause; each takes about a microsecond
 PAUSE_S: Final = 50e-6
-STALL_S: Final = 0.1  # a longer pause is our own standing still, and counts as this
+STALL_S: Final = 0.1  # a longer pause means this process was stopped; it counts as this much
 
 
 def load_nixl() -> ModuleType:
-    """The library. Raises `BadRequest`, which says what to install, where it is missing."""
+    """Import NIXL's bindings. Raises: `BadRequest`, with the package to install, if missing."""
     for package in PACKAGES:
         try:
             return importlib.import_module(f"{package}._bindings")
@@ -44,25 +45,25 @@ def load_nixl() -> ModuleType:
     )
 
 
-def stay_on_loopback() -> None:
-    """Let agents made from now on use no network but the loopback, unless the user says else.
+def restrict_to_loopback() -> None:
+    """Make later agents use the loopback interface only, unless `UCX_NET_DEVICES` is set.
 
-    UCX has no authentication, and listens on all interfaces without this.
+    UCX has no authentication and by default listens on all interfaces.
     """
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
 class Agent:
-    """A NIXL agent over UCX for one peer; for one thread at a time.
+    """A NIXL agent over UCX for one peer; not thread-safe.
 
-    What it registers can be written by whoever has its metadata, until it is closed: its progress
-    thread has ended then, and its connections are down, so no byte arrives any more.
+    A peer that has the agent's metadata can write the registered memory until `close`. `close` ends
+    the progress thread and the connections, so no byte arrives afterwards.
     """
 
     def __init__(self, memory: Sequence[tuple[int, int]]) -> None:
-        """Register `(address, bytes)` pieces of this process's memory.
+        """Register `(address, bytes)` ranges of this process's memory.
 
-        Raises `BadRequest` without the library, `Internal` if UCX finds no network.
+        Raises: `BadRequest` if NIXL is not installed, `Internal` if UCX finds no network.
         """
         nixl = load_nixl()
         self._nixl = nixl
@@ -80,7 +81,7 @@ class Agent:
             pieces = [(address, size, 0, "") for address, size in memory]
             self._agent.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, pieces), [backend])
         except self._errors as error:
-            raise Internal(f"NIXL does not start: {error}") from error
+            raise Internal(f"NIXL failed to start: {error}") from error
         self._peer = ""
 
     def __enter__(self) -> Self:
@@ -96,12 +97,12 @@ class Agent:
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to reach the registered memory: addresses and keys, plain data."""
+        """Addresses and keys with which a peer can reach the registered memory; plain data."""
         metadata: bytes = self._agent.getLocalMD()
         return metadata
 
     def connect(self, metadata: bytes) -> None:
-        """Learn of the peer. Raises `PeerUnreachable`."""
+        """Load the peer's metadata. Raises: `PeerUnreachable` if that fails."""
         try:
             self._peer = self._agent.loadRemoteMD(metadata).decode()
         except self._errors as error:
@@ -113,43 +114,45 @@ class Agent:
         pieces: npt.NDArray[np.uint64],
         check: Callable[[], None],
     ) -> None:
-        """Move bytes between our memory and the peer's, and wait until they are there.
+        """Move bytes between local memory and the peer's; block until the transfer is complete.
 
-        `pieces` is `[n, 3]`: our address, the peer's, bytes. `check` is called while waiting; what
-        it raises ends the wait. Raises `PeerUnreachable` and `Timeout`; after any failure the
-        transfer may still be under way, until the agent is closed.
+        `pieces` is `[n, 3]`: local address, the peer's address, bytes. `check` is called while
+        waiting and may raise to end the wait.
+
+        Raises: `PeerUnreachable`; `Timeout` after `TRANSFER_TIMEOUT_S`. After a failure the
+        transfer may still be in flight until the agent is closed.
         """
         nixl = self._nixl
-        # The agent is in no variable here: a traceback that is kept would keep it alive.
-        ours, theirs = np.zeros_like(pieces), np.zeros_like(pieces)
-        ours[:, :2], theirs[:, :2] = pieces[:, (0, 2)], pieces[:, (1, 2)]
+        # No local variable refers to the agent: a kept traceback would keep the agent alive.
+        local, remote = np.zeros_like(pieces), np.zeros_like(pieces)
+        local[:, :2], remote[:, :2] = pieces[:, (0, 2)], pieces[:, (1, 2)]
         try:
             request = self._agent.createXferReq(
                 getattr(nixl, f"NIXL_{direction}"),
-                nixl.nixlXferDList(nixl.DRAM_SEG, ours),
-                nixl.nixlXferDList(nixl.DRAM_SEG, theirs),
+                nixl.nixlXferDList(nixl.DRAM_SEG, local),
+                nixl.nixlXferDList(nixl.DRAM_SEG, remote),
                 self._peer,
             )
             try:
                 status = self._agent.postXferReq(request)
-                looks, waited, now = 0, 0.0, time.monotonic()
+                polls, waited, now = 0, 0.0, time.monotonic()
                 while status == nixl.NIXL_IN_PROG:
-                    looks += 1
-                    if looks > SPINS:
+                    polls += 1
+                    if polls > SPINS:
                         check()
                         time.sleep(PAUSE_S)
                         before, now = now, time.monotonic()
                         waited += min(now - before, STALL_S)
                         if waited > TRANSFER_TIMEOUT_S:
-                            raise Timeout("the peer takes nothing: is it stopped?")
+                            raise Timeout("the peer accepts no data; its process may be stopped")
                     status = self._agent.getXferStatus(request)
             finally:
                 self._agent.releaseXferReq(request)
         except self._errors as error:
-            raise PeerUnreachable(f"the peer is gone: {error}") from error
+            raise PeerUnreachable(f"the peer has disconnected: {error}") from error
         if status != nixl.NIXL_SUCCESS:
             raise PeerUnreachable(f"the transfer failed: {status}")
 
     def close(self) -> None:
-        """Let go of connections and registrations; nothing is under way afterwards."""
-        self._agent = None  # the library ends an agent with the last reference to it
+        """Release connections and registrations. No transfer is in flight afterwards."""
+        self._agent = None  # NIXL destroys an agent with the last reference to it

@@ -37,8 +37,8 @@ from kvcache.lease.table import ReceiveLease
 from kvcache.memory.layout import KVLayout
 from kvcache.transport import make_transport
 from kvcache.transport.nixl import agent as nixl_agent
-from kvcache.transport.nixl import hello as nixl_hello
-from kvcache.transport.nixl.receiver import FlaggedRegion
+from kvcache.transport.nixl import handshake as nixl_handshake
+from kvcache.transport.nixl.listener import FlaggedRegion
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.types import SeqId
 
@@ -268,7 +268,7 @@ def test_an_endpoint_of_another_kind_is_unreachable(new: Callable[..., KVCache],
 def test_who_says_nothing_is_turned_out(
     new: Callable[..., KVCache], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(nixl_hello, "HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(nixl_handshake, "HANDSHAKE_TIMEOUT_S", 0.05)
     receiver = new("r")
     _, host, port = receiver.transport.endpoint.split(":")
     with socket.create_connection((host, int(port)), 10) as connection:
@@ -327,13 +327,13 @@ def test_a_right_is_not_held_by_two(new: Callable[..., KVCache]):
 def test_workers_of_one_sender_have_a_right_together(new: Callable[..., KVCache]):
     one, two, receiver = new("s"), new("t"), new("r")
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
-    links = []
+    targets = []
     for cache in (one, two):
         cache.open_put(address, PROMPT, 0, 20)
-        (link,) = cache.transport._links.values()  # type: ignore[attr-defined]
-        links.append(link)
+        (target,) = cache.transport._targets.values()  # type: ignore[attr-defined]
+        targets.append(target)
     region = receiver.transport.region
-    first, second = links
+    first, second = targets
     assert first.try_right(7, 5)
     assert not second.try_right(7)
     assert not second.try_right(7, 6)
@@ -448,7 +448,7 @@ def test_a_stopped_receiver_times_out_over_tcp(
     receiver.signal(signal.SIGSTOP)
     with monkeypatch.context() as impatient:
         impatient.setattr(nixl_agent, "TRANSFER_TIMEOUT_S", 0.3)
-        impatient.setattr(nixl_hello, "HELLO_TIMEOUT_S", 0.3)
+        impatient.setattr(nixl_handshake, "HANDSHAKE_TIMEOUT_S", 0.3)
         put.renew()
         with pytest.raises(Timeout):
             put.close().result(WAIT_S)
@@ -479,7 +479,7 @@ def test_a_vanished_senders_flags_fall(here: KVCache, peers: Callable[..., Peer]
     sender.call("send", address, PROMPT, 0, 21)
     assert not flags(here).any()
     sender.kill()
-    until(lambda: len(here.transport._receiver._free) == 119)  # type: ignore[attr-defined]
+    until(lambda: len(here.transport._listener._free) == 119)  # type: ignore[attr-defined]
     assert not flags(here).any()
 
 

@@ -1,16 +1,16 @@
-"""The receiving side of `nixl`: the write right without locks, and one agent for each sender.
+"""The receiving side of `nixl`: write rights without locks, and one agent per sender.
 
-A slot's row in the receiver's memory has its words and then a flag for each party; party 0 is the
-owner, the others are senders. NIXL has neither locks nor atomic operations, so the right is taken
-with loads and stores: raise your own flag, then read all others; if another is up, lower your own
-and try again later. Of two that try at a time at least one sees the other, so it is never held
-twice. The owner, too, only tries. Senders that share a claim raise their flags to its number, and
-do not mind each other's.
+A slot's row in the receiver's memory holds its words, then one flag per party. Party 0 is the
+owner, the others are senders. NIXL has neither locks nor atomic operations, so a party takes the
+write right with loads and stores (as in Dekker's algorithm): it raises its own flag, then reads all
+others. If another flag is raised, it lowers its own and tries again later. Of two concurrent
+attempts at least one sees the other, so the right is never held twice. The owner never waits
+either. Senders that share a claim set their flags to the claim and ignore each other's.
 
-A sender lowers its flag after its writes are complete: that is its acknowledgement. For a sender
-that dies, or whose host vanishes, the receiver does it, but first closes the agent that is there
-for this sender alone. Then no byte of it can arrive any more, not even one that the network still
-had; that its connection broke would not prove this.
+A sender lowers its flag after its writes are complete, which acknowledges them. For a sender that
+dies, or whose host vanishes, the receiver lowers the flag, but first closes the agent of this one
+sender. After that no byte of it can arrive, not even one still in the network; a broken connection
+would not prove this.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from kvcache.lease.control_slots import SLOTS, WORDS
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import LocalRegion
 from kvcache.transport.nixl.agent import Agent
-from kvcache.transport.nixl.hello import Welcome, greet, watch
+from kvcache.transport.nixl.handshake import RemoteRegion, accept_handshake, enable_keepalive
 
-__all__ = ["PARTIES", "ROW", "FlaggedRegion", "Receiver"]
+__all__ = ["PARTIES", "ROW", "FlaggedRegion", "SenderListener"]
 
 log = logging.getLogger(__name__)
 
 OWNER: Final = 0
-PARTIES: Final = 120  # the owner and the senders that can be connected at a time
-ROW: Final = WORDS + PARTIES  # words
-ACCEPT_AGAIN_S: Final = 0.1  # after a failure, as where this process has no descriptor left
+PARTIES: Final = 120  # one owner and up to 119 senders
+ROW: Final = WORDS + PARTIES  # 64-bit words of a slot's row
+ACCEPT_RETRY_S: Final = 0.1  # after a failed accept, as when file descriptors have run out
 
 
 class FlaggedRegion(LocalRegion):
-    """Private memory with a flag per slot and party."""
+    """Private memory with one flag per slot and party."""
 
     def __init__(self, layout: KVLayout) -> None:
         super().__init__(layout)
@@ -49,18 +49,18 @@ class FlaggedRegion(LocalRegion):
         self.slots = self.table[:, :WORDS]
         self.flags = self.table[:, WORDS:]
         self._fence = threading.Lock()
-        # For NIXL: address and size of the table and of the pool.
+        # (address, bytes) of the table and the pool, for registration with NIXL.
         self.memory = [
             (self.table.ctypes.data, self.table.nbytes),
             (self.pool.data_ptr(), layout.nbytes),
         ]
 
     def try_right(self, slot: int, share: int = 0) -> bool:
-        """For the owner, who never shares."""
+        """Try to take the right for the owner, which never shares it."""
         if not super().try_right(slot):
             return False
         self.flags[slot, OWNER] = 1
-        with self._fence:  # the store above is seen by all before the loads below
+        with self._fence:  # a full memory barrier between the store above and the loads below
             pass
         if self.flags[slot, OWNER + 1 :].any():
             self.drop_right(slot)
@@ -72,8 +72,8 @@ class FlaggedRegion(LocalRegion):
         super().drop_right(slot)
 
 
-class Receiver:
-    """Accepts senders. Each has a thread here, which sleeps until the sender goes."""
+class SenderListener:
+    """Accepts senders. Each has a thread, which sleeps until the sender disconnects."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Receiver:
         host: str,
         port: int,
     ) -> None:
-        """Listen. Raises `OSError` if that is not possible."""
+        """Listen at `host`. Raises: `OSError` if that fails."""
         self._region = region
         self._epoch = epoch
         self._secret = secret
@@ -97,7 +97,7 @@ class Receiver:
         self._accepting.start()
 
     def close(self) -> None:
-        """Turn all senders out; nothing is written afterwards."""
+        """Disconnect all senders. None writes afterwards."""
         self._closed.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
@@ -105,7 +105,7 @@ class Receiver:
         with self._lock:
             senders = dict(self._senders)
             for connection in senders:
-                with contextlib.suppress(OSError):  # it is down already
+                with contextlib.suppress(OSError):  # the connection is closed already
                     connection.shutdown(socket.SHUT_RDWR)
         for thread in senders.values():
             thread.join()
@@ -115,26 +115,26 @@ class Receiver:
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                if self._closed.wait(ACCEPT_AGAIN_S):
+                if self._closed.wait(ACCEPT_RETRY_S):
                     return
                 log.warning("a sender could not be accepted: %s", error)
                 continue
             thread = threading.Thread(
-                target=self._attend, args=(connection,), name="nixl-sender", daemon=True
+                target=self._serve, args=(connection,), name="nixl-sender", daemon=True
             )
             with self._lock:
                 self._senders[connection] = thread
             thread.start()
 
-    def _attend(self, connection: socket.socket) -> None:
-        """One sender, from its hello to its end."""
+    def _serve(self, connection: socket.socket) -> None:
+        """Serve one sender from its handshake to its end."""
         try:
-            welcome = greet(connection, self._secret, self._epoch)
-            party = self._enter()
+            finish = accept_handshake(connection, self._secret, self._epoch)
+            party = self._take_party()
             try:
                 with Agent(self._region.memory) as agent:
-                    welcome(
-                        Welcome(
+                    finish(
+                        RemoteRegion(
                             metadata=agent.metadata.hex(),
                             table=self._region.memory[0][0],
                             pool=self._region.memory[1][0],
@@ -142,25 +142,25 @@ class Receiver:
                             party=party,
                         )
                     )
-                    watch(connection)
-                    connection.recv(1)  # returns or fails when the sender is gone
+                    enable_keepalive(connection)
+                    connection.recv(1)  # blocks until the sender disconnects
             finally:
-                self._leave(party)
+                self._free_party(party)
         except (MicroserveError, OSError) as error:
-            log.info("a sender is gone: %s", error)
+            log.info("a sender has disconnected: %s", error)
         finally:
             with self._lock:
                 del self._senders[connection]
                 connection.close()
 
-    def _enter(self) -> int:
+    def _take_party(self) -> int:
         with self._lock:
             if not self._free:
-                raise NoCapacity(f"{PARTIES - 1} senders are connected")
+                raise NoCapacity(f"{PARTIES - 1} senders are connected, the limit")
             return self._free.pop()
 
-    def _leave(self, party: int) -> None:
-        """After its agent: the sender's writes have ended, so its flags fall."""
+    def _free_party(self, party: int) -> None:
+        """Lower the sender's flags. Its agent is closed, so its writes have ended."""
         self._region.flags[:, party] = 0
         with self._lock:
             self._free.append(party)

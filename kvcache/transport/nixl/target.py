@@ -15,51 +15,56 @@ from kvcache.lease.control_slots import WORDS
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import Region
 from kvcache.transport.nixl.agent import Agent
-from kvcache.transport.nixl.hello import HELLO_TIMEOUT_S, Welcome, is_over, meet, watch
-from kvcache.transport.nixl.receiver import ROW
+from kvcache.transport.nixl.handshake import (
+    HANDSHAKE_TIMEOUT_S,
+    RemoteRegion,
+    enable_keepalive,
+    is_closed,
+    send_handshake,
+)
+from kvcache.transport.nixl.listener import ROW
 from kvcache.transport.runs import Runs
 from kvcache.transport.target import HostTarget
 from kvcache.transport.worker import Worker
 
-__all__ = ["Link"]
+__all__ = ["NixlTarget"]
 
 WORD = 8  # bytes
 ROW_BYTES = ROW * WORD
-ALONE: Final = 1  # the flag of who has a right alone; else it is the number that they share
+EXCLUSIVE: Final = 1  # flag of an exclusive holder; shared holders raise the number they share
 
 
-class Link(HostTarget):
-    """A `Target` behind a network. All its work is done by its worker, which has one thread.
+class NixlTarget(HostTarget):
+    """A `Target` behind a network. All its work runs on the one thread of its worker.
 
-    The first failure ends it, and with it whatever is under way; all later calls raise the same.
+    The first failure closes the connection and aborts all work in flight. Later calls raise the
+    same error.
     """
 
     def __init__(self, source: Region, like: KVLayout) -> None:
-        """`source` is ours; `like` gives all of the peer's layout but the number of pages.
-
-        Nothing is connected before `open`.
-        """
+        """`source` is the sender's region; `like` is the peer's layout except for its number of
+        pages. `open` connects."""
         self.worker = Worker("put")
         self._source = source
         self._like = like
-        self._row = np.zeros(ROW, dtype=np.uint64)  # the slot's, as last read
-        self._row_is_new = False  # whether it has been read for who has the right now
-        self._out = np.zeros(ROW, dtype=np.uint64)  # words on their way out
+        self._row = np.zeros(ROW, dtype=np.uint64)  # the slot's row as last read
+        self._row_is_fresh = False  # whether it was read under the current write right
+        self._out = np.zeros(ROW, dtype=np.uint64)  # words to be written
         self._failure: MicroserveError | None = None
         self._connection: socket.socket | None = None
         self._agent: Agent
-        self._welcome: Welcome
-        self._bases: Runs  # where the two pools begin
+        self._remote: RemoteRegion
+        self._bases: Runs  # addresses of the two pools, and 0
 
     def open(self, host: str, port: int, secret: bytes, epoch: int) -> None:
-        """Connect. What goes wrong is raised by all later calls: `PeerUnreachable`, and
-        `StaleEpoch` if it is another life of the peer."""
+        """Connect. A failure is kept, and all later calls raise it: `PeerUnreachable`, or
+        `StaleEpoch` if the peer has restarted."""
         connection: socket.socket | None = None
         pool = self._source.pool
         try:
-            connection = socket.create_connection((host, port), HELLO_TIMEOUT_S)
-            self._welcome = meet(connection, secret, epoch)
-            watch(connection)
+            connection = socket.create_connection((host, port), HANDSHAKE_TIMEOUT_S)
+            self._remote = send_handshake(connection, secret, epoch)
+            enable_keepalive(connection)
             self._agent = Agent(
                 [
                     (pool.data_ptr(), pool.nbytes),
@@ -67,54 +72,54 @@ class Link(HostTarget):
                     (self._out.ctypes.data, self._out.nbytes),
                 ]
             )
-            self._agent.connect(bytes.fromhex(self._welcome.metadata))
+            self._agent.connect(bytes.fromhex(self._remote.metadata))
         except (MicroserveError, OSError) as error:
             if isinstance(error, OSError):
-                what = "nobody listens at" if connection is None else "nobody stays at"
-                self._failure = PeerUnreachable(f"{what} {host}:{port}: {error}")
+                failed = "cannot connect to" if connection is None else "lost the connection to"
+                self._failure = PeerUnreachable(f"{failed} {host}:{port}: {error}")
             else:
                 self._failure = error
             if connection is not None:
                 connection.close()
             return
-        self._bases = np.array([pool.data_ptr(), self._welcome.pool, 0])
+        self._bases = np.array([pool.data_ptr(), self._remote.pool, 0])
         self._connection = connection
 
     @property
     def ended(self) -> bool:
-        """Whether something has failed or the peer is gone; any thread may ask."""
+        """Whether a call has failed or the peer has disconnected; thread-safe."""
         connection = self._connection
-        return self._failure is not None or (connection is not None and is_over(connection))
+        return self._failure is not None or (connection is not None and is_closed(connection))
 
     def close(self) -> None:
-        """Let go of the peer, our writes first: when it sees the connection end, none follows."""
+        """Close the agent, then the connection: no write follows once the peer sees it closed."""
         if self._connection is not None and self._failure is None:
-            self._end(PeerUnreachable("the link was closed"))
+            self._end(PeerUnreachable("the connection was closed"))
 
     @property
     def layout(self) -> KVLayout:
         return replace(self._like, pages=self._peer.pages)
 
     def try_right(self, slot: int, share: int = 0) -> bool:
-        self._write_words(slot, {WORDS + self._peer.party: share or ALONE})
+        self._write_words(slot, {WORDS + self._peer.party: share or EXCLUSIVE})
         self._read_row(slot)
         flags = self._row[WORDS:].copy()
         flags[self._peer.party] = 0
         if ((flags != 0) & (flags != share)).any():
             self.drop_right(slot)
             return False
-        self._row_is_new = True
+        self._row_is_fresh = True
         return True
 
     def drop_right(self, slot: int) -> None:
-        # After a failure the receiver does it, once nothing of ours can arrive any more.
+        # After a failure the receiver lowers the flag, once no byte of this sender can arrive.
         if self._failure is None:
             self._write_words(slot, {WORDS + self._peer.party: 0})
 
     def words(self, slot: int) -> npt.NDArray[np.uint64]:
-        if not self._row_is_new:
+        if not self._row_is_fresh:
             self._read_row(slot)
-        self._row_is_new = False
+        self._row_is_fresh = False
         return self._row[:WORDS]
 
     def store(self, slot: int, words: Mapping[int, int]) -> None:
@@ -134,10 +139,10 @@ class Link(HostTarget):
         self._transfer("WRITE", pieces)
 
     @property
-    def _peer(self) -> Welcome:
+    def _peer(self) -> RemoteRegion:
         if self._failure is not None:
             raise self._failure
-        return self._welcome
+        return self._remote
 
     def _at(self, slot: int, word: int) -> int:
         return self._peer.table + (slot * ROW + word) * WORD
@@ -150,8 +155,8 @@ class Link(HostTarget):
             raise
 
     def _check(self) -> None:
-        if self._connection is None or is_over(self._connection):
-            raise PeerUnreachable("the peer is gone")
+        if self._connection is None or is_closed(self._connection):
+            raise PeerUnreachable("the peer has disconnected")
 
     def _end(self, failure: MicroserveError) -> None:
         self._failure = failure

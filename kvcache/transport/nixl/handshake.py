@@ -1,0 +1,159 @@
+"""The handshake of sender and receiver: over TCP, each side proves that it has the secret.
+
+    receiver ──► epoch, challenge
+    sender   ──► challenge, proof
+    receiver ──► proof, NIXL metadata, addresses of slots and pool, index of the sender's flags
+
+Each frame is one JSON document behind its length. No data follows the handshake. The connection
+stays open while both processes live, and its end tells each side that the other has gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from kvcache.errors import PeerUnreachable, StaleEpoch
+
+__all__ = [
+    "RemoteRegion",
+    "accept_handshake",
+    "enable_keepalive",
+    "is_closed",
+    "send_handshake",
+]
+
+HANDSHAKE_TIMEOUT_S = 5.0  # for each frame
+MAX_FRAME_BYTES: Final = 1 << 20
+KEEPALIVE: Final = (10, 5, 4)  # seconds to the first probe, seconds between probes, probes
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRegion:
+    """A receiver's region as it describes it to a sender."""
+
+    metadata: str  # of the receiver's NIXL agent for this one sender; hex
+    table: int  # address of the slots
+    pool: int  # address of the pool
+    pages: int  # KVLayout.pages
+    party: int  # index of the sender's flag in each slot's row
+
+
+def accept_handshake(
+    connection: socket.socket, secret: bytes, epoch: int
+) -> Callable[[RemoteRegion], None]:
+    """Run the receiver's side. Return a function that sends the last frame.
+
+    Raises: `PeerUnreachable` if the sender does not answer or does not have the secret.
+    """
+    challenge = secrets.token_hex(16)
+    connection.settimeout(HANDSHAKE_TIMEOUT_S)
+    _send(connection, {"epoch": epoch, "challenge": challenge})
+    reply = _receive(connection)
+    theirs = str(reply.get("challenge"))
+    if not _is_proof(reply.get("proof"), secret, "sender", challenge, theirs):
+        raise PeerUnreachable("a sender does not have this cluster's secret")
+
+    def finish(region: RemoteRegion) -> None:
+        body = json.dumps(asdict(region))
+        proof = _proof(secret, "receiver", challenge, theirs, body)
+        _send(connection, {"proof": proof, "body": body})
+
+    return finish
+
+
+def send_handshake(connection: socket.socket, secret: bytes, epoch: int) -> RemoteRegion:
+    """Run the sender's side. Return the description of the receiver's region.
+
+    Raises: `PeerUnreachable` if the receiver does not answer or does not have the secret;
+    `StaleEpoch` if the engine at the address has restarted.
+    """
+    connection.settimeout(HANDSHAKE_TIMEOUT_S)
+    opening = _receive(connection)
+    if opening.get("epoch") != epoch:
+        raise StaleEpoch("the engine was restarted since the address was made")
+    theirs, challenge = str(opening.get("challenge")), secrets.token_hex(16)
+    _send(
+        connection,
+        {"challenge": challenge, "proof": _proof(secret, "sender", theirs, challenge)},
+    )
+    reply = _receive(connection)
+    body = str(reply.get("body"))
+    if not _is_proof(reply.get("proof"), secret, "receiver", theirs, challenge, body):
+        raise PeerUnreachable("the receiver does not have this cluster's secret")
+    try:
+        return RemoteRegion(**json.loads(body))
+    except TypeError as error:
+        raise PeerUnreachable("the receiver runs an incompatible version") from error
+
+
+def enable_keepalive(connection: socket.socket) -> None:
+    """Remove the timeout after the handshake, and let TCP keep-alive detect a vanished host.
+
+    The connection then fails.
+    """
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in zip(
+        (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT), KEEPALIVE, strict=True
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Return whether the peer has closed the connection or it has failed; never block."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _send(connection: socket.socket, fields: dict[str, Any]) -> None:
+    body = json.dumps(fields).encode()
+    try:
+        connection.sendall(struct.pack(">I", len(body)) + body)
+    except OSError as error:
+        raise PeerUnreachable(f"the peer cannot be sent to: {error}") from error
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    (length,) = struct.unpack(">I", _exactly(connection, 4))
+    if length > MAX_FRAME_BYTES:
+        raise PeerUnreachable("the peer does not speak this protocol")
+    try:
+        fields = json.loads(_exactly(connection, length))
+    except ValueError as error:
+        raise PeerUnreachable("the peer does not speak this protocol") from error
+    if not isinstance(fields, dict):
+        raise PeerUnreachable("the peer does not speak this protocol")
+    return fields
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        try:
+            part = connection.recv(length - len(data))
+        except OSError as error:  # includes timeouts
+            raise PeerUnreachable(f"the peer does not answer: {error}") from error
+        if not part:
+            raise PeerUnreachable("the peer closed the connection")
+        data += part
+    return data
+
+
+def _proof(secret: bytes, *fields: str) -> str:
+    return hmac.new(secret, "|".join(fields).encode(), hashlib.sha256).hexdigest()
+
+
+def _is_proof(proof: object, secret: bytes, *fields: str) -> bool:
+    return isinstance(proof, str) and hmac.compare_digest(proof, _proof(secret, *fields))
