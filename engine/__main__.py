@@ -1,7 +1,7 @@
 """`python -m engine MODEL [flags]`: one engine process.
 
-Prints one line to standard output when it is ready, `engine ID ready URL`; logs go to standard
-error. SIGTERM and SIGINT end it, with exit code 0.
+Prints `engine ID ready URL` to standard output when it listens; logs go to standard error. SIGTERM
+and SIGINT end it with exit code 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From flags to a running engine, and back to nothing."""
+"""The command line of an engine: from flags to a running process and its clean end."""
 
 from __future__ import annotations
 
@@ -31,13 +31,23 @@ __all__ = ["main", "parse_flags"]
 log = logging.getLogger("engine")
 
 PR_SET_PDEATHSIG = 1
-# Seconds after which the step loop and the event loop take turns. Python's 5 ms would be added to
-# what a caller waits for, where a step is busy in Python.
-TURN_S = 0.0005
+# Of the interpreter lock, between the step loop and the event loop. Python's default of 5 ms would
+# delay responses while a step runs Python code.
+SWITCH_INTERVAL_S = 0.0005
+AT_LEAST_1 = ("page_size", "max_batch", "max_waiting", "token_budget", "lease_ms", "max_body_mb")
+NOT_NEGATIVE = (
+    "pool_pages",
+    "host_pages",
+    "disk_pages",
+    "threads",
+    "parent_pid",
+    "step_ms",
+    "prefill_tokens_per_ms",
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one engine until it is told to stop; returns the exit code."""
+    """Run one engine until SIGTERM or SIGINT; return the exit code."""
     config = parse_flags(argv)
     logging.basicConfig(
         level=config.log_level.upper(),
@@ -49,11 +59,11 @@ def main(argv: Sequence[str]) -> int:
     if config.cpus:
         os.sched_setaffinity(0, parse_cpus(config.cpus))
     if not config.api_key and not _is_loopback(config.host):
-        print(f"error: listening on {config.host} needs --api-key", file=sys.stderr)
+        print(f"error: --host {config.host} needs --api-key", file=sys.stderr)
         return 2
-    sys.setswitchinterval(TURN_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     secret = os.environ.get("MICROSERVE_SECRET", "").encode() or secrets.token_bytes(32)
-    # Torch takes a second to import: after the flags are known to be good, and on its cores.
+    # Importing torch takes a second; the flags are valid and the process is on its cores now.
     from engine.models import ModelError
     from engine.protocol import MicroserveError
 
@@ -70,9 +80,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_flags(argv: Sequence[str]) -> EngineConfig:
-    """An `EngineConfig` from a command line; bad flags exit with 2, as argparse does."""
-    parser = argparse.ArgumentParser(prog="python -m engine", description=EngineConfig.__doc__)
-    parser.add_argument("model", nargs="?", default=EngineConfig.model)
+    """Parse a command line. Bad flags exit with status 2, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine",
+        usage="python -m engine [MODEL] [flags]",
+        description="Run one engine.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=EngineConfig.model,
+        help="alias, folder, .gguf file or hub id (default: %(default)s)",
+    )
+    headings = dict.fromkeys(
+        flag.metadata["group"] for flag in dataclasses.fields(EngineConfig) if flag.metadata
+    )
+    groups = {heading: parser.add_argument_group(heading) for heading in headings}
     hints = get_type_hints(EngineConfig)
     for flag in dataclasses.fields(EngineConfig):
         if flag.name == "model":
@@ -84,12 +107,13 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         if kind is bool:
             options = {"action": "store_true"}
         default = flag.default
-        if flag.metadata.get("secret"):  # an argument can be read by everybody on the machine
+        if flag.metadata.get("secret"):  # other users can read command lines
             default = os.environ.get(f"MICROSERVE_ENGINE_{flag.name.upper()}", default)
-        parser.add_argument(
+        shown = "" if flag.default in ("", False) else f" (default: {flag.default})"
+        groups[flag.metadata["group"]].add_argument(
             "--" + flag.name.replace("_", "-"),
             default=default,
-            help=f"{flag.metadata['help']} (default: {flag.default!r})".replace("%", "%%"),
+            help=(flag.metadata["help"] + shown).replace("%", "%%"),
             **options,
         )
     try:
@@ -97,31 +121,16 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         parse_cpus(config.cpus)
     except ValueError as error:
         parser.error(str(error))
-    for name in (
-        "page_size",
-        "max_batch",
-        "max_waiting",
-        "token_budget",
-        "lease_ms",
-        "max_body_mb",
-    ):
+    for name in AT_LEAST_1:
         if getattr(config, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    for name in (
-        "pool_pages",
-        "host_pages",
-        "disk_pages",
-        "threads",
-        "parent_pid",
-        "step_ms",
-        "prefill_tokens_per_ms",
-    ):
+    for name in NOT_NEGATIVE:
         if getattr(config, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
     if config.decode_slowdown and not config.decode_slowdown >= 1:
-        parser.error("--decode-slowdown must be at least 1, or 0")
+        parser.error("--decode-slowdown must be 0 or at least 1")
     if config.router and not config.advertise and config.host in ("", "::", "0.0.0.0"):  # noqa: S104
-        parser.error(f"on --host {config.host!r} a router needs --advertise to reach it by")
+        parser.error(f"--router with --host {config.host!r} needs --advertise")
     if bool(config.tls_cert) != bool(config.tls_key):
         parser.error("--tls-cert and --tls-key go together")
     try:
@@ -138,20 +147,20 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """`0,2-3` as {0, 2, 3}. Raises `ValueError`."""
+    """Parse `0,2-3` into {0, 2, 3}. Raises `ValueError`, also for unavailable cores."""
     cpus: set[int] = set()
     for part in text.split(",") if text else ():
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise ValueError(f"--cpus {text}: want cores as in 0,2-3")
+            raise ValueError(f"--cpus {text}: expected cores as in 0,2-3")
         cpus |= set(range(int(first), int(last or first) + 1))
     if missing := cpus - os.sched_getaffinity(0):
-        raise ValueError(f"--cpus {text}: core {min(missing)} is not available here")
+        raise ValueError(f"--cpus {text}: core {min(missing)} is not available")
     return cpus
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's, on platforms that have it."""
+    """Return a uvloop event loop if uvloop is installed, else asyncio's."""
     try:
         import uvloop
     except ImportError:
@@ -167,8 +176,8 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
         from engine.mock.openai import build_mock_app as new_app
 
     with socket.create_server((config.host, config.port), backlog=512) as listener:
-        # asyncio sets it on sockets that name their protocol only: each small answer, and each
-        # event, would wait 40 ms for the caller's acknowledgement of what was written before.
+        # asyncio sets it only on sockets with an explicit protocol number. Without it, each small
+        # response and event would wait up to 40 ms for the acknowledgement of earlier data.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         host, port = listener.getsockname()[:2]
         config = dataclasses.replace(
@@ -201,10 +210,10 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
 async def _running(
     config: EngineConfig, secret: bytes, epoch: int
 ) -> AsyncIterator[MicroserveEngine]:
-    """The engine with its model loaded and its step loop turning; all of it is gone afterwards."""
+    """Run an engine with its model and its step loop, and close both afterwards."""
     from engine.build import build_engine
 
-    # A claim may wait for a stopped peer: so many may, until others have to wait for them.
+    # A claim may block on a stopped peer; this many can before they delay others.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64, "claim"))
     engine = build_engine(config, secret, epoch)
     engine.loop.start()
@@ -217,7 +226,7 @@ async def _running(
 
 
 def _server(engine: MicroserveEngine, config: uvicorn.Config, ready: str) -> uvicorn.Server:
-    """A server that prints `ready` when it listens, and ends quietly on SIGTERM and SIGINT."""
+    """Return a server that prints `ready` when it listens and ends on SIGTERM and SIGINT."""
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -225,12 +234,12 @@ def _server(engine: MicroserveEngine, config: uvicorn.Config, ready: str) -> uvi
             print(ready, flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            engine.shut_down()  # else it would wait for streams, and log those that it cuts off
+            engine.shut_down()  # otherwise it waits for streams and logs the ones it cancels
             await super().shutdown(sockets)
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            # uvicorn's own raises the signal again when it is done: the exit code would not be 0.
+            # uvicorn's version raises the signal again at the end: the exit code would not be 0.
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -240,7 +249,7 @@ def _server(engine: MicroserveEngine, config: uvicorn.Config, ready: str) -> uvi
 
 
 def _listening(config: EngineConfig) -> str:
-    """Where it listens, whatever it advertises."""
+    """Return the URL it listens on, whatever it advertises."""
     return dataclasses.replace(config, advertise="").url
 
 
@@ -252,6 +261,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _die_with(parent: int) -> bool:
-    """Ask the kernel for SIGKILL when the parent ends; False if it has ended already."""
+    """Have the kernel kill this process when its parent ends; False if it has already ended."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent

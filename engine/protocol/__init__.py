@@ -1,33 +1,38 @@
-"""What router and engine say to each other: messages, errors, engine flags. Imports no torch."""
+"""The protocol between router and engine: messages, errors and the engine's flags.
 
-from engine.protocol.config import EngineConfig
-from engine.protocol.messages import (
+May import nothing of the engine. Importable without torch: routers import it.
+"""
+
+from engine.protocol.calls import (
     Commit,
-    EngineState,
-    Event,
     Extend,
-    ExtendReply,
-    Lease,
     Mirror,
-    Mirrored,
     MirrorGeneration,
-    ModelInfo,
-    PageCounts,
     Pin,
-    PrefixChange,
     PrepRecv,
-    PrepRecvReply,
     Release,
     RemoteSend,
-    RemoteSendReply,
     Sampling,
     StartGenerate,
     Structure,
+)
+from engine.protocol.config import EngineConfig
+from engine.protocol.names import page_name, page_names
+from engine.protocol.replies import (
+    EngineState,
+    Event,
+    ExtendReply,
+    Lease,
+    Mirrored,
+    ModelInfo,
+    PageCounts,
+    PrefixChange,
+    PrepRecvReply,
+    RemoteSendReply,
     TierCounts,
     TokenLogprob,
     Usage,
 )
-from engine.protocol.names import page_name, page_names
 from engine.protocol.wire import error_body, error_from_body, parse
 from kvcache.errors import (
     BadAddress,

@@ -1,4 +1,4 @@
-"""The flags of an engine, once, for `python -m engine`, `microserve engine` and `microserve up`."""
+"""The engine's flags, for `python -m engine`, `microserve engine` and `microserve up`."""
 
 from __future__ import annotations
 
@@ -7,79 +7,96 @@ from typing import Any, Literal
 
 __all__ = ["EngineConfig"]
 
-
-def flag(default: Any, help: str) -> Any:
-    """A field that is also a command-line flag, `--its-name`, with `help`."""
-    return field(default=default, metadata={"help": help})
+SERVER, MODEL, POOL, TIERS = "Server", "Model", "KV pool", "Tiers"
+SCHEDULING, CLUSTER, KEYS, TLS, MOCK = "Scheduling", "Cluster", "Keys", "TLS", "Mock model"
 
 
-def secret(help: str) -> Any:
-    """A flag that nothing may show. Its environment twin is read by the engine itself."""
-    return field(default="", repr=False, metadata={"help": help, "secret": True})
+def flag(default: Any, group: str, help: str) -> Any:
+    """A field that is also a command-line flag, `--its-name`, listed in `group`."""
+    return field(default=default, metadata={"help": help, "group": group})
+
+
+def secret(group: str, help: str) -> Any:
+    """A string flag that `repr` omits; the engine also reads it from its environment."""
+    return field(default="", repr=False, metadata={"help": help, "group": group, "secret": True})
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One engine, as started. `model` is an alias, a folder, a .gguf file or a hub id."""
+    """Settings of one engine. `model` is an alias, a folder, a .gguf file or a hub id."""
 
     model: str = "smollm2"
-    host: str = flag("127.0.0.1", "address to listen on")
-    port: int = flag(8100, "port to listen on; 0 takes a free one")
-    role: Literal["any", "prefill", "decode"] = flag("any", "a hint to strategies")
-    device: Literal["cpu", "cuda"] = flag("cpu", "where the model runs")
+    host: str = flag("127.0.0.1", SERVER, "address to listen on")
+    port: int = flag(8100, SERVER, "port to listen on; 0 picks a free one")
+    role: Literal["any", "prefill", "decode"] = flag(
+        "any", CLUSTER, "role in the cluster, a hint to strategies"
+    )
+    device: Literal["cpu", "cuda"] = flag("cpu", MODEL, "device that runs the model")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto",
-        "of weights and KV; auto: bfloat16 where the device multiplies it, else float32, in which "
-        "tokens do not depend on the strategy by a bit",
+        MODEL,
+        "dtype of weights and KV; auto: bfloat16 if the device multiplies it, else float32, which "
+        "gives the same tokens under every strategy",
     )
     quantization: Literal["none", "int8"] = flag(
         "none",
-        "of the weights that are multiplied with; int8: one byte each, half the memory, and faster "
-        "where few sequences decode; on a CPU, in bfloat16",
+        MODEL,
+        "weights of matrix products; int8: half of bfloat16's memory, faster for few decodes; "
+        "needs a CPU and bfloat16",
     )
-    threads: int = flag(0, "compute threads; 0: one per usable core")
-    cpus: str = flag("", "cores to run on, as in 0,1 or 0-3; empty: any")
+    threads: int = flag(0, SERVER, "compute threads; 0: one per usable core")
+    cpus: str = flag("", SERVER, "cores to run on, such as 0,1 or 0-3; empty: all")
     transport: Literal["shm", "nixl"] = flag(
-        "shm", "how KV travels: shm within a host; nixl also between hosts (extra nixl)"
+        "shm", CLUSTER, "KV transport; shm: within a host; nixl: also between hosts (extra nixl)"
     )
-    pool_pages: int = flag(0, "pages of the KV pool; 0: chosen from the model and free memory")
-    page_size: int = flag(16, "tokens per page")
-    host_pages: int = flag(0, "pages of host memory for prefixes and requests that lost their room")
-    disk_pages: int = flag(0, "pages of disk space for the same, below that; needs --disk-dir")
-    disk_dir: str = flag("", "folder for them, in a file without a name")
+    pool_pages: int = flag(0, POOL, "pages of the KV pool; 0: chosen from model and memory")
+    page_size: int = flag(16, POOL, "tokens per page")
+    host_pages: int = flag(0, TIERS, "pages of host memory for prefixes and preempted requests")
+    disk_pages: int = flag(0, TIERS, "pages of disk for the same; needs --disk-dir")
+    disk_dir: str = flag(
+        "", TIERS, "folder for the disk tier, in a file that is unlinked unless --disk-keep"
+    )
     disk_keep: bool = flag(
-        False, "name that file after the engine's id, and find it again when the engine has died"
+        False, TIERS, "name the file after the engine id, and reuse it after a restart"
     )
     preemption: Literal["swap", "recompute"] = flag(
-        "swap", "what becomes of a request that loses its room; without such pages: recompute"
+        "swap",
+        SCHEDULING,
+        "what a preempted request does with its KV; swap: move it to a tier that has room",
     )
-    max_batch: int = flag(256, "sequences decoded in one step, at most")
-    max_waiting: int = flag(1024, "requests waiting for their turn, at most; then no_capacity")
-    token_budget: int = flag(512, "tokens run through the model in one step, at most")
+    max_batch: int = flag(256, SCHEDULING, "most sequences decoded in one step")
+    max_waiting: int = flag(
+        1024, SCHEDULING, "most waiting requests; further ones fail with no_capacity"
+    )
+    token_budget: int = flag(512, SCHEDULING, "most tokens run through the model in one step")
     decode_slowdown: float = flag(
-        1.5, "how much longer prompts may make a step with decodes, about; 0: as the budget allows"
+        1.5, SCHEDULING, "factor by which prompts may lengthen a step with decodes; 0: no limit"
     )
-    lease_ms: int = flag(30_000, "how long a receive lease lives while nobody writes (ms)")
-    max_body_mb: int = flag(16, "largest request body (MiB)")
-    step_ms: float = flag(20.0, "of the model mock: how long a step takes (ms)")
+    lease_ms: int = flag(30_000, POOL, "lifetime of a receive lease without a write (ms)")
+    max_body_mb: int = flag(16, SERVER, "largest request body (MiB)")
+    step_ms: float = flag(20.0, MOCK, "duration of a step (ms)")
     prefill_tokens_per_ms: float = flag(
-        50.0, "of the model mock: prompt tokens that it computes in 1 ms; 0: no time at all"
+        50.0, MOCK, "prompt tokens computed per ms; 0: prompts take no time"
     )
-    router: str = flag("", "URL of a router to register with")
-    router_ca: str = flag("", "certificates (PEM) that an https router's is signed by")
-    admin_key: str = secret("key of that router's admin API")
-    advertise: str = flag("", "URL that routers and engines reach this one by; empty: host:port")
-    labels: str = flag("", "what the router's admin API shows of it, as in zone=a,rack=7")
-    engine_id: str = flag("", "name in the fleet; empty: host:port")
-    api_key: str = secret("key that callers must send; needed on any address but loopback")
-    tls_cert: str = flag("", "certificate chain (PEM); with --tls-key: https")
-    tls_key: str = flag("", "its key (PEM)")
-    log_level: Literal["debug", "info", "warning", "error"] = flag("warning", "what to log")
-    parent_pid: int = flag(0, "die when this process dies; 0: do not")
+    router: str = flag("", CLUSTER, "URL of a router to register with")
+    router_ca: str = flag("", TLS, "CA certificates (PEM) for an https router and https peers")
+    admin_key: str = secret(KEYS, "key of the admin API of --router")
+    advertise: str = flag(
+        "", CLUSTER, "URL at which routers and engines reach this engine; empty: host:port"
+    )
+    labels: str = flag("", CLUSTER, "labels shown by the router's admin API, such as zone=a,rack=7")
+    engine_id: str = flag("", CLUSTER, "name in the fleet; empty: host:port")
+    api_key: str = secret(KEYS, "key that callers must send; required unless --host is loopback")
+    tls_cert: str = flag("", TLS, "certificate chain (PEM); with --tls-key: serve https")
+    tls_key: str = flag("", TLS, "private key of --tls-cert (PEM)")
+    log_level: Literal["debug", "info", "warning", "error"] = flag(
+        "warning", SERVER, "lowest level of logged messages"
+    )
+    parent_pid: int = flag(0, SERVER, "die together with this parent process; 0: do not")
 
     @property
     def url(self) -> str:
-        """Where routers and other engines reach it, once `port` is known."""
+        """The URL for routers and other engines, once `port` is known."""
         if self.advertise:
             return self.advertise.rstrip("/")
         host = f"[{self.host}]" if ":" in self.host else self.host

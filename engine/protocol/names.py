@@ -1,8 +1,8 @@
-"""The names of pages: how a router knows a page that an engine has cached, without its tokens.
+"""Page names: routers identify cached pages by them, without the pages' tokens.
 
-A name says all tokens up to the page's end, so pages of equal names hold the same KV, wherever they
-are; and who has a page has all before it. Names are of 64 bits: two prompts that share one by
-chance cost a request some time, never its tokens, for engines match tokens.
+A name is a hash of all tokens up to the page's end. Pages of equal names hold the same KV on any
+engine, and a cache that holds a page holds all pages before it. A hash has 64 bits: a collision
+costs a request some time but never gives it wrong tokens, because engines match tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ TOKEN_BYTES = 4
 
 
 def page_name(before: PageName, page: bytes) -> PageName:
-    """The name of a page: of the name of the page before it ("" for none), and of its own tokens,
-    int32, little endian. 16 hexadecimal digits."""
+    """Return the name of a page: 16 hexadecimal digits.
+
+    `before` is the name of the page before it, "" for none. `page` holds its tokens as
+    little-endian int32.
+    """
     return PageName(blake2b(before.encode() + page, digest_size=8).hexdigest())
 
 
 def page_names(tokens: Sequence[int], page_size: int) -> list[PageName]:
-    """The names of the full pages of `tokens`; half a microsecond each."""
+    """Return the names of the full pages of `tokens`. Takes half a microsecond per page."""
     step = page_size * TOKEN_BYTES
     data, name = array("i", tokens).tobytes(), PageName("")
     return [

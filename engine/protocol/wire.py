@@ -1,4 +1,4 @@
-"""Errors and validation on the wire, for both sides: one error body, one way to read a message."""
+"""Errors and validation on the wire, for both sides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def error_body(error: MicroserveError) -> dict[str, Any]:
-    """`{"error": {"type", "message", "param", "code"}}`, the body of every error reply."""
+    """Return `{"error": {"type", "message", "param", "code"}}`, the body of every error reply."""
     detail = {
         "type": error.type,
         "message": error.message,
@@ -32,7 +32,10 @@ def error_body(error: MicroserveError) -> dict[str, Any]:
 
 
 def error_from_body(body: object, *, retry_after: str | None = None) -> MicroserveError:
-    """The exception that `error_body` was made from; `Internal` where the body is not one."""
+    """Return the exception of an error body; `Internal` if `body` is none.
+
+    `retry_after` is the value of the reply's `Retry-After` header, in seconds.
+    """
     detail = body.get("error") if isinstance(body, dict) else None
     if not isinstance(detail, dict):
         return Internal(f"not an error body: {str(body)[:200]}")
@@ -46,7 +49,7 @@ def error_from_body(body: object, *, retry_after: str | None = None) -> Microser
 
 
 def parse(message: type[M], body: bytes) -> M:
-    """Read a JSON body as `message`, strictly. Raises `BadRequest` naming the first bad field."""
+    """Parse a JSON body as `message`. Raises `BadRequest`, with the first bad field as param."""
     try:
         return message.model_validate_json(body)
     except ValidationError as invalid:
@@ -54,7 +57,7 @@ def parse(message: type[M], body: bytes) -> M:
 
 
 def bad_request(invalid: ValidationError) -> BadRequest:
-    """The first complaint of a validation error as ours."""
+    """Return a `BadRequest` for the first problem of a validation error."""
     first = invalid.errors(include_url=False, include_input=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     where = f"{param}: " if param else ""

@@ -1,0 +1,21 @@
+"""The base of all messages between router and engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["FinishReason", "Message", "Priority", "RequestId", "Role", "Tokens"]
+
+RequestId = Annotated[str, Field(min_length=1, max_length=128)]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # lower runs earlier
+Tokens = list[Annotated[int, Field(ge=0)]]
+Role = Literal["any", "prefill", "decode"]
+FinishReason = Literal["stop", "length"]
+
+
+class Message(BaseModel):
+    """A strict message: unknown fields and values of another JSON type are errors."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")

@@ -1,0 +1,189 @@
+"""The replies, events and reports of an engine."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from engine.protocol.message import FinishReason, Message, Role
+from kvcache.types import PageName
+
+__all__ = [
+    "EngineState",
+    "Event",
+    "ExtendReply",
+    "Lease",
+    "Mirrored",
+    "ModelInfo",
+    "PageCounts",
+    "PrefixChange",
+    "PrepRecvReply",
+    "RemoteSendReply",
+    "TierCounts",
+    "TokenLogprob",
+    "Usage",
+]
+
+
+class PrepRecvReply(Message):
+    """Where to put: `prompt[match_len:end]` goes to `kv_addr` within `expires_ms`."""
+
+    lease_id: str
+    kv_addr: str
+    match_len: int
+    end: int
+    expires_ms: int
+
+
+class RemoteSendReply(Message):
+    """The result of a send whose last byte has landed.
+
+    `sent_tokens` counts `cached_tokens`, which were present, and those computed and sent.
+    `computed_tokens` counts all tokens that ran through the model, sent or not (Figure 8).
+    """
+
+    sent_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    bytes: int
+    ms: float
+    put_ms: float = 0.0  # the part of `ms` after the last computation
+
+
+class ExtendReply(Message):
+    """The same lease under a new address, with room for `room` tokens in all."""
+
+    kv_addr: str
+    room: int
+
+
+class PrefixChange(Message):
+    """A frame of `GET /microserving/prefixes`, one per line.
+
+    Pages that the prefix cache has gained and lost since the previous frame, by the names of
+    `page_names`. The first frame has all pages.
+    """
+
+    added: list[PageName]
+    removed: list[PageName]
+
+
+class TokenLogprob(Message):
+    """The natural log probability of one token, from the raw logits, and of the likeliest ones."""
+
+    token_id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+    top: list[TokenLogprob] = Field(default_factory=list)
+
+
+class Usage(Message):
+    """Token counts of one generation; this engine did not compute `cached_tokens` of the prompt."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Mirrored(Message):
+    """The progress of a mirror: the peer's lease holds the KV of the first `landed` tokens.
+
+    `lease_id` tells a replaced mirror from its successor. `stopped` is set if the mirror makes no
+    more progress: the type of the error, as in error bodies, with its `message`.
+    """
+
+    lease_id: str
+    landed: int
+    stopped: str | None = None
+    message: str | None = None
+
+
+class Event(Message):
+    """The tokens that one step of a generation releases, with their text.
+
+    Tokens held back (an incomplete UTF-8 sequence, a possible stop string) come with a later event.
+    The first event has `begin`, the position from which this engine computed. The last one has
+    `finish_reason` and `usage`. `mirror` is in the last event of a mirrored generation and in every
+    event where it differs from the previous report. A failure is a last event with `error`, an
+    error body.
+    """
+
+    token_ids: list[int] = Field(default_factory=list)
+    text: str = ""
+    begin: int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or string that ended the output
+    usage: Usage | None = None
+    mirror: Mirrored | None = None
+    error: dict[str, object] | None = None
+
+
+class ModelInfo(Message):
+    """`GET /microserving/model`: what a router needs to know about the model."""
+
+    name: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    bos_token: str | None
+    eos_token: str | None
+    tokenizer_json: str
+    chat_template: str | None
+    fingerprint: str  # equal iff KV is exchangeable: weights, dtype, RoPE, layout, page size
+    page_size: int
+    kv_bytes_per_token: int
+    add_bos: bool = False
+
+
+class PageCounts(Message):
+    """Pages by owner; they sum to `total`, except for `pinned`, which are cached or active too."""
+
+    total: int
+    free: int
+    cached: int
+    leased: int
+    active: int
+    quarantined: int
+    pinned: int
+
+
+class TierCounts(Message):
+    """Pages of one tier by owner; they sum to `total`."""
+
+    name: str
+    total: int
+    free: int
+    cached: int
+    swapped: int
+    copying: int
+
+
+class Lease(Message):
+    """One live lease."""
+
+    lease_id: str
+    request_id: str
+    state: str
+    begin: int
+    end: int
+    landed: int
+    expires_ms: int
+
+
+class EngineState(Message):
+    """`GET /microserving/state`: pages, leases and queues."""
+
+    engine_id: str
+    epoch: int
+    role: Role
+    model: str
+    page_size: int
+    pages: PageCounts
+    running: int
+    waiting: int
+    leases: list[Lease]
+    puts_in_flight: int
+    prefix_tokens: int
+    tiers: list[TierCounts] = Field(default_factory=list)  # fastest first
+    draining: bool = False
