@@ -55,7 +55,7 @@ class Gatekeeper:
         except Exception:
             log.exception("request %s failed", http.id)
             response = _error(Internal("the router failed; its log says how"))
-        router.metrics.http.labels(path, 200 if response is None else response.status).inc()
+        router.metrics.answered(path, 200 if response is None else response.status)
         if response is not None and not http.begun:
             response.headers["X-Request-Id"] = http.id
             http.keep_alive = http.keep_alive and not router.shutdown.begun

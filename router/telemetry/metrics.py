@@ -1,28 +1,30 @@
 """Prometheus metrics of one router, in a registry of its own.
 
-Requests are counted when they end, from their receipts: nothing here is on the path of a token.
+Requests are counted when they end, from their receipts: no metric is updated per token.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict
 
-from prometheus_client import CollectorRegistry, generate_latest
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from router.telemetry.receipts import Receipt
-from router.telemetry.series import Counter, Gauge, Histogram
 
 __all__ = ["Metrics"]
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-# Swaps are cheap and frequent; the series of older generations are dropped.
+# Strategies are swapped often; the series of older generations are dropped.
 GENERATIONS = 32
+
+# A `_created` series per counter and histogram would double the page.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # has no annotations
 
 
 class Metrics:
-    """The names begin with `microserve_router_`."""
+    """All metrics; their names begin with `microserve_router_`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -67,55 +69,70 @@ class Metrics:
         self.stalls = counter(
             "event_loop_stalls", "how often the event loop stood still in no strategy's code"
         )
-        self._generations: deque[str] = deque()  # those that have series
-        self._series: dict[str, set[tuple[str, ...]]] = {}
+        # Children that were looked up already: `labels` takes a lock and checks its arguments.
+        self._answers: dict[tuple[str, int], Counter] = {}
+        self._histograms: dict[tuple[Histogram, str], Histogram] = {}
+        # The counters of `requests` by label values, by generation, oldest generation first.
+        self._ended: OrderedDict[str, dict[tuple[str, str, str], Counter]] = OrderedDict()
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an HTTP request."""
+        if (counter := self._answers.get((path, status))) is None:
+            counter = self._answers[path, status] = self.http.labels(path, status)
+        counter.inc()
 
     def finished(self, receipt: Receipt) -> None:
         """Count a request that has ended."""
-        strategy, generation = receipt.strategy, str(receipt.generation)
-        status = receipt.error["type"] if receipt.error else receipt.status
-        labels = (status, strategy, generation)
-        self._bound(generation).add(labels)
-        self.requests.labels(*labels).inc()
+        self._count(receipt)
         self.prompt_tokens.inc(receipt.prompt_tokens)
         self.cached_tokens.inc(receipt.cached_tokens)
         self.tokens.inc(receipt.completion_tokens)
         if receipt.queued_ms:
             self.queue_seconds.observe(receipt.queued_ms / 1e3)
+        strategy = receipt.strategy
         if receipt.first_token_ms is not None:
-            self.first_token.labels(strategy).observe(receipt.first_token_ms / 1e3)
+            self._of(self.first_token, strategy).observe(receipt.first_token_ms / 1e3)
         if receipt.status != "done":
             return
         if receipt.ms is not None:
-            self.seconds.labels(strategy).observe(receipt.ms / 1e3)
+            self._of(self.seconds, strategy).observe(receipt.ms / 1e3)
         if (per_token_ms := receipt.per_token_ms()) is not None:
-            self.per_token.labels(strategy).observe(per_token_ms / 1e3)
+            self._of(self.per_token, strategy).observe(per_token_ms / 1e3)
 
     def render(self) -> bytes:
-        """The Prometheus text format."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self.registry)
 
-    def _bound(self, generation: str) -> set[tuple[str, ...]]:
-        """The label sets of `generation`; those of the oldest go when there are too many."""
-        if generation not in self._series:
-            self._generations.append(generation)
-            self._series[generation] = set()
-            if len(self._generations) > GENERATIONS:
-                for labels in self._series.pop(self._generations.popleft()):
+    def _count(self, receipt: Receipt) -> None:
+        """Count it in `requests`; drop the oldest generation's series if there are too many."""
+        generation = str(receipt.generation)
+        if (counters := self._ended.get(generation)) is None:
+            counters = self._ended[generation] = {}
+            if len(self._ended) > GENERATIONS:
+                _, dropped = self._ended.popitem(last=False)
+                for labels in dropped:
                     self.requests.remove(*labels)
-        return self._series[generation]
+        status = receipt.error["type"] if receipt.error else receipt.status
+        labels = (status, receipt.strategy, generation)
+        if (counter := counters.get(labels)) is None:
+            counter = counters[labels] = self.requests.labels(*labels)
+        counter.inc()
+
+    def _of(self, histogram: Histogram, strategy: str) -> Histogram:
+        key = (histogram, strategy)
+        if (child := self._histograms.get(key)) is None:
+            child = self._histograms[key] = histogram.labels(strategy)
+        return child
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        counter = Counter(f"microserve_router_{name}", help, labels)
-        self.registry.register(counter)
-        return counter
+        return Counter(f"microserve_router_{name}", help, labels, registry=self.registry)
 
     def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
-        gauge = Gauge(f"microserve_router_{name}", help, labels)
-        self.registry.register(gauge)
-        return gauge
+        return Gauge(f"microserve_router_{name}", help, labels, registry=self.registry)
 
-    def _histogram(self, name: str, help: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        histogram = Histogram(f"microserve_router_{name}", help, labels, buckets)
-        self.registry.register(histogram)
-        return histogram
+    def _histogram(
+        self, name: str, help: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(
+            f"microserve_router_{name}", help, labels, buckets=buckets, registry=self.registry
+        )
