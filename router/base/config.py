@@ -89,7 +89,9 @@ class RouterConfig:
     engines_file: str = flag(
         "", ENGINES, "file of engines, one 'URL [role=ROLE] [LABEL=VALUE]…' per line; watched"
     )
-    watch_s: float = flag(1.0, SERVER, "interval at which watched files are read (s)")
+    watch_s: float = flag(
+        1.0, SERVER, "longest time until a change of a watched file is noticed (s)"
+    )
     breaker_failures: int = flag(
         5, ENGINES, "consecutive failed calls that open an engine's circuit breaker"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 import httpx
 
 from engine.protocol import MicroserveError
+from router.base.watched_file import changes_of
 from router.cli.options import GroupedCommand, option, read_params
 from router.cli.preflight import check_conformance, check_strategy
 from router.conformance.suite import ALL
@@ -17,7 +19,7 @@ from router.rollout.catalog import read_source
 
 __all__ = ["strategy"]
 
-WATCH_S = 0.2  # interval at which --watch reads the file
+WATCH_S = 1.0  # --watch also looks this often, in case a change is not reported
 BOUNDS = {
     "minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<",
     "multipleOf": "multiple of", "minLength": "length ≥", "maxLength": "length ≤",
@@ -120,12 +122,11 @@ def load(client: httpx.Client, file: Path, watch: bool) -> None:
     with the same parameters; a version that fails to load changes nothing.
     """
     source = _load(client, file, None, keep_on=watch)
-    try:
-        while watch:
-            time.sleep(WATCH_S)
-            source = _load(client, file, source, keep_on=True)
-    except KeyboardInterrupt:
-        click.echo()
+    if watch:
+        try:
+            asyncio.run(_reload(client, file, source))
+        except KeyboardInterrupt:
+            click.echo()
 
 
 @strategy.command()
@@ -185,6 +186,13 @@ def _load(client: httpx.Client, file: Path, before: str | None, *, keep_on: bool
             raise
         click.echo(f"not loaded, nothing changed: {error.message}", err=True)
     return source
+
+
+async def _reload(client: httpx.Client, file: Path, source: str | None) -> None:
+    """Load the file whenever it changes, until cancelled."""
+    async with aclosing(changes_of(file, WATCH_S)) as changes:
+        async for _ in changes:
+            source = _load(client, file, source, keep_on=True)
 
 
 def _refresh(client: httpx.Client, name: str) -> None:

@@ -44,6 +44,61 @@ async def test_changes_are_told_and_bad_ones_keep_the_old(tmp_path, caplog):
         await watching
 
 
+@pytest.fixture
+async def watched(tmp_path):
+    """A file that is looked at only when the operating system reports a change."""
+    path = tmp_path / "volume" / "file"
+    folder = tmp_path / "volume" / "..data"
+    (tmp_path / "volume" / "..1").mkdir(parents=True)
+    (tmp_path / "volume" / "..1" / "file").write_text("1")
+    folder.symlink_to("..1")
+    path.symlink_to("..data/file")
+    file, told = WatchedFile(path, number), []
+    watching = asyncio.create_task(file.watch(60, told.append))
+    await asyncio.sleep(0.2)  # until it is watched
+    yield path, told
+    watching.cancel()
+    await asyncio.wait([watching])
+
+
+async def test_writes_are_reported(watched):
+    path, told = watched
+    path.write_text("2")
+    await until(lambda: told == [2])
+    path.unlink()
+    path.write_text("3")  # a plain file now
+    await until(lambda: told == [2, 3])
+
+
+async def test_links_of_a_kubernetes_volume_are_followed(watched):
+    path, told = watched
+    for value in (2, 3):
+        new = path.parent / f"..{value}"
+        new.mkdir()
+        (new / "file").write_text(str(value))
+        (path.parent / "..tmp").symlink_to(new.name)
+        (path.parent / "..tmp").rename(path.parent / "..data")
+        await until(lambda: told[-1:] == [value])  # noqa: B023  awaited at once
+    assert told == [2, 3]
+
+
+async def test_a_folder_that_is_replaced_is_found_again(tmp_path):
+    path = tmp_path / "folder" / "file"
+    path.parent.mkdir()
+    path.write_text("1")
+    file, told = WatchedFile(path, number), []
+    watching = asyncio.create_task(file.watch(0.05, told.append))
+    await asyncio.sleep(0.2)
+    path.unlink()
+    path.parent.rmdir()
+    await until(lambda: file.trouble)
+    path.parent.mkdir()
+    path.write_text("2")
+    await until(lambda: told == [2])
+    watching.cancel()
+    await asyncio.wait([watching])
+
+
 def test_there_must_be_something_to_begin_with(tmp_path: Path):
     with pytest.raises(BadRequest, match="absent"):
         WatchedFile(tmp_path / "absent", number)
