@@ -14,7 +14,7 @@ __all__ = ["add_stream_routes"]
 def add_stream_routes(app: FastAPI, muxes: EventMuxes, prefixes: PrefixFeed) -> None:
     """Add `GET /microserving/stream` and `GET /microserving/prefixes`."""
 
-    @app.get("/microserving/stream", response_class=LiveResponse)
+    @app.get("/microserving/stream", response_class=LiveResponse, status_code=200)
     async def stream(id: str = "") -> LiveResponse:
         """Open the multiplexed stream `id`.
 
@@ -25,7 +25,7 @@ def add_stream_routes(app: FastAPI, muxes: EventMuxes, prefixes: PrefixFeed) -> 
         mux = muxes.open(id)
         return LiveResponse(mux.frames(), lambda: muxes.close(mux), "application/x-ndjson")
 
-    @app.get("/microserving/prefixes", response_class=LiveResponse)
+    @app.get("/microserving/prefixes", response_class=LiveResponse, status_code=200)
     async def prefix_changes() -> LiveResponse:
         """Stream the pages that the prefix cache holds, then its changes.
 

@@ -42,6 +42,14 @@ def error_of(reply: httpx.Response) -> tuple[int, str, str | None]:
     return reply.status_code, body["error"]["type"], body["error"]["param"]
 
 
+def test_the_api_is_documented(server: EngineProcess):
+    """Also where the class of a response gives no status, which FastAPI's schema needs."""
+    reply = httpx.get(f"{server.url}/openapi.json")
+    assert reply.status_code == 200, reply.text
+    for call in ("prep_recv", "remote_send", "start_generate", "stream", "prefixes"):
+        assert f"/microserving/{call}" in reply.json()["paths"]
+
+
 @pytest.mark.parametrize(
     ("call", "body", "expected"),
     [
