@@ -1,1 +1,1 @@
-"""."""
+"""Errors, ids, configuration and small helpers. Imports no other room."""

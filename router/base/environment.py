@@ -1,4 +1,4 @@
-"""The environment twins of our flags: which variables are ours, and what children are given."""
+"""The environment twins of the flags: which variables they are, and what children receive."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ KEYS = ("--api-key", "--admin-key", "--engine-api-key")
 
 
 def drop_service_links() -> None:
-    """Forget `MICROSERVE_ENGINE_PORT=tcp://…`: Kubernetes sets such names for its services."""
+    """Remove `MICROSERVE_ENGINE_PORT=tcp://…`: Kubernetes sets such names for its services."""
     for name, value in list(os.environ.items()):
         if name.startswith(f"{PREFIX}_") and value.startswith("tcp://"):
             del os.environ[name]
 
 
 def child_environment() -> dict[str, str]:
-    """Our environment without the twins of flags: a child has flags of its own."""
+    """Return the environment without the twins of flags: a child has flags of its own."""
     twins = tuple(f"{PREFIX}_{command}_" for command in COMMANDS)
     return {name: value for name, value in os.environ.items() if not name.startswith(twins)}
 
 
 def hide_keys() -> None:
-    """Start again with keys in the environment, if they came as arguments of this process.
+    """Restart this process with its keys in the environment, if they are among its arguments.
 
-    Arguments can be read by everybody on the machine, the environment only by the same user.
+    Every user of the machine can read a process's arguments, only its owner its environment.
     """
     command, rest, keys = sys.argv[1:2], iter(sys.argv[2:]), {}
     shown = Path("/proc/self/cmdline").read_bytes().split(b"\0") if command else []
@@ -41,7 +41,7 @@ def hide_keys() -> None:
             continue
         value = value if equals else next(rest, "")
         if argument.encode() not in shown:
-            return  # not this process's arguments: called by a program
+            return  # called by a program with other arguments than the process's
         keys[f"{PREFIX}_{command[0]}_{name[2:]}".replace("-", "_").upper()] = value
     if keys:
         argv = [sys.executable, "-m", "router", *command, *arguments]

@@ -1,23 +1,23 @@
-"""What the router adds to the tree of `kvcache.errors`.
+"""The errors that the router adds to the tree of `engine.protocol`.
 
 MicroserveError
 ├── PeerUnreachable
-│   └── EngineUnreachable  502  the router itself lost, or never had, this engine
-│       └── NobodyListens  502  its address refuses connections: no process is there
+│   └── EngineUnreachable  502  the router cannot reach the engine, or has lost it
+│       └── NobodyListens  502  its address refuses connections: no process listens
 ├── Draining
-│   └── Moved              503  the request goes on elsewhere: its engine is to be empty
-├── NoEngines              503  nothing to run on
-├── StrategyError          500  the strategy broke its contract; names it and its generation
-│   ├── StrategyBlocked    500  it held up the event loop, and was interrupted
-│   └── StrategyStalled    504  it waited for something, and no engine was working for it
+│   └── Moved              503  the request continues elsewhere: its engine is being drained
+├── NoEngines              503  no engine is up
+├── StrategyError          500  the strategy broke its contract; the message names it
+│   ├── StrategyBlocked    500  it blocked the event loop and was interrupted
+│   └── StrategyStalled    504  it waited while no engine was working for it
 ├── NoCapacity
 │   └── RateLimited        429  over the limit of an API key
 ├── SlowClient             408  the client did not send its body in time
 ├── MethodNotAllowed       405  the path is there, but not for this method
 ├── ModelNotFound          404  the request names a model that is not served here
-├── NotFound               404  no such thing to administer
-├── Forbidden              403  an admin call from where none is taken
-└── Conflict               409  somebody else changed it first
+├── NotFound               404  the admin API knows no such object
+├── Forbidden              403  an admin call from a place that may not make it
+└── Conflict               409  another change came first
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ class StartFailed(Exception):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first of ours in an exception group (task groups make them), else its first leaf."""
+    """Return the first `MicroserveError` in an exception group, else its first leaf.
+
+    An exception that is no group is returned as it is.
+    """
     if not isinstance(error, BaseExceptionGroup):
         return error
     leaves = [root_cause(inner) for inner in error.exceptions]

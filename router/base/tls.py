@@ -1,4 +1,4 @@
-"""TLS contexts, made of files of certificates."""
+"""TLS contexts from certificate files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ __all__ = ["client_context", "server_context"]
 
 
 def server_context(cert: str, key: str) -> ssl.SSLContext | None:
-    """For a server with the certificate chain in `cert` and its key in `key` (PEM files); `None`
-    without either. Raises `BadRequest` if they cannot be used."""
+    """Return the context of a server with this certificate chain and key (PEM files).
+
+    Returns `None` if neither is given. Raises `BadRequest` if only one is, or they are invalid.
+    """
     if not cert and not key:
         return None
     if not cert or not key:
@@ -26,8 +28,11 @@ def server_context(cert: str, key: str) -> ssl.SSLContext | None:
 
 
 def client_context(ca: str) -> ssl.SSLContext | None:
-    """For clients of servers whose certificates are signed by those in `ca` (a PEM file); `None`:
-    by the usual authorities. Raises `BadRequest` if it cannot be used."""
+    """Return the context of clients that trust the authorities in `ca` (a PEM file).
+
+    Returns `None`, which means the system trust store, if `ca` is empty. Raises `BadRequest` if the
+    file is invalid.
+    """
     if not ca:
         return None
     try:

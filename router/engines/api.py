@@ -1,6 +1,7 @@
-"""An engine as the router calls it, whatever is behind: a process over HTTP, or a simulation.
+"""The calls to an engine, whatever is behind them: a process over HTTP, or a simulation.
 
-The bodies are the messages of `engine.protocol` as plain dicts: the router makes them itself.
+Bodies are the messages of `engine.protocol` as plain dicts: the router makes them itself, so they
+need no validation.
 """
 
 from __future__ import annotations
@@ -17,27 +18,31 @@ Headers = Mapping[str, str]
 
 
 class ChunkStream(Protocol):
-    """One running generation. Not to be shared between tasks."""
+    """One running generation. Must not be shared between tasks."""
 
     async def next(self) -> Chunk:
-        """The next chunk. Raises what an error event says; `EngineUnreachable` if the stream ends.
+        """Return the next chunk.
 
-        A generation ends with a chunk that has a `finish_reason`; nobody asks for more after it.
+        Raises the error of an error event, and `EngineUnreachable` if the stream ends early. A
+        generation ends with a chunk that has a `finish_reason`; do not call this after it.
         """
         ...
 
     def abort(self) -> None:
-        """A pending or later `next` raises `EngineUnreachable`."""
+        """Make a pending or later `next` raise `EngineUnreachable`."""
         ...
 
     async def finish(self) -> None:
-        """After the last chunk: let go of what the stream holds."""
+        """Release what the stream holds, after the last chunk."""
         ...
 
 
 class EngineCalls(Protocol):
-    """Every call raises `EngineUnreachable` where the engine cannot be reached or goes away in
-    between, and the error that the engine names otherwise. It may be cancelled at any time."""
+    """One engine's calls.
+
+    Every call raises `EngineUnreachable` if the engine cannot be reached or is lost during the
+    call, and otherwise the error that the engine names. It may be cancelled at any time.
+    """
 
     url: str
 
@@ -51,7 +56,7 @@ class EngineCalls(Protocol):
     async def unpin(self, body: dict[str, Any], headers: Headers) -> int: ...
 
     def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
-        """What the prefix cache has, and from then on what it gains and loses, for ever."""
+        """Yield what the prefix cache holds, and then its changes, without end."""
         ...
 
     async def model(self) -> ModelInfo: ...

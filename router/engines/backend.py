@@ -20,22 +20,22 @@ __all__ = ["ROLES", "Backend", "Hosted", "Load", "Role", "Source", "guard"]
 T = TypeVar("T")
 Role = Literal["any", "prefill", "decode"]
 ROLES: tuple[Role, ...] = get_args(Role)
-Source = Literal["flag", "file", "admin", "heartbeat"]  # how the router came to know of it
+Source = Literal["flag", "file", "admin", "heartbeat"]  # how the router learned of it
 Status = Literal["unknown", "up", "suspect", "down"]
 
-# A running stream weighs like so many tokens of prefill still to be done: of the order of what a
-# step costs with one more sequence in it, and enough to spread streams where no prefill waits.
+# Load of a running stream, in tokens of prefill: about what one more sequence adds to a step, and
+# enough to spread streams if no prefill waits.
 STREAM_TOKENS = 32
 
 
 class Load:
-    """This router's work in flight on an engine. Only the scopes change it, and in pairs."""
+    """This router's work in flight on an engine. Each increase is paired with a decrease."""
 
     __slots__ = ("streams", "tokens")
 
     def __init__(self) -> None:
-        self.tokens = 0  # to be prefilled or sent, not done yet
-        self.streams = 0  # generations, and leases that wait to become one
+        self.tokens = 0  # to prefill or send, not done yet
+        self.streams = 0  # generations, and leases that will become one
 
     @property
     def idle(self) -> bool:
@@ -47,6 +47,7 @@ class Load:
 
     @contextmanager
     def work(self, *, tokens: int = 0, streams: int = 0) -> Iterator[None]:
+        """Count this much work while the body runs."""
         self.tokens += tokens
         self.streams += streams
         try:
@@ -79,8 +80,10 @@ class Hosted(Protocol):
 
 
 class Backend:
-    """One engine of the fleet. `status` is the health monitor's, except that a leg that fails to
-    reach the engine makes it suspect at once; a suspect is not chosen until it has answered again.
+    """One engine of the fleet.
+
+    The health monitor sets `status`, except that a leg that cannot reach the engine makes it
+    suspect at once. A suspect engine gets no new work until it has answered again.
     """
 
     def __init__(
@@ -91,18 +94,18 @@ class Backend:
         self.id = EngineId(id or client.url.split("//")[-1])
         self.source = source
         self.role: Role = "any"
-        self.role_pinned = False  # set by an admin: the engine's own word no longer counts
+        self.role_pinned = False  # set by an admin: the role that the engine reports is ignored
         self.labels: Mapping[str, str] = {}
         self.status: Status = "unknown"
         self.draining = False  # by an admin: no new work
-        self.leaving = False  # no new work, and forgotten when what runs there has ended
+        self.leaving = False  # no new work; forgotten once nothing runs there
         self.model: ModelInfo | None = None
         self.state: EngineState | None = None
         self.last_error = ""
         self.load = Load()
         self.settled = asyncio.Event()  # set: a poll has decided `status`: not unknown, not suspect
-        self.probe = asyncio.Event()  # set: ask for its state now, not at the next tick
-        self.heartbeat = 0.0  # its last word of itself (loop time)
+        self.probe = asyncio.Event()  # set: check its health now, not after the interval
+        self.heartbeat = 0.0  # its last one (loop time)
         self.replicas: set[Hosted] = set()  # on this engine, of generations of others
         self.mirrored: set[Hosted] = set()  # of its own generations, on others
         self._calls: set[CancelScope] = set()
@@ -119,7 +122,7 @@ class Backend:
         return self.status == "up" and not draining and not self.leaving
 
     def suspect(self, reason: str) -> None:
-        """A leg could not reach it. Its other legs go on: they will notice themselves."""
+        """Note that a leg could not reach it. Its other legs go on and will notice themselves."""
         self.last_error = reason
         if self.status == "up":
             self.status = "suspect"
@@ -127,9 +130,9 @@ class Backend:
         self.probe.set()
 
     def go_down(self, reason: str) -> None:
-        """Nothing can be expected of it: every call and stream in flight fails now.
+        """Note that it is down: every call and stream in flight fails now.
 
-        A stopped process keeps its sockets open, so this is how a leg on it ends.
+        A stopped process keeps its sockets open, so its legs would not fail by themselves.
         """
         self.status = "down"
         self.last_error = reason
@@ -140,7 +143,7 @@ class Backend:
         self.lose_replicas(reason)
 
     def lose_replicas(self, reason: str) -> None:
-        """What it held of other engines' generations is gone."""
+        """Note that the replicas it held are gone."""
         for replica in list(self.replicas):
             replica.lose(reason)
 
@@ -181,7 +184,7 @@ class Backend:
 
 
 async def guard(call: Coroutine[Any, Any, T], *backends: Backend) -> T:
-    """Await `call`; raises `EngineUnreachable` as soon as one of `backends` is lost."""
+    """Await `call`. Raises `EngineUnreachable` as soon as one of `backends` goes down."""
     try:
         with CancelScope() as scope:
             for backend in backends:
@@ -198,4 +201,4 @@ async def guard(call: Coroutine[Any, Any, T], *backends: Backend) -> T:
         gone = next((backend for backend in backends if backend.status == "down"), backends[0])
         raise EngineUnreachable(f"engine {gone.id} went down: {gone.last_error}") from None
     finally:
-        call.close()  # one was down already: the call was never begun
+        call.close()  # if one was down already, the call was never awaited

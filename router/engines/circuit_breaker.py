@@ -17,21 +17,19 @@ class CircuitBreaker:
                                           ▲                                    │
                                           └──────── failed: twice as long ─────┘
 
-    What counts as a failure is the caller's to say: an engine that cannot be reached or fails by
-    itself, never one that is full, and never a request that is wrong. `clock` gives seconds.
+    The caller decides what counts as a failure: an engine that cannot be reached or fails by
+    itself, never a full engine, and never a bad request. `clock` returns seconds.
     """
 
     def __init__(self, failures: int, open_s: float, clock: Callable[[], float]) -> None:
-        self.opened = 0  # how often
+        self.opened = 0  # how often it has opened
         self._limit = failures
         self._base_s = open_s
         self._clock = clock
         self._failures = 0  # in a row
-        self._open_s = open_s  # of the last opening
+        self._open_s = open_s  # duration of the last opening
         self._until: float | None = None  # open until then; `None`: closed
-        self._trial_until = (
-            0.0  # the trial of a half-open breaker: one that never ends is forgotten
-        )
+        self._trial_until = 0.0  # when the trial of a half-open breaker is given up
 
     @property
     def state(self) -> BreakerState:
@@ -41,23 +39,23 @@ class CircuitBreaker:
 
     @property
     def resting(self) -> bool:
-        """Whether to leave it alone: open, or half-open with its one trial under way."""
+        """Whether to leave the engine alone: open, or half-open with its one trial under way."""
         state = self.state
         return state == "open" or (state == "half_open" and self._clock() < self._trial_until)
 
     def begin(self) -> None:
-        """A call is made; of a half-open breaker it is the trial."""
+        """Note that a call begins; on a half-open breaker it is the trial."""
         if self._until is not None:
             self._trial_until = self._clock() + self._base_s
 
     def success(self) -> None:
-        """It has answered."""
+        """Note that the engine answered."""
         self._failures = 0
         self._until = None
         self._trial_until = 0.0
 
     def failure(self) -> bool:
-        """It has not, by its own fault; whether that has opened the breaker just now."""
+        """Note that a call failed by the engine's fault; return whether this opened the breaker."""
         self._failures += 1
         state = self.state
         if state == "open" or (state == "closed" and self._failures < self._limit):

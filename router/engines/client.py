@@ -1,4 +1,4 @@
-"""The microserving calls of one engine over HTTP: the only module that knows their names."""
+"""The microserving calls of one engine over HTTP; no other module knows their paths."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ NO_HEADERS: Headers = {}
 class EngineClient:
     """Calls to the engine at `url`.
 
-    Every method raises `EngineUnreachable` where the engine cannot be reached or goes away in
-    between, and the error that the engine names otherwise. Cancellation closes the connection.
+    Every method raises `EngineUnreachable` if the engine cannot be reached or is lost during the
+    call, and otherwise the error that the engine names. Cancellation closes the connection.
     """
 
-    def __init__(self, wire: HttpClient) -> None:
-        self.url = wire.url
-        self._wire = wire
-        self._mux = TokenMux(wire)
+    def __init__(self, http: HttpClient) -> None:
+        self.url = http.url
+        self._http = http
+        self._token_mux = TokenMux(http)
 
     async def prep_recv(self, body: dict[str, Any], headers: Headers) -> PrepRecvReply:
         return _read(PrepRecvReply, await self._post("prep_recv", body, headers))
@@ -64,21 +64,21 @@ class EngineClient:
 
     async def start_generate(self, body: dict[str, Any], headers: Headers) -> Delivery:
         """Start a generation; returns once the engine has accepted it."""
-        line = await self._mux.line()
-        delivery = line.expect(body["request_id"])
+        stream = await self._token_mux.stream()
+        delivery = stream.expect(body["request_id"])
         try:
-            body = {**body, "stream": "mux", "stream_id": line.id}
+            body = {**body, "stream": "mux", "stream_id": stream.id}
             await self._post("start_generate", body, headers)
         except BaseException:
-            line.forget(delivery)
+            stream.forget(delivery)
             raise
         return delivery
 
     async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
-        """What the prefix cache has, and from then on what it gains and loses, for ever."""
+        """Yield what the prefix cache holds, and then its changes, without end."""
         pieces: asyncio.Queue[bytes | EngineUnreachable] = asyncio.Queue()
         take = pieces.put_nowait
-        reply, hang_up = await self._wire.listen("/microserving/prefixes", take, take)
+        reply, hang_up = await self._http.listen("/microserving/prefixes", take, take)
         _accepted(reply)
         try:
             rest = b""
@@ -97,19 +97,19 @@ class EngineClient:
         return _read(EngineState, await self._get("/microserving/state"))
 
     async def health(self) -> None:
-        """Returns if the engine's loop makes progress."""
+        """Return if the engine's loop makes progress."""
         await self._get("/health")
 
     async def _post(self, call: str, body: dict[str, Any], headers: Headers) -> bytes:
         data = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
-        return _accepted(await self._wire.call("POST", f"/microserving/{call}", data, headers))
+        return _accepted(await self._http.call("POST", f"/microserving/{call}", data, headers))
 
     async def _get(self, path: str) -> bytes:
-        return _accepted(await self._wire.call("GET", path, b"", NO_HEADERS))
+        return _accepted(await self._http.call("GET", path, b"", NO_HEADERS))
 
 
 def _accepted(reply: Reply) -> bytes:
-    """The body of a reply. Raises what it says, if it is an error."""
+    """Return the body of a reply. Raises the error that it holds, if any."""
     if reply.status < 400:
         return reply.body
     try:

@@ -1,4 +1,4 @@
-"""The file of `--engines-file`: which engines there are, one a line."""
+"""The file of `--engines-file`: one engine per line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["EngineEntry", "engine_url", "parse_engines"]
 
 @dataclass(frozen=True, slots=True)
 class EngineEntry:
-    """One line: an engine's URL, and what the router is told of it beforehand."""
+    """One line: an engine's URL, role and labels."""
 
     url: str
     role: Role | None = None
@@ -22,7 +22,7 @@ class EngineEntry:
 
 
 def engine_url(url: str) -> str:
-    """`url` without a slash at its end. Raises `BadRequest` if no engine can be there."""
+    """Return `url` without a trailing slash. Raises `BadRequest` if it is no engine's URL."""
     try:
         parts = urlsplit(url)
         plain = not (parts.username or parts.query or parts.fragment)
@@ -36,10 +36,10 @@ def engine_url(url: str) -> str:
 
 
 def parse_engines(text: str) -> list[EngineEntry]:
-    """`URL [role=prefill] [LABEL=VALUE]…` a line; `#` begins a comment.
+    """Parse lines of the form `URL [role=prefill] [LABEL=VALUE]…`; `#` begins a comment.
 
-    Raises `BadRequest`, which names the line, for anything else, for a URL that comes twice, and
-    for a file without any.
+    Raises `BadRequest`, naming the line, for any other form and for a repeated URL; also for a file
+    without engines.
     """
     entries: dict[str, EngineEntry] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -53,7 +53,7 @@ def parse_engines(text: str) -> list[EngineEntry]:
         except BadRequest as error:
             raise BadRequest(f"line {number}: {error.message}") from None
         entries[entry.url] = entry
-    if not entries:  # rather a file that is just being written than a wish
+    if not entries:  # more likely a file that is just being written than an empty fleet
         raise BadRequest("there is no engine in it")
     return list(entries.values())
 

@@ -1,8 +1,8 @@
-"""HTTP/1.1 to one engine, and nothing of it that the router does not need.
+"""A minimal HTTP/1.1 client of one server, for the calls to engines.
 
-A call to an engine is on the path of every request. A general client costs several times what the
-call itself does; this one writes the request in one piece, parses with llhttp in the callback that
-brings the bytes, and wakes the caller once, when all of the reply is there.
+Every request makes such calls, and a general client costs several times as much as the call itself.
+This one writes a request in one piece, parses the reply with llhttp in the callback that delivers
+the bytes, and wakes the caller once, when the whole reply is there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from router.base.errors import EngineUnreachable, NobodyListens
 
 __all__ = ["HttpClient", "Reply"]
 
-# Servers close idle connections after 5 s or more; a request on a connection that is just being
-# closed fails. So we drop ours first.
+# Servers close idle connections after 5 s or more, and a request on a connection that is just being
+# closed fails. So idle connections are closed earlier here.
 KEEPALIVE_S = 3.0
-MOST_IDLE = 64  # kept between calls; more are left by a burst only
+MOST_IDLE = 64  # connections kept between calls; only a burst leaves more
 Sink = Callable[[bytes], None]
 
 
 class Reply(NamedTuple):
-    """A whole reply; of a stream, what came before its body."""
+    """A whole reply, or the head of a stream."""
 
     status: int
     retry_after: str | None
@@ -38,8 +38,8 @@ class Reply(NamedTuple):
 class HttpClient:
     """Connections to the server at `url`, kept open between calls.
 
-    Every call raises `EngineUnreachable` where the server cannot be reached or breaks off, and
-    `NobodyListens` where it refuses. Cancelled, a call closes its connection.
+    Every call raises `EngineUnreachable` if the server cannot be reached or closes the connection
+    early, and `NobodyListens` if it refuses connections. A cancelled call closes its connection.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HttpClient:
         connect_timeout_s: float = 2.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`tls`: for an https URL; by default the usual authorities are believed."""
+        """`tls` is for an https URL; defaults to the system trust store."""
         self.url = url.rstrip("/")
         self._tls = tls
         self._connect_timeout_s = connect_timeout_s
@@ -59,7 +59,7 @@ class HttpClient:
         self._head = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n"
         if api_key:
             self._head += f"Authorization: Bearer {api_key}\r\n"
-        self._idle: deque[_Connection] = deque()  # the longest unused first
+        self._idle: deque[_Connection] = deque()  # least recently used first
         self._open: set[_Connection] = set()
 
     async def call(
@@ -71,7 +71,7 @@ class HttpClient:
         *,
         sink: Sink | None = None,
     ) -> Reply:
-        """Send a request and wait for all of its reply, whatever its status is.
+        """Send a request and return its whole reply, whatever its status.
 
         `sink` receives the body of a reply of status 200 as it arrives; `Reply.body` is empty then.
         It must not raise.
@@ -80,7 +80,7 @@ class HttpClient:
         connection = self._reuse() or await self._connect()
         connection.sink = sink
         try:
-            reply = await connection.ask(request)
+            reply = await connection.send(request)
         except BaseException:
             connection.close()
             raise
@@ -94,15 +94,15 @@ class HttpClient:
     async def listen(
         self, path: str, sink: Sink, lost: Callable[[EngineUnreachable], None]
     ) -> tuple[Reply, Callable[[], None]]:
-        """Open a stream: `sink` is given its body as it comes, and `lost` is called at its end,
-        unless it is closed before with the function that is returned.
+        """Open a stream and return its head and a function that closes it.
 
-        A reply of another status than 200 is no stream, and comes whole.
+        `sink` receives the body as it arrives. `lost` is called when the stream ends, unless it was
+        closed before. A reply with a status other than 200 is no stream: it is returned whole.
         """
         connection = await self._connect()
         connection.sink, connection.lost = sink, lost
         try:
-            reply = await connection.ask(self._request("GET", path, b"", {}))
+            reply = await connection.send(self._request("GET", path, b"", {}))
         except BaseException:
             connection.close()
             raise
@@ -111,7 +111,7 @@ class HttpClient:
         return reply, connection.close
 
     def close(self) -> None:
-        """Close all connections; what waits on them fails."""
+        """Close all connections; calls that wait on them fail."""
         for connection in list(self._open):
             connection.close()
 
@@ -126,7 +126,7 @@ class HttpClient:
         return head.encode("utf-8", "surrogateescape") + body
 
     def _reuse(self) -> _Connection | None:
-        """The connection used last, if it is not too old; older ones go."""
+        """Return the most recently used idle connection, if any; close those idle for too long."""
         now = asyncio.get_running_loop().time()
         while self._idle and now - self._idle[0].idle_since > KEEPALIVE_S:
             self._idle.popleft().close()
@@ -159,13 +159,13 @@ class HttpClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: one request at a time. The `on_…` are llhttp's."""
+    """One connection: one request at a time. llhttp calls the `on_…` methods."""
 
-    def __init__(self, wire: HttpClient) -> None:
+    def __init__(self, client: HttpClient) -> None:
         self.idle_since = 0.0
         self.sink: Sink | None = None
         self.lost: Callable[[EngineUnreachable], None] | None = None
-        self._wire = wire
+        self._client = client
         self._transport: Any = None  # uvloop's is no subclass of asyncio's
         self._parser = httptools.HttpResponseParser(self)
         self._reply: asyncio.Future[Reply] | None = None
@@ -176,8 +176,8 @@ class _Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         return not self._transport.is_closing() and self._reply is None
 
-    def ask(self, request: bytes) -> asyncio.Future[Reply]:
-        """Send; done when the reply is here."""
+    def send(self, request: bytes) -> asyncio.Future[Reply]:
+        """Send a request; the future is done when the reply is complete."""
         self._reply = reply = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return reply
@@ -190,7 +190,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._wire._open.add(self)
+        self._client._open.add(self)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -199,7 +199,7 @@ class _Connection(asyncio.Protocol):
             self._break(f"no HTTP: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._wire._open.discard(self)
+        self._client._open.discard(self)
         self._break(str(error) if error else "it closed the connection")
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -234,7 +234,7 @@ class _Connection(asyncio.Protocol):
     def _break(self, why: str) -> None:
         reply, self._reply = self._reply, None
         lost, self.lost = self.lost, None
-        error = EngineUnreachable(f"{self._wire.url}: {why}")
+        error = EngineUnreachable(f"{self._client.url}: {why}")
         if reply is not None and not reply.done():
             reply.set_exception(error)
         elif lost is not None:

@@ -1,12 +1,12 @@
-"""What each engine has cached of prompts: the router's own view of all prefix trees (MS7).
+"""Which prefixes each engine has cached: the router's own view of all prefix trees (§3.5).
 
-    engine ── names that come and go ──► View.known ─────┐
+    engine ── names added, removed ────► View.known ─────┐
     legs that compute or receive a prompt ──► .expected ─┴─► how much of a request is cached there
 
-A page is known by a name that says all tokens up to its end, so what is known of an engine is a set
-of names, and a prefix is found by bisection: who has a page has all before it. An engine's stream
-is right to the beat; what is not there yet but under way counts too, so that requests with a common
-prefix that come at once find each other.
+A page's name determines all tokens up to the page's end. So an engine's cache is a set of names,
+and the longest cached prefix is found by bisection: an engine that has a page has all pages before
+it. Pages that are still being computed or received count too, so that simultaneous requests with a
+common prefix go to the same engine.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["NOTHING", "Expected", "PrefixIndex"]
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2  # after the loss of a stream
-UNASKED = 1000  # after so many legs without a question, engines are followed no longer
-# What has landed is counted as expected until the engine has certainly said so itself.
+UNUSED_LEGS = 1000  # after this many legs without a query, no engine is followed any longer
+# Landed pages stay expected this long; by then the engine has reported them.
 LINGER_S = 1.0
 
 
 class Expected:
-    """A prompt on its way into an engine's prefix cache, until it has landed or will not come.
+    """Pages on their way into an engine's prefix cache.
 
-    As a context: it will not come any more when the body is left.
+    As a context manager it ends when the body is left: pages that have not landed will not.
     """
 
     __slots__ = ("_counts", "_landed", "_names")
@@ -48,13 +48,13 @@ class Expected:
         counts.update(names)
 
     def landed(self) -> None:
-        """It is cached there now, and the engine will say so in a moment. Idempotent."""
+        """Note that the pages are cached; the engine will report them soon. Idempotent."""
         if self._names and not self._landed:
             asyncio.get_running_loop().call_later(LINGER_S, self._forget)
         self._landed = True
 
     def end(self) -> None:
-        """What has not landed will not. Idempotent."""
+        """Note that pages that have not landed will not. Idempotent."""
         if not self._landed:
             self._forget()
 
@@ -79,21 +79,21 @@ class Expected:
 
 
 class _View:
-    """What is known of one engine."""
+    """The known pages of one engine."""
 
-    __slots__ = ("expected", "follower", "known", "there")
+    __slots__ = ("expected", "follower", "known", "ready")
 
     def __init__(self) -> None:
         self.known: set[PageName] = set()
         self.expected: Counter[PageName] = Counter()
-        self.there = asyncio.Event()  # set: the engine has said what it has
+        self.ready = asyncio.Event()  # set: the engine has reported what it has
         self.follower: asyncio.Task[None] | None = None
 
     def lose(self) -> None:
-        """Nothing is known any more: the engine may be another process."""
+        """Forget all: the engine may be another process now."""
         self.known = set()
-        self.expected = Counter()  # those under way keep the old one
-        self.there.clear()
+        self.expected = Counter()  # pending `Expected`s keep the old one
+        self.ready.clear()
 
     def lacks(self, name: PageName) -> bool:
         return name not in self.known and name not in self.expected
@@ -103,18 +103,24 @@ class _View:
 
 
 class PrefixIndex:
-    """The views of all engines that were asked about. Costs nothing until then, nor when strategies
-    ask no longer; how long ago the last one asked is no matter, for sessions are slow."""
+    """The views of all engines that were queried.
+
+    Engines are followed from the first query on, and until no strategy queries any more. That is
+    measured in legs, not in time: sessions may be slow.
+    """
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        """`tasks` is the parent of the tasks that read what engines say; `close` ends them."""
+        """`tasks` is the parent of the tasks that follow the engines; `close` ends them."""
         self._tasks = tasks
         self._views: dict[Backend, _View] = {}
-        self._unasked = 0  # legs since the last question
+        self._unused_legs = 0  # legs since the last query
 
     def cached(self, backend: Backend, request: Request, end: int, *, coming: bool = True) -> int:
-        """How many of `tokens[:end]` are there: in full pages, cached or, with `coming`, on their
-        way. 0 as long as the engine has not said what it has; see `known`."""
+        """Return how many of `tokens[:end]` are cached there, in full pages.
+
+        With `coming`, pages on their way count too. 0 until the engine has reported what it has;
+        see `known`.
+        """
         view = self._follow(backend)
         lacks = view.lacks if coming else view.lacks_now
         names = _names(backend, request, end)
@@ -123,33 +129,33 @@ class PrefixIndex:
         return bisect_left(names, True, key=lacks) * _page_size(backend)
 
     def expect(self, backend: Backend, request: Request, end: int) -> Expected:
-        """From now on, the full pages of `tokens[:end]` are on their way into the cache there."""
+        """Note that the full pages of `tokens[:end]` are on their way into the cache there."""
         view = self._views.get(backend)
         if view is None:
             return NOTHING
-        self._unasked += 1
-        if self._unasked > UNASKED:
+        self._unused_legs += 1
+        if self._unused_legs > UNUSED_LEGS:
             self.close()
             return NOTHING
         return Expected(view.expected, _names(backend, request, end))
 
     async def known(self, backend: Backend) -> None:
-        """Wait until the engine has said what it has cached."""
-        await self._follow(backend).there.wait()
+        """Wait until the engine has reported what it has cached."""
+        await self._follow(backend).ready.wait()
 
     def forget(self, backend: Backend) -> None:
-        """Follow an engine no longer."""
+        """Stop following an engine."""
         view = self._views.pop(backend, None)
         if view is not None and view.follower is not None:
             view.follower.cancel()
 
     def close(self) -> None:
-        """Follow none any longer."""
+        """Stop following all engines."""
         for backend in list(self._views):
             self.forget(backend)
 
     def _follow(self, backend: Backend) -> _View:
-        self._unasked = 0
+        self._unused_legs = 0
         view = self._views.get(backend)
         if view is None:
             view = self._views[backend] = _View()
@@ -159,12 +165,12 @@ class PrefixIndex:
 
 
 async def _keep_up(backend: Backend, view: _View) -> None:
-    """Read what the engine says, for ever; forget all of it whenever it is lost."""
+    """Follow the engine's changes, without end; forget all whenever the stream is lost."""
     while True:
         try:
             await guard(_read(backend, view), backend)
         except MicroserveError as error:
-            log.info("what engine %s has cached is not known: %s", backend.id, error)
+            log.info("the prefix cache of engine %s is not known: %s", backend.id, error)
         finally:
             view.lose()
         await asyncio.sleep(RETRY_S)
@@ -175,11 +181,11 @@ async def _read(backend: Backend, view: _View) -> None:
         async for change in changes:
             view.known.difference_update(change.removed)
             view.known.update(change.added)
-            view.there.set()
+            view.ready.set()
 
 
 def _names(backend: Backend, request: Request, end: int) -> list[PageName]:
-    """Of the full pages of `tokens[:end]`."""
+    """Return the names of the full pages of `tokens[:end]`."""
     size = _page_size(backend)
     return request.page_names(size)[: end // size]
 

@@ -1,4 +1,4 @@
-"""The engines that this router knows, each watched by a task of its own."""
+"""The engines that this router knows, each monitored by a task of its own."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = ["Registry"]
 
 log = logging.getLogger(__name__)
 
-LATE_S = 0.5  # a deadline that fires so late was missed by this process, not by the engine
-MODEL_S = 10.0  # megabytes, perhaps
-SECOND_OPINION_S = 0.05  # after an answer that is no good, and before the silence is long enough
+LATE_S = 0.5  # a deadline that fires this late was missed by this process, not by the engine
+MODEL_S = 10.0  # a tokenizer may have megabytes
+RECHECK_S = 0.05  # pause after a failed health check, until the silence is long enough
 
 
 class Registry:
-    """Adds, watches and removes engines; says which of them can be used now, and for what model.
+    """Adds, monitors and removes engines; tells which are usable now, and for which model.
 
-    An engine is asked for its state every `health_interval_s`. One whose address refuses, or that
-    has not answered for `health_timeout_s`, is down until it answers again.
+    Each engine's health is checked every `health_interval_s`. An engine whose address refuses
+    connections, or that has not answered for `health_timeout_s`, is down until it answers again.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class Registry:
         self._on_drain = on_drain
         self.prefixes = PrefixIndex(tasks)
         self._model: ServedModel | None = None
-        self._came_up = asyncio.Event()  # never set for longer than it takes to wake who waits
-        self._adopting = asyncio.Lock()  # of two engines with two models, the first one counts
+        self._came_up = asyncio.Event()  # set only for a moment, to wake the waiters
+        self._adopting = (
+            asyncio.Lock()
+        )  # if two engines have different models, the first one counts
 
     def __iter__(self) -> Iterator[Backend]:
         return iter(self._backends.values())
@@ -83,9 +85,9 @@ class Registry:
         labels: Mapping[str, str] | None = None,
         source: Source = "flag",
     ) -> Backend:
-        """Register the engine at `url`, or hear again of one that is registered (a heartbeat).
+        """Register the engine at `url`, or note a heartbeat of one that is registered.
 
-        One that was about to leave stays. `labels` replace those it has, where they are given.
+        An engine that was about to leave stays. `labels`, if given, replace its labels.
         """
         url = url.rstrip("/")
         backend = self._backends.get(url)
@@ -104,13 +106,16 @@ class Registry:
         return backend
 
     def drain(self, backend: Backend, draining: bool) -> int:
-        """Give it no more work, and have what runs there go on elsewhere, if there is another
-        engine; or use it again. Returns how many attempts are moved."""
+        """Start or end draining an engine; return how many attempts are moved.
+
+        A draining engine gets no new work, and what runs there continues elsewhere if there is
+        another engine.
+        """
         backend.draining = draining
         return self._empty(backend) if draining else 0
 
     def remove(self, backend: Backend) -> int:
-        """Drain it, and forget it when what runs there has ended; returns as `drain` does."""
+        """Drain it, and forget it once nothing runs there; returns as `drain`."""
         backend.leaving = True
         backend.probe.set()
         if backend.load.idle:
@@ -119,7 +124,7 @@ class Registry:
         return self._empty(backend)
 
     def follow(self, entries: Iterable[EngineEntry]) -> None:
-        """Have just the engines of `entries`, besides those that came from elsewhere."""
+        """Make `entries` the engines from the engines file; other sources' engines stay."""
         wanted = {entry.url: entry for entry in entries}
         for backend in list(self):
             if backend.source == "file" and backend.url not in wanted:
@@ -130,38 +135,40 @@ class Registry:
                 backend.role, backend.role_pinned = entry.role, True
 
     def usable(self, *, without: Collection[Backend] = ()) -> list[Backend]:
-        """Engines for new work. Never empty where any is up: neither `without` (engines that have
-        failed this request) nor open breakers may leave a request with no engine at all."""
+        """Return the engines for new work, without those in `without` and those with open breakers.
+
+        Not empty if any engine is up: neither exclusion may leave a request without an engine.
+        """
         up = [backend for backend in self if backend.usable]
         rested = [backend for backend in up if not backend.breaker.resting] or up
         return [backend for backend in rested if backend not in without] or rested
 
     def ring(self, backend: Backend) -> list[Backend]:
-        """The other engines that take new work, beginning with the one after `backend`."""
+        """Return the other usable engines, beginning with the one after `backend`."""
         backends = list(self)
         at = backends.index(backend) if backend in backends else 0
         return [other for other in backends[at + 1 :] + backends[:at] if other.usable]
 
     def turn(self, pool: str) -> int:
-        """The next number of `pool`'s round robin, which all requests share."""
+        """Return the next number of `pool`'s round robin, which all requests share."""
         return next(self._turns[pool])
 
     @property
     def model(self) -> ServedModel:
-        """Raises `NoEngines` as long as no engine has answered."""
+        """The served model. Raises `NoEngines` until an engine has answered."""
         if self._model is None:
             raise NoEngines("no engine has answered yet")
         return self._model
 
     async def settled(self, timeout: float) -> None:
-        """Wait until no engine's status is unknown or suspect, `timeout` seconds at most."""
+        """Wait until no engine is unknown or suspect, at most `timeout` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 for backend in list(self):
                     await backend.settled.wait()
 
     async def returned(self, timeout: float) -> None:
-        """Wait until an engine takes new work, `timeout` seconds at most."""
+        """Wait until an engine is usable, at most `timeout` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not self.usable():
@@ -179,6 +186,7 @@ class Registry:
             )
 
     def close(self) -> None:
+        """Stop monitoring."""
         for monitor in self._monitors.values():
             monitor.cancel()
         self.prefixes.close()
@@ -214,10 +222,10 @@ class Registry:
                 now = loop.time()
                 if isinstance(error, TimeoutError) and now > give_up + LATE_S:
                     give_up = now + config.health_timeout_s
-                    continue  # it was this router that stood still: the answer may be here already
+                    continue  # this router was blocked itself: the answer may have arrived
                 gone = isinstance(error, NobodyListens | Conflict) or now >= give_up
                 if not gone:
-                    await asyncio.sleep(SECOND_OPINION_S)
+                    await asyncio.sleep(RECHECK_S)
                     continue
                 if backend.status != "down":
                     reason = str(error) or f"silent for {config.health_timeout_s:g} s"
@@ -234,15 +242,18 @@ class Registry:
             give_up = loop.time() + config.health_timeout_s
 
     def _has_left(self, backend: Backend) -> bool:
-        """Whether it is to be forgotten: it was to leave and nothing runs there any more, or it
-        had announced itself, is down, and has not been heard of for long."""
+        """Return whether to forget it.
+
+        That is so once nothing runs on an engine that is leaving. An engine that had announced
+        itself leaves if it is down and has sent no heartbeat for `forget_s`.
+        """
         if backend.source == "heartbeat" and backend.status == "down":
             silent = asyncio.get_running_loop().time() - backend.heartbeat
             backend.leaving |= silent > self._config.forget_s
         return backend.leaving and backend.load.idle
 
     async def _meet(self, backend: Backend, state: EngineState) -> None:
-        """Note what an engine says of itself; of a new one, learn its model."""
+        """Note the state that an engine reports; fetch the model of a new one."""
         if backend.model is None or backend.state is None or backend.state.epoch != state.epoch:
             try:
                 async with asyncio.timeout(MODEL_S):
@@ -255,9 +266,10 @@ class Registry:
         self._seen(backend, state)
 
     async def _adopt(self, backend: Backend, info: ModelInfo) -> None:
-        """Serve the model of `info`, unless other engines serve another one.
+        """Serve the model of `info`.
 
-        Raises `Conflict` then: KV could not travel, and tokens would depend on the engine.
+        Raises `Conflict` if other engines serve another one: KV could not move between them, and
+        tokens would depend on the engine.
         """
         served = self._model.info if self._model else None
         if served is not None and served.fingerprint == info.fingerprint:
@@ -279,7 +291,7 @@ class Registry:
         if not backend.role_pinned:
             backend.role = state.role
         if backend.state is not None and backend.state.epoch != state.epoch:
-            backend.breaker.success()  # another process: what the one before it did is no matter
+            backend.breaker.success()  # another process: earlier failures do not count
             backend.lose_replicas("restarted")
         backend.state = state
         backend.status = "up"

@@ -1,9 +1,9 @@
-"""The one stream on which an engine sends this router all that it emits, a frame a step.
+"""The one stream on which an engine sends this router its tokens, one frame per step.
 
-    engine ── {"a": chunk, "b": chunk, …} ──► Line ──┬─► Delivery of a ──► the task that serves a
-                                                     └─► Delivery of b ──► the task that serves b
+    engine ── {"a": chunk, "b": chunk} ──► MuxStream ──┬─► Delivery of a ──► the task that serves a
+                                                       └─► Delivery of b ──► the task that serves b
 
-A frame is parsed where it arrives and wakes each task it is for: nothing else is done per token.
+A frame is parsed on arrival and wakes the tasks that it is for; nothing else is done per token.
 """
 
 from __future__ import annotations
@@ -19,70 +19,70 @@ from router.base.errors import EngineUnreachable
 from router.base.request import Chunk
 from router.engines.http_client import HttpClient
 
-__all__ = ["Delivery", "Line", "TokenMux"]
+__all__ = ["Delivery", "MuxStream", "TokenMux"]
 
-IDLE_S = 60.0  # a line that nothing is delivered on is closed after so long, or twice that
+IDLE_S = 60.0  # a stream without deliveries is closed after this time, or twice that
 
 
 class _Event(Chunk):
-    """A chunk as it is on the wire."""
+    """A chunk as the engine sends it."""
 
     error: dict[str, Any] | None = None
 
 
-def _usage(kind: type, fields: Any) -> Any:
-    """msgspec reads all of an event but its usage, which is a message of the protocol."""
+def _read_usage(kind: type, fields: Any) -> Any:
+    """Read the usage of an event: a pydantic model, which msgspec does not know."""
     if kind is Usage:
         return Usage.model_validate(fields)
     raise NotImplementedError(kind)
 
 
-_FRAME = msgspec.json.Decoder(dict[str, _Event], dec_hook=_usage)
+_FRAME = msgspec.json.Decoder(dict[str, _Event], dec_hook=_read_usage)
 
 
 class TokenMux:
-    """Opens a line to an engine when one is needed, and another one when it is lost."""
+    """Opens the stream from an engine when it is first needed, and again after it is lost."""
 
-    def __init__(self, wire: HttpClient) -> None:
-        self._wire = wire
-        self._line: Line | None = None
+    def __init__(self, http: HttpClient) -> None:
+        self._http = http
+        self._stream: MuxStream | None = None
         self._opening = asyncio.Lock()
 
-    async def line(self) -> Line:
-        """The open line. Raises `EngineUnreachable`, and what the engine answers."""
-        if self._line is not None and self._line.error is None:
-            return self._line
-        async with self._opening:  # whoever is cancelled here leaves it to the next
-            if self._line is None or self._line.error is not None:
-                self._line = await Line.opened(self._wire)
-            return self._line
+    async def stream(self) -> MuxStream:
+        """Return the open stream. Raises `EngineUnreachable`, and the engine's error."""
+        if self._stream is not None and self._stream.error is None:
+            return self._stream
+        async with self._opening:  # if one caller is cancelled here, the next opens it
+            if self._stream is None or self._stream.error is not None:
+                self._stream = await MuxStream.opened(self._http)
+            return self._stream
 
 
-class Line:
-    """One open stream. Lost, it fails all that was to be delivered on it; so does `close`."""
+class MuxStream:
+    """One open stream. Its loss, and `close`, fail all its deliveries."""
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
         self.error: EngineUnreachable | None = None
         self._deliveries: dict[str, Delivery] = {}  # by request id
-        self._rest: list[bytes] = []  # of a frame that is not here whole
-        self._hang_up: Any = None
-        self._used = True  # since the last look
+        self._rest: list[bytes] = []  # the beginning of an incomplete frame
+        self._close_connection: Any = None
+        self._used = True  # since the last check
         self._timer: asyncio.TimerHandle | None = None
 
     @classmethod
-    async def opened(cls, wire: HttpClient) -> Line:
-        """A new line to the engine at the other end of `wire`."""
-        line = cls()
-        path = f"/microserving/stream?id={line.id}"
-        reply, line._hang_up = await wire.listen(path, line._feed, line._lose)
+    async def opened(cls, http: HttpClient) -> MuxStream:
+        """Open a stream. Raises `EngineUnreachable`, and `Internal` if the engine refuses."""
+        stream = cls()
+        path = f"/microserving/stream?id={stream.id}"
+        reply, stream._close_connection = await http.listen(path, stream._feed, stream._lose)
         if reply.status != 200:
-            raise Internal(f"{wire.url}: no stream but {reply.status} {reply.body[:200]!r}")
-        line._look()
-        return line
+            raise Internal(f"{http.url}: no stream but {reply.status} {reply.body[:200]!r}")
+        stream._check_idle()
+        return stream
 
     def expect(self, request_id: str) -> Delivery:
-        """From now on, take what comes for `request_id`."""
+        """Begin to collect the events of `request_id`."""
         self._used = True
         delivery = self._deliveries[request_id] = Delivery(self, request_id)
         if self.error is not None:
@@ -90,13 +90,13 @@ class Line:
         return delivery
 
     def forget(self, delivery: Delivery) -> None:
-        """Drop what else comes for it. Idempotent."""
+        """Drop its further events. Idempotent."""
         if self._deliveries.get(delivery.request_id) is delivery:
             del self._deliveries[delivery.request_id]
 
     def close(self) -> None:
-        """Hang up; the engine aborts what it was to deliver."""
-        self._hang_up()
+        """Close the connection; the engine aborts the generations that it delivers here."""
+        self._close_connection()
         self._lose(EngineUnreachable("the stream was closed"))
 
     def _feed(self, data: bytes) -> None:
@@ -113,8 +113,8 @@ class Line:
         try:
             events = _FRAME.decode(frame)
         except (msgspec.MsgspecError, ValueError) as wrong:
-            self._hang_up()
-            self._lose(EngineUnreachable(f"the engine sent a frame that is none: {wrong}"))
+            self._close_connection()
+            self._lose(EngineUnreachable(f"the engine sent an invalid frame: {wrong}"))
             return
         for request_id, event in events.items():
             delivery = self._deliveries.get(request_id)
@@ -128,29 +128,32 @@ class Line:
         for delivery in list(self._deliveries.values()):
             delivery.fail(error)
 
-    def _look(self) -> None:
+    def _check_idle(self) -> None:
         if not self._used and not self._deliveries:
             self.close()
             return
         self._used = False
-        self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._look)
+        self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._check_idle)
 
 
 class Delivery:
-    """The chunks of one generation. Steps that come before somebody asks are one chunk."""
+    """The chunks of one generation. Steps that arrive between two `next`s become one chunk."""
 
-    __slots__ = ("_chunk", "_error", "_line", "_waiter", "request_id")
+    __slots__ = ("_chunk", "_error", "_stream", "_waiter", "request_id")
 
-    def __init__(self, line: Line, request_id: str) -> None:
+    def __init__(self, stream: MuxStream, request_id: str) -> None:
         self.request_id = request_id
-        self._line = line
+        self._stream = stream
         self._chunk: Chunk | None = None
         self._error: MicroserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> Chunk:
-        """The next chunk. Raises what the engine says went wrong, and `EngineUnreachable` if the
-        line is lost: in either case after the chunks that came before."""
+        """Return the next chunk.
+
+        Raises the engine's error, and `EngineUnreachable` if the stream is lost; in either case
+        after the chunks that arrived before.
+        """
         while True:
             chunk = self._chunk
             if chunk is not None:
@@ -165,7 +168,7 @@ class Delivery:
                 self._waiter = None
 
     def push(self, event: _Event) -> None:
-        """Take what a step emitted."""
+        """Add what a step emitted."""
         if self._chunk is None:
             self._chunk = event
         else:
@@ -176,23 +179,23 @@ class Delivery:
             self.fail(error_from_body({"error": event.error}))
             return
         if event.finish_reason is not None:
-            self._line.forget(self)
+            self._stream.forget(self)
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     def fail(self, error: MicroserveError) -> None:
-        """Nothing more comes."""
-        self._line.forget(self)
+        """Raise `error` from `next`, after the chunks that arrived before."""
+        self._stream.forget(self)
         self._error = self._error or error
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     def abort(self) -> None:
-        """Take nothing more; a pending or later `next` raises `EngineUnreachable`."""
+        """Make a pending or later `next` raise `EngineUnreachable`."""
         self._chunk = None
         self.fail(EngineUnreachable("the stream was given up"))
 
     async def finish(self) -> None:
-        """After the last chunk: there is nothing to let go of."""
+        """Nothing is held after the last chunk."""

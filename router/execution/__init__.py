@@ -1,1 +1,4 @@
-"""."""
+"""Runs one request: its choices, their attempts, retries, relocation and prefix migration.
+
+Imports `rollout` and the rooms below it.
+"""

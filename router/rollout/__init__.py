@@ -1,1 +1,4 @@
-"""."""
+"""Which strategy is active: catalog, revisions, canaries, and who changed what.
+
+Imports `admission`, `supervision` and the rooms below them.
+"""

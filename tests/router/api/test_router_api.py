@@ -297,7 +297,7 @@ async def test_admin_engines(route, fake):
         assert len(a.named("start_generate")) == 1
         for _ in range(2):  # the second time it is a heartbeat
             assert (await r.post("/admin/engines", {"url": b.url, "id": "b"}))[0] == 200
-        await r.server.router.registry["b"].asked.wait()
+        await r.server.router.registry["b"].settled.wait()
         engines = {e["id"]: e for e in (await r.get("/admin/engines"))["engines"]}
         assert {id: (e["status"], e["role"]) for id, e in engines.items()} == {
             "a": ("up", "prefill"), "b": ("up", "any"),

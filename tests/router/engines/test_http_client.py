@@ -1,4 +1,4 @@
-"""The wire to an engine, and the line on which all of its tokens come, against raw sockets."""
+"""The HTTP client of an engine, and the stream of all its tokens, against raw sockets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from engine.protocol import Draining, Internal
 from router.base.errors import EngineUnreachable, NobodyListens
 from router.engines.http_client import HttpClient
-from router.engines.token_mux import Line, TokenMux
+from router.engines.token_mux import MuxStream, TokenMux
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -23,19 +23,19 @@ def chunk(data: bytes) -> bytes:
 
 @asynccontextmanager
 async def served(handler: Handler) -> AsyncIterator[HttpClient]:
-    """A wire to a server that does with each connection what `handler` does."""
+    """A client of a server that runs `handler` for each connection."""
     server = await asyncio.start_server(handler, "127.0.0.1", 0)
-    wire = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    http = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     try:
-        yield wire
+        yield http
     finally:
-        wire.close()
+        http.close()
         server.close()
 
 
 @asynccontextmanager
-async def streaming() -> AsyncIterator[tuple[Line, asyncio.StreamWriter]]:
-    """An open line, and the engine's end of it."""
+async def streaming() -> AsyncIterator[tuple[MuxStream, asyncio.StreamWriter]]:
+    """An open stream, and the engine's end of it."""
     opened: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -45,14 +45,14 @@ async def streaming() -> AsyncIterator[tuple[Line, asyncio.StreamWriter]]:
         await reader.read()
         writer.close()
 
-    async with served(answer) as wire:
-        line = await TokenMux(wire).line()
-        yield line, await opened
+    async with served(answer) as http:
+        stream = await TokenMux(http).stream()
+        yield stream, await opened
 
 
 async def test_frames_go_to_whom_they_are_for_however_they_are_cut():
-    async with streaming() as (line, engine):
-        one, other = line.expect("a"), line.expect("b")
+    async with streaming() as (stream, engine):
+        one, other = stream.expect("a"), stream.expect("b")
         frames = (
             b'{"a": {"token_ids": [1], "text": "x", "begin": 3}, "b": {"token_ids": [7]}}\n'
             b'{"nobody": {"token_ids": [5]}}\n'
@@ -71,8 +71,8 @@ async def test_frames_go_to_whom_they_are_for_however_they_are_cut():
 
 
 async def test_a_lost_line_fails_all_after_what_has_come():
-    async with streaming() as (line, engine):
-        one, other = line.expect("a"), line.expect("b")
+    async with streaming() as (stream, engine):
+        one, other = stream.expect("a"), stream.expect("b")
         engine.write(chunk(b'{"a": {"token_ids": [1], "text": "x"}}\n'))
         await engine.drain()
         waiting = asyncio.ensure_future(other.next())
@@ -84,12 +84,12 @@ async def test_a_lost_line_fails_all_after_what_has_come():
         with pytest.raises(EngineUnreachable):
             await one.next()
         with pytest.raises(EngineUnreachable):
-            await line.expect("c").next()
+            await stream.expect("c").next()
 
 
 async def test_an_error_event_is_raised_after_the_tokens_that_come_with_it():
-    async with streaming() as (line, engine):
-        delivery = line.expect("a")
+    async with streaming() as (stream, engine):
+        delivery = stream.expect("a")
         error = b'{"type": "draining", "message": "bye", "param": null, "code": null}'
         engine.write(chunk(b'{"a": {"token_ids": [1], "text": "x", "error": %b}}\n' % error))
         assert (await delivery.next()).token_ids == [1]
@@ -97,13 +97,13 @@ async def test_an_error_event_is_raised_after_the_tokens_that_come_with_it():
             await delivery.next()
 
 
-async def test_a_frame_that_is_none_ends_the_line():
-    async with streaming() as (line, engine):
-        delivery = line.expect("a")
+async def test_an_invalid_frame_ends_the_stream():
+    async with streaming() as (stream, engine):
+        delivery = stream.expect("a")
         engine.write(chunk(b'{"a": {"token_ids": "no"}}\n'))
         with pytest.raises(EngineUnreachable, match="frame"):
             await delivery.next()
-        assert line.error is not None
+        assert stream.error is not None
 
 
 async def test_a_lost_line_is_replaced_by_another():
@@ -118,13 +118,13 @@ async def test_a_lost_line_is_replaced_by_another():
             await writer.drain()
             writer.transport.abort()
 
-    async with served(answer) as wire:
-        mux = TokenMux(wire)
-        first = await mux.line()
+    async with served(answer) as http:
+        mux = TokenMux(http)
+        first = await mux.stream()
         with pytest.raises(EngineUnreachable):
             await first.expect("a").next()
-        again = await asyncio.gather(*(mux.line() for _ in range(5)))
-        assert {line.id for line in again} == {again[0].id}
+        again = await asyncio.gather(*(mux.stream() for _ in range(5)))
+        assert {stream.id for stream in again} == {again[0].id}
         assert (again[0].id != first.id, lines) == (True, 2)
 
 
@@ -133,9 +133,9 @@ async def test_an_engine_without_streams_is_told_apart_from_one_that_is_gone():
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnone")
 
-    async with served(refuse) as wire:
+    async with served(refuse) as http:
         with pytest.raises(Internal, match="404"):
-            await TokenMux(wire).line()
+            await TokenMux(http).stream()
 
 
 async def test_calls_use_one_connection_one_after_another():
@@ -147,9 +147,9 @@ async def test_calls_use_one_connection_one_after_another():
         while await reader.readuntil(b"\r\n\r\n"):
             writer.write(b"HTTP/1.1 429 Full\r\nRetry-After: 7\r\nContent-Length: 2\r\n\r\n{}")
 
-    async with served(answer) as wire:
+    async with served(answer) as http:
         for _ in range(3):
-            reply = await wire.call("GET", "/x")
+            reply = await http.call("GET", "/x")
             assert (reply.status, reply.retry_after, reply.body) == (429, "7", b"{}")
         assert connections == 1
 
@@ -162,10 +162,10 @@ async def test_a_cancelled_call_closes_its_connection():
         await reader.read()
         gone.set()
 
-    async with served(listen) as wire:
+    async with served(listen) as http:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await wire.call("GET", "/x")
+                await http.call("GET", "/x")
         async with asyncio.timeout(5):
             await gone.wait()
 
@@ -175,11 +175,11 @@ async def test_how_a_call_fails_says_what_is_wrong():
         await reader.readuntil(b"\r\n\r\n")
         writer.close()
 
-    async with served(hang_up) as wire:
+    async with served(hang_up) as http:
         with pytest.raises(EngineUnreachable) as lost:
-            await wire.call("GET", "/x")
+            await http.call("GET", "/x")
         assert not isinstance(lost.value, NobodyListens)
-        url = wire.url
+        url = http.url
     with pytest.raises(NobodyListens):
         await HttpClient(url).call("GET", "/x")
     with pytest.raises(EngineUnreachable):

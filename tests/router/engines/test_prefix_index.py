@@ -18,7 +18,7 @@ from router.base.errors import EngineUnreachable
 from router.base.request import Request
 from router.engines.backend import Backend
 from router.engines.circuit_breaker import CircuitBreaker
-from router.engines.prefix_index import LINGER_S, RETRY_S, UNASKED, PrefixIndex
+from router.engines.prefix_index import LINGER_S, RETRY_S, UNUSED_LEGS, PrefixIndex
 from router.simulation.dry_run import DryRunFailed, dry_run
 from router.simulation.engine import SimulatedEngine
 from router.simulation.virtual_time import VirtualLoop
@@ -171,11 +171,11 @@ async def test_engines_are_followed_as_long_as_strategies_ask(prefixes, backend,
     await engine.tells(prefixes, backend, asked)
     for _ in range(3):
         await asyncio.sleep(86400)
-        for _ in range(UNASKED):
+        for _ in range(UNUSED_LEGS):
             prefixes.expect(backend, asked, 100).end()
         assert prefixes.cached(backend, asked, 100) == 96
     assert engine.opened == 1
-    for _ in range(UNASKED + 1):
+    for _ in range(UNUSED_LEGS + 1):
         prefixes.expect(backend, asked, 100).end()
     await asyncio.sleep(1)
     assert engine.streams == 0
