@@ -1,0 +1,44 @@
+"""docs/operations.md names every flag of the commands, and no page names one that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import click
+import pytest
+from test_links import CODE, PAGES, ROOT, prose
+
+from router.cli import cli
+
+OPERATIONS = ROOT / "docs" / "operations.md"
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+OTHERS = {"--save", "--mock", "--help", "--version"}  # of benches; of each command
+NOT_FOR_PEOPLE = {"--parent-pid", "--version"}
+
+
+def flags_of(command: click.Command) -> Iterator[str]:
+    """The first name of each option: what `--help` shows."""
+    for option in command.params:
+        if isinstance(option, click.Option):
+            yield from (name for name in option.opts if name.startswith("--"))
+            yield from option.secondary_opts
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            yield from flags_of(inner)
+
+
+KNOWN = set(flags_of(cli))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_exist(page):
+    named = {flag for code in CODE.findall(prose(page)) for flag in FLAG.findall(code)}
+    assert named <= KNOWN | OTHERS
+
+
+def test_operations_names_every_flag():
+    named = set(FLAG.findall(OPERATIONS.read_text()))
+    # Of flags in seconds, `--stall` is as good as `--stall-s`.
+    missing = {flag for flag in KNOWN if not {flag, flag.removesuffix("-s")} & named}
+    assert not missing - NOT_FOR_PEOPLE
