@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
+from engine.api.docs import add_docs
 from engine.api.requests import DirectRoute, authorizer, read_body, unless_disconnected
 from engine.api.stream_routes import add_stream_routes
 from engine.api.streaming import event_stream
@@ -59,7 +60,10 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         title="microserve engine",
         version=version("microserve"),
         dependencies=[Depends(authorize)],
+        docs_url=None,
+        redoc_url=None,
     )
+    add_docs(app)
     for kind in (MicroserveError, HTTPException, Exception):
         app.add_exception_handler(kind, _reply_error)
 

@@ -8,7 +8,7 @@ from engine_process import EngineProcess
 
 @pytest.fixture(scope="session")
 def engine_process() -> Iterator[EngineProcess]:
-    """One engine process for all tests that leave it as it was."""
+    """One engine process, shared by the tests that leave it unchanged."""
     process = EngineProcess("--pool-pages", "200", "--max-batch", "4", "--max-waiting", "2")
     yield process
     process.kill()

@@ -1,4 +1,4 @@
-"""What the tests of the engine share: engines in this process, over the memory transport."""
+"""Helpers for tests of the engine: engines in this process, over the memory transport."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tiny() -> LoadedModel:
 
 
 def tiny_layout(pages: int) -> KVLayout:
-    """Of tiny's shape; `pages` beside the scratch page."""
+    """The layout of `tiny` with `pages` pages and the scratch page."""
     shape = tiny().config
     return KVLayout(
         shape.num_layers, pages + 1, 16, shape.num_kv_heads, shape.head_dim, torch.float32
@@ -57,7 +57,7 @@ def make_cache(
     url: str = "",
     stores: Sequence[Store] = (),
 ) -> KVCache:
-    """A cache of tiny's shape; `pages` beside the scratch page."""
+    """A cache for `tiny` with `pages` pages and the scratch page."""
     shape, layout = tiny().config, tiny_layout(pages)
     return KVCache(
         layout,
@@ -76,7 +76,7 @@ def generation(
     priority: int = 0,
     **sampling: Any,
 ) -> Generation:
-    """A generation after `tokens` and `output`; greedy unless said otherwise."""
+    """A generation with prompt `tokens` and earlier `output`; greedy by default."""
     return Generation(
         request_id=f"r{number}",
         seq_id=SeqId(number),
@@ -103,7 +103,7 @@ async def running(
     stores: Sequence[Store] = (),
     swap: bool = True,
 ) -> AsyncIterator[MicroserveEngine]:
-    """One engine, whose books must balance when it has come to rest."""
+    """Run one engine; at the end it must come to rest without a leaked page."""
     cache = make_cache(network, pages, name, url, stores)
     scheduler = Scheduler(cache, token_budget=token_budget, max_batch=max_batch, swap=swap)
     metrics = EngineMetrics("tiny")
@@ -136,10 +136,10 @@ async def running(
 async def serving(
     network: MemoryNetwork, *, api_key: str = "", **options: Any
 ) -> AsyncIterator[MicroserveEngine]:
-    """One engine that is reached over HTTP too, as peers do who want more room for a mirror."""
+    """Run one engine that also serves HTTP, where peers request more room for mirrors."""
 
     class Server(uvicorn.Server):
-        capture_signals = contextlib.nullcontext  # they are pytest's
+        capture_signals = contextlib.nullcontext  # pytest handles signals
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -201,6 +201,6 @@ async def collect(stream: GenerationStream) -> list[Event]:
 async def generate(
     engine: MicroserveEngine, prompt: Sequence[int], request_id: str = "r", **fields: Any
 ) -> list[int]:
-    """The tokens of one generation."""
+    """Return the tokens of one generation."""
     stream = await engine.start_generate(start(prompt, request_id, **fields))
     return [token for event in await collect(stream) for token in event.token_ids]

@@ -99,14 +99,14 @@ def test_a_port_in_use_is_told(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_parent_that_is_gone_already_ends_it():
-    """Not in this process, which would have to die."""
+    """In a child process: the flag kills its process."""
     flags = ["-m", "engine", "tiny", "--parent-pid", str(2**22 + 1)]
     assert subprocess.run([sys.executable, *flags], cwd=ROOT, check=False).returncode == 1
 
 
 @pytest.fixture
 def guarded() -> Iterator[EngineProcess]:
-    """An engine with a key and another secret than the shared one."""
+    """An engine with an API key and a secret of its own."""
     process = EngineProcess("--api-key", "key", "--pool-pages", "200", secret="other")
     yield process
     process.kill()
@@ -114,7 +114,7 @@ def guarded() -> Iterator[EngineProcess]:
 
 @pytest.mark.slow
 def test_keys_secrets_and_a_quiet_end(guarded: EngineProcess, engine_process: EngineProcess):
-    """One process for all of it, since each takes a second to start."""
+    """Uses one process for everything, since a start takes a second."""
     for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Bearer other"}):
         reply = guarded.http.get("/microserving/state", headers=headers)
         assert reply.status_code == 401
@@ -141,7 +141,7 @@ def test_keys_secrets_and_a_quiet_end(guarded: EngineProcess, engine_process: En
 
 @pytest.mark.slow
 def test_kv_travels_between_two_engine_processes(engine_process: EngineProcess):
-    """Then the sender is killed, and the receiver goes on; then a new one has a new epoch."""
+    """The sender is killed, the receiver continues, and a new sender has a new epoch."""
     prompt = [(n * n + 3 * n) % 250 for n in range(90)]
     sender = EngineProcess("--pool-pages", "200")
     try:

@@ -1,4 +1,4 @@
-"""Two engines at different addresses, `--transport nixl`: the same tokens as from one."""
+"""Two engines at different addresses with `--transport nixl` give the same tokens as one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def tokens(emitted: list[dict[str, object]]) -> list[int]:
 
 
 def test_without_the_library_an_engine_says_what_to_install():
-    """Nothing is loaded, nor missed, before it is asked for."""
+    """NIXL is loaded on first use, and an engine without it works."""
     hide = (
         "import sys; sys.modules.update({name: None for name in ('nixl_cu12', 'nixl_cu13')});"
         "from engine.main import main;"

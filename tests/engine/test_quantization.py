@@ -1,4 +1,4 @@
-"""An engine with weights in int8 is a process like any other, and shares no KV with others."""
+"""An engine with int8 weights serves like any other and exchanges no KV with others."""
 
 from __future__ import annotations
 

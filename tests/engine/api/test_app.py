@@ -1,10 +1,10 @@
-"""The REST API of a real engine process; and of an app in here, where a caller's exact moment of
-leaving matters."""
+"""The REST API: of a real engine process, and in this process where a disconnect must be timed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ SEND = {"request_id": "r", "prompt": PROMPT, "begin": 0, "end": 39, "kv_addr": "
 
 @pytest.fixture
 def server(engine_process: EngineProcess) -> Iterator[EngineProcess]:
-    """The shared process, which works and has lost nothing after each test."""
+    """The shared process; after each test it must work and leak nothing."""
     yield engine_process
     engine_process.at_rest()
     assert len(engine_process.generate(PROMPT)) == 4
@@ -34,7 +34,7 @@ def server(engine_process: EngineProcess) -> Iterator[EngineProcess]:
 
 
 def error_of(reply: httpx.Response) -> tuple[int, str, str | None]:
-    """Status, type and param; the body must be an error body and nothing else."""
+    """Return status, type and param; the body must be exactly an error body."""
     body = reply.json()
     assert set(body) == {"error"}
     assert set(body["error"]) == {"type", "message", "param", "code"}
@@ -166,7 +166,7 @@ def test_a_generation_as_events(server: EngineProcess):
 
 
 def test_an_engine_sends_to_itself(server: EngineProcess):
-    """All of the receiving calls in one process, over shared memory."""
+    """All receiving calls in one process, over shared memory."""
     prompt = [(n * n) % 250 for n in range(45)]
     got = server.post("prep_recv", request_id="self", prompt=prompt, end=44).json()
     assert error_of(server.post("commit", lease_id=got["lease_id"]))[:2] == (409, "kv_incomplete")
@@ -244,7 +244,7 @@ def test_a_caller_who_leaves_a_stream_frees_it(server: EngineProcess):
 
 @pytest.mark.parametrize("call", ["start_generate", "remote_send"])
 def test_a_caller_who_leaves_a_call_that_waits_frees_it(server: EngineProcess, call: str):
-    """Gone without a goodbye, while the call waits for KV or for its turn."""
+    """The client disconnects while its call waits for KV or in the queue."""
     prompt = [(n * n * n) % 251 for n in range(500)]
     got = server.post("prep_recv", request_id="w", prompt=prompt, end=499).json()
     body = {"request_id": "w", "prompt": prompt, "begin": 499, "lease_id": got["lease_id"]}
@@ -257,7 +257,7 @@ def test_a_caller_who_leaves_a_call_that_waits_frees_it(server: EngineProcess, c
     with socket.create_connection((address.host, address.port)) as caller:
         caller.sendall(head.encode() + raw)
         while not (server.state()["waiting"] or server.state()["puts_in_flight"]):
-            if call == "remote_send":  # it may be over before it can be seen
+            if call == "remote_send":  # it may end before it is observed
                 break
     server.post("release", lease_id=got["lease_id"])
     server.at_rest()
@@ -275,11 +275,11 @@ def test_what_a_router_needs_is_told(server: EngineProcess):
     assert "vllm:num_requests_running" in text and "microserve:pages_quarantined" in text
 
 
-# A caller who leaves at an exact moment
+# A client that disconnects at an exact moment
 
 
 class Caller:
-    """An ASGI caller that sends one body, and then leaves when `gone` is set."""
+    """An ASGI client that sends one body and disconnects when `gone` is set."""
 
     def __init__(self, path: str, body: dict[str, Any]) -> None:
         self.gone = asyncio.Event()
@@ -295,7 +295,7 @@ class Caller:
         return {"type": "http.disconnect"}
 
     async def send(self, message: dict[str, Any]) -> None:
-        if not self.gone.is_set():  # as uvicorn does it: in silence
+        if not self.gone.is_set():  # as uvicorn does, without an error
             self.sent.append(message)
 
     async def call(self, app: Any) -> None:
@@ -320,7 +320,7 @@ class Caller:
 async def test_whenever_a_caller_leaves_nothing_stays(
     moment: int, caplog: pytest.LogCaptureFixture
 ):
-    """`moment`: after so many turns of the event loop."""
+    """`moment` is a number of iterations of the event loop."""
     async with running() as engine:
         app = build_app(engine, EngineConfig(model="tiny"), 1)
         caller = Caller("/microserving/start_generate", {**LONG, "max_tokens": 900})
@@ -385,3 +385,15 @@ async def test_a_stuck_or_dead_loop_is_unhealthy(caplog: pytest.LogCaptureFixtur
             assert (await http.get("/health")).status_code == 200
             engine.loop.stop()
             assert error_of(await http.get("/health"))[:2] == (500, "internal")
+
+
+@pytest.mark.parametrize(("path", "assets"), [("/docs", 3), ("/redoc", 2)])
+def test_the_documentation_needs_no_other_server(server: EngineProcess, path: str, assets: int):
+    page = server.http.get(path)
+    assert page.status_code == 200
+    addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(addresses) == assets
+    for address in addresses:
+        assert address.startswith("/docs/")
+        assert server.http.get(address).status_code == 200
+    assert "/microserving/start_generate" in server.http.get("/openapi.json").json()["paths"]

@@ -1,4 +1,4 @@
-"""An engine that is told of a router is served by it, also by one that starts later."""
+"""An engine with `--router` is served by that router, even if the router starts later."""
 
 from __future__ import annotations
 

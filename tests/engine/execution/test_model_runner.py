@@ -1,4 +1,4 @@
-"""The numbers of rows that a step has, and what is added to reach them."""
+"""The row counts of a step and their padding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_few_numbers_of_rows_and_none_much_larger():
 
 
 def test_rows_that_are_added_change_nothing():
-    """In bfloat16: 9 rows are 12, and 3 logits are wanted of sequences of different lengths."""
+    """In bfloat16: 9 rows become 12, and 3 sequences of different lengths need logits."""
     model = load_model("tiny", dtype=torch.bfloat16, device=torch.device("cpu"))
     shape = model.config
     heads, dim = shape.num_kv_heads, shape.head_dim

@@ -1,4 +1,4 @@
-"""The step loop with a real model, cache and puts; what it delivers is taken from a queue."""
+"""The step loop with a real model, cache and puts; a queue receives its outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = [(7 * n) % 250 for n in range(100)]
 
 
 class Runner(ModelRunner):
-    """The real one, that can be told to raise, or to wait before a step."""
+    """A model runner that can raise, or wait before a step."""
 
     failure: BaseException | None = None
     gate: threading.Event | None = None
@@ -43,7 +43,7 @@ class Runner(ModelRunner):
 
 
 class Loop:
-    """A step loop of one's own."""
+    """A step loop with a cache and a scheduler of its own."""
 
     def __init__(self, network: MemoryNetwork, pages: int, budget: int, name: str) -> None:
         self.cache = make_cache(network, pages, name)
@@ -60,7 +60,7 @@ class Loop:
             self.outputs.put(item)
 
     def finish(self, *jobs: Generation) -> None:
-        """Run jobs to their ends; raises the first failure."""
+        """Wait until all jobs have finished. Raises the first failure."""
         left = set(jobs)
         while left:
             item = self.outputs.get(timeout=20)
@@ -76,7 +76,7 @@ class Loop:
         return [list(job.output) for job in jobs]
 
     def at_rest(self) -> None:
-        """Wait until all pages are free or cached; the loop settles one thing after another."""
+        """Wait until all pages are free or cached."""
         give_up = monotonic() + 10
         while monotonic() < give_up:
             use = self.cache.page_use()
@@ -125,7 +125,7 @@ def test_tokens_do_not_depend_on_company_budget_or_pressure(new: Callable[..., L
     jobs = [job(n, prompt, max_tokens=40) for n, prompt in enumerate(prompts)]
     assert tight.output(*jobs) == alone
     assert tight.scheduler.preemptions > 0
-    assert len(set(alone[0])) > 5  # else all of this would say nothing
+    assert len(set(alone[0])) > 5  # otherwise the comparison proves nothing
 
 
 def test_sampled_tokens_survive_preemption_too(new: Callable[..., Loop]):
@@ -168,7 +168,7 @@ def test_a_step_that_raises_fails_its_jobs_and_no_others(
     assert loop.loop.stats.failed_steps == 1
     assert "a step failed" in caplog.text
     loop.at_rest()
-    assert loop.cache.prefix_tokens == 0  # nothing of it is published
+    assert loop.cache.prefix_tokens == 0  # nothing of the failed step is published
     assert loop.output(job(2)) == new().output(job(1))
 
 
@@ -203,7 +203,7 @@ def test_an_abort_keeps_the_full_pages(new: Callable[..., Loop]):
     loop.loop.submit(endless)
     loop.outputs.get(timeout=20)
     loop.loop.abort(endless)
-    loop.loop.abort(endless)  # harmless
+    loop.loop.abort(endless)  # has no effect
     loop.at_rest()
     assert loop.cache.prefix_tokens >= 96
 
@@ -240,14 +240,14 @@ def test_an_aborted_send_lets_go_when_its_put_has_drained(new: Callable[..., Loo
 def test_a_refused_send_is_computed_no_further(
     new: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
 ):
-    """Its lease ended: the sender learns it from the memory, and stops."""
+    """Its lease has ended: the sender sees that in the shared memory and stops."""
     monkeypatch.setattr("engine.execution.stepper.SWEEP_S", 0.0)
     sender, receiver = new(name="s", budget=1), new(name="r")
     sending, lease_id = send(sender, receiver, 99)
     receiver.cache.release(lease_id)  # type: ignore[arg-type]
     sender.runner.gate = threading.Event()
     sender.loop.submit(sending)
-    while not sending.put.failed:  # it shows a sign of life before its first step
+    while not sending.put.failed:  # the sweep before the first step renews it
         threading.Event().wait(0.001)
     sender.runner.gate.set()
     with pytest.raises(LeaseExpired):
@@ -275,7 +275,7 @@ def test_a_send_that_waits_for_its_turn_keeps_its_lease(
 
 def test_idle_loops_notice_work_at_once(new: Callable[..., Loop]):
     loop = new()
-    for number in range(3):  # well below the half second that an idle loop sleeps
+    for number in range(3):  # well below the sleep of an idle loop
         loop.output(job(number, [1, 2], max_tokens=1))
         began = monotonic()
         loop.output(job(10 + number, [1, 2], max_tokens=1))

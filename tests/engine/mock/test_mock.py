@@ -1,4 +1,4 @@
-"""The model `mock`: the whole protocol in real processes, and `/v1/completions` beside it."""
+"""The model `mock`: the whole protocol in real processes, and `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLAGS = ("--step-ms", "0", "--prefill-tokens-per-ms", "0")
 
 @pytest.fixture(scope="module")
 def mocks() -> Iterator[list[EngineProcess]]:
-    """Two mock engines that take no time."""
+    """Two mock engines whose steps take no time."""
     engines = [EngineProcess(*FLAGS, model="mock") for _ in range(2)]
     yield engines
     for engine in engines:
@@ -82,7 +82,7 @@ def test_it_keeps_its_pace():
     try:
         began = time.monotonic()
         assert len(engine.generate([1] * 101, max_tokens=11)) == 11
-        # 100 + 11 * 20 ms, of which it may catch up a step. How late it is depends on the machine.
+        # 100 + 11 * 20 ms, less up to one step of catching up. The delay depends on the machine.
         assert time.monotonic() - began >= 0.300
     finally:
         engine.kill()
@@ -109,7 +109,7 @@ def test_a_client_that_goes_away_ends_its_completion():
     try:
         body = {"prompt": "hello", "max_tokens": 5000, "stream": True}
         with engine.http.stream("POST", "/v1/completions", json=body) as reply:
-            lines = reply.iter_lines()  # dropping it would close the reply
+            lines = reply.iter_lines()  # dropping the reference would close the response
             next(lines)
             assert engine.state()["running"] == 1
         engine.at_rest()

@@ -1,4 +1,4 @@
-"""The budget of prompts beside decodes, over engines whose steps take what the test says."""
+"""The chunk budget, over simulated engines whose step times the tests define."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import pytest
 from engine.scheduling.chunk_budget import MIN_TOKENS, PROBE_EVERY, PROBES, ChunkBudget
 
 BUDGET = 512
-Cost = Callable[[int, int], float]  # of a step's decodes and prompt tokens, in seconds
+Cost = Callable[[int, int], float]  # (decodes, prompt tokens) -> seconds
 
 
 def linear(decodes: int, tokens: int) -> float:
-    """8 ms a step, 1 ms a decode, 0.4 ms a token of a prompt."""
+    """8 ms per step, 1 ms per decode, 0.4 ms per prompt token."""
     return (8 + decodes + 0.4 * tokens) / 1e3
 
 
 def learn(budget: ChunkBudget, decodes: int, cost: Cost = linear, *, steps: int = 5) -> None:
-    """Decodes alone for a while, and before them a prompt alone."""
+    """Record a step with a prompt alone, then `steps` steps with decodes alone."""
     budget.record(0, BUDGET, cost(0, BUDGET))
     for _ in range(steps):
         budget.record(decodes, 0, cost(decodes, 0))
 
 
 def run(budget: ChunkBudget, decodes: int, steps: int, cost: Cost = linear) -> list[int]:
-    """So many steps while prompts never end; the prompt tokens of each."""
+    """Run steps with endless prompts; return the prompt tokens of each step."""
     taken = []
     for _ in range(steps):
         tokens = budget.tokens_allowed(decodes, 1, BUDGET)
@@ -46,7 +46,7 @@ def test_a_step_lasts_as_much_longer_as_it_may():
 def test_more_that_wait_than_decode_get_as_much_more_time():
     budget = ChunkBudget(1.5)
     learn(budget, 8)
-    run(budget, 8, 60)  # no probes are left
+    run(budget, 8, 60)  # uses up the probes
     alone, cost = linear(8, 0), linear(8, 1) - linear(8, 0)
     assert budget.tokens_allowed(8, 8, BUDGET) == pytest.approx(0.5 * alone / cost, abs=2)
     assert budget.tokens_allowed(8, 16, BUDGET) == pytest.approx(2 * alone / cost, abs=2)
@@ -67,7 +67,7 @@ def test_without_decodes_the_budget_is_all():
 
 def test_where_nothing_is_known_two_steps_of_decodes_tell():
     budget = ChunkBudget(2.0)
-    assert run(budget, 4, 3) == [0, 0, MIN_TOKENS]  # and then what a token costs
+    assert run(budget, 4, 3) == [0, 0, MIN_TOKENS]  # then the cost of a token is measured
     assert run(budget, 4, 5)[-1] == pytest.approx(30, abs=1)
 
 
@@ -95,7 +95,7 @@ def test_probes_are_rare_and_do_come():
     assert 50 <= taken.count(0) <= 100 + PROBES
     assert taken.count(0) / len(taken) < 0.02
     probes = [step for step, tokens in enumerate(taken) if not tokens][2:]
-    assert min(b - a for a, b in pairwise(probes)) > 32  # no moment is all that they tell of
+    assert min(b - a for a, b in pairwise(probes)) > 32  # they do not all measure the same moment
 
 
 def test_probes_are_rare_also_where_the_batch_never_stays_the_same():
@@ -115,12 +115,12 @@ def test_a_smaller_batch_than_any_measured_is_taken_for_its_share():
     budget = ChunkBudget(2.0)
     learn(budget, 16)
     for _ in range(PROBES):
-        budget.tokens_allowed(99, 1, BUDGET)  # no probes are left
+        budget.tokens_allowed(99, 1, BUDGET)  # uses up the probes
     assert budget.tokens_allowed(8, 1, BUDGET) == int(12 / 0.4 / (1 + 8 / 0.4 / BUDGET))
 
 
 def test_what_tokens_cost_is_followed_within_a_few_steps():
-    """Deep in a prompt they cost three times as much; then the next prompt begins."""
+    """Deep in a prompt, tokens cost three times as much; then the next prompt begins."""
     budget = ChunkBudget(1.75)
     learn(budget, 16)
     run(budget, 16, 20)
@@ -139,10 +139,10 @@ def test_a_hiccup_is_soon_forgotten(hiccup: float):
     budget = ChunkBudget(1.75)
     learn(budget, 16)
     usual = run(budget, 16, 20)[-1]
-    budget.record(16, usual, linear(16, usual) + hiccup)  # among prompts
+    budget.record(16, usual, linear(16, usual) + hiccup)  # in a step with prompt tokens
     assert usual / 3 < budget.tokens_allowed(16, 1, BUDGET) < usual
     assert run(budget, 16, 8)[-1] == pytest.approx(usual, rel=0.1)
-    budget.record(16, 0, linear(16, 0) + hiccup)  # while there are none
+    budget.record(16, 0, linear(16, 0) + hiccup)  # in a step without prompt tokens
     assert budget.tokens_allowed(16, 1, BUDGET) == pytest.approx(usual, rel=0.1)
 
 
@@ -165,7 +165,7 @@ def test_a_bad_moment_of_the_machine_is_not_taken_for_the_decodes():
 
 
 def test_decodes_that_get_slower_are_followed():
-    """Their contexts grow, or others use the machine."""
+    """Contexts grow, or other programs use the machine."""
     budget = ChunkBudget(1.75)
     learn(budget, 16)
 

@@ -1,4 +1,4 @@
-"""Choices of one request: their prompt is computed once, and each gets its own tokens."""
+"""Parallel sampling: the prompt is computed once, and each choice gets its own tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAWN = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here comes as late as what crosses a network may."""
+    """Shorten the retention: these tests have no network delays."""
     monkeypatch.setattr(parallel_sampling, "RETAIN_S", 0.5)
 
 
@@ -31,7 +31,7 @@ async def engine() -> AsyncIterator[MicroserveEngine]:
 async def choices(
     engine: MicroserveEngine, prompt: list[int], count: int, **fields: object
 ) -> list[list[int]]:
-    """The tokens of `count` choices, asked for at once, the first one last to be submitted."""
+    """Return the tokens of `count` choices that are requested together."""
     options = DRAWN | fields
     parent = await engine.start_generate(start(prompt, "c0", forks=count - 1, **options))
     streams = [parent] + [
@@ -54,7 +54,7 @@ async def test_choices_are_what_they_are_alone_and_compute_the_prompt_once(lengt
         before = engine.loop.stats.prompt_tokens
         assert await choices(engine, prompt, 4) == expected
         computed = engine.loop.stats.prompt_tokens - before
-        # All but the token that is computed to draw from; warm, what full pages do not hold.
+        # All but the last token, whose logits are sampled; if warm, without the cached full pages.
         cached = (length - 1) // 16 * 16 if warm else 0
         assert computed == length - 1 - cached
     assert len({tuple(tokens) for tokens in expected}) == 4
@@ -99,7 +99,7 @@ async def test_a_choice_that_is_aborted_harms_no_other(victim: int, after: int):
             return expected[number]
 
         assert await asyncio.gather(*(read(n) for n in range(3))) == expected
-        engine.release(Release(request_id="c0"))  # as a router does: nothing is left to end
+        engine.release(Release(request_id="c0"))  # as a router does, with nothing left to end
         await at_rest(engine)
 
 
@@ -138,7 +138,7 @@ async def test_a_fork_of_another_prompt_is_none(engine: MicroserveEngine):
     parent = await engine.start_generate(start(PROMPT, "c0", forks=1, max_tokens=40))
     assert await generate(engine, PROMPT[::-1], "c1", fork_of="c0") == expected
     parent.close()
-    for name in ("c1", "nobody"):  # itself, and one that never was
+    for name in ("c1", "nobody"):  # itself, and an unknown request
         assert await generate(engine, PROMPT[::-1], "c1", fork_of=name, forks=1) == expected
 
 

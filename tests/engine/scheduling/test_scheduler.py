@@ -1,4 +1,4 @@
-"""The scheduler over a real cache; a step computes no model, it only makes its tokens present."""
+"""The scheduler over a real cache; a step only marks its tokens as present."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., tuple[Scheduler, KVCache]]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Schedulers over pools whose pages must all be accounted for afterwards."""
+    """Make schedulers over pools whose integrity is checked at the end."""
     caches: list[KVCache] = []
 
     def build(
@@ -43,18 +43,18 @@ def make() -> Iterator[Make]:
 
 
 def send(cache: KVCache, number: int, tokens: list[int]) -> Send:
-    """A send as the service makes it: with its sequence, and pages for all of it."""
+    """A send as the service makes it: with a sequence that has all its pages."""
     seq_id = SeqId(number)
     cached = cache.add_sequence(seq_id, tokens)
     cache.grow(seq_id, len(tokens))
-    put = cast(Any, None)  # the scheduler does not look at it
+    put = cast(Any, None)  # the scheduler does not use it
     return Send(f"s{number}", seq_id, tokens, 0, cached, put, Future(), 0.0, True)
 
 
 def step(scheduler: Scheduler, cache: KVCache) -> dict[str, int]:
-    """One step: its tokens are present then, and each generation that may draw has drawn.
+    """Run one step: mark its tokens as present and append a token where one is sampled.
 
-    Returns the tokens computed, by request.
+    Returns the number of tokens computed, by request.
     """
     plan = scheduler.plan()
     if not plan:
@@ -100,7 +100,7 @@ def test_a_prompt_is_cut_by_the_budget(make: Make):
 
 
 def test_every_decode_is_in_every_step(make: Make):
-    scheduler, cache = make(budget=4)  # fewer than there are decodes
+    scheduler, cache = make(budget=4)  # less than the number of decodes
     for number in range(8):
         scheduler.add(generation(number, [number]))
     step(scheduler, cache)
@@ -124,7 +124,7 @@ def test_the_batch_is_bounded(make: Make):
 
 @pytest.mark.parametrize("decodes", [0, 3, 5, 7, 9])
 def test_neither_sends_nor_prefills_starve(make: Make, decodes: int):
-    """However little the decodes leave, each kind gets some of it in every step."""
+    """Each kind gets tokens in every step, however few the decodes leave."""
     scheduler, cache = make(pages=200, budget=8, max_batch=64)
     for number in range(decodes):
         scheduler.add(generation(number, [number]))
@@ -196,14 +196,14 @@ def test_no_stream_of_short_prompts_keeps_a_long_one_from_its_half(make: Make):
 def test_every_prompt_is_computed_within_both_bounds(
     prompts: list[tuple[int, int]], kind: type[Job]
 ):
-    """Those of the module's docstring, for prompts that come at any time, of any length."""
+    """The bounds of the scheduler's docstring, for prompts of any length at any time."""
     cache = make_cache(pages=100)
     budget = 40
     scheduler = Scheduler(cache, token_budget=budget, max_batch=16)
-    half = (budget - len(prompts)) // 2  # one that has a token left takes it out of the budget
+    half = (budget - len(prompts)) // 2  # a decode takes its token from the budget
     arrivals = sorted(prompts, key=lambda prompt: prompt[0])
     left: dict[str, int] = {}
-    allowed: dict[str, int] = {}  # the last step in which it may be done
+    allowed: dict[str, int] = {}  # the latest step in which it may finish
     at = 0
     while left or at <= arrivals[-1][0]:
         for number, (when, length) in enumerate(arrivals):
@@ -216,7 +216,7 @@ def test_every_prompt_is_computed_within_both_bounds(
                 older = sum(math.ceil(other / half) for other in left.values())
                 later = [other for then, other in arrivals if then > at]
                 others = [*left.values(), *later]
-                shorter = sum(min(other, length) for other in others)  # itself among them
+                shorter = sum(min(other, length) for other in others)  # including itself
                 allowed[name] = at + min(older, math.ceil(shorter / half)) - 1
         done = step(scheduler, cache)
         for job in list(scheduler.running):
@@ -233,7 +233,7 @@ def test_every_prompt_is_computed_within_both_bounds(
 
 
 def test_what_several_prompts_begin_with_is_computed_once_whoever_is_first(make: Make):
-    """Shorter ones let the one that computes it go on in their place."""
+    """Shorter prompts give their tokens to the job that computes the shared prefix."""
     scheduler, cache = make(pages=200, budget=32)
     shared = list(range(64))
     long, other = generation(1, range(5000, 5300)), generation(2, [*shared, *range(600, 800)])
@@ -250,7 +250,7 @@ def test_prompts_take_what_the_pace_of_the_decodes_allows(make: Make):
     scheduler, cache = make(pages=200, budget=256, slowdown=2.0)
 
     def timed() -> dict[str, int]:
-        """A step; 10 ms, and 0.25 ms more for each token of a prompt."""
+        """Run a step that takes 10 ms and 0.25 ms more for each prompt token."""
         done = step(scheduler, cache)
         scheduler.record_step(0.01 + 0.00025 * sum(n for n in done.values() if n > 1))
         return done
@@ -259,11 +259,11 @@ def test_prompts_take_what_the_pace_of_the_decodes_allows(make: Make):
     assert timed() == {"r1": 100}
     scheduler.add(generation(2, range(1000, 1500)))
     scheduler.add(send(cache, 3, list(range(2000, 2500))))
-    assert [timed(), timed()] == [{"r1": 1}] * 2  # to see how long that takes
+    assert [timed(), timed()] == [{"r1": 1}] * 2  # probes
     for _ in range(8):
         assert timed().keys() == {"r1", "r2", "s3"}
     done = timed()
-    # Two wait, and one decodes: twice what it takes is theirs.
+    # Two wait and one decodes: prompts get twice the time of the decode.
     assert (done["r1"], done["r2"], done["s3"]) == (1, 40, pytest.approx(40, abs=1))
 
 
@@ -319,7 +319,7 @@ def test_the_last_priority_makes_room_and_of_it_the_youngest(make: Make):
     urgent = generation(4, range(9000, 9100), priority=0)
     late = generation(5, range(9200, 9216), priority=1)
     scheduler.add(late)
-    scheduler.add(urgent)  # there is no room for it, and so for nobody behind it
+    scheduler.add(urgent)  # has no room, so later jobs wait too
     while not scheduler.preemptions:
         step(scheduler, cache)
     assert scheduler.running == [high, low]
@@ -347,7 +347,7 @@ def test_who_waits_for_its_first_chunk_begins_with_what_others_have_computed_mea
     assert [step(scheduler, cache) for _ in range(3)] == [
         {"r1": 30, "r3": 10},
         {"r3": 1, "r1": 39},
-        {"r3": 1, "r1": 31},  # the second one waits: all of its 80 tokens are about to be there
+        {"r3": 1, "r1": 31},  # the second job waits for the 80 tokens that the first one computes
     ]
     assert step(scheduler, cache) == {"r1": 1, "r3": 1, "r2": 12}
     assert (second.cached, second.begin) == (80, 80)
@@ -355,7 +355,7 @@ def test_who_waits_for_its_first_chunk_begins_with_what_others_have_computed_mea
 
 
 def test_what_has_landed_in_a_lease_is_not_given_up_for_what_is_cached(make: Make):
-    """Its KV is in no prefix tree yet."""
+    """Its KV is not in the prefix cache yet."""
     scheduler, cache = make(budget=4)
     scheduler.add(generation(1, range(100, 120)))
     job = generation(2, range(40))
@@ -414,7 +414,7 @@ def test_preemption_keeps_the_output_and_repeats_nothing(
     step(scheduler, cache)
     assert young.started
     assert young.tokens[: len(seen)] == seen
-    assert (young.begin, young.cached) == (begin, cached)  # its own pages are no cache hit
+    assert (young.begin, young.cached) == (begin, cached)  # its own pages do not count as cached
     assert young.tokens[len(seen) :] == [100 + n for n in range(len(seen), len(young.tokens))]
 
 
@@ -452,12 +452,12 @@ def test_an_aborted_job_is_nowhere(make: Make):
     step(scheduler, cache)
     for job in (running, waiting):
         finish(scheduler, cache, job)
-        scheduler.remove(job)  # twice does no harm
+        scheduler.remove(job)  # idempotent
     assert step(scheduler, cache) == {}
 
 
 def test_a_started_generation_runs_at_once(make: Make):
-    """From a lease: whatever the size of the batch and of the queue."""
+    """A generation from a lease runs even if the batch is full."""
     scheduler, cache = make(max_batch=1)
     for number in range(3):
         scheduler.add(generation(number, [number]))

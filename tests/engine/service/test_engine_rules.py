@@ -1,5 +1,4 @@
-"""The rules of the receive lease that only an engine shows; the others are in
-`tests/kvcache/lease/test_lease_rules.py`."""
+"""The lease rules that need an engine; `tests/kvcache/lease` has the others."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ async def test_draining_refuses_what_is_new_and_lets_caches_move_away(pair: Pair
 
 
 async def test_draining_lets_a_running_request_move_away(pair: Pair):
-    """Release, send prompt and output, start elsewhere: not a token twice, none missing."""
+    """Release, send prompt and output, start elsewhere: each token comes exactly once."""
     source, target = pair
     whole = await generate(source, PROMPT, "whole", max_tokens=40)
     stream = await source.start_generate(start(PROMPT, "moves", max_tokens=40))
@@ -96,7 +95,7 @@ async def test_draining_lets_a_mirrored_request_move_away_and_mirrors_grow(pair:
 
 
 async def test_time_lets_a_replica_that_is_not_renewed_go(pair: Pair):
-    """The mirror ends with its generation, and the lease `lease_ms` later."""
+    """The mirror ends with its generation, and its lease `lease_ms` later."""
     source, replica = pair
     got = replica.prep_recv(prep(PROMPT, len(PROMPT), "lease", reserve=60, lease_ms=300))
     events = await collect(
@@ -122,7 +121,7 @@ async def test_no_hold_and_wait_a_send_without_pages_says_so_at_once():
     network = MemoryNetwork()
     async with running(network, pages=4) as prefill, running(network, name="d") as decode:
         got = decode.prep_recv(prep(PROMPT, END))
-        with pytest.raises(BadRequest):  # never
+        with pytest.raises(BadRequest):  # never expires
             await prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr))
         decode.release(Release(lease_id=got.lease_id))
         others = SeqId(1_000_000)

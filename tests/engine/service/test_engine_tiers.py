@@ -1,4 +1,4 @@
-"""Engines whose pool is too small for their work: with tiers below it the tokens are the same."""
+"""Engines with pools that are too small for their work; tiers do not change their tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MANY = {"max_tokens": 60}
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """What each prompt gives when it has an engine for itself."""
+    """Return the tokens of each prompt on an engine of its own."""
 
     async def run() -> list[list[int]]:
         outputs = []
@@ -117,7 +117,7 @@ async def test_nor_on_sampling(alone: list[list[int]]):
 
 @pytest.mark.parametrize("what", ["buffer", "fetch"])
 async def test_nor_on_pages_that_are_lost(alone: list[list[int]], what: str):
-    """Every third page cannot be written, or read."""
+    """Every third page cannot be written or read."""
 
     class Broken(HostStore):
         calls = 0
@@ -135,7 +135,7 @@ async def test_nor_on_pages_that_are_lost(alone: list[list[int]], what: str):
 
 
 async def test_nothing_streamed_is_repeated(alone: list[list[int]]):
-    """Each token comes once, also while its request is away."""
+    """Each token comes once, even across a swap."""
     async with running(pages=12, stores=[HostStore(LAYOUT, 64)]) as engine:
         streams = [
             await engine.start_generate(start(prompt, f"r{n}", **MANY))
@@ -150,7 +150,7 @@ async def test_nothing_streamed_is_repeated(alone: list[list[int]]):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 async def test_cancelled_at_any_moment_nothing_is_left(seed: int, tmp_path: Path):
-    """`running` proves at the end that all pages and slots are free or cached."""
+    """`running` verifies at the end that all pages and slots are free or cached."""
     random_ = random.Random(seed)
     stores: list[Store] = [HostStore(LAYOUT, 12), DiskStore(LAYOUT, 40, tmp_path)]
     async with running(pages=12, stores=stores) as engine:
@@ -159,7 +159,7 @@ async def test_cancelled_at_any_moment_nothing_is_left(seed: int, tmp_path: Path
             await asyncio.sleep(random_.random() * 0.1)
             prompt = PROMPTS[number % 6]
             tokens = random_.randrange(1, 60) if number % 3 else 60
-            try:  # some leave after a time, some after so many tokens
+            try:  # some disconnect after a time, some after some tokens
                 async with asyncio.timeout(random_.random() * 2 if number % 3 != 1 else None):
                     stream = await engine.start_generate(start(prompt, f"r{number}", **MANY))
                     try:
@@ -185,7 +185,7 @@ PAGE = 16
 
 
 class Steps:
-    """A scheduler over a cache with a gated tier; a step computes nothing."""
+    """A scheduler over a cache with a gated tier; steps compute nothing."""
 
     def __init__(self, pages: int = 8, slots: int = 32) -> None:
         self.store = GatedStore(LAYOUT, slots)
@@ -248,7 +248,7 @@ def test_who_makes_way_is_out_before_anybody_else_has_to(steps: Steps):
     while not steps.scheduler.preemptions:
         steps.step()
     steps.gate.one()
-    for _ in range(40):  # they go on as far as their room goes, and wait then
+    for _ in range(40):  # they run until their pages are full, then wait
         steps.step()
     assert steps.scheduler.preemptions == 1
     assert steps.scheduler.running == [old, middle]
@@ -305,7 +305,7 @@ def test_an_aborted_job_is_nowhere(steps: Steps, when: str):
 
 
 def test_the_oldest_is_first_also_while_another_returns(steps: Steps):
-    """Who returns takes the last room; who is older waits for it to be back, and takes it."""
+    """A returning job takes the last pages; an older job waits for its return and preempts it."""
     old, middle, young = (steps.add(number, 30) for number in (1, 2, 3))
     while not steps.scheduler.preemptions:
         steps.step()
@@ -314,7 +314,7 @@ def test_the_oldest_is_first_also_while_another_returns(steps: Steps):
     steps.cache.remove_sequence(middle.seq_id)
     middle.started = False
     steps.gate.shut()
-    while steps.step():  # as far as the room goes that is left to it
+    while steps.step():  # until its remaining pages are full
         pass
     steps.gate.one()
     assert steps.scheduler.running == [old]
@@ -348,7 +348,7 @@ def test_many_in_a_small_pool_all_get_on(steps: Steps):
     steps.end(*jobs)
 
 
-# Prefixes that come back
+# Promotion of prefixes
 
 
 def evict_all(cache: KVCache) -> None:
@@ -429,7 +429,7 @@ async def test_who_leaves_while_a_prompt_comes_back_leaves_nothing():
             await released
         assert (engine.running, engine.waiting) == (0, 0)
         await at_rest(engine)
-        assert engine.cache.prefix_tokens >= 96  # it landed all the same
+        assert engine.cache.prefix_tokens >= 96  # the copy completes nevertheless
 
 
 async def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch):

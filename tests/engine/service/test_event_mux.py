@@ -32,7 +32,7 @@ class Reader:
             self._connection = HTTPConnection("127.0.0.1", engine.port)
             self._connection.request("GET", f"/microserving/stream?id={id}")
             self._reply = self._connection.getresponse()
-            # 409: the engine has not yet noticed that the one of another test is gone.
+            # 409: the engine has not yet noticed that the stream of another test has closed.
             if self._reply.status != 409 or time.monotonic() > give_up:
                 break
             self._connection.close()
@@ -47,13 +47,13 @@ class Reader:
                 self.frames.append(json.loads(line))
 
     def cut(self) -> None:
-        """As the kernel does for a router that was killed."""
+        """Close the connection as the kernel does for a killed router."""
         with suppress(OSError):
             self._connection.sock.shutdown(socket.SHUT_RDWR)
         self.join()
 
     def join(self) -> None:
-        """Until the stream has ended."""
+        """Wait until the stream has ended."""
         self._thread.join(20)
         assert not self._thread.is_alive()
 
@@ -72,7 +72,7 @@ class Reader:
 
 @contextmanager
 def reading(engine: EngineProcess, id: str) -> Iterator[Reader]:
-    """A stream, cut off in the end."""
+    """A stream that is disconnected at the end."""
     reader = Reader(engine, id)
     try:
         yield reader
@@ -133,7 +133,7 @@ def test_stream_tokens_gathers(mock: EngineProcess):
         events = reader.until_over("a")
     counts = [len(event["token_ids"]) for event in events]
     assert sum(counts) == 25
-    assert all(count >= 10 for count in counts[1:-1])  # more, if this test is slow to read
+    assert all(count >= 10 for count in counts[1:-1])  # more if this test reads slowly
     assert len(counts) <= 4
     assert events[-1]["usage"]["completion_tokens"] == 25
 
@@ -146,9 +146,9 @@ def test_a_beat_gathers_what_comes_faster_and_holds_up_nothing_else(mock: Engine
     for events in whole.values():
         counts = [len(event["token_ids"]) for event in events]
         assert sum(counts) == 200
-        assert counts[0] < 10  # the first does not wait
+        assert counts[0] < 10  # the first event does not wait
         assert len(counts) < 40  # of 200 steps of 2 ms and more
-    # They share their beats: the events of four requests do not come in four times the frames.
+    # They share ticks: the events of four requests do not need four times the frames.
     most = max(len(events) for events in whole.values())
     assert len(reader.frames) < 2 * most
     slow = EngineProcess("--step-ms", "30", model="mock")
@@ -211,7 +211,7 @@ async def test_a_reader_that_lags_is_sent_fewer_frames_and_then_cut_off(monkeypa
             )
 
         await begin("a", 40)
-        while engine.loop.stats.generation_tokens < 40:  # noqa: ASYNC110  nobody reads meanwhile
+        while engine.loop.stats.generation_tokens < 40:  # noqa: ASYNC110  without a reader
             await asyncio.sleep(0.001)
         events: list[dict[str, Any]] = []
         while not events or "finish_reason" not in events[-1]:

@@ -1,4 +1,4 @@
-"""The poller of those who wait for their KV; that they get it is in `test_service`."""
+"""The poller for waiting calls; `test_service` covers that they get their KV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = [(11 * n) % 250 for n in range(40)]
 
 
 class Polls:
-    """Counts how often watermarks are read, and of how many leases at a time."""
+    """Count how often watermarks are read, and for how many leases at a time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
@@ -37,7 +37,7 @@ def polls(monkeypatch: pytest.MonkeyPatch) -> Polls:
 
 
 async def wait_for_kv(engine: MicroserveEngine, count: int) -> list[asyncio.Task[Any]]:
-    """So many starts, each of a lease of its own, whose KV never comes."""
+    """Start `count` generations on leases whose KV never arrives."""
     tasks = []
     for number in range(count):
         got = engine.prep_recv(prep([number, *PROMPT[:8]], 8, f"r{number}"))
@@ -49,14 +49,14 @@ async def wait_for_kv(engine: MicroserveEngine, count: int) -> list[asyncio.Task
 async def test_all_waiters_are_read_in_one_operation_and_nobody_else(polls: Polls):
     async with running(pages=128, max_live=128) as engine:
         await asyncio.sleep(0.02)
-        assert polls.sizes == []  # nobody waits
+        assert polls.sizes == []  # no call waits
         tasks = await wait_for_kv(engine, 50)
         await asyncio.sleep(0.05)
         assert set(polls.sizes) == {50}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0.005)  # the timer runs out
+        await asyncio.sleep(0.005)  # the timer fires for the last time
         polls.sizes.clear()
         await asyncio.sleep(0.02)
         assert polls.sizes == []
@@ -77,7 +77,7 @@ async def test_who_is_due_is_woken_and_the_others_sleep(polls: Polls):
         await prefill.remote_send(sending(PROMPT, 0, 39, got.kv_addr))
         assert len(await tokens) == 4
         assert engine.waiting == 3 and not any(task.done() for task in others)
-        for number in range(3):  # an end wakes as well, and only whom it is about
+        for number in range(3):  # the end of a lease wakes its own waiter only
             engine.release(Release(request_id=f"r{number}"))
             with pytest.raises(LeaseExpired):
                 await asyncio.wait_for(others[number], 1.0)

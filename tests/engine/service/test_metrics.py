@@ -59,7 +59,7 @@ def test_vllms_names_and_what_they_count():
     [
         ("--labels", "zone"),
         ("--tls-cert", "x"),
-        ("--host", "0.0.0.0", "--api-key", "k", "--router", "http://r"),  # nobody reaches that
+        ("--host", "0.0.0.0", "--api-key", "k", "--router", "http://r"),  # unreachable for a router
     ],
 )
 def test_flags_that_cannot_be_meant(flags, capsys):

@@ -1,5 +1,7 @@
-"""Mirrors: the KV of a running generation kept in a lease on another engine, and what becomes of
-either when the other ends. Two engines in this process; at the end, two processes and a SIGKILL."""
+"""Mirrors: the KV of a running generation, replicated into a lease on another engine.
+
+Two engines in this process; either may end before the other.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ Pair = tuple[MicroserveEngine, MicroserveEngine]
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    """One that generates, and one that keeps the replica."""
+    """An engine that generates and one that holds the replica."""
     network = MemoryNetwork()
     async with running(network) as source, running(network, name="b") as replica:
         yield slower_than_its_mirrors(source), replica
@@ -44,7 +46,7 @@ async def pair() -> AsyncIterator[Pair]:
 
 @dataclass
 class Part:
-    """What a stream has said so far."""
+    """The events of a stream so far."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -66,7 +68,7 @@ class Part:
 
 
 async def read(engine: MicroserveEngine, request_id: str, cut: int = 10**6, **fields: Any) -> Part:
-    """A generation to its end, or until `cut` tokens or more are there."""
+    """Run a generation to its end, or until it has at least `cut` tokens."""
     part = Part()
     stream = await engine.start_generate(start(PROMPT, request_id, **fields))
     async with asyncio.timeout(30), contextlib.aclosing(stream.events()) as events:
@@ -86,7 +88,7 @@ def to(got: PrepRecvReply, every: int = 4) -> Mirror:
 
 
 async def take_right(replica: MicroserveEngine, slot: int) -> Region:
-    """Take a lease's write right, as a writer has it that is stopped in the middle of a copy."""
+    """Take a lease's write right, like a writer that is stopped in the middle of a copy."""
     region = replica.cache.transport.region
     await until(lambda: region.try_right(slot))
     return region
@@ -95,12 +97,12 @@ async def take_right(replica: MicroserveEngine, slot: int) -> Region:
 def slower_than_its_mirrors(
     engine: MicroserveEngine, until: threading.Event | None = None
 ) -> MicroserveEngine:
-    """Let each step wait for what the mirrors do: as where it takes longer than a put or a call."""
+    """Let each step wait for the mirrors, as if it took longer than a put or a call."""
     run = engine.loop.stepper._runner.run
 
     def busy() -> bool:
         return bool(engine.cache._sender._writing) or any(
-            not mirroring.over and (mirroring._mirror is None or mirroring._asked)
+            not mirroring.over and (mirroring._mirror is None or mirroring._extending)
             for mirroring in list(engine.mirrors._tasks.values())
         )
 
@@ -126,7 +128,7 @@ STYLES: dict[str, dict[str, Any]] = {
 async def goes_on(
     pair: Pair, every: int, cut: int, number: int = 0, **options: Any
 ) -> tuple[Part, Part]:
-    """A generation that is cut off after `cut` tokens, and the rest of it from the mirror."""
+    """Abort a generation after `cut` tokens, and continue it from the mirror."""
     source, replica = pair
     got = replica.prep_recv(prep(PROMPT, END, f"lease{number}", reserve=60))
     first = await read(source, f"first{number}", cut, mirror=to(got, every), **options)
@@ -171,13 +173,13 @@ async def test_after_any_number_of_tokens_little_is_computed_again(pair: Pair, e
         assert rest.begin is not None and first.mirror is not None
         again = END + len(first.tokens) - rest.begin
         assert again >= 1
-        if cut > 1:  # what the first step made need not have landed when its token is out
+        if cut > 1:  # the first step's KV may land after its token is delivered
             assert again <= 2 * every + 1
-        assert rest.begin >= min(first.mirror.landed, END + len(first.tokens) - 1)  # as was told
+        assert rest.begin >= min(first.mirror.landed, END + len(first.tokens) - 1)  # as reported
 
 
 async def test_only_what_is_new_is_sent(pair: Pair):
-    """From `match_len` on, each token once; the events say how far it is."""
+    """Each token from `match_len` on is sent once; the events report the progress."""
     source, replica = pair
     await generate(replica, PROMPT, max_tokens=1)
     got = lease(replica, reserve=50)
@@ -247,7 +249,7 @@ async def test_other_leases_leave_no_room():
     async with running(network) as source, serving(network, name="b") as replica:
         slower_than_its_mirrors(source)
         got = lease(replica, reserve=27)
-        replica.prep_recv(prep([9] * 400, 400, "other"))  # 25 of the 28 pages that are left
+        replica.prep_recv(prep([9] * 400, 400, "other"))  # 25 of the 28 remaining pages
         mirrored = await read(source, "r", max_tokens=200, mirror=to(got))
         assert len(mirrored.tokens) == 200
         assert mirrored.mirror is not None and mirrored.mirror.stopped == "no_capacity"
@@ -331,7 +333,7 @@ async def test_a_bad_address_is_the_callers_mistake(pair: Pair):
 async def test_a_mirror_that_is_stuck_keeps_its_pages_and_delays_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Somebody else holds the write right: the put waits, the stream does not."""
+    """Another writer holds the write right: the put waits, the stream does not."""
     monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 30.0)
     network = MemoryNetwork()
     async with running(network) as source, running(network, name="b") as replica:
@@ -346,7 +348,7 @@ async def stuck(source: MicroserveEngine, replica: MicroserveEngine) -> None:
 
     def wait_for_the_test(chunks: Any) -> Any:
         assert not source.mirrors.sent or taken.wait(20)
-        assert next(steps) != 200 or seen.wait(20)  # half of the stream is still to come
+        assert next(steps) != 200 or seen.wait(20)  # before the second half of the stream
         return run(chunks)
 
     source.loop.stepper._runner.run = wait_for_the_test  # type: ignore[method-assign]
@@ -407,7 +409,7 @@ async def test_a_generation_that_waits_keeps_its_mirror():
         for event in await collect(stream):
             part.add(event)
         assert part.mirror is not None and part.mirror.stopped is None and part.mirror.landed > END
-        # Nobody writes any longer: the lease runs out.
+        # No writer is left: the lease expires.
         await until(lambda: not replica.cache.leases())
 
 

@@ -1,4 +1,4 @@
-"""A mirror between two engine processes, of which the one that generates dies or stops."""
+"""A mirror between two engine processes; the one that generates dies or is stopped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def replica() -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="module")
 def whole(replica: EngineProcess) -> list[dict[str, Any]]:
-    """What nobody disturbed."""
+    """The tokens of an undisturbed run."""
     return replica.generate(PROMPT, **OPTIONS)
 
 
@@ -54,9 +54,9 @@ def test_the_replica_goes_on(
     ending: signal.Signals,
     cut: int,
 ):
-    """With more room asked for over HTTP on the way, and each token exactly once."""
+    """The mirror gets more room over HTTP on the way; each token comes exactly once."""
     got = replica.post("prep_recv", request_id="m", prompt=PROMPT, end=45, reserve=60).json()
-    assert got["match_len"] == 32  # of the run that nobody disturbed
+    assert got["match_len"] == 32  # of the undisturbed run
     seen: list[dict[str, Any]] = []
     landed = 0
     mirror = {"kv_addr": got["kv_addr"], "every": EVERY}

@@ -1,4 +1,4 @@
-"""A mirror that a generation gets while it runs, in place of the one it had or of none."""
+"""A mirror that a running generation gets, as its first or in place of another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call(request_id: str, got: PrepRecvReply) -> MirrorGeneration:
 
 
 def wait_after(engine: MicroserveEngine, steps: int, event: threading.Event) -> None:
-    """Let the step loop wait for `event` after so many steps."""
+    """Let the step loop wait for `event` after `steps` steps."""
     run, numbers = engine.loop.stepper._runner.run, count()
 
     def wait_and_run(chunks: Any) -> Any:
@@ -36,7 +36,7 @@ def wait_after(engine: MicroserveEngine, steps: int, event: threading.Event) -> 
 
 @pytest.mark.parametrize("before", ["none", "a dead one"])
 async def test_a_running_generation_gets_a_mirror(before: str):
-    """From which it goes on as if nothing had happened; the first replica may be gone."""
+    """The generation continues from the second replica; the first may be gone."""
     network = MemoryNetwork()
     async with (
         running(network) as source,
@@ -56,7 +56,7 @@ async def test_a_running_generation_gets_a_mirror(before: str):
             async for event in events:
                 first.add(event)
                 if len(first.tokens) >= 10 and not mirrored.is_set():
-                    # Its prompt is that of the generation, and what it has said by now.
+                    # Its prompt is that of the generation, followed by the output so far.
                     tokens = PROMPT + first.tokens
                     got = replica.prep_recv(prep(tokens, len(tokens), "m", reserve=60))
                     source.mirror(call("r", got))
@@ -83,7 +83,7 @@ async def test_one_that_has_ended_cannot_be_mirrored_and_leaves_nothing():
             source.mirror(call("r", got))
         stream = await source.start_generate(start(PROMPT, "r", max_tokens=4))
         await until(lambda: not source.running and not source.waiting)
-        # The step loop is done with it, and its reader does not know that yet.
+        # The step loop has ended it, and its reader has not seen that yet.
         source.mirror(call("r", got))
         async for _ in stream.events():
             pass

@@ -1,4 +1,4 @@
-"""What routers are told of the prefix cache: in one process, and over HTTP."""
+"""The prefix feed, in this process and over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = 16
 
 
 class Router:
-    """What a router that reads the frames knows."""
+    """A router's knowledge from the frames it has read."""
 
     def __init__(self, reader: PrefixReader) -> None:
         self.known: set[PageName] = set()
@@ -39,7 +39,7 @@ class Router:
         self.frames += 1
 
     async def right(self, engine: MicroserveEngine, prompts: Sequence[Sequence[int]]) -> None:
-        """Read until it knows of all `prompts` what the engine would match."""
+        """Read until the router knows, for all `prompts`, what the engine would match."""
         async with asyncio.timeout(10):
             while self.wrong(engine, prompts):
                 await self.read()
@@ -52,7 +52,7 @@ class Router:
 
 
 def matched(engine: MicroserveEngine, prompt: Sequence[int]) -> int:
-    """What the engine finds in its prefix cache."""
+    """Return what the engine finds in its prefix cache."""
     looking = SeqId(-1)
     length = engine.cache.add_sequence(looking, prompt)
     engine.cache.remove_sequence(looking)
@@ -66,12 +66,12 @@ def test_a_name_says_all_tokens_up_to_the_end_of_its_page():
     assert page_names([99, *range(1, 40)], 16)[1] != names[1]
     assert page_names([*range(16), 99, *range(17, 32)], 16)[:1] == names[:1]
     assert page_names(range(15), 16) == []
-    # As `b2sum -l 64` has it: an engine and a router of two versions must agree.
+    # As `b2sum -l 64` computes it: engines and routers of different versions must agree.
     assert names == ["26ec4e1c03e59b30", "dc925506c471bf63"]
 
 
 async def test_a_reader_knows_what_prompts_have_left_and_what_had_to_make_way():
-    """40 prompts with common beginnings through a pool that holds a part of them."""
+    """Run 40 prompts with shared prefixes through a pool that holds a part of them."""
     draw = random.Random(5)
     roots = [[draw.randrange(500) for _ in range(80)] for _ in range(3)]
     async with running(pages=40) as engine:

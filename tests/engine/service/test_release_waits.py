@@ -1,4 +1,4 @@
-"""A release is answered when the step loop has let go, however long its step takes."""
+"""A release responds when the step loop has freed the pages, however long its step takes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_what_was_computed_is_cached_when_the_release_is_answered(monkeypa
 
 
 async def test_a_loop_that_does_not_come_round_is_not_waited_for(monkeypatch: Any):
-    monkeypatch.setattr("engine.service.engine.LET_GO_S", 0.05)
+    monkeypatch.setattr("engine.service.engine.FLUSH_TIMEOUT_S", 0.05)
     async with serving(MemoryNetwork(), api_key="k") as engine:
         run, go_on = engine.loop.stepper._runner.run, threading.Event()
 

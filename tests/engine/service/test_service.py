@@ -1,4 +1,4 @@
-"""The engine's calls, in this process; two engines reach each other over the memory transport."""
+"""The engine's calls in this process; two engines share the memory transport."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Pair = tuple[MicroserveEngine, MicroserveEngine]
 
 @pytest.mark.parametrize("share", [0, 1, 17, 40, END])
 async def test_a_prompt_computed_in_two_places_gives_the_same_tokens(pair: Pair, share: int):
-    """1P1D and its balanced forms: the first `share` tokens come from the prefill engine."""
+    """1P1D and its balanced variants: the prefill engine computes the first `share` tokens."""
     prefill, decode = pair
     async with running() as alone:
         expected = await generate(alone, PROMPT, max_tokens=20)
@@ -152,7 +152,7 @@ async def test_logprobs_come_with_their_tokens(engine: MicroserveEngine):
         assert all(item.logprob == item.top[0].logprob for item in event.logprobs)  # greedy
 
 
-# Bad calls, after each of which the engine works
+# Bad calls; the engine works after each of them
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ async def test_a_full_queue_says_so():
         assert len(await generate(engine, PROMPT)) == 8
 
 
-# Ends before the end
+# Early ends
 
 
 async def test_a_second_lease_under_one_request_id_is_refused(engine: MicroserveEngine):
@@ -252,7 +252,7 @@ async def test_a_duplicate_is_refused_until_the_first_has_ended(engine: Microser
         await engine.start_generate(start(PROMPT))
     stream.close()
     again = await engine.start_generate(start(PROMPT, max_tokens=900))
-    stream.close()  # the first once more: not the second
+    stream.close()  # the first one again, not the second
     with pytest.raises(DuplicateRequest):
         await engine.start_generate(start(PROMPT))
     again.close()
@@ -319,7 +319,7 @@ async def test_a_cancelled_send_leaves_nothing(pair: Pair, steps: int):
     with contextlib.suppress(asyncio.CancelledError):
         await call
     assert prefill.puts_in_flight == 0
-    decode.release(Release(request_id="r"))  # the send may find that its lease has ended
+    decode.release(Release(request_id="r"))  # the send may notice that its lease has ended
     await at_rest(prefill)
     await at_rest(decode)
     del call
@@ -353,7 +353,7 @@ async def test_a_release_reaches_a_send_that_waits_for_its_claim(
     got = decode.prep_recv(prep(PROMPT, END))
     (lease,) = decode.cache.leases()
     region = decode.cache.transport.region
-    assert region.try_right(lease.slot)  # so that the claim has to wait
+    assert region.try_right(lease.slot)  # the claim has to wait
     monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 20.0)
     call = asyncio.create_task(prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr)))
     await asyncio.sleep(0)
@@ -374,7 +374,7 @@ async def test_a_dead_loop_fails_everything_that_waits(caplog: pytest.LogCapture
             await collect(stream)
         with pytest.raises(Internal, match="stopped"):
             await engine.start_generate(start(PROMPT, "another"))
-    assert "cannot go on" in caplog.text
+    assert "cannot continue" in caplog.text
 
 
 async def test_generations_and_sends_of_a_lower_number_overtake_others():
@@ -406,7 +406,7 @@ async def test_generations_and_sends_of_a_lower_number_overtake_others():
 
 
 async def test_many_at_once_all_come_back(pair: Pair):
-    """Sends, generations and aborts at the same time, both ways; the fixture checks the books."""
+    """Concurrent sends, generations and aborts in both directions; the fixture checks integrity."""
     one, two = pair
 
     async def request(number: int, sender: MicroserveEngine, receiver: MicroserveEngine) -> None:
@@ -433,7 +433,7 @@ async def test_many_at_once_all_come_back(pair: Pair):
 
 
 async def test_a_call_that_comes_after_its_release_does_not_begin(pair: Pair):
-    """On another connection a release may overtake what it is to end."""
+    """On another connection, a release may overtake the call that it ends."""
     prefill, decode = pair
     decode.release(Release(request_id="r"))
     with pytest.raises(DuplicateRequest):
