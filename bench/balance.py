@@ -51,7 +51,7 @@ from router.engines.http_client import HttpClient
 from router.load.arrivals import poisson
 from router.load.client import Outcome, Target, closed_loop, open_loop
 from router.load.report import percentile
-from router.load.workload import Ask, fixed
+from router.load.workload import LoadRequest, fixed
 
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
 CONNECT_S = 30.0
@@ -180,9 +180,9 @@ async def measure(
 async def _rates(target: Target, deployment: Deployment, lengths: tuple[int, int]) -> list[float]:
     """Shares of the requests/s that data parallel does when it always has plenty."""
     deployment.use("data_parallel")
-    await closed_loop(target, _asks(lengths, FULL // 4), FULL // 4)  # warm
+    await closed_loop(target, _requests(lengths, FULL // 4), FULL // 4)  # warm
     began = time.perf_counter()
-    outcomes = await closed_loop(target, _asks(lengths, 2 * FULL), FULL)
+    outcomes = await closed_loop(target, _requests(lengths, 2 * FULL), FULL)
     _check(outcomes)
     most = 2 * FULL / (time.perf_counter() - began)
     return [round(share * most, 2) for share in RATES]
@@ -199,7 +199,7 @@ async def _run(
     strategy, params = STRATEGIES[name]
     deployment.use(strategy, **params)
     began, ours, all_ = time.perf_counter(), deployment.cpu_s(), machine_cpu_s()
-    outcomes = await open_loop(target, _asks(lengths, count), times)
+    outcomes = await open_loop(target, _requests(lengths, count), times)
     took = time.perf_counter() - began
     _check(outcomes)
     run = {"others_cpu": (machine_cpu_s() - all_ - (deployment.cpu_s() - ours)) / took}
@@ -210,7 +210,7 @@ async def _run(
     return run
 
 
-def _asks(lengths: tuple[int, int], count: int) -> Iterator[Ask]:
+def _requests(lengths: tuple[int, int], count: int) -> Iterator[LoadRequest]:
     """Prompts that no cache has."""
     return itertools.islice(fixed(next(seeds), *lengths), count)
 

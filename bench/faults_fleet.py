@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from router.conformance.forkserver import Forked, engine, microserve
+from router.conformance.forkserver import ForkedProcess, run_engine, run_microserve
 
 __all__ = ["Engine", "deployed", "leaked_pages", "oracle", "until_up"]
 
@@ -31,13 +31,13 @@ class Engine:
     name: str
     secret: str
     url: str = ""
-    process: Forked | None = None
+    process: ForkedProcess | None = None
 
     def start(self) -> None:
         port = self.url.rpartition(":")[2] or "0"
         flags = ("tiny", "--port", port, "--threads", "1", "--pool-pages", str(PAGES))
-        self.process = Forked(
-            engine, *flags, "--engine-id", self.name, MICROSERVE_SECRET=self.secret
+        self.process = ForkedProcess(
+            run_engine, *flags, "--engine-id", self.name, MICROSERVE_SECRET=self.secret
         )
         self.url = self.process.line().split()[-1]
 
@@ -57,13 +57,13 @@ async def deployed(
     """Three engines, the URL of a router that replicates on them, and a client."""
     secret = secrets.token_hex(16)
     engines = [Engine(name, secret) for name in NAMES]
-    router: Forked | None = None
+    router: ForkedProcess | None = None
     try:
         for one in engines:
             one.start()
         urls = [word for one in engines for word in ("--engine", one.url)]
         strategy = ("--strategy", "replicate", "--param", f"every={every}")
-        router = Forked(microserve, "router", "--port", "0", *strategy, *urls)
+        router = ForkedProcess(run_microserve, "router", "--port", "0", *strategy, *urls)
         url = router.line().split()[-1]
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(limits=limits, timeout=REQUEST_S) as http:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from forked import Forked, engine
+from forked import ForkedProcess, run_engine
 
 ROOT = Path(__file__).parents[1]
 
 
-class EngineProcess(Forked):
+class EngineProcess(ForkedProcess):
     """An engine with the model `tiny`, ready to be called."""
 
     def __init__(
@@ -27,7 +27,7 @@ class EngineProcess(Forked):
         **environment: str,
     ) -> None:
         super().__init__(
-            engine,
+            run_engine,
             *(model, "--port", str(port), "--threads", "1", *flags),
             MICROSERVE_SECRET=secret,
             **environment,

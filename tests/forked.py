@@ -1,4 +1,4 @@
-"""Programs of ours as processes that start in a fraction of a second, at a time of their own."""
+"""Engine and router processes that start fast; engines with an adjustable wall clock."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from router.conformance.forkserver import Forked, Program, microserve
-from router.conformance.forkserver import engine as run_engine
+from router.conformance import forkserver
+from router.conformance.forkserver import ForkedProcess, Program, run_microserve
 
-__all__ = ["Forked", "Program", "engine", "microserve"]
+__all__ = ["ForkedProcess", "Program", "run_engine", "run_microserve"]
 
 
-def engine(flags: Sequence[str]) -> None:
-    """`python -m engine`.
+def run_engine(flags: Sequence[str]) -> None:
+    """Run `python -m engine`.
 
-    With `WALL_CLOCK` in its environment, a file with a number, its wall clock is so many seconds
-    off.
+    The environment variable `WALL_CLOCK` names a file with the seconds that its wall clock is off.
     """
     if clock := os.environ.get("WALL_CLOCK"):
         _shift_wall_clock(Path(clock))
-    run_engine(flags)
+    forkserver.run_engine(flags)
 
 
 def _shift_wall_clock(offset: Path) -> None:
-    """The wall clock is off by the seconds in the file from now on, also when they change; the
-    monotonic clocks are left alone."""
+    """Shift the wall clock by the seconds in the file, read anew each time.
+
+    The monotonic clocks stay.
+    """
     real_ns, real_clock = time.time_ns, time.clock_gettime
 
     def shifted_ns() -> int:

@@ -19,7 +19,7 @@ from router.engines.http_client import HttpClient
 from router.load.arrivals import evenly, poisson
 from router.load.client import Outcome, Target, closed_loop, open_loop
 from router.load.report import Slo, show, summarize
-from router.load.workload import WORKLOADS, Ask, fixed, jsonl, long, mooncake, sharegpt
+from router.load.workload import WORKLOADS, LoadRequest, fixed, jsonl, long, mooncake, sharegpt
 
 __all__ = ["bench"]
 
@@ -30,7 +30,7 @@ POSITIVE = click.FloatRange(0, min_open=True)
 @option("--url", default="http://127.0.0.1:8000", show_default=True, group="Server",
         help="URL of the server under load")  # fmt: skip
 @option("--model", default="", group="Server", help="model name  [default: the first one listed]")
-@option("--api-key", default="", group="Server", help="key that the server asks for")
+@option("--api-key", default="", group="Server", help="key that the server requests for")
 @option("--timeout", "timeout_s", type=POSITIVE, default=600.0, show_default=True, group="Server",
         help="total time of a request (s)")  # fmt: skip
 @option("--workload", type=click.Choice(WORKLOADS), default="fixed", show_default=True,
@@ -81,7 +81,7 @@ def bench(**options: Any) -> None:
 
 
 async def _run(options: dict[str, Any]) -> list[Outcome]:
-    asks, trace = _asks(options)
+    requests, trace = _requests(options)
     url = options["url"].rstrip("/").removesuffix("/v1")
     client = HttpClient(
         url,
@@ -99,17 +99,17 @@ async def _run(options: dict[str, Any]) -> list[Outcome]:
         if options["rate"]:
             rate, seed = options["rate"], options["seed"]
             times = poisson(seed, rate) if options["arrivals"] == "poisson" else evenly(rate)
-            return await open_loop(target, asks, times)
+            return await open_loop(target, requests, times)
         if trace:
-            known = list(asks)
-            times = iter([(ask.at_s or 0.0) / options["speed"] for ask in known])
+            known = list(requests)
+            times = iter([(request.at_s or 0.0) / options["speed"] for request in known])
             return await open_loop(target, iter(known), times)
-        return await closed_loop(target, asks, options["concurrency"])
+        return await closed_loop(target, requests, options["concurrency"])
     finally:
         client.close()
 
 
-def _asks(options: dict[str, Any]) -> tuple[Iterator[Ask], bool]:
+def _requests(options: dict[str, Any]) -> tuple[Iterator[LoadRequest], bool]:
     """Return the requests, and whether they bring arrival times. Raises `BadRequest`."""
     kind, seed, output = options["workload"], options["seed"], options["output"]
     count, path = options["requests"], options["file"]
@@ -118,14 +118,14 @@ def _asks(options: dict[str, Any]) -> tuple[Iterator[Ask], bool]:
     if kind == "mooncake":
         return itertools.islice(mooncake(path, seed, options["scale"]), count), True
     if kind == "jsonl":
-        asks = jsonl(path, output)
+        requests = jsonl(path, output)
     elif kind == "sharegpt":
-        asks = sharegpt(seed)
+        requests = sharegpt(seed)
     elif kind == "long":
-        asks = long(seed, options["input_"] or 4096, output)
+        requests = long(seed, options["input_"] or 4096, output)
     else:
-        asks = fixed(seed, options["input_"] or 256, output)
-    return itertools.islice(asks, count or 100), False
+        requests = fixed(seed, options["input_"] or 256, output)
+    return itertools.islice(requests, count or 100), False
 
 
 async def _first_model(client: HttpClient) -> str:

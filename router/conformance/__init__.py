@@ -1,7 +1,7 @@
-"""Any strategy, held against one engine: real processes, real deaths, the same answers.
+"""Compares a strategy on real processes with a single engine, while clients and engines fail.
 
-checks ──ask──► router process ──► proxy ──► engine process   ×3, the strategy's
-   │               (the strategy)    │ gate: holds a call, so that its engine can be
-   │                                 │       killed, or the client leave, just then
-   └───ask──► router process ───────────► engine process      the oracle: one, undisturbed
+checks ──request──► router process ──► proxy ──► engine process   ×3, running the strategy
+   │                 (the strategy)    │ holds a call at a hold point, so that its engine can
+   │                                   │ be killed, or the client can leave, at that moment
+   └─────request──► router process ─────────────► engine process   the oracle, undisturbed
 """

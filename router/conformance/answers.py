@@ -1,4 +1,4 @@
-"""Asking as a client does, and answers in a form that can be compared."""
+"""Sends completions as a client does, and compares the answers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import orjson
 
 from router.base.sse import DONE, EventSplitter
 
-__all__ = ["Answer", "Refused", "ask", "difference"]
+__all__ = ["Answer", "RequestFailed", "complete", "difference"]
 
-CHOICE = ("token_ids", "text", "logprobs", "finish_reason", "stop_reason")  # what must be the same
+COMPARED = ("token_ids", "text", "logprobs", "finish_reason", "stop_reason")  # of each choice
 COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
-class Refused(Exception):
-    """There was no answer, or none that is whole; the message is what the client was told."""
+class RequestFailed(Exception):
+    """The server refused, or its answer is incomplete. The message is the server's, if any."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """Choices by index, each with the fields of `CHOICE`; the same whole or streamed."""
+    """Choices by index, each with the fields in `COMPARED`. Streamed or not makes no difference."""
 
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
@@ -32,18 +32,20 @@ class Answer:
         return int(self.usage.get("prompt_tokens_details", {}).get("cached_tokens", -1))
 
     def add(self, event: dict[str, Any]) -> None:
-        """Take a chunk of a stream, or a whole answer."""
+        """Add one chunk of a stream, or a whole response."""
         self.usage = event.get("usage") or self.usage
         for choice in event["choices"]:
-            grown = self.choices.setdefault(choice["index"], dict.fromkeys(CHOICE))
-            for name in CHOICE:
-                grown[name] = _joined(grown[name], choice.get(name))
+            joined = self.choices.setdefault(choice["index"], dict.fromkeys(COMPARED))
+            for name in COMPARED:
+                joined[name] = _joined(joined[name], choice.get(name))
 
 
-async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], request_id: str) -> Answer:
-    """Ask for a completion, whole or streamed as `body` says; token ids come with it.
+async def complete(
+    http: httpx.AsyncClient, url: str, body: dict[str, Any], request_id: str
+) -> Answer:
+    """Request a completion with token ids, streamed if `body` says so.
 
-    Raises `Refused`. Cancelled, the client leaves: its connection is closed.
+    Raises `RequestFailed`. Cancellation closes the connection.
     """
     body = {"return_token_ids": True, **body}
     if body.get("stream"):
@@ -54,7 +56,7 @@ async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], request_i
         url = f"{url}/v1/completions"
         async with http.stream("POST", url, json=body, headers=headers) as reply:
             if reply.status_code != 200:
-                raise Refused(_told(await reply.aread(), reply.status_code))
+                raise RequestFailed(_error_message(await reply.aread(), reply.status_code))
             if not body.get("stream"):
                 answer.add(orjson.loads(await reply.aread()))
                 return answer
@@ -65,22 +67,22 @@ async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], request_i
                         return answer
                     event = orjson.loads(data)
                     if "error" in event:
-                        raise Refused(_told(data, reply.status_code))
+                        raise RequestFailed(_error_message(data, reply.status_code))
                     answer.add(event)
     except (httpx.HTTPError, OSError, ValueError) as error:
-        raise Refused(f"{type(error).__name__}: {error}") from error
-    raise Refused("the stream ended without [DONE]")
+        raise RequestFailed(f"{type(error).__name__}: {error}") from error
+    raise RequestFailed("the stream ended without [DONE]")
 
 
 def difference(got: Answer, wanted: Answer) -> str:
-    """What differs first, for people; empty: nothing. How much was cached may differ."""
+    """Describe the first difference; empty if there is none. Cached tokens are not compared."""
     if got.choices.keys() != wanted.choices.keys():
-        return f"there are choices {sorted(got.choices)}, not {sorted(wanted.choices)}"
+        return f"the choices are {sorted(got.choices)}, not {sorted(wanted.choices)}"
     for index, choice in sorted(wanted.choices.items()):
-        for name in CHOICE:
+        for name in COMPARED:
             if got.choices[index][name] != choice[name]:
                 where = f"choice {index}: " if len(wanted.choices) > 1 else ""
-                return f"{where}{name} {_apart(got.choices[index][name], choice[name])}"
+                return f"{where}{name} {_first_difference(got.choices[index][name], choice[name])}"
     for name in COUNTED:
         if got.usage.get(name) != wanted.usage.get(name):
             return f"usage: {name} is {got.usage.get(name)}, not {wanted.usage.get(name)}"
@@ -88,7 +90,7 @@ def difference(got: Answer, wanted: Answer) -> str:
 
 
 def _joined(before: Any, after: Any) -> Any:
-    """Text and lists grow, of dicts each field; of other things the latest counts."""
+    """Concatenate strings and lists, join dicts field by field, replace any other value."""
     if before is None or after is None:
         return before if after is None else after
     if isinstance(before, dict):
@@ -96,12 +98,11 @@ def _joined(before: Any, after: Any) -> Any:
     return before + after if isinstance(before, str | list) else after
 
 
-def _apart(got: Any, wanted: Any) -> str:
-    """Where two values part."""
+def _first_difference(got: Any, wanted: Any) -> str:
     if isinstance(got, dict) and isinstance(wanted, dict):
         for name, value in wanted.items():
             if got.get(name) != value:
-                return f"{name} {_apart(got.get(name), value)}"
+                return f"{name} {_first_difference(got.get(name), value)}"
     if isinstance(got, list) and isinstance(wanted, list):
         same = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), None)
         if same is None:
@@ -110,7 +111,7 @@ def _apart(got: Any, wanted: Any) -> str:
     return f"is {got!r}, not {wanted!r}"
 
 
-def _told(body: bytes, status: int) -> str:
+def _error_message(body: bytes, status: int) -> str:
     try:
         return str(orjson.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

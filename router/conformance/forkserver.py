@@ -1,8 +1,8 @@
-"""Programs of ours as processes that start in a fraction of a second.
+"""Engine and router processes that start in a fraction of a second.
 
-Most of what an engine does before it is ready is to import torch. Here processes are forked from a
-server that has done so already, and then run the program's real `main` with real flags: the pid,
-the port, the memory and the signals are real, and each is a process group of its own.
+An engine spends most of its start on importing torch. These processes are forked from a server
+process that has imported it, and then run the program's real `main` with real flags. Pid, port,
+memory and signals are real, and each process leads a process group of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from router.base.environment import child_environment
 from router.base.errors import StartFailed
 
-__all__ = ["Forked", "Program", "engine", "microserve"]
+__all__ = ["ForkedProcess", "Program", "run_engine", "run_microserve"]
 
 PRELOAD = [
     "engine.main", "engine.build", "engine.api.app", "kvcache.cache", "router.cli", "xgrammar",
@@ -35,32 +35,32 @@ PR_SET_PDEATHSIG = 1
 Program = Callable[[Sequence[str]], object]
 
 
-def engine(flags: Sequence[str]) -> None:
-    """`python -m engine`."""
+def run_engine(flags: Sequence[str]) -> None:
+    """Run `python -m engine`."""
     _run_module("engine", flags)
 
 
-def microserve(flags: Sequence[str]) -> None:
-    """`microserve`, the console script."""
+def run_microserve(flags: Sequence[str]) -> None:
+    """Run the console script `microserve`."""
     _run_module("router", flags)
 
 
 def _run_module(name: str, flags: Sequence[str]) -> None:
     sys.argv = [name, *flags]
-    # By its name: the router imports nothing of an engine.
+    # By name, because the router must not import engine modules.
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-class Forked:
-    """A process that runs `program`; `line` is what it prints, `log` what it logs.
+class ForkedProcess:
+    """A process that runs `program`. `line` reads its standard output, `log` its standard error.
 
-    Its environment is ours, without the twins of flags, and `environment`.
+    It inherits our environment without the variables that stand for flags, plus `environment`.
     """
 
     _context = mp.get_context("forkserver")
 
     def __init__(self, program: Program, *flags: str, **environment: str) -> None:
-        # Here and not once: the other users of the one server per process want less of it.
+        # Each time, since a process has one server, and its other users set another preload.
         self._context.set_forkserver_preload(PRELOAD)
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115 - as long as this object
         self._output, theirs = self._context.Pipe(duplex=False)
@@ -69,14 +69,14 @@ class Forked:
             target=_run, args=(program, flags, environment, theirs, self._log.name)
         )
         self._process.start()
-        # One that was lost would be waited for at the end. Not `daemon`, which must not have
-        # children.
+        # At exit, multiprocessing waits for children that are still running, so kill this one. A
+        # `daemon` process would be killed too, but must not have children.
         atexit.register(self._process.kill)
         theirs.close()
         self.pid = self._process.pid or 0
 
     def line(self) -> str:
-        """The next line that it prints. Raises `StartFailed`, with its log, if there is none."""
+        """Return the next line of output. Raises `StartFailed`, with the log, if it ended."""
         line = b""
         while not line.endswith(b"\n"):
             byte = os.read(self._output.fileno(), 1) if self._output.poll(START_S) else b""
@@ -91,14 +91,14 @@ class Forked:
 
     @property
     def stopped(self) -> bool:
-        """Whether each of its threads is."""
-        # Thread by thread: one that is on another core runs on for a moment after the others.
+        """Whether all threads are stopped."""
+        # After SIGSTOP a thread on another core runs on for a moment.
         return {_state(task) for task in Path(f"/proc/{self.pid}/task").iterdir()} == {"T"}
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal. After SIGSTOP no thread runs, after SIGKILL nothing is left.
+        """Send a signal, and wait for the effect of SIGSTOP (all threads) and SIGKILL.
 
-        Raises `TimeoutError` where that takes too long.
+        Raises `TimeoutError` if that takes more than 20 s.
         """
         os.kill(self.pid, number)
         if number == signal.SIGSTOP:
@@ -110,14 +110,14 @@ class Forked:
             self.wait()
 
     def wait(self, timeout: float = 20.0) -> int:
-        """Its exit code; negative: the signal that ended it. Raises `TimeoutError`."""
+        """Wait for its exit code; negative: the signal that ended it. Raises `TimeoutError`."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise TimeoutError(f"process {self.pid} does not end")
         return self._process.exitcode
 
     def kill(self) -> None:
-        """End it, in whatever state it is, and all that it has started. Idempotent."""
+        """Kill its process group, in any state. Idempotent."""
         if self._process.is_alive():
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -143,8 +143,9 @@ def _run(
     log: str,
 ) -> None:
     os.setpgrp()
-    # The server ends when nobody has its lifeline any longer, with that all its children, and it is
-    # given to each of them too. Without, only whoever has started it has it, however that ends.
+    # The fork server ends when the last holder of this descriptor closes it. The server passes the
+    # descriptor to its children too. Without their copies, the server ends with the process that
+    # started it, however that ends, and by PDEATHSIG so do the children.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.clear()
@@ -153,4 +154,4 @@ def _run(
     with open(log, "wb") as file:  # noqa: PTH123
         os.dup2(file.fileno(), 2)
     output.close()
-    sys.exit(program(flags))  # type: ignore[arg-type]  # None and codes alike
+    sys.exit(program(flags))  # type: ignore[arg-type]  # None or an exit code

@@ -1,7 +1,7 @@
-"""A proxy before one engine, which can hold the router at a chosen moment of a chosen call.
+"""A proxy in front of one engine that can hold a chosen call at a chosen moment.
 
-It passes bytes and changes none. An engine's address stays when it dies and another process takes
-its place; in between nobody listens there, as it would be without a proxy.
+It forwards bytes unchanged. The proxy's address stays the same when the engine dies and another
+process replaces it. In between, the address refuses connections, as an engine's own would.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Gate", "Moment", "Proxy"]
+__all__ = ["HoldPoint", "Moment", "Proxy"]
 
-Moment = Literal["asked", "answered", "token"]
+Moment = Literal["called", "answered", "token"]
 CALL = re.compile(rb"(?:POST|GET) /microserving/(\w+)")
-# What a strategy asks for; the rest is the router's own: health, and the end of what it began.
+# Calls that a strategy makes. The router makes the others itself: health checks and releases.
 CALLS = frozenset({"prep_recv", "remote_send", "start_generate", "commit", "pin", "unpin"})
-STREAM = "stream"  # on which an engine's tokens come
+STREAM = "stream"  # carries the tokens of all generations on an engine
 CHUNK = 64 * 1024
-LONGEST = 16 * 1024 * 1024  # line of a stream
+LONGEST_LINE = 16 * 1024 * 1024  # of a stream
 
 
 @dataclass(eq=False, slots=True)
-class Gate:
-    """Stops the `number`th call that passes any proxy from now on, counted from 0: when it is
-    `asked`, before the engine knows of it, or `answered`, before the router knows.
+class HoldPoint:
+    """Holds the `number`th call that passes any proxy, counted from 0 since the hold point was set.
 
-    `token` counts the steps whose tokens come instead. `reached` is set when it is there, and it
-    waits until `opened`; `engine` and `call` say which it is, and `receiver` whose lease is the
-    latest.
+    The moment `called` is before the request reaches the engine, `answered` before the reply
+    reaches the router. The moment `token` counts steps that bring tokens instead of calls.
+    `reached` is set when the call is held; it proceeds once `released` is set. `engine` and `call`
+    identify it, and `receiver` is the engine that was last called for a lease.
     """
 
     moment: Moment
     number: int
     reached: asyncio.Event = field(default_factory=asyncio.Event)
-    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
     engine: str = ""
     call: str = ""
     receiver: str = ""
     _passed: int = 0
 
     async def meet(self, moment: Moment, engine: str, call: str) -> None:
-        """Something passes; returns when it may go on."""
-        if call == "prep_recv" and moment == "asked" and not self.reached.is_set():
+        """Wait here if this is the call to hold."""
+        if call == "prep_recv" and moment == "called" and not self.reached.is_set():
             self.receiver = engine
         if moment != self.moment:
             return
@@ -53,15 +53,15 @@ class Gate:
         if number == self.number:
             self.engine, self.call = engine, call
             self.reached.set()
-            await self.opened.wait()
+            await self.released.wait()
 
 
 class Proxy:
-    """Listens at `url` for the engine `name`, from `open` until `close`, as often as wanted."""
+    """Listens at `url` on behalf of the engine `name` between `open` and `close`, repeatedly."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.gate: Gate | None = None
+        self.hold_point: HoldPoint | None = None
         self._port = 0
         self._engine_port = 0
         self._listener: socket.socket | None = None
@@ -72,16 +72,19 @@ class Proxy:
         return f"http://127.0.0.1:{self._port}"
 
     def open(self, engine_port: int) -> None:
-        """Pass on to the engine at `engine_port`. Raises `OSError` if its address is taken."""
+        """Listen, and forward to the engine at `engine_port`.
+
+        Raises `OSError` if the address is in use.
+        """
         self._engine_port = engine_port
         self._listener = socket.create_server(("127.0.0.1", self._port), backlog=512)
         self._listener.setblocking(False)
         self._port = self._listener.getsockname()[1]
-        # Not asyncio's server: what that has just accepted when it is closed, stays open for long.
+        # Closing asyncio's own server would leave connections open that it has just accepted.
         asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
 
     async def close(self) -> None:
-        """Nobody listens any longer, and all connections are broken. Idempotent."""
+        """Stop listening and break all connections. Idempotent."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -92,7 +95,7 @@ class Proxy:
             await asyncio.wait(broken)
 
     def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # the client has left already
+        with suppress(OSError):  # the client has left
             client, _ = listener.accept()
             connection = asyncio.ensure_future(self._serve(client))
             self._connections.add(connection)
@@ -109,39 +112,39 @@ class Proxy:
 
     async def _connect(self, client: asyncio.StreamReader, reply: asyncio.StreamWriter) -> None:
         answer, request = await asyncio.open_connection(
-            "127.0.0.1", self._engine_port, limit=LONGEST
+            "127.0.0.1", self._engine_port, limit=LONGEST_LINE
         )
-        passing = _Connection(self)
+        connection = _Connection(self)
         try:
-            async with asyncio.TaskGroup() as ways:
-                forth = ways.create_task(passing.forth(client, request))
-                back = ways.create_task(passing.back(answer, reply))
-                forth.add_done_callback(lambda _: back.cancel())
-                back.add_done_callback(lambda _: forth.cancel())
+            async with asyncio.TaskGroup() as directions:
+                forward = directions.create_task(connection.forward(client, request))
+                backward = directions.create_task(connection.backward(answer, reply))
+                forward.add_done_callback(lambda _: backward.cancel())
+                backward.add_done_callback(lambda _: forward.cancel())
         finally:
             request.transport.abort()
 
 
 class _Connection:
-    """One connection: a call at a time, or a stream."""
+    """One connection of the router: consecutive calls, or a stream."""
 
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy
         self._call = ""
 
-    async def forth(self, client: asyncio.StreamReader, request: asyncio.StreamWriter) -> None:
+    async def forward(self, client: asyncio.StreamReader, request: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while data := await client.read(CHUNK):
                 if found := CALL.match(data):
                     self._call = found[1].decode()
                     if self._call in CALLS:
-                        await self._meet("asked")
+                        await self._meet("called")
                         if client.at_eof() or client.exception() is not None:
-                            return  # the router has left meanwhile: the engine never knows
+                            return  # the router has left: the engine never sees the call
                 request.write(data)
                 await request.drain()
 
-    async def back(self, answer: asyncio.StreamReader, reply: asyncio.StreamWriter) -> None:
+    async def backward(self, answer: asyncio.StreamReader, reply: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while data := await self._next(answer):
                 if self._call == STREAM:
@@ -154,9 +157,9 @@ class _Connection:
                 await reply.drain()
 
     async def _next(self, answer: asyncio.StreamReader) -> bytes:
-        """What to pass on together: of a stream a line, which is what came of one step."""
+        """Read what to forward at once: of a stream one line, which is the output of one step."""
         return await (answer.readline() if self._call == STREAM else answer.read(CHUNK))
 
     async def _meet(self, moment: Moment) -> None:
-        if self._proxy.gate is not None:
-            await self._proxy.gate.meet(moment, self._proxy.name, self._call)
+        if self._proxy.hold_point is not None:
+            await self._proxy.hold_point.meet(moment, self._proxy.name, self._call)

@@ -1,4 +1,4 @@
-"""All checks, one after the other, and what became of them."""
+"""Runs all checks in turn and reports the results."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any, Protocol
 
 import httpx
 
+from router.conformance.check_context import CheckContext, CheckFailed
 from router.conformance.checks import CHECKS
-from router.conformance.deployment import Deployment, routed
-from router.conformance.engine_process import engines
+from router.conformance.deployment import Deployment, deployed
+from router.conformance.engine_process import running_engines
 from router.conformance.faults import FAULTS
-from router.conformance.trial import CheckFailed, Trial
 
 __all__ = ["ALL", "Check", "Result", "run_checks", "set_up"]
 
 
 class Check(Protocol):
-    """A function whose name and docstring say what it checks. Raises `CheckFailed`."""
+    """A function whose name and docstring are printed. Raises `CheckFailed`."""
 
     __name__: str
 
-    async def __call__(self, trial: Trial) -> None: ...
+    async def __call__(self, context: CheckContext) -> None: ...
 
 
 ALL: tuple[Check, ...] = (*CHECKS, *FAULTS)
@@ -32,7 +32,7 @@ ALL: tuple[Check, ...] = (*CHECKS, *FAULTS)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one check; `problem` is empty if the strategy has passed it."""
+    """The outcome of one check. `problem` is empty if the strategy passed."""
 
     name: str
     about: str
@@ -50,11 +50,11 @@ class Result:
 async def set_up(
     model: str, strategy: str, params: Mapping[str, Any]
 ) -> AsyncIterator[tuple[Deployment, Deployment]]:
-    """A strategy with three engines, and the oracle. Raises `StartFailed`."""
+    """Start a strategy with three engines, and the oracle. Raises `StartFailed`."""
     async with (
-        engines(model, 4) as (*nodes, alone),
-        routed([alone], "data_parallel") as oracle,
-        routed(nodes, strategy, params) as deployment,
+        running_engines(model, 4) as (*engines, single),
+        deployed([single], "data_parallel") as oracle,
+        deployed(engines, strategy, params) as deployment,
     ):
         yield deployment, oracle
 
@@ -62,13 +62,13 @@ async def set_up(
 async def run_checks(
     deployment: Deployment, oracle: Deployment, checks: Sequence[Check] = ALL
 ) -> AsyncIterator[Result]:
-    """Compare `deployment` with `oracle`, of one engine. A check that fails ends no other."""
+    """Compare `deployment` with `oracle`, which has one engine. Continue after failed checks."""
     for check in checks:
         name, began = check.__name__, time.monotonic()
-        trial, problem = Trial(name, deployment, oracle), ""
+        context, problem = CheckContext(name, deployment, oracle), ""
         try:
-            await check(trial)
-            await trial.settle("afterwards")
+            await check(context)
+            await context.settle("afterwards")
         except CheckFailed as failure:
             problem = str(failure)
         except ExceptionGroup as failures:
@@ -77,9 +77,9 @@ async def run_checks(
                 raise
             problem = str(failed.exceptions[0])
         except TimeoutError:
-            problem = "an engine that was killed has not come back"
+            problem = "a killed engine did not come back"
         except (httpx.HTTPError, OSError) as error:
-            said = deployment.router.log.strip().splitlines()
-            problem = f"the router is gone: {said[-1] if said else error}"
+            log = deployment.router.log.strip().splitlines()
+            problem = f"the router is gone: {log[-1] if log else error}"
         about = (check.__doc__ or "").strip()
-        yield Result(name, about, trial.requests, time.monotonic() - began, problem)
+        yield Result(name, about, context.requests, time.monotonic() - began, problem)

@@ -1,4 +1,4 @@
-"""When requests come: seconds since the start, one after another."""
+"""Arrival times of requests, in seconds since the start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["evenly", "poisson"]
 
 
 def poisson(seed: int, rate: float) -> Iterator[float]:
-    """As many independent people would: `rate` a second on average."""
+    """Yield a Poisson process of `rate` arrivals per second on average."""
     source, at = random.Random(seed), 0.0
     while True:
         at += source.expovariate(rate)
@@ -17,7 +17,7 @@ def poisson(seed: int, rate: float) -> Iterator[float]:
 
 
 def evenly(rate: float) -> Iterator[float]:
-    """One each `1 / rate` seconds."""
+    """Yield an arrival every `1 / rate` seconds."""
     number = 0
     while True:
         yield number / rate

@@ -1,4 +1,8 @@
-"""Asking, and noting when what came: one streamed request at a time, or many by a schedule."""
+"""Sends streamed requests in an open or a closed loop, and records when their tokens arrive.
+
+It uses the router's own HTTP client, because it often shares its cores with the server under test:
+per streamed chunk, httpx costs about four times as much CPU, and aiohttp twice as much.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import orjson
 from router.base.errors import EngineUnreachable
 from router.base.sse import DONE, EventSplitter
 from router.engines.http_client import HttpClient
-from router.load.workload import Ask
+from router.load.workload import LoadRequest
 
 __all__ = ["Outcome", "Target", "closed_loop", "open_loop"]
 
@@ -21,15 +25,18 @@ REJECTED = frozenset({429, 503})
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request. Times are seconds since it was due: where the client itself is
-    late, or has no connection left, that is part of what a user would have waited."""
+    """The outcome of a request.
+
+    Times are seconds since the request was due. A delay in the client itself is included, since a
+    user would have waited for it too.
+    """
 
     input_tokens: int | None
     due_s: float  # since the start
-    status: int = 0  # 0: no answer at all
+    status: int = 0  # 0: no response
     error: str = ""
     first_token_s: float | None = None
-    gaps_s: list[float] = field(default_factory=list)  # between two pieces that had tokens
+    gaps_s: list[float] = field(default_factory=list)  # between two events with tokens
     end_s: float = 0.0
     output_tokens: int = 0
 
@@ -39,12 +46,12 @@ class Outcome:
 
     @property
     def rejected(self) -> bool:
-        """The server said at once that it has no room."""
+        """Whether the server refused it for lack of room."""
         return self.status in REJECTED
 
     @property
     def per_token_s(self) -> float | None:
-        """From the first token to the last one, by token; `None` with one token or none."""
+        """Seconds per token after the first one; `None` with fewer than two tokens."""
         if self.first_token_s is None or self.output_tokens < 2:
             return None
         return sum(self.gaps_s) / (self.output_tokens - 1)
@@ -59,16 +66,16 @@ class Target:
     extra: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 600.0
 
-    async def ask(self, ask: Ask, due: float, began: float) -> Outcome:
+    async def send(self, request: LoadRequest, due: float, began: float) -> Outcome:
         """Send a request that is due at `due`, in a run that began at `began` (loop time).
 
         Every failure is an outcome. Cancellation closes the connection.
         """
-        outcome = Outcome(ask.input_tokens, due - began)
+        outcome = Outcome(request.input_tokens, due - began)
         loop = asyncio.get_running_loop()
         body = {
             "model": self.model, "stream": True, "stream_options": {"include_usage": True},
-            **self.extra, **ask.body,
+            **self.extra, **request.body,
         }  # fmt: skip
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         recorder = _EventRecorder(outcome, due)
@@ -128,26 +135,30 @@ class _EventRecorder:
         outcome.output_tokens = self._pieces if self._told is None else self._told
 
 
-async def open_loop(target: Target, asks: Iterator[Ask], times: Iterator[float]) -> list[Outcome]:
-    """Each at its time, whatever has become of those before it."""
+async def open_loop(
+    target: Target, requests: Iterator[LoadRequest], times: Iterator[float]
+) -> list[Outcome]:
+    """Send each request at its time, whether or not earlier ones have ended."""
     began = asyncio.get_running_loop().time()
     running: list[asyncio.Task[Outcome]] = []
     async with asyncio.TaskGroup() as tasks:
-        for ask, at in zip(asks, times, strict=False):
+        for request, at in zip(requests, times, strict=False):
             await asyncio.sleep(began + at - asyncio.get_running_loop().time())
-            running.append(tasks.create_task(target.ask(ask, began + at, began)))
+            running.append(tasks.create_task(target.send(request, began + at, began)))
     return [task.result() for task in running]
 
 
-async def closed_loop(target: Target, asks: Iterator[Ask], concurrency: int) -> list[Outcome]:
-    """`concurrency` clients, each of which asks again when it has its answer."""
+async def closed_loop(
+    target: Target, requests: Iterator[LoadRequest], concurrency: int
+) -> list[Outcome]:
+    """Run `concurrency` clients, each of which sends a request when its last one has ended."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     outcomes: list[Outcome] = []
 
     async def work() -> None:
-        for ask in asks:  # one iterator for all of them
-            outcomes.append(await target.ask(ask, loop.time(), began))
+        for request in requests:  # all clients share the iterator
+            outcomes.append(await target.send(request, loop.time(), began))
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(concurrency):

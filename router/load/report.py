@@ -1,4 +1,4 @@
-"""What the outcomes of a run say: latencies, goodput, rejections."""
+"""Summarizes the outcomes of a run: latencies, goodput, rejections."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ QUANTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request has to meet to count as good (ms); `None`: nothing."""
+    """Objectives that a request must meet to count for goodput, in ms; `None`: any value."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """By nearest rank: one of the values, `None` if there are none."""
+    """Return a percentile by nearest rank, so one of the values; `None` if there are none."""
     if not values:
         return None
     ordered = sorted(values)
@@ -35,10 +35,10 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def summarize(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
-    """The figures of a run, in milliseconds and per second.
+    """Return the figures of a run, in milliseconds and per second.
 
-    Attainment is a share of all requests made: one that was rejected or has failed has met nothing.
-    Goodput counts those that meet both objectives at once (DistServe §2).
+    Attainment is a share of all requests sent; a rejected or failed one attains nothing. Goodput
+    counts requests that meet both objectives (DistServe §2).
     """
     good = [outcome for outcome in outcomes if outcome.ok]
     took_s = max((outcome.due_s + outcome.end_s for outcome in outcomes), default=0.0)
@@ -71,7 +71,7 @@ def summarize(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
 
 
 def show(title: str, figures: dict[str, Any], console: Console) -> None:
-    """Two tables: what became of the requests, and how long they took."""
+    """Print a table of counts and a table of latencies."""
     counts = Table(title=title, title_justify="left", show_header=False)
     for name in (
         "requests", "completed", "rejected", "errors", "requests_per_s", "output_tokens_per_s",

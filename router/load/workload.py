@@ -1,4 +1,4 @@
-"""What is asked: prompts and lengths, from a seed or from a file. The same seed asks the same."""
+"""Workloads: requests from a seed or from a file. The same seed gives the same requests."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.protocol import BadRequest
 
-__all__ = ["WORKLOADS", "Ask", "fixed", "jsonl", "long", "mooncake", "sharegpt"]
+__all__ = ["WORKLOADS", "LoadRequest", "fixed", "jsonl", "long", "mooncake", "sharegpt"]
 
 WORKLOADS = ("fixed", "sharegpt", "long", "jsonl", "mooncake")
-# Token ids of random prompts: every vocabulary has these, and they are no special tokens in ours.
+# Token ids of random prompts. Every vocabulary has them, and they are not special in our models.
 FIRST_ID, IDS = 10, 290
-MOONCAKE_BLOCK = 512  # tokens that one of its hash ids stands for
+MOONCAKE_BLOCK = 512  # tokens per hash id
 
-# The shape of ShareGPT's conversations, not the data: log-normal, median and sigma, clipped. The
-# means are about 210 tokens in and 190 out.
+# Lengths distributed like those of ShareGPT's conversations: log-normal (median, sigma), clipped.
+# The means are about 210 tokens in and 190 out.
 SHAREGPT_IN, SHAREGPT_OUT, SHAREGPT_CLIP = (94, 1.3), (120, 1.0), (4, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request. `body` has the prompt or the messages; `at_s`: when, if a trace says so."""
+class LoadRequest:
+    """One request. `body` has a prompt or messages. `at_s` is its time in a trace."""
 
     body: dict[str, Any]
-    input_tokens: int | None  # if known
+    input_tokens: int | None  # `None`: unknown
     at_s: float | None = None
 
 
-def fixed(seed: int, input: int, output: int) -> Iterator[Ask]:
-    """So many tokens in and out, each time others."""
+def fixed(seed: int, input: int, output: int) -> Iterator[LoadRequest]:
+    """Yield random prompts of `input` tokens, for `output` tokens each."""
     source = random.Random(seed)
     while True:
         yield _random(source, input, output)
 
 
-def sharegpt(seed: int) -> Iterator[Ask]:
-    """Lengths as those of conversations: many short ones, some long."""
+def sharegpt(seed: int) -> Iterator[LoadRequest]:
+    """Yield lengths like those of conversations: many short, some long."""
     source = random.Random(seed)
 
     def draw(median: float, sigma: float) -> int:
@@ -52,17 +52,20 @@ def sharegpt(seed: int) -> Iterator[Ask]:
         yield _random(source, draw(*SHAREGPT_IN), draw(*SHAREGPT_OUT))
 
 
-def long(seed: int, input: int, output: int) -> Iterator[Ask]:
-    """Long prompts: uniform from half of `input` to all of it."""
+def long(seed: int, input: int, output: int) -> Iterator[LoadRequest]:
+    """Yield long prompts of uniform length, from half of `input` to all of it."""
     source = random.Random(seed)
     while True:
         yield _random(source, source.randint(max(1, input // 2), input), output)
 
 
-def jsonl(path: Path, output: int) -> Iterator[Ask]:
-    """A request body a line: with `prompt` or `messages`, and `max_tokens` if it likes; a bare
-    string is a prompt. From the start again at the end. Raises `BadRequest`, naming the line."""
-    asks = []
+def jsonl(path: Path, output: int) -> Iterator[LoadRequest]:
+    """Read one request body per line, and start over at the end.
+
+    A body has `prompt` or `messages`; `max_tokens` defaults to `output`. A bare string is a prompt.
+    Raises `BadRequest`, naming the line.
+    """
+    requests = []
     for number, line in _lines(path):
         fields = _parse(line, number)
         body = {"prompt": fields} if isinstance(fields, str) else fields
@@ -70,19 +73,20 @@ def jsonl(path: Path, output: int) -> Iterator[Ask]:
             raise BadRequest(f"{path}:{number}: want an object with prompt or messages")
         prompt = body.get("prompt")
         known = len(prompt) if isinstance(prompt, list) else None
-        asks.append(Ask({"max_tokens": output, **body}, known))
-    return itertools.cycle(_some(asks, path))
+        requests.append(LoadRequest({"max_tokens": output, **body}, known))
+    return itertools.cycle(_nonempty(requests, path))
 
 
-def mooncake(path: Path, seed: int, scale: float) -> Iterator[Ask]:
-    """A trace in Mooncake's public format: a line has `timestamp` (ms), `input_length`,
-    `output_length` and `hash_ids`, one for each 512 tokens of the prompt.
+def mooncake(path: Path, seed: int, scale: float) -> Iterator[LoadRequest]:
+    """Read a trace in Mooncake's public format.
 
-    Equal ids stand for equal tokens, so that prefixes are shared as they were. `scale` shrinks all
-    lengths, those of the blocks too; the times are kept. Raises `BadRequest`, naming the line.
+    Each line has `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id per 512
+    prompt tokens. Equal ids become equal tokens, so requests share prefixes as in the trace.
+    `scale` shrinks all lengths, including the blocks', and keeps the times. Raises `BadRequest`,
+    naming the line.
     """
     block = max(1, round(MOONCAKE_BLOCK * scale))
-    asks = []
+    requests = []
     for number, line in _lines(path):
         fields = _parse(line, number)
         try:
@@ -96,17 +100,17 @@ def mooncake(path: Path, seed: int, scale: float) -> Iterator[Ask]:
         tokens: list[int] = []
         for hash_id in ids:
             tokens += _tokens(random.Random(f"{seed} {hash_id}"), block)
-        source = random.Random(f"{seed} line {number}")  # what its ids do not cover
+        source = random.Random(f"{seed} line {number}")  # tokens beyond the last id
         tokens = (tokens + _tokens(source, max(0, length - len(tokens))))[:length]
         body = {"prompt": tokens, "max_tokens": max(1, round(output * scale))}
-        asks.append(Ask(body, length, at_s))
-    first = min(ask.at_s or 0.0 for ask in _some(asks, path))
-    asks.sort(key=lambda ask: ask.at_s or 0.0)
-    return (Ask(ask.body, ask.input_tokens, (ask.at_s or 0.0) - first) for ask in asks)
+        requests.append(LoadRequest(body, length, at_s))
+    first = min(request.at_s or 0.0 for request in _nonempty(requests, path))
+    requests.sort(key=lambda request: request.at_s or 0.0)
+    return (replace(request, at_s=(request.at_s or 0.0) - first) for request in requests)
 
 
-def _random(source: random.Random, input: int, output: int) -> Ask:
-    return Ask({"prompt": _tokens(source, input), "max_tokens": output}, input)
+def _random(source: random.Random, input: int, output: int) -> LoadRequest:
+    return LoadRequest({"prompt": _tokens(source, input), "max_tokens": output}, input)
 
 
 def _tokens(source: random.Random, count: int) -> list[int]:
@@ -128,7 +132,7 @@ def _parse(line: str, number: int) -> Any:
         raise BadRequest(f"line {number}: {error}") from None
 
 
-def _some(asks: list[Ask], path: Path) -> list[Ask]:
-    if not asks:
-        raise BadRequest(f"{path}: there is nothing in it")
-    return asks
+def _nonempty(requests: list[LoadRequest], path: Path) -> list[LoadRequest]:
+    if not requests:
+        raise BadRequest(f"{path}: the file is empty")
+    return requests

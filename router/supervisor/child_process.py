@@ -1,4 +1,4 @@
-"""Child processes of `microserve up`: started, awaited, and ended for certain."""
+"""Starts and reliably ends the child processes of `microserve up`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import asyncio
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 
 from router.base.errors import StartFailed
 
-__all__ = ["Child"]
+__all__ = ["ChildProcess"]
 
 TAIL_LINES = 20
 GRACE_S = 6.0
 
 
-class Child:
-    """One process, the leader of a session of its own: Ctrl-C in a terminal reaches only `up`,
-    which then ends its children in order, and whatever a child has started goes with it.
+class ChildProcess:
+    """One process that leads a session of its own.
 
-    Its first line on standard output says that it is ready and ends in its URL. Its standard error
-    goes to ours, each line with its name before it.
+    Ctrl-C in a terminal reaches only `up`, which then ends its children in order; a child's own
+    children end with it. The child's first line on standard output says that it is ready and ends
+    with its URL. Its standard error goes to ours, each line prefixed with its name.
     """
 
     def __init__(
@@ -42,7 +42,10 @@ class Child:
         return self._process.pid if self._process else 0
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Start, and wait until it is ready. Raises `StartFailed`; `tasks` reads its output."""
+        """Start the process and wait until it is ready. A task in `tasks` reads its output.
+
+        Raises `StartFailed`.
+        """
         self._tail.clear()
         self._process = await asyncio.create_subprocess_exec(
             *self.argv,
@@ -61,27 +64,27 @@ class Child:
             raise StartFailed(f"{self.name} failed to start ({self.ending()})\n{tail}".rstrip())
 
     async def wait(self) -> None:
-        """Until it has ended and all it said has been read."""
+        """Wait until it has ended and its output has been read."""
         if self._process is not None and self._output is not None:
             await self._process.wait()
-            self.signal(signal.SIGKILL)  # what it may have left in its session; holds its pipes
+            self.signal(signal.SIGKILL)  # its own children may hold its pipes
             await asyncio.shield(self._output)
 
     def ending(self) -> str:
-        """How it ended, for people."""
+        """Describe how it ended."""
         code = self._process.returncode if self._process else None
         if code is None:
             return "running"
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def signal(self, number: signal.Signals) -> None:
-        """To all of its session; nothing if there is none left."""
+        """Send a signal to its session, if any process is left there."""
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
 
     async def stop(self) -> None:
-        """Ask it to end, wait a while, then make it. One that is stopped is woken to be asked."""
+        """Send SIGTERM, and SIGKILL after `GRACE_S`. SIGCONT wakes a process that was stopped."""
         if self._process is None:
             return
         if self._process.returncode is None:
@@ -112,22 +115,14 @@ class Child:
             self._say(f"{self.name} | {line}")
 
 
-class _lines:
-    """Lines of a pipe; a longer one than asyncio likes comes in pieces."""
-
-    def __init__(self, stream: asyncio.StreamReader | None) -> None:
-        self._stream = stream
-
-    def __aiter__(self) -> _lines:
-        return self
-
-    async def __anext__(self) -> str:
-        if self._stream is None:
-            raise StopAsyncIteration
+async def _lines(stream: asyncio.StreamReader | None) -> AsyncIterator[str]:
+    """Yield the lines of a pipe. `…` stands for parts of lines above asyncio's buffer limit."""
+    while stream is not None:
         try:
-            line = await self._stream.readline()
-        except ValueError:  # over the buffer's limit: dropped
-            return "…"
+            line = await stream.readline()
+        except ValueError:
+            yield "…"
+            continue
         if not line:
-            raise StopAsyncIteration
-        return line.decode(errors="replace").rstrip()
+            return
+        yield line.decode(errors="replace").rstrip()

@@ -1,7 +1,7 @@
-"""`microserve up`: engines and a router on this machine, from start to end.
+"""`microserve up`: starts, watches and ends engines and a router on this machine.
 
-The router is a child like the engines, not part of this process: strategies are the user's code,
-and whatever they do to the router, this process can still restart it and clean up.
+The router is a child process like the engines. Strategies are user code; whatever they do to the
+router, this process can restart it and clean up.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import orjson
 
 from router.base.environment import child_environment
 from router.base.errors import StartFailed
-from router.supervisor.child_process import Child
+from router.supervisor.child_process import ChildProcess
 
 __all__ = ["Fleet", "FleetConfig"]
 
 Say = Callable[[str], None]
-BACKOFF_S = (0.2, 10.0)  # before the first restart; at most
-STEADY_S = 30.0  # a child that lived so long starts again at the first backoff
+BACKOFF_S = (0.2, 10.0)  # delay before the first restart, and the longest one
+STEADY_S = 30.0  # a child that ran this long is restarted after the first delay again
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """What `up` is asked for. `roles`: one engine each; `engine_flags` as the engine takes them."""
+    """Settings of `up`: one engine for each of `roles`, with `engine_flags` (of `EngineConfig`)."""
 
     model: str
     roles: tuple[str, ...]
@@ -53,19 +53,19 @@ class FleetConfig:
 
 
 class Fleet:
-    """The processes of one `up`. `say` prints for people, `note` on standard error."""
+    """The processes of one `up`. `say` prints to standard output, `note` to standard error."""
 
     def __init__(self, config: FleetConfig, *, say: Say, note: Say) -> None:
         self._config = config
         self._say = say
         self._note = note
-        self._engines: list[Child] = []
-        self._router: Child | None = None
+        self._engines: list[ChildProcess] = []
+        self._router: ChildProcess | None = None
 
     async def run(self) -> None:
-        """Start everything and stay until cancelled or, without respawn, the router has ended.
+        """Start everything and run until cancelled, or without respawn until the router ends.
 
-        Raises `StartFailed`. On every exit all children and their children are gone.
+        Raises `StartFailed`. However it exits, all children and their children are gone.
         """
         await self._prepare_model()
         async with asyncio.TaskGroup() as tasks:
@@ -78,12 +78,12 @@ class Fleet:
                 await self._stop()
 
     def kill(self) -> None:
-        """End all children at once."""
+        """Kill all children at once."""
         for child in self._children():
             child.signal(signal.SIGKILL)
 
     async def _prepare_model(self) -> None:
-        """Have the model here before two engines want to fetch it at once."""
+        """Download the model once, before several engines try to."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "engine.models", self._config.model,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
@@ -91,7 +91,7 @@ class Fleet:
         )  # fmt: skip
         try:
             if await process.wait() != 0:
-                raise StartFailed(f"the model {self._config.model!r} cannot be had")
+                raise StartFailed(f"the model {self._config.model!r} is not available")
         finally:
             if process.returncode is None:
                 with suppress(ProcessLookupError):
@@ -114,7 +114,7 @@ class Fleet:
                 "parent_pid": os.getpid(),
             }
             argv = [sys.executable, "-m", "engine", config.model, *as_arguments(flags)]
-            self._engines.append(Child(f"engine-{number}", argv, env, to=self._note))
+            self._engines.append(ChildProcess(f"engine-{number}", argv, env, to=self._note))
         await _together(child.start(tasks) for child in self._engines)
         for child in self._engines:
             self._say(f"{child.name} ready {child.url} (pid {child.pid})")
@@ -124,10 +124,10 @@ class Fleet:
             "--host", config.host, "--port", str(config.port), "--parent-pid", str(os.getpid()),
         ]  # fmt: skip
         env = child_environment()
-        # In the environment, not among the arguments, which everybody on the machine can read.
+        # In the environment: every user of the machine can read the arguments.
         env["MICROSERVE_ROUTER_ADMIN_KEY"] = config.admin_key
         env["MICROSERVE_ROUTER_API_KEY"] = config.api_key
-        self._router = Child("router", argv, env, to=self._note)
+        self._router = ChildProcess("router", argv, env, to=self._note)
         await self._router.start(tasks)
         self._say(f"router ready {self._router.url} (pid {self._router.pid})")
 
@@ -144,14 +144,14 @@ class Fleet:
         )
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
-        async with asyncio.TaskGroup() as keepers:
+        async with asyncio.TaskGroup() as watchers:
             for child in self._children():
-                keepers.create_task(self._keep(child, tasks))
+                watchers.create_task(self._restart_on_exit(child, tasks))
             if self._config.respawn and self._router is not None:
-                keepers.create_task(self._watch_health(self._router))
+                watchers.create_task(self._watch_health(self._router))
 
-    async def _keep(self, child: Child, tasks: asyncio.TaskGroup) -> None:
-        """Restart `child`, on its own port, whenever it ends."""
+    async def _restart_on_exit(self, child: ChildProcess, tasks: asyncio.TaskGroup) -> None:
+        """Restart `child` on its own port whenever it ends."""
         backoff = BACKOFF_S[0]
         began = time.monotonic()
         while True:
@@ -163,7 +163,7 @@ class Fleet:
                 return
             if time.monotonic() - began > STEADY_S:
                 backoff = BACKOFF_S[0]
-            self._note(f"{child.name} has ended ({child.ending()}); again in {backoff:g} s")
+            self._note(f"{child.name} has ended ({child.ending()}); restarting in {backoff:g} s")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, BACKOFF_S[1])
             began = time.monotonic()
@@ -178,10 +178,10 @@ class Fleet:
             self._note(f"{child.name} ready {child.url} (pid {child.pid})")
             self._write_state()
 
-    async def _watch_health(self, router: Child) -> None:
-        """Kill a router that has not answered for `health_deadline_s`; then it is restarted.
+    async def _watch_health(self, router: ChildProcess) -> None:
+        """Kill a router that has not answered for `health_deadline_s`, so that it is restarted.
 
-        It may be held up by a strategy for good, in code that cannot be interrupted.
+        A strategy may block it forever in code that cannot be interrupted.
         """
         deadline = self._config.health_deadline_s
         async with httpx.AsyncClient(verify=False, trust_env=False, timeout=None) as http:  # noqa: S113, S501  asyncio's timeout; this machine
@@ -191,11 +191,11 @@ class Fleet:
                 pid = router.pid
                 try:
                     async with asyncio.timeout(deadline / 2):
-                        # A new connection each time: an old one may be left of a process before.
+                        # A new connection: an open one may belong to an earlier process.
                         await http.get(f"{router.url}/health", headers={"Connection": "close"})
                         silent_since = time.monotonic()
                 except (httpx.ConnectError, httpx.InvalidURL, httpx.UnsupportedProtocol):
-                    silent_since = time.monotonic()  # nobody there: it is being restarted anyway
+                    silent_since = time.monotonic()  # no process: it is being restarted anyway
                 except (httpx.HTTPError, TimeoutError):
                     pass
                 if time.monotonic() - silent_since > deadline and router.pid == pid:
@@ -204,7 +204,7 @@ class Fleet:
                     silent_since = time.monotonic()
 
     async def _stop(self) -> None:
-        """The router first: it ends the requests in flight while their engines are there."""
+        """Stop the router first: it ends requests in flight, for which it needs the engines."""
         try:
             if self._router is not None:
                 await self._router.stop()
@@ -214,7 +214,7 @@ class Fleet:
             if self._config.state_file is not None:
                 self._config.state_file.unlink(missing_ok=True)
 
-    def _children(self) -> list[Child]:
+    def _children(self) -> list[ChildProcess]:
         return [*self._engines, *([self._router] if self._router else [])]
 
     def _write_state(self) -> None:
@@ -235,7 +235,7 @@ class Fleet:
 
 
 def as_arguments(flags: dict[str, Any]) -> list[str]:
-    """Config fields as command-line arguments; a true one is a bare flag, a false one is none."""
+    """Format config fields as arguments. `True` becomes a bare flag; `False` is left out."""
     arguments = []
     for name, value in flags.items():
         option = "--" + name.replace("_", "-")
@@ -247,7 +247,7 @@ def as_arguments(flags: dict[str, Any]) -> list[str]:
 
 
 def _shares(engines: int, flags: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each engine's own cores, where there is one for each and nobody has said otherwise."""
+    """Return flags that give each engine its own cores, unless the user chose cores or threads."""
     cores = sorted(os.sched_getaffinity(0))
     if "cpus" in flags or "threads" in flags:
         return [{} for _ in range(engines)]
@@ -265,7 +265,7 @@ def _on_port(argv: Sequence[str], port: str) -> list[str]:
 
 
 async def _together(awaitables: Iterable[Any]) -> None:
-    """All at once; the first failure cancels the others and is raised as itself."""
+    """Await all concurrently. The first failure cancels the others and is raised itself."""
     try:
         async with asyncio.TaskGroup() as tasks:
             for awaitable in awaitables:

@@ -1,20 +1,20 @@
-"""Engines that all strategies here share; each strategy has a router of its own."""
+"""Engines that all strategies here share. Each strategy has a router of its own."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
-from ground import Ground, ground
+from testbed import Testbed, testbed
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def tiny() -> AsyncIterator[Ground]:
-    async with ground("tiny") as engines:
+async def tiny() -> AsyncIterator[Testbed]:
+    async with testbed("tiny") as engines:
         yield engines
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def smollm2() -> AsyncIterator[Ground]:
-    async with ground("smollm2") as engines:
+async def smollm2() -> AsyncIterator[Testbed]:
+    async with testbed("smollm2") as engines:
         yield engines

@@ -1,4 +1,4 @@
-"""Each check fails for a strategy that breaks just what it is there for, and says what is wrong."""
+"""Each check fails for a strategy that breaks what it checks, and says what is wrong."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from ground import Ground
+from testbed import Testbed
 
 from router.conformance import deployment as deployments
-from router.conformance.deployment import routed
+from router.conformance.deployment import deployed
 from router.conformance.suite import ALL, run_checks
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
@@ -34,7 +34,7 @@ async def NAME(request, cluster):
 
 @dataclass(frozen=True)
 class Broken:
-    """A strategy that is data parallel but for one thing; `check` finds it, and says `says`."""
+    """A data-parallel strategy with one defect. `check` reports it in words that contain `says`."""
 
     name: str
     check: str
@@ -50,7 +50,7 @@ class Broken:
 
 
 def sampled(**changes: str) -> str:
-    """The request with other sampling."""
+    """Return code that changes sampling parameters of the request."""
     update = ", ".join(f"{name!r}: {value}" for name, value in changes.items())
     return f"request = replace(request, sampling=request.sampling.model_copy(update={{{update}}}))"
 
@@ -201,17 +201,17 @@ async def NAME(request, cluster):
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
 async def test_what_is_broken_is_found(
-    tiny: Ground, broken: Broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Testbed, broken: Broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployments, "REST_S", 0.5)
+    monkeypatch.setattr(deployments, "SETTLE_S", 0.5)
     file = tmp_path / f"{broken.name}.py"
     file.write_text(broken.source)
     (check,) = [check for check in ALL if check.__name__ == broken.check]
-    async with routed(tiny.nodes, str(file)) as deployment:
+    async with deployed(tiny.engines, str(file)) as deployment:
         (result,) = [result async for result in run_checks(deployment, tiny.oracle, [check])]
-    for node in tiny.nodes if broken.name == "leaves_a_lease" else ():
-        await node.die()  # or it would have its lease for half a minute
-        await node.start()
+    for engine in tiny.engines if broken.name == "leaves_a_lease" else ():
+        await engine.die()  # or it would keep its lease for half a minute
+        await engine.start()
     assert broken.says.replace("FILE", broken.name) in result.problem
 
 

@@ -1,5 +1,7 @@
-"""Every installed strategy passes the checks; with `make conformance` all of them, and on a real
-model as well."""
+"""Every installed strategy passes the checks.
+
+`make conformance` runs all of them, and on a real model too.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
-from ground import Ground
+from testbed import Testbed
 
-from router.conformance.deployment import routed
+from router.conformance.deployment import deployed
 from router.conformance.suite import ALL, Check, run_checks
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
-# Of those that have params, what is tried; of the others their defaults.
+# Parameters to test; other strategies run with their defaults.
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "balanced": [{"ratio": 0.3}, {"ratio": "auto"}],
     "replicate": [{"every": 4}],
@@ -31,10 +33,10 @@ QUICK = [check for check in ALL if check.__name__ != "engines_that_die_later"]
 
 
 async def passes(
-    ground: Ground, checks: Sequence[Check], strategy: str, params: dict[str, Any]
+    testbed: Testbed, checks: Sequence[Check], strategy: str, params: dict[str, Any]
 ) -> None:
-    async with routed(ground.nodes, strategy, params) as deployment:
-        results = [result async for result in run_checks(deployment, ground.oracle, checks)]
+    async with deployed(testbed.engines, strategy, params) as deployment:
+        results = [result async for result in run_checks(deployment, testbed.oracle, checks)]
     print(*results, sep="\n")
     assert len(results) == len(checks)
     assert not [str(result) for result in results if result.problem]
@@ -43,18 +45,18 @@ async def passes(
 @pytest.mark.parametrize(
     ("strategy", "params"), [case for case in CASES if case.id != "balanced ratio=0.3"]
 )
-async def test_on_tiny(tiny: Ground, strategy: str, params: dict[str, Any]) -> None:
+async def test_on_tiny(tiny: Testbed, strategy: str, params: dict[str, Any]) -> None:
     await passes(tiny, QUICK, strategy, params)
 
 
 @pytest.mark.conformance
 @pytest.mark.parametrize(("strategy", "params"), CASES)
-async def test_all_on_tiny(tiny: Ground, strategy: str, params: dict[str, Any]) -> None:
+async def test_all_on_tiny(tiny: Testbed, strategy: str, params: dict[str, Any]) -> None:
     await passes(tiny, ALL, strategy, params)
 
 
 @pytest.mark.conformance
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("strategy", "params"), CASES)
-async def test_all_on_smollm2(smollm2: Ground, strategy: str, params: dict[str, Any]) -> None:
+async def test_all_on_smollm2(smollm2: Testbed, strategy: str, params: dict[str, Any]) -> None:
     await passes(smollm2, ALL, strategy, params)

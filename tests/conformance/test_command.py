@@ -1,4 +1,4 @@
-"""`microserve strategy check`, as a user runs it."""
+"""`microserve strategy check`, run as a user does."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ async def mine(request, cluster):
 
 
 class Command:
-    """The command, and the processes that it starts, which inherit a mark."""
+    """The command and the processes it starts, recognised by an inherited variable."""
 
     def __init__(self, *arguments: str) -> None:
-        self._mark = f"MARK={uuid.uuid4().hex}".encode()
-        name, _, value = self._mark.decode().partition("=")
+        self._variable = f"STARTED_BY={uuid.uuid4().hex}".encode()
+        name, _, value = self._variable.decode().partition("=")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "router", "strategy", "check", *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -43,11 +43,11 @@ class Command:
         return [
             int(folder.name)
             for folder in Path("/proc").iterdir()
-            if folder.name.isdigit() and self._mark in _environment(folder)
+            if folder.name.isdigit() and self._variable in _environment(folder)
         ]
 
     def gone(self) -> None:
-        """Wait until nothing is left of it."""
+        """Wait until all its processes are gone."""
         give_up = time.monotonic() + 20
         while running := self.running():
             assert time.monotonic() < give_up, running
@@ -57,7 +57,7 @@ class Command:
 def _environment(process: Path) -> bytes:
     try:
         return (process / "environ").read_bytes()
-    except OSError:  # it has just ended
+    except OSError:  # the process has ended
         return b""
 
 
@@ -69,7 +69,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 
 def check(*arguments: str) -> tuple[int, list[str]]:
-    """Its exit code, and what it says."""
+    """Return its exit code and output lines."""
     result = CliRunner().invoke(strategy, ["check", *arguments])
     return result.exit_code, result.output.splitlines()
 

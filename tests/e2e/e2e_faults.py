@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import torch
 from engine_process import EngineProcess, events
-from forked import Forked, microserve
+from forked import ForkedProcess, run_microserve
 
 from kvcache.lease.address import KVAddress
 from kvcache.lease.control_slots import CLAIM, LANDED, WORDS
@@ -251,7 +251,7 @@ def engines(
             engine.kill()
 
 
-class Router(Forked):
+class Router(ForkedProcess):
     """A router over engines."""
 
     def __init__(
@@ -259,7 +259,7 @@ class Router(Forked):
     ) -> None:
         urls = [word for engine in running for word in ("--engine", engine.url)]
         flags = ("router", "--strategy", strategy, "--port", str(port), *urls)
-        super().__init__(microserve, *flags)
+        super().__init__(run_microserve, *flags)
         self.url = self.line().split()[-1]
         self.port = httpx.URL(self.url).port or 0
 

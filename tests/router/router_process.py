@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from forked import Forked, microserve
+from forked import ForkedProcess, run_microserve
 
 
-class RouterProcess(Forked):
+class RouterProcess(ForkedProcess):
     """`microserve router`, ready to be called."""
 
     def __init__(self, engines: list[str], strategy: str | Path, *flags: str) -> None:
         urls = [part for url in engines for part in ("--engine", url)]
         super().__init__(
-            microserve, "router", *urls, "--strategy", str(strategy), "--port", "0", *flags
+            run_microserve, "router", *urls, "--strategy", str(strategy), "--port", "0", *flags
         )
         self.url = self.line().split()[-1]
         self.http = httpx.Client(base_url=self.url, timeout=30, verify=False)

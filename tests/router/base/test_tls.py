@@ -12,7 +12,7 @@ import httpx
 import pytest
 import trustme
 from engine_process import EngineProcess
-from forked import Forked, microserve
+from forked import ForkedProcess, run_microserve
 
 from engine.protocol import BadRequest
 from router.base.tls import client_context, server_context
@@ -53,8 +53,8 @@ def test_tls_from_the_client_to_the_engine(files):
     """An engine that speaks https announces itself to a router that does."""
     tls = ("--tls-cert", files["cert"], "--tls-key", files["key"])
     client = httpx.Client(verify=ssl.create_default_context(cafile=files["ca"]), timeout=20)
-    router = Forked(
-        microserve, "router", "--port", "0", "--engine-ca", files["ca"], *tls,
+    router = ForkedProcess(
+        run_microserve, "router", "--port", "0", "--engine-ca", files["ca"], *tls,
         MICROSERVE_ROUTER_ADMIN_KEY="adm", MICROSERVE_ROUTER_ENGINE_API_KEY="eng",
     )  # fmt: skip
     try:
@@ -93,7 +93,7 @@ def test_tls_from_the_client_to_the_engine(files):
 def test_a_whole_cluster_with_tls_at_its_front(files):
     tls = ("--tls-cert", files["cert"], "--tls-key", files["key"])
     flags = ("--engines", "1", "--port", "0", "--max-body-mb", "1")
-    up = Forked(microserve, "up", "mock", *flags, *tls)
+    up = ForkedProcess(run_microserve, "up", "mock", *flags, *tls)
     try:
         lines = [up.line()]
         while not lines[-1].startswith("curl"):
@@ -110,7 +110,7 @@ def test_a_whole_cluster_with_tls_at_its_front(files):
         assert up.wait() == 0, up.log
     finally:
         up.kill()
-    wrong = Forked(microserve, "up", "mock", "--tls-cert", files["cert"])
+    wrong = ForkedProcess(run_microserve, "up", "mock", "--tls-cert", files["cert"])
     assert wrong.wait() == 2 and "--tls-key" in wrong.log
 
 

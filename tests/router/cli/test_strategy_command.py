@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forked import Forked, microserve
+from forked import ForkedProcess, run_microserve
 from router_process import RouterProcess, until
 
 from router.base.errors import StartFailed
@@ -35,7 +35,7 @@ def router(real_engines: list[str]) -> Iterator[RouterProcess]:
 
 def command(*arguments: str) -> tuple[int, str]:
     """`microserve …`: its exit code, and all it says."""
-    process = Forked(microserve, *arguments)
+    process = ForkedProcess(run_microserve, *arguments)
     try:
         code, said = process.wait(60), ""
         while True:
@@ -81,7 +81,9 @@ def test_the_commands(router, tmp_path):
 def test_a_watched_file_is_loaded_when_it_is_saved(router, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(SOURCE)
-    watching = Forked(microserve, "strategy", "--url", router.url, "load", str(file), "--watch")
+    watching = ForkedProcess(
+        run_microserve, "strategy", "--url", router.url, "load", str(file), "--watch"
+    )
     try:
         assert watching.line() == "loaded mine"
         before = router.use("mine", share=0.75)

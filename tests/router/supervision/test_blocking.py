@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from forked import Forked, microserve
+from forked import ForkedProcess, run_microserve
 from router_process import RouterProcess, until
 
 from router.base.errors import StrategyBlocked
@@ -174,8 +174,8 @@ async def test_nobody_else_is_hit():
 @pytest.mark.slow
 def test_up_restarts_a_router_that_hangs_for_good(tmp_path, blocks):
     state = tmp_path / "state.json"
-    up = Forked(
-        microserve, "up", "tiny", "--engines", "1", "--port", "0", "--threads", "1",
+    up = ForkedProcess(
+        run_microserve, "up", "tiny", "--engines", "1", "--port", "0", "--threads", "1",
         "--pool-pages", "256", "--strategy", str(blocks), "--param", "how=for good",
         "--state-file", str(state), "--health-deadline-s", "2",
     )  # fmt: skip

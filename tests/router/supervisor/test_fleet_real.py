@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from engine_process import EngineProcess
-from forked import Forked, microserve
+from forked import ForkedProcess, run_microserve
 
 from router.base.config import RouterConfig
 
@@ -88,8 +88,8 @@ async def test_a_long_step_is_no_hang(routed_to):
 @pytest.mark.slow
 def test_a_router_that_is_told_to_stop_lets_its_requests_end():
     engine = EngineProcess(*FLAGS, model="mock")
-    router = Forked(
-        microserve, "router", "--port", "0", "--engine", engine.url, "--shutdown", "20"
+    router = ForkedProcess(
+        run_microserve, "router", "--port", "0", "--engine", engine.url, "--shutdown", "20"
     )  # fmt: skip
     try:
         url = router.line().split()[-1]
