@@ -1,6 +1,8 @@
-"""For all tests: hypothesis draws the same examples each time, so that a green run stays green.
+"""Set-up of all tests.
 
-With `--hypothesis-profile=fuzz` (`make fuzz`) it draws thousands of others."""
+Hypothesis draws the same examples in every run, so that a passing suite keeps passing. With
+`--hypothesis-profile=fuzz` (`make fuzz`) it draws thousands of others.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from process_marks import starts_processes
 
-# A shell that starts this in the background has it ignored, here and in all that is started here.
+# A shell ignores SIGINT in background jobs, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("deterministic", derandomize=True, deadline=None)
@@ -18,9 +21,15 @@ settings.register_profile("fuzz", max_examples=5000, deadline=None, print_blob=T
 settings.load_profile("deterministic")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if starts_processes(item):
+            item.add_marker(pytest.mark.processes)
+
+
 @pytest.fixture(scope="session")
 def smollm2_hf() -> Any:
-    """transformers' model with the weights of the real one, in float32; it takes long to read."""
+    """Return transformers' model with SmolLM2's weights in float32. Loading takes long."""
     import torch
     from transformers import AutoModelForCausalLM
 
