@@ -12,9 +12,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from router.admission.shutdown import Shutdown
-from router.api.app import make_routes
+from router.api.app import build_app
 from router.api.connections import Connections
-from router.api.gate import Gatekeeper
 from router.api.parts import Router
 from router.api.slow_clients import SlowClients
 from router.assembly import assembled
@@ -49,9 +48,7 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
     tls = server_context(config.tls_cert, config.tls_key)
     listener = listen(config.host, config.port)
     async with assembled(config) as router:
-        connections = Connections(
-            Gatekeeper(router, make_routes(router)), max_body=config.max_body_mb << 20
-        )
+        connections = Connections(build_app(router))
         watchdog = Watchdog(router.metrics, config.block_limit_s)
         slow = SlowClients(
             router.metrics, stall_s=config.client_stall_s, head_s=config.body_timeout_s

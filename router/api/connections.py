@@ -1,73 +1,60 @@
-"""The open connections of a server, and what they have in common."""
+"""The open connections of a server, and the end of them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from email.utils import formatdate
-from typing import Protocol
 
-from router.api.connection import Connection
-from router.api.http import HttpRequest
+from starlette.types import ASGIApp
+from uvicorn import Config
+from uvicorn.server import ServerState
 
-__all__ = ["Connections", "Service"]
+from router.api.protocol import BoundedHttpProtocol
 
+__all__ = ["Connections"]
 
-class Service(Protocol):
-    """What answers the requests of all connections."""
-
-    async def serve(self, http: HttpRequest) -> None:
-        """Answer. Cancelled when the client goes away, or the server ends."""
-
-    def headers(self, http: HttpRequest) -> Mapping[str, str]:
-        """What each answer has in its head, beside what it says itself."""
+POLL_S = 0.01  # how often the end of connections is looked for
 
 
 class Connections:
-    """All that are open, and what they have in common."""
+    """The connections of one server of `app`, by uvicorn's protocol with llhttp as its parser."""
 
-    def __init__(self, service: Service, max_body: int) -> None:
-        """`max_body`: bytes of a request's body, at most."""
-        self.service = service
-        self.max_body = max_body
-        self.open: set[Connection] = set()
-        self.closing = False
-        self._empty = asyncio.Event()  # once it closes
-        self._second = -1
-        self._date = b""
+    def __init__(self, app: ASGIApp) -> None:
+        self._config = Config(
+            app,
+            http=BoundedHttpProtocol,
+            ws="none",
+            interface="asgi3",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,  # who may use the admin API depends on the true address
+            server_header=False,
+            date_header=False,
+            reset_contextvars=True,  # a request must not see what the one before it has left
+        )
+        self._config.load()
+        self._state = ServerState()
 
-    def connection(self) -> Connection:
-        """For one that is accepted."""
-        return Connection(self)
+    @property
+    def open(self) -> set[BoundedHttpProtocol]:
+        """The open connections."""
+        return self._state.connections  # type: ignore[return-value]  # all are made below
 
-    def forget(self, connection: Connection) -> None:
-        """It is closed."""
-        self.open.discard(connection)
-        if self.closing and not self.open:
-            self._empty.set()
+    def connection(self) -> BoundedHttpProtocol:
+        """Return the protocol of a connection that was accepted."""
+        return BoundedHttpProtocol(self._config, self._state, {})
 
     async def close(self, bound_s: float) -> None:
-        """Close those that are idle, and others as soon as they have answered and the client has
-        read it; after `bound_s` seconds all of them, which cancels what they serve."""
-        self.closing = True
+        """Close idle connections, and others when they have answered and the client has read it;
+        after `bound_s` seconds all of them, which cancels their requests."""
         for connection in list(self.open):
-            if connection.task is None:
-                connection.transport.close()
-        if self.open:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(bound_s):
-                    await self._empty.wait()
-        busy = [connection.task for connection in self.open if connection.task is not None]
+            connection.shutdown()
+        give_up = time.monotonic() + bound_s
+        while self.open and time.monotonic() < give_up:  # noqa: ASYNC110  uvicorn has no event
+            await asyncio.sleep(POLL_S)
         for connection in list(self.open):
-            connection.transport.abort()
-        if busy:
-            await asyncio.wait(busy)
-
-    def date(self) -> bytes:
-        """The `Date` header, made once a second."""
-        now = int(time.time())
-        if now != self._second:
-            self._second, self._date = now, f"Date: {formatdate(now, usegmt=True)}\r\n".encode()
-        return self._date
+            connection.abort()
+        if tasks := set(self._state.tasks):
+            await asyncio.wait(tasks)

@@ -1,4 +1,4 @@
-"""What every HTTP request passes on its way in and out: its id, its key, its limits, its errors."""
+"""What every HTTP request passes: its id, its key, its limits, its body's bounds, its errors."""
 
 from __future__ import annotations
 
@@ -8,77 +8,101 @@ import random
 import re
 from collections.abc import Mapping
 
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+
 from engine.protocol import Draining, Internal, MicroserveError
 from router.admission.keys import Key, bearer
 from router.api.admin.access import check_admin
-from router.api.http import HttpRequest, HttpResponse, json_response
-from router.api.openai.errors import error_headers, error_object
+from router.api.errors import error_headers, error_object
+from router.api.http import Handler, HttpRequest, HttpResponse, json_response
+from router.api.openapi import DOCS
 from router.api.parts import Router
-from router.api.routes import Routes
+from router.api.rest import call_api
 from router.base.errors import RateLimited, SlowClient
 
-__all__ = ["Gatekeeper"]
+__all__ = ["Gate"]
 
 log = logging.getLogger(__name__)
 # Open to everybody: probes and scrapers have no keys.
-OPEN = frozenset({"/health", "/metrics", "/version", "/openapi.json", "/docs"})
-# These count for a key's limits, and are not begun any more when the router is to stop.
+OPEN = frozenset({"/health", "/metrics", "/version", "/openapi.json", DOCS})
+# POSTs below this path count for a key's limits, and are refused during shutdown.
 MODEL = "/v1/"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-class Gatekeeper:
-    """Answers all requests, by `routes`."""
+class Gate:
+    """The ASGI application in front of a router's API."""
 
-    def __init__(self, router: Router, routes: Routes) -> None:
+    def __init__(
+        self, router: Router, api: FastAPI, handlers: Mapping[tuple[str, str], Handler]
+    ) -> None:
+        """`handlers`, by method and path, are called directly, and `api` for all else."""
         self._router = router
-        self._routes = routes
+        self._api = api
+        self._handlers = handlers
+        self._max_body = router.config.max_body_mb << 20
 
-    async def serve(self, http: HttpRequest) -> None:
-        """Answer one. The one place where exceptions become replies."""
-        router, path = self._router, "other"
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. A client that disconnects cancels it."""
+        http = HttpRequest(
+            scope, receive, send, max_body=self._max_body, extra_headers=self._headers
+        )
+        connection = http.connection
+        if connection is None:
+            await self._serve(http)
+            return
+        connection.cancels(asyncio.current_task())
+        try:
+            await self._serve(http)
+        except asyncio.CancelledError:
+            if not connection.gone:
+                raise
+
+    async def _serve(self, http: HttpRequest) -> None:
+        """Answer. Every failure becomes a response here, but for those of FastAPI's functions."""
         given = http.headers.get("x-request-id", "")
         http.id = given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
         try:
-            if http.error is not None:
-                raise http.error
+            http.check()
             self._admit(http)
-            if not http.complete:
-                await self._read(http)
-            route = self._routes.find(http)
-            path = route.path
-            response = await route.handler(http)
+            await self._read(http)
+            handler = self._handlers.get((http.method, http.path))
+            if handler is None:
+                await call_api(self._api, http)
+                return
+            http.route = http.path
+            response = await handler(http)
         except MicroserveError as error:
             response = _error(error)
-        except ConnectionResetError:
-            raise
         except Exception:
             log.exception("request %s failed", http.id)
             response = _error(Internal("the router failed; its log says how"))
-        router.metrics.answered(path, 200 if response is None else response.status)
         if response is not None and not http.begun:
-            response.headers["X-Request-Id"] = http.id
-            http.keep_alive = http.keep_alive and not router.shutdown.begun
-            http.respond(response)
+            await http.respond(response)
 
-    def headers(self, http: HttpRequest) -> Mapping[str, str]:
-        """Just before the head is sent, of a stream with its first token."""
-        headers: dict[str, str] = {}
+    def _headers(self, http: HttpRequest) -> Mapping[str, str]:
+        """Return what every response says in its head. A stream's head is sent with its first
+        token."""
+        router = self._router
+        router.metrics.answered(http.route, http.status)
+        http.close = http.close or router.shutdown.begun
+        headers = {"X-Request-Id": http.id}
         if http.trace is not None:
             headers["traceparent"] = http.trace.headers.get("traceparent", "")
         if http.receipt is not None:
             headers["Server-Timing"] = http.receipt.timings().server_timing()
         if http.caller is not None:
-            headers.update(self._router.limits.headers(http.caller))
+            headers.update(router.limits.headers(http.caller))
         return headers
 
     def _admit(self, http: HttpRequest) -> None:
-        """Who calls, whether they may, and whether now."""
+        """Check who calls, before a body is read. Raises what refuses the request."""
         router, path = self._router, http.path
         given = bearer(http.headers.get("authorization", ""))
         if path.startswith("/admin/"):
             check_admin(router, http, given)
-        elif path not in OPEN:
+        elif path not in OPEN and not path.startswith(f"{DOCS}/"):
             http.caller = router.keys.identify(given)
             if path.startswith(MODEL) and http.method == "POST":
                 if router.shutdown.begun:
@@ -93,7 +117,7 @@ class Gatekeeper:
             raise
 
     async def _read(self, http: HttpRequest) -> None:
-        """The body, here so that it has its time; handlers find it read. Raises `SlowClient`."""
+        """Read the body within its time; handlers find it read. Raises `SlowClient`."""
         timeout_s = self._router.config.body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,36 +1,71 @@
-"""One HTTP request as its handler sees it, and what it answers."""
+"""HTTP requests and responses as handlers see them, over the ASGI calls of any server."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-from urllib.parse import unquote
+from email.utils import formatdate
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
-import httptools
 import orjson
 
-from engine.protocol import MicroserveError
+from engine.protocol import BadRequest, TooLarge
 from router.admission.keys import Key
 
 if TYPE_CHECKING:
-    from router.api.connection import Connection
+    from starlette.types import Receive, Scope, Send
+
     from router.telemetry.receipts import Receipt
     from router.telemetry.trace import Trace
 
-__all__ = ["HttpRequest", "HttpResponse", "HttpStream", "json_response", "off_loop", "path_of"]
+__all__ = [
+    "ClientConnection",
+    "Handler",
+    "HttpRequest",
+    "HttpResponse",
+    "HttpStream",
+    "encoded",
+    "json_response",
+    "off_loop",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+RawHeaders = list[tuple[bytes, bytes]]
 
-# Up to here, reading and tokenizing takes well under a millisecond or two: a thread costs more.
+# Parsing and tokenizing this many bytes takes less than a thread costs.
 SMALL_BODY = 8 * 1024
+# Time for a client that still sends its body to read why it was refused.
+LINGER_S = 2.0
+
+
+class ClientConnection(Protocol):
+    """What the ASGI server lends to a request as `scope["state"]["connection"]`."""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the whole body of the running request has arrived."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has disconnected."""
+
+    def cancels(self, task: asyncio.Task[Any] | None) -> None:
+        """Cancel `task` when the client disconnects, until another call replaces it."""
+
+    def half_close(self) -> None:
+        """Send the end of the stream after what was written, but still receive."""
+
+    def abort(self) -> None:
+        """Close at once and discard what the client has not read."""
 
 
 @dataclass(slots=True)
 class HttpResponse:
-    """An answer in one piece."""
+    """A response in one piece."""
 
     body: bytes = b""
     status: int = 200
@@ -39,161 +74,206 @@ class HttpResponse:
 
 
 def json_response(body: Any, *, status: int = 200) -> HttpResponse:
+    """Return `body` as JSON. Keys of objects may be of any JSON type."""
     return HttpResponse(orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS), status)
 
 
 class HttpRequest:
-    """A request whose head is here; its body may still come.
+    """One request, whose body may still arrive.
 
-    `path` is decoded; `params` are the parts of it that its route names. Names of `headers` are in
-    lower case; of equal ones the first counts; what is no UTF-8 in them comes as surrogates. What
-    the router knows of who asks, and of what became of it, is kept here too.
+    `path` is decoded. Header names are in
+    lower case; the first of equal names counts; bytes that are not UTF-8 become surrogates. The
+    request also carries what the router learns of its caller and its outcome.
     """
 
     __slots__ = (
-        "_body", "_waiter", "answered", "begun", "caller", "chunks", "complete",
-        "connection", "error", "headers", "id", "keep_alive", "method", "params", "path", "receipt",
-        "trace", "who",
+        "_body", "_max_body", "_receive", "_send", "_state", "begun", "caller", "close", "complete",
+        "connection", "extra_headers", "headers", "id", "method", "path", "receipt", "route",
+        "scope", "status", "trace", "who",
     )  # fmt: skip
 
     def __init__(
         self,
-        connection: Connection,
-        method: str,
-        path: str,
-        headers: dict[str, str],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
         *,
-        keep_alive: bool,
-        chunks: bool,
+        max_body: int,
+        extra_headers: Callable[[HttpRequest], Mapping[str, str]],
     ) -> None:
-        """`chunks`: the client understands answers in chunks."""
-        self.connection = connection
-        self.method = method
-        self.path = path
-        self.params: Mapping[str, str] = {}
+        """`max_body`: bytes. `extra_headers` is called just before the response's head is sent."""
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+        self.scope = scope
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.route = "other"  # the path of its route, for metrics
+        self.status = 0  # of the response, once its head is sent
         self.headers = headers
-        self.keep_alive = keep_alive
-        self.chunks = chunks
-        self.complete = False  # all of its body is here
-        self.error: MicroserveError | None = None  # what is wrong with its head or its body
-        self.begun = False  # the head of its answer has been sent
-        self.answered = False  # and all of the answer
+        self._state: Mapping[str, Any] = scope.get("state", {})
+        self.connection: ClientConnection | None = self._state.get("connection")
+        self.extra_headers = extra_headers
+        self.complete = False  # the whole body has arrived
+        self.begun = False  # the response's head has been sent
+        self.close = False  # close the connection after the response
         self.id = ""
-        self.caller: Key | None = None  # by its API key, where one is asked for
-        self.who = ""  # of the admin API
+        self.caller: Key | None = None  # by API key, where one is required
+        self.who = ""  # the caller of the admin API
         self.receipt: Receipt | None = None
         self.trace: Trace | None = None
-        self._body = bytearray()
-        self._waiter: asyncio.Future[None] | None = None
+        self._max_body = max_body
+        self._body = b""
+        self._receive, self._send = receive, send
 
     @property
     def remote(self) -> str:
-        """The address of who asks; empty if it has gone."""
-        peer = self.connection.transport.get_extra_info("peername")
-        return peer[0] if isinstance(peer, tuple) else ""
+        """The client's address; empty if it has disconnected."""
+        client = self.scope.get("client")
+        return client[0] if client else ""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the whole body is here, read or not."""
+        return self.complete or (self.connection is not None and self.connection.arrived)
+
+    def check(self) -> None:
+        """Raise `BadRequest` if this is not a valid request."""
+        if broken := self._state.get("broken"):
+            raise BadRequest(broken)
 
     async def read(self) -> bytes:
-        """The body. Raises `BadRequest` or `TooLarge`, as soon as it is known to be either."""
-        if self.error is None and not self.complete:
-            expects = self.headers.get("expect", "").lower() == "100-continue"
-            if expects and self.chunks and not self._body:  # HTTP/1.0 does not know it
-                self.connection.go_on()
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        if self.error is not None:
-            raise self.error
-        return bytes(self._body)
+        """Return the body. Raises `BadRequest` or `TooLarge`, as soon as either is known."""
+        if self.complete:
+            return self._body
+        if int(self.headers.get("content-length", 0)) > self._max_body:
+            raise TooLarge("the body is too large")
+        message = await self._receive()
+        body: bytes = message.get("body", b"")
+        if message.get("more_body", False) or message["type"] != "http.request":
+            parts = bytearray(body)
+            while message.get("more_body", False):
+                self._check(len(parts))
+                message = await self._receive()
+                parts += message.get("body", b"")
+            body = bytes(parts)
+        self._check(len(body))
+        if message["type"] != "http.request":
+            raise BadRequest("the client disconnected within the body")
+        self._body, self.complete = body, True
+        return body
 
-    def feed(self, data: bytes) -> int:
-        """A part of the body has come; returns how many bytes are here."""
-        self._body += data
-        return len(self._body)
+    def _check(self, size: int) -> None:
+        self.check()
+        if size > self._max_body:
+            raise TooLarge("the body is too large")
 
-    def end(self) -> None:
-        """All of it has come."""
-        self.complete = True
-        self._wake()
+    async def respond(self, response: HttpResponse) -> None:
+        """Send a response in one piece.
 
-    def fail(self, error: MicroserveError) -> None:
-        """No more of it comes, or is wanted: `read` raises `error`. It is answered, and then the
-        connection is closed."""
-        self.error, self._body = error, bytearray()
-        self.keep_alive = False
-        self._wake()
+        If the request's body has not been read, the connection is closed. A client still sending
+        would lose the response to a reset; its input is drained first, for `LINGER_S` at most.
+        """
+        response.headers.setdefault("Content-Type", response.media)
+        response.headers["Content-Length"] = str(len(response.body))
+        lingers = not self.arrived
+        await self.begin(response.status, encoded(response.headers))
+        await self.send_body(response.body, more=lingers)
+        if lingers:
+            await self._linger()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    async def _linger(self) -> None:
+        if self.connection is not None:
+            self.connection.half_close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await self._receive()).get("more_body", False):
+                    pass
+        await self.send_body(b"", more=False)
 
-    def respond(self, response: HttpResponse) -> None:
-        """Send the answer."""
-        headers, body = response.headers, response.body
-        headers.setdefault("Content-Type", response.media)
-        head = self.connection.begin(self, response.status, headers, len(body))
-        self.connection.transport.write(head if self.method == "HEAD" else head + body)
-        self.answered = True
+    async def begin(self, status: int, headers: RawHeaders) -> None:
+        """Send the response's head."""
+        self.status = status
+        raw = [_date(), *headers, *encoded(self.extra_headers(self))]
+        if self.close or not self.arrived:
+            raw.append((b"connection", b"close"))
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        self.begun = True
+
+    def send_body(self, data: bytes, *, more: bool) -> Awaitable[None]:
+        """Send a part of the response's body; `more` follows. Waits until the client has read most
+        of what was sent before."""
+        return self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     def stream(self, headers: Mapping[str, str]) -> HttpStream:
-        """An answer that comes in parts; its head is sent with the first of them."""
+        """Return a response of status 200 that is sent in parts; its head precedes the first."""
         return HttpStream(self, headers)
 
     def abort(self) -> None:
-        """Close the connection at once; this request is cancelled."""
-        self.connection.transport.abort()
+        """Close the connection at once, which cancels this request."""
+        if self.connection is not None:
+            self.connection.abort()
+
+
+# Returns its response, or None if it has sent it itself, in parts.
+Handler = Callable[[HttpRequest], Awaitable[HttpResponse | None]]
 
 
 class HttpStream:
-    """An answer of status 200 in parts. Raises `ConnectionResetError` if the client is gone."""
+    """A response of status 200 in parts."""
 
-    __slots__ = ("_connection", "_headers", "_http")
+    __slots__ = ("_headers", "_http", "_opening")
 
     def __init__(self, http: HttpRequest, headers: Mapping[str, str]) -> None:
         self._http = http
         self._headers = headers
-        self._connection = http.connection
+        self._opening = asyncio.Lock()
 
     @property
     def begun(self) -> bool:
+        """Whether the head has been sent."""
         return self._http.begun
 
-    def write(self, data: bytes) -> Awaitable[None] | None:
-        """Send `data`. What is returned is to be awaited: None, if there is nothing to wait for."""
-        self._send(data, b"")
-        return self._connection.drain() if self._connection.full else None
+    def write(self, data: bytes) -> Awaitable[None]:
+        """Send `data`. Waits while the client has more than 64 KiB left to read."""
+        return self._http.send_body(data, more=True) if self._http.begun else self._open(data)
 
-    def end(self, data: bytes) -> None:
-        """Send the last of it, and that there is no more."""
-        self._send(data, b"0\r\n\r\n")
-        self._http.answered = True
+    async def end(self, data: bytes) -> None:
+        """Send `data` and the end of the stream."""
+        await self._open(data, more=False)
 
-    def _send(self, data: bytes, end: bytes) -> None:
-        http, connection = self._http, self._connection
-        if connection.transport.is_closing():
-            raise ConnectionResetError("the client has gone")
-        if http.method == "HEAD":
-            data = b""
-        elif http.chunks:
-            data = b"%x\r\n%b\r\n%b" % (len(data), data, end) if data else end
-        if not http.begun:
-            data = connection.begin(http, 200, self._headers, None) + data
-        connection.transport.write(data)
+    async def _open(self, data: bytes, *, more: bool = True) -> None:
+        if not self._http.begun:
+            async with self._opening:  # several choices may write at once
+                if not self._http.begun:
+                    await self._http.begin(200, encoded(self._headers))
+        await self._http.send_body(data, more=more)
 
 
 async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do `work` on `size` bytes without holding up the event loop: in a thread if there is much."""
+    """Run `work` on `size` bytes without blocking the event loop: in a thread if there is much."""
     if size <= SMALL_BODY:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
-def path_of(target: bytes) -> str:
-    """The decoded path of a request's target, `/path?query` mostly. Raises `ValueError`."""
-    if not target.startswith(b"/"):
-        try:
-            target = httptools.parse_url(target).path or b"/"
-        except httptools.HttpParserInvalidURLError:
-            raise ValueError("the target is no URL") from None
-    return unquote(target.partition(b"?")[0])
+def encoded(headers: Mapping[str, str]) -> RawHeaders:
+    """Return headers as ASGI has them."""
+    return [
+        (name.encode("latin-1"), value.encode("utf-8", "surrogateescape"))
+        for name, value in headers.items()
+    ]
+
+
+class _Clock:
+    """The `Date` header, formatted once a second."""
+
+    second = -1
+    header = (b"date", b"")
+
+
+def _date() -> tuple[bytes, bytes]:
+    now = int(time.time())
+    if now != _Clock.second:
+        _Clock.second, _Clock.header = now, (b"date", formatdate(now, usegmt=True).encode())
+    return _Clock.header

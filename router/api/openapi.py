@@ -1,138 +1,123 @@
-"""`/openapi.json`: what the routes say of themselves, and the messages that validate their bodies.
+"""`/openapi.json` and `/docs`: what FastAPI makes of the routes and of the models of their bodies.
 
-A route's summary is its handler's docstring; `documented` adds what a handler takes and gives.
+A route's summary is its function's docstring. Beside those that it declares, it may fail as all
+routes of its kind may.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from http import HTTPStatus
-from importlib.metadata import version
-from typing import Any, TypeVar
+from importlib import resources
+from typing import Any
 
+import fastapi_offline
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse
+from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
+from starlette.staticfiles import StaticFiles
 
-from router.api.openai.errors import ErrorObject
-from router.api.routes import Routes
+from router.api.errors import ErrorObject
 
-__all__ = ["DOCS_PAGE", "documented", "openapi"]
+__all__ = ["DOCS", "Route", "add_docs", "api_router", "errors", "raw_body"]
 
-H = TypeVar("H", bound=Callable[..., Any])
-JSON, EVENTS = "application/json", "text/event-stream"
+DOCS = "/docs"
+JSON = "application/json"
+# FastAPI passes on fields that it does not know; its own schemas keep no whole number above 2**53.
+RAW_BODY = "x-raw-body"
 REF = "#/components/schemas/{model}"
 
-# As an engine's: the page itself is on a public host, and shows what this router says.
-DOCS_PAGE = b"""<!doctype html>
-<html><head><title>microserve</title><meta charset="utf-8">
-<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css"></head>
-<body><div id="ui"></div>
-<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
-<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#ui"})</script></body></html>
-"""
+
+class Route(APIRoute):
+    """A route that describes itself by its docstring and declares the errors of its kind."""
+
+    def __init__(
+        self, path: str, endpoint: Callable[..., Any], *, responses: Any = None, **options: Any
+    ) -> None:
+        summary, _, description = (inspect.getdoc(endpoint) or "").partition("\n\n")
+        method = min(options["methods"]).lower()
+        statuses = {401}
+        for applies, more in (
+            (method in ("post", "put", "patch"), {400, 408, 413}),
+            (path.startswith("/admin/"), {403}),
+            ("{" in path, {404}),
+            (path.startswith("/v1/") and method == "post", {429, 503}),  # limits, shutting down
+        ):
+            statuses |= more if applies else set()
+        path_format = path.replace(":path}", "}")
+        described = {
+            "summary": " ".join(summary.split()),
+            "description": description,
+            "responses": {**errors(*statuses), **(responses or {})},
+            "operation_id": f"{method} {path_format}",
+        }
+        super().__init__(path, endpoint, **{**options, **described})
 
 
-@dataclass(frozen=True, slots=True)
-class _Api:
-    body: Any
-    reply: Any
-    status: int
-    media: tuple[str, ...]
-    errors: tuple[int, ...]
+def api_router() -> APIRouter:
+    """Return a router of routes that describe themselves."""
+    return APIRouter(route_class=Route)
 
 
-def documented(
-    *,
-    body: Any = None,
-    reply: Any = dict[str, Any],
-    status: int = 200,
-    media: tuple[str, ...] = (JSON,),
-    errors: tuple[int, ...] = (),
-) -> Callable[[H], H]:
-    """Say of a handler which type its `body` is read as, what it replies, and which statuses its
-    errors have beside those that follow from its path and from having a body."""
-
-    def mark(handler: H) -> H:
-        handler.__api__ = _Api(body, reply, status, media, errors)  # type: ignore[attr-defined]
-        return handler
-
-    return mark
-
-
-def openapi(routes: Routes) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of all routes."""
-    operations = list(_operations(routes))
-    inputs: list[tuple[Any, JsonSchemaMode, TypeAdapter[Any]]] = [
-        (ErrorObject, "serialization", TypeAdapter(ErrorObject))
-    ]
-    for _, _, _, api in operations:
-        if api.body is not None:
-            inputs.append((api.body, "validation", TypeAdapter(api.body)))
-        if JSON in api.media:
-            inputs.append((api.reply, "serialization", TypeAdapter(api.reply)))
-    unique = {(str(key), mode): (key, mode, adapter) for key, mode, adapter in inputs}
-    made, definitions = TypeAdapter.json_schemas(
-        [(str(key), mode, adapter) for key, mode, adapter in unique.values()],
-        ref_template=REF,
-        schema_generator=GenerateJsonSchema,
-    )
-    paths: dict[str, dict[str, Any]] = {}
-    for method, path, handler, api in operations:
-        paths.setdefault(path, {})[method] = _operation(method, path, handler, api, made)
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return FastAPI's `responses` for errors of these statuses."""
     return {
-        "openapi": "3.1.0",
-        "info": {"title": "microserve", "version": version("microserve")},
-        "paths": paths,
-        "components": {
-            "schemas": definitions.get("$defs", {}),
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-        "security": [{}, {"key": []}],
+        status: {"model": ErrorObject, "description": HTTPStatus(status).phrase}
+        for status in sorted(statuses)
     }
 
 
-def _operations(routes: Routes) -> Iterator[tuple[str, str, Any, _Api]]:
-    for route in routes:
-        api = getattr(route.handler, "__api__", _Api(None, dict[str, Any], 200, (JSON,), ()))
-        yield route.method.lower(), route.path, route.handler, api
+def raw_body(body: Any) -> dict[str, Any]:
+    """Return FastAPI's `openapi_extra` for a function that reads a body of type `body` itself."""
+    return {RAW_BODY: TypeAdapter(body).json_schema(ref_template=REF)}
 
 
-def _operation(
-    method: str, path: str, handler: Any, api: _Api, made: dict[Any, Any]
-) -> dict[str, Any]:
-    summary, _, description = (inspect.getdoc(handler) or handler.__name__).partition("\n\n")
-    error = {"content": {JSON: {"schema": made[(str(ErrorObject), "serialization")]}}}
-    statuses = {*api.errors, 401}
-    for applies, more in (
-        (api.body is not None, {400, 408, 413}),
-        (path.startswith("/admin/"), {403}),
-        ("{" in path, {404}),
-        (path.startswith("/v1/") and method == "post", {429, 503}),  # limits, and shutting down
-    ):
-        statuses |= more if applies else set()
-    replies = {
-        media: {"schema": made[(str(api.reply), "serialization")]} if media == JSON else {}
-        for media in api.media
-    }
-    responses = {str(api.status): {"description": "done", "content": replies}}
-    for status in sorted(statuses):
-        responses[str(status)] = {"description": HTTPStatus(status).phrase, **error}
-    operation: dict[str, Any] = {
-        "operationId": f"{method} {path}",
-        "summary": " ".join(summary.split()),
-        "responses": responses,
-    }
-    if description:
-        operation["description"] = description
-    if names := re.findall(r"{(\w+)}", path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
-    if api.body is not None:
-        schema = made[(str(api.body), "validation")]
-        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
-    return operation
+def add_docs(app: FastAPI) -> None:
+    """Add `/openapi.json`, and `/docs` with all that it needs, so that it works offline."""
+    api = api_router()
+    made: list[dict[str, Any]] = []
+
+    @api.get("/openapi.json", response_model=dict[str, Any])
+    def document() -> dict[str, Any]:
+        """This document."""
+        if not made:  # it takes a tenth of a second
+            made.append(_document(app))
+        return made[0]
+
+    @api.get(DOCS, response_class=HTMLResponse)
+    def docs() -> Response:
+        """This document, to look at in a browser."""
+        return get_swagger_ui_html(
+            openapi_url="/openapi.json",
+            title=app.title,
+            swagger_js_url=f"{DOCS}/swagger-ui-bundle.js",
+            swagger_css_url=f"{DOCS}/swagger-ui.css",
+            swagger_favicon_url=f"{DOCS}/favicon.png",
+        )
+
+    app.include_router(api)
+    with resources.as_file(resources.files(fastapi_offline) / "static") as assets:
+        app.mount(DOCS, StaticFiles(directory=assets))
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = document["components"]["schemas"]
+    for name in (
+        "HTTPValidationError",
+        "ValidationError",
+    ):  # ours are `ErrorObject`s, of status 400
+        schemas.pop(name, None)
+    operations = [one for methods in document["paths"].values() for one in methods.values()]
+    for operation in operations:
+        operation["responses"].pop("422", None)
+        if schema := operation.pop(RAW_BODY, None):
+            schemas.update(schema.pop("$defs", {}))
+            operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{}, {"key": []}]
+    return document

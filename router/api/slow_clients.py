@@ -11,14 +11,13 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable
 
-from router.api.connection import Connection
+from router.api.protocol import BoundedHttpProtocol
 from router.telemetry.metrics import Metrics
 
 __all__ = ["SlowClients"]
 
 log = logging.getLogger(__name__)
 LOOKS = 4  # in the time that a client has
-KEEPALIVE_S = 75.0  # of connections that nobody uses
 
 
 class SlowClients:
@@ -31,26 +30,26 @@ class SlowClients:
         self._metrics = metrics
         self._stall_s = stall_s
         self._head_s = head_s
-        self._unread: dict[Connection, tuple[int, float]] = {}  # bytes, and since when so many
+        self._unread: dict[
+            BoundedHttpProtocol, tuple[int, float]
+        ] = {}  # bytes, and since when so many
 
-    async def watch(self, connections: Collection[Connection]) -> None:
+    async def watch(self, connections: Collection[BoundedHttpProtocol]) -> None:
         """Until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(self._stall_s, self._head_s) / LOOKS)
             self.look(list(connections), loop.time())
 
-    def look(self, connections: Iterable[Connection], now: float) -> None:
+    def look(self, connections: Iterable[BoundedHttpProtocol], now: float) -> None:
         """Drop those of `connections` that are too slow at `now` (seconds)."""
         before, self._unread = self._unread, {}
         for connection in connections:
-            transport, still = connection.transport, now - connection.since
+            transport, since = connection.transport, connection.waiting_since
             if transport.is_closing() and not transport.get_write_buffer_size():
                 continue
-            if connection.state in ("new", "head") and still >= self._head_s:
+            if since is not None and now - since >= self._head_s:
                 self._drop(connection, "no_request")
-            elif connection.state == "idle" and still >= KEEPALIVE_S:
-                transport.close()
             elif unread := transport.get_write_buffer_size():
                 seen, since = before.get(connection, (-1, now))
                 if seen != unread:
@@ -59,7 +58,7 @@ class SlowClients:
                 if now - since >= self._stall_s:
                     self._drop(connection, "unread")
 
-    def _drop(self, connection: Connection, reason: str) -> None:
+    def _drop(self, connection: BoundedHttpProtocol, reason: str) -> None:
         peer = connection.transport.get_extra_info("peername")
         log.info("a client at %s is dropped: %s", peer, reason)
         self._metrics.slow_clients.labels(reason).inc()

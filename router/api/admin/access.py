@@ -1,26 +1,19 @@
-"""The admin API: who may use it; receipts."""
+"""Who may use the admin API, and how its bodies are read."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-from typing import TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from engine.protocol import Unauthorized
-from router.api.http import HttpRequest, HttpResponse, json_response
-from router.api.openai.errors import invalid
-from router.api.openai.parsing import load
-from router.api.openapi import documented
+from router.api.http import HttpRequest
 from router.api.parts import Router
-from router.api.routes import Route
 from router.base.errors import Forbidden
 
-__all__ = ["Body", "check_admin", "read_body", "routes", "same_key"]
-
-B = TypeVar("B", bound=BaseModel)
+__all__ = ["Body", "check_admin", "same_key"]
 
 
 class Body(BaseModel):
@@ -56,30 +49,10 @@ def same_key(given: str | None, key: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
 
 
-def routes(router: Router) -> list[Route]:
-    """The handlers of `/admin/requests`, over `router`."""
-
-    @documented()
-    async def receipt(http: HttpRequest) -> HttpResponse:
-        """What was done for a request: every leg, its times, bytes and retries."""
-        return json_response(router.receipts[http.params["id"]].describe())
-
-    return [
-        Route("GET", "/admin/requests/{id}", receipt),
-    ]
-
-
-async def read_body(body: type[B], http: HttpRequest) -> B:
-    """The body of a call. Raises `BadRequest`, naming the first bad field."""
-    try:
-        return body.model_validate(load(await http.read()))
-    except ValidationError as error:
-        raise invalid(error) from None
-
-
 def _host(url: str) -> str | None:
     try:
-        return urlsplit(url).hostname
+        parts = urlsplit(url)
+        return None if "@" in parts.netloc else parts.hostname
     except ValueError:
         return None
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
+from fastapi import APIRouter, Response
 from pydantic import Field
 
-from router.api.admin.access import Body, read_body
-from router.api.http import HttpRequest, HttpResponse, json_response
-from router.api.openapi import documented
+from router.api.admin.access import Body
+from router.api.openapi import api_router
 from router.api.parts import Router
-from router.api.routes import Route
+from router.api.rest import reply
 from router.engines.backend import Role
 from router.engines.engines_file import engine_url
 
@@ -20,7 +20,7 @@ Labels = Annotated[dict[str, str], Field(max_length=64)]
 
 
 class AddEngine(Body):
-    """An engine to use. `heartbeat`: it says so itself, and again and again."""
+    """An engine to use. `heartbeat`: the engine registers itself, and must repeat it to stay."""
 
     url: str
     id: str = ""
@@ -30,31 +30,31 @@ class AddEngine(Body):
 
 
 class ChangeEngine(Body):
-    """What is left out stays. `draining`: no new work, and what runs there goes on elsewhere."""
+    """Changes; what is left out stays. `draining`: no new work, and running work moves away."""
 
     role: Role | None = None
     draining: bool | None = None
     labels: Labels | None = None
 
 
-def routes(router: Router) -> list[Route]:
-    """The handlers of `/admin/engines`, over `router`."""
+def routes(router: Router) -> APIRouter:
+    """Return `/admin/engines`."""
+    api = api_router()
     registry = router.registry
 
-    @documented()
-    async def engines(http: HttpRequest) -> HttpResponse:
+    @api.get("/admin/engines", response_model=dict[str, Any])
+    async def engines() -> Response:
         """All engines: their health, load and breakers."""
-        return json_response({"engines": [backend.describe() for backend in registry]})
+        return reply({"engines": [backend.describe() for backend in registry]})
 
-    @documented()
-    async def engine(http: HttpRequest) -> HttpResponse:
-        """One of them."""
-        return json_response(registry[http.params["id"]].describe())
+    @api.get("/admin/engines/{id:path}", response_model=dict[str, Any])
+    async def engine(id: str) -> Response:
+        """One engine."""
+        return reply(registry[id].describe())
 
-    @documented(body=AddEngine)
-    async def add_engine(http: HttpRequest) -> HttpResponse:
-        """Add an engine, or hear again of one that is known."""
-        wanted = await read_body(AddEngine, http)
+    @api.post("/admin/engines", response_model=dict[str, Any])
+    async def add_engine(wanted: AddEngine) -> Response:
+        """Add an engine, or renew the heartbeat of a known one."""
         backend = registry.add(
             engine_url(wanted.url),
             id=wanted.id,
@@ -62,30 +62,23 @@ def routes(router: Router) -> list[Route]:
             labels=wanted.labels,
             source="heartbeat" if wanted.heartbeat else "admin",
         )
-        return json_response(backend.describe())
+        return reply(backend.describe())
 
-    @documented(body=ChangeEngine)
-    async def change_engine(http: HttpRequest) -> HttpResponse:
-        """Change its role or labels, drain it, or use it again."""
-        backend = registry[http.params["id"]]
-        wanted = await read_body(ChangeEngine, http)
+    @api.patch("/admin/engines/{id:path}", response_model=dict[str, Any])
+    async def change_engine(id: str, wanted: ChangeEngine) -> Response:
+        """Change an engine's role or labels, drain it, or use it again."""
+        backend = registry[id]
         if wanted.role is not None:
             backend.role, backend.role_pinned = wanted.role, True
         if wanted.labels is not None:
             backend.labels = wanted.labels
         moved = registry.drain(backend, wanted.draining) if wanted.draining is not None else 0
-        return json_response({**backend.describe(), "moved": moved})
+        return reply({**backend.describe(), "moved": moved})
 
-    @documented()
-    async def remove_engine(http: HttpRequest) -> HttpResponse:
-        """Drain it, and forget it once nothing runs there."""
-        backend = registry[http.params["id"]]
-        return json_response({"removed": backend.id, "moved": registry.remove(backend)})
+    @api.delete("/admin/engines/{id:path}", response_model=dict[str, Any])
+    async def remove_engine(id: str) -> Response:
+        """Drain an engine, and forget it once nothing runs there."""
+        backend = registry[id]
+        return reply({"removed": backend.id, "moved": registry.remove(backend)})
 
-    return [
-        Route("GET", "/admin/engines", engines),
-        Route("GET", "/admin/engines/{id}", engine),
-        Route("POST", "/admin/engines", add_engine),
-        Route("PATCH", "/admin/engines/{id}", change_engine),
-        Route("DELETE", "/admin/engines/{id}", remove_engine),
-    ]
+    return api

@@ -1,4 +1,4 @@
-"""The admin API's context migration: what an engine has cached of a prefix, moved to another."""
+"""The admin API's context migration: moves what an engine has cached of a prefix to another."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import asyncio
 from dataclasses import asdict
 from typing import Annotated
 
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from engine.protocol import BadRequest, Timeout
-from router.api.admin.access import Body, read_body
-from router.api.http import HttpRequest, HttpResponse, json_response, off_loop
-from router.api.openapi import documented
+from router.api.admin.access import Body
+from router.api.http import off_loop
+from router.api.openapi import api_router, errors
 from router.api.parts import Router
-from router.api.routes import Route
+from router.api.rest import Http, reply
 from router.base.errors import Conflict, NotFound
 from router.engines.backend import Backend
 from router.execution.prefix_migration import Migrated, migrate_prefix
@@ -31,16 +32,20 @@ class Migrate(Body):
     pin: bool = False
 
 
-def routes(router: Router) -> list[Route]:
-    """The handler of `/admin/migrate`, over `router`."""
+def routes(router: Router) -> APIRouter:
+    """Return `/admin/migrate`."""
+    api = api_router()
 
-    @documented(body=Migrate, reply=Migrated, errors=(404, 409, 429, 502, 503, 504))
-    async def migrate(http: HttpRequest) -> HttpResponse:
+    @api.post(
+        "/admin/migrate",
+        response_model=Migrated,
+        responses=errors(404, 409, 429, 502, 503, 504),
+    )
+    async def migrate(http: Http, wanted: Migrate) -> Response:
         """Move what one engine has cached of a prefix to another one.
 
-        It is cached at both then: requests go where there is less to do.
+        Both have it cached then, and requests go to the less loaded one.
         """
-        wanted = await read_body(Migrate, http)
         source, target = (
             _engine(router, wanted.source, "from"),
             _engine(router, wanted.target, "to"),
@@ -48,7 +53,7 @@ def routes(router: Router) -> list[Route]:
         if source is target:
             raise BadRequest(f"{source.id} has it already", param="to")
         if target.draining or target.leaving:
-            raise Conflict(f"engine {target.id} takes nothing new: it is to be empty", param="to")
+            raise Conflict(f"engine {target.id} takes nothing new: it drains", param="to")
         prefix = await _tokens(router, wanted.prefix)
         limit_s = router.config.request_timeout_s
         try:
@@ -66,9 +71,9 @@ def routes(router: Router) -> list[Route]:
         told = {"from": source.id, "to": target.id, **asdict(migrated)}
         router.rollout.audit_log.note(http.who, "migrated", **told)
         router.events.publish("migration", **told)
-        return json_response(asdict(migrated))
+        return reply(asdict(migrated))
 
-    return [Route("POST", "/admin/migrate", migrate)]
+    return api
 
 
 def _engine(router: Router, id: str, param: str) -> Backend:

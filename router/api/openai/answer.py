@@ -8,14 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from engine.protocol import MicroserveError
 from router.api.accounting import accounted, deadline_s, priority_of
+from router.api.errors import error_json
 from router.api.http import HttpRequest, HttpResponse, HttpStream, off_loop
-from router.api.openai.errors import error_json
 from router.api.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, Format
 from router.api.openai.models import served_name
 from router.api.openai.parsing import Ask, read_chat, read_completion
-from router.api.openai.replies import ChatReply, CompletionReply
-from router.api.openai.schemas import ChatRequest, CompletionRequest
-from router.api.openapi import documented
 from router.api.parts import Router
 from router.base.errors import root_cause
 from router.base.request import Chunk, Request
@@ -30,9 +27,6 @@ __all__ = ["chat_completions", "completions"]
 # Tokens that an engine gathers for a client who waits for all of them. If it dies, so many are
 # computed again.
 WHOLE_CHUNK = 64
-# Of requests that engines work on.
-GENERATES = (404, 429, 500, 502, 503, 504)
-MEDIA = ("application/json", "text/event-stream")
 EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -40,13 +34,11 @@ EVENTS = {
 }
 
 
-@documented(body=CompletionRequest, reply=CompletionReply, media=MEDIA, errors=GENERATES)
 async def completions(router: Router, http: HttpRequest) -> HttpResponse | None:
     """Answers to prompts, whole or as server-sent events."""
     return await _answer(router, http, read_completion, CompletionFormat)
 
 
-@documented(body=ChatRequest, reply=ChatReply, media=MEDIA, errors=GENERATES)
 async def chat_completions(router: Router, http: HttpRequest) -> HttpResponse | None:
     """Answers to a conversation, whole or as server-sent events."""
     return await _answer(router, http, read_chat, ChatFormat)
@@ -188,7 +180,7 @@ class _Answer:
         Raises what goes wrong before the first chunk, so that it has an HTTP status; later it is
         an error event, and the stream has no proper end.
         """
-        events = self._http.stream({**EVENTS, "X-Request-Id": self._receipt.id})
+        events = self._http.stream(EVENTS)
         try:
             await self._run(
                 [
@@ -199,10 +191,10 @@ class _Answer:
         except MicroserveError as error:
             if not events.begun:
                 raise
-            events.end(b"data: %b\n\n" % error_json(error))
+            await events.end(b"data: %b\n\n" % error_json(error))
             return
         last = self._format.usage(self._usage()) if self._ask.include_usage else b""
-        events.end(last + self._timing() + DONE)
+        await events.end(last + self._timing() + DONE)
 
     def _timing(self) -> bytes:
         """Where the time went, as a comment, for clients that say that they read event streams.

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
+from fastapi import APIRouter, Response
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
-from router.api.http import HttpRequest, HttpResponse, json_response
-from router.api.openapi import documented
+from router.api.openapi import api_router, errors
 from router.api.parts import Router
+from router.api.rest import reply
 from router.base.errors import ModelNotFound
 
-__all__ = ["models", "one_model", "served_name"]
+__all__ = ["routes", "served_name"]
 
 
 def served_name(router: Router) -> str:
-    """What clients call the model. Raises `NoEngines` as long as no engine has answered."""
+    """Return what clients call the model. Raises `NoEngines` until an engine has answered."""
     return router.config.served_model_name or router.registry.model.info.name
 
 
@@ -47,20 +48,24 @@ def _card(router: Router) -> ModelCard:
     }
 
 
-@documented(errors=(503,), reply=ModelList)
-async def models(router: Router, http: HttpRequest) -> HttpResponse:
-    """The models that are served: one."""
-    listed: ModelList = {"object": "list", "data": [_card(router)]}
-    return json_response(listed)
+def routes(router: Router) -> APIRouter:
+    """Return `/v1/models`."""
+    api = api_router()
 
+    @api.get("/v1/models", response_model=ModelList, responses=errors(503))
+    async def models() -> Response:
+        """The models that are served: one."""
+        listed: ModelList = {"object": "list", "data": [_card(router)]}
+        return reply(listed)
 
-@documented(errors=(404, 503), reply=ModelCard)
-async def one_model(router: Router, http: HttpRequest) -> HttpResponse:
-    """A model that is served, by its name."""
-    card = _card(router)
-    if http.params["id"] != card["id"]:
-        raise ModelNotFound(
-            f"the model {http.params['id']!r} is not served here, but {card['id']!r} is",
-            param="model",
-        )
-    return json_response(card)
+    @api.get("/v1/models/{id:path}", response_model=ModelCard, responses=errors(404, 503))
+    async def one_model(id: str) -> Response:
+        """A model that is served, by its name."""
+        card = _card(router)
+        if id != card["id"]:
+            raise ModelNotFound(
+                f"the model {id!r} is not served here, but {card['id']!r} is", param="model"
+            )
+        return reply(card)
+
+    return api

@@ -14,7 +14,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from engine.protocol import BadRequest, Sampling
-from router.api.openai.errors import invalid
+from router.api.errors import invalid
 from router.api.openai.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from router.api.openai.structure import read_structure
 from router.base.errors import ModelNotFound

@@ -9,7 +9,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from engine.protocol import BadRequest, Structure
-from router.api.openai.errors import invalid
+from router.api.errors import invalid
 from router.api.openai.schemas import (
     GenerateRequest,
     JsonObjectFormat,

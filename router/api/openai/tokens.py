@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from fastapi import APIRouter, Response
 from typing_extensions import TypedDict
 
-from router.api.http import HttpRequest, HttpResponse, json_response, off_loop
+from router.api.http import off_loop
 from router.api.openai.models import served_name
 from router.api.openai.parsing import check_model, load, read_body, read_messages
 from router.api.openai.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
-from router.api.openapi import documented
+from router.api.openapi import api_router, errors, raw_body
 from router.api.parts import Router
+from router.api.rest import Http, reply
 from router.model.served import ServedModel
 
-__all__ = ["detokenize", "tokenize"]
+__all__ = ["routes"]
 
 
 class Tokenized(TypedDict):
@@ -26,18 +28,33 @@ class Detokenized(TypedDict):
     prompt: str
 
 
-@documented(body=TokenizeRequest | TokenizeChatRequest, reply=Tokenized, errors=(404, 503))
-async def tokenize(router: Router, http: HttpRequest) -> HttpResponse:
-    """The token ids of a prompt, or of a conversation."""
-    body, model = await http.read(), router.registry.model
-    return json_response(await off_loop(len(body), _tokenize, body, model, served_name(router)))
+def routes(router: Router) -> APIRouter:
+    """Return `/tokenize` and `/detokenize`."""
+    api = api_router()
 
+    @api.post(
+        "/tokenize",
+        response_model=Tokenized,
+        responses=errors(404, 503),
+        openapi_extra=raw_body(TokenizeRequest | TokenizeChatRequest),
+    )
+    async def tokenize(http: Http) -> Response:
+        """The token ids of a prompt, or of a conversation."""
+        body, model = await http.read(), router.registry.model
+        return reply(await off_loop(len(body), _tokenize, body, model, served_name(router)))
 
-@documented(body=DetokenizeRequest, reply=Detokenized, errors=(404, 503))
-async def detokenize(router: Router, http: HttpRequest) -> HttpResponse:
-    """The text of token ids."""
-    body, model = await http.read(), router.registry.model
-    return json_response(await off_loop(len(body), _detokenize, body, model, served_name(router)))
+    @api.post(
+        "/detokenize",
+        response_model=Detokenized,
+        responses=errors(404, 503),
+        openapi_extra=raw_body(DetokenizeRequest),
+    )
+    async def detokenize(http: Http) -> Response:
+        """The text of token ids."""
+        body, model = await http.read(), router.registry.model
+        return reply(await off_loop(len(body), _detokenize, body, model, served_name(router)))
+
+    return api
 
 
 def _tokenize(body: bytes, model: ServedModel, name: str) -> Tokenized:

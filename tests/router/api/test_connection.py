@@ -6,10 +6,11 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.types import Receive, Scope, Send
 from waiting import until
 
 from router.api.connections import Connections
@@ -160,9 +161,9 @@ async def test_http_1_0_has_no_chunks_and_no_second_request(served):
     assert (await client.rest()).endswith(b"data: [DONE]\n\n")
     client = await connect()
     client.writer.write(post(ASK, "Connection: keep-alive", version="1.0") * 2)
-    for _ in range(2):
-        status, headers, _ = await client.answer()
-        assert (status, headers["connection"]) == (200, "keep-alive")
+    status, headers, _ = await client.answer()
+    assert (status, headers["connection"]) == (200, "close")
+    assert await client.rest() == b""
 
 
 async def test_a_stream_comes_in_chunks_and_the_connection_stays(served):
@@ -289,25 +290,25 @@ async def test_a_long_body_does_not_count_for_the_head_behind_it(served):
 
 
 class Echo:
-    """A service that answers each request with `size` bytes, once it may."""
+    """An application that answers each request with `size` bytes, once it may."""
 
     def __init__(self, size: int) -> None:
         self.answer = b"x" * size
         self.gate = asyncio.Event()
 
-    async def serve(self, http: HttpRequest) -> None:
-        await self.gate.wait()
-        http.respond(HttpResponse(self.answer))
-
-    def headers(self, http: HttpRequest) -> dict[str, str]:
-        return {}
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = HttpRequest(scope, receive, send, max_body=0, extra_headers=lambda _: {})
+        http.connection.cancels(asyncio.current_task())
+        with suppress(asyncio.CancelledError):
+            await self.gate.wait()
+            await http.respond(HttpResponse(self.answer))
 
 
 @asynccontextmanager
 async def echoing(size: int) -> AsyncIterator[tuple[Echo, Connections, Client]]:
     """A connection to a server of the service above, with small buffers."""
     service = Echo(size)
-    connections = Connections(service, max_body=2**20)
+    connections = Connections(service)
     listener = listen("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
     server = await asyncio.get_running_loop().create_server(connections.connection, sock=listener)
@@ -332,7 +333,8 @@ async def test_who_asks_and_does_not_read_is_given_little(answered):
             client.writer.write((ask[-7:] + ask[:-7]) * 1000)
             await asyncio.sleep(0.001)
         (connection,) = connections.open
-        assert len(connection._next) < 20_000  # of 100,000, those of a read or two
+        assert len(connection.pipeline) < 200  # of 100,000: the others are bytes
+        assert len(connection._waiting) < 2**19  # those of a read or two
         assert connection.transport.get_write_buffer_size() < 2**17
 
 
@@ -370,7 +372,7 @@ async def test_a_client_that_leaves_ends_its_request(served, streamed, behind):
 
 
 async def test_connections_that_nobody_uses_are_closed(served, monkeypatch):
-    monkeypatch.setattr("router.api.slow_clients.KEEPALIVE_S", 0.0)
+    monkeypatch.setattr("router.api.protocol.KEEPALIVE_S", 0.0)
     _, _, connect = served
     client = await connect()
     client.writer.write(get("/version"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import orjson
 from pydantic import ValidationError
 from typing_extensions import TypedDict
@@ -9,7 +11,7 @@ from typing_extensions import TypedDict
 from engine.protocol import BadRequest, Draining, MicroserveError, NoCapacity
 from router.base.errors import MethodNotAllowed, NoEngines
 
-__all__ = ["ErrorObject", "error_headers", "error_json", "error_object", "invalid"]
+__all__ = ["ErrorObject", "complaint", "error_headers", "error_json", "error_object", "invalid"]
 
 # Clients know these types by their status; everything else keeps the name of our tree.
 _TYPES = {
@@ -66,12 +68,17 @@ def error_headers(error: MicroserveError) -> dict[str, str]:
 
 
 def invalid(error: ValidationError, *, within: str = "") -> BadRequest:
-    """The first complaint of pydantic, with `param` as OpenAI writes it: `messages[0].role`.
+    """Return the first complaint of pydantic.
 
     `within`: the field that was validated, if not the whole body.
     """
     first = error.errors(include_url=False, include_input=False)[0]
+    return complaint(first["msg"], first["loc"], within=within)
+
+
+def complaint(message: str, path: Iterable[int | str], *, within: str = "") -> BadRequest:
+    """Return the error for a field, with `param` as OpenAI writes it: `messages[0].role`."""
     param = within
-    for part in first["loc"]:
+    for part in path:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
-    return BadRequest(f"{param}: {first['msg']}" if param else first["msg"], param=param or None)
+    return BadRequest(f"{param}: {message}" if param else message, param=param or None)

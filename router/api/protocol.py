@@ -1,0 +1,267 @@
+"""uvicorn's HTTP protocol, within limits: what a client sends unasked stays small, and is served
+only if it can be read in one way.
+
+uvicorn parses everything that arrives, and waits for its client without limits in time. This layer
+adds: requests behind a running one stay unparsed bytes, and few; limits on heads; a refusal takes
+its turn behind earlier responses; a request with an `Upgrade` that is not taken keeps its body; a
+disconnect cancels the request; HTTP/1.0 responses are not chunked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+__all__ = ["BoundedHttpProtocol"]
+
+KEEPALIVE_S = 75  # for connections that nobody uses
+MAX_HEADERS = 128
+MAX_FIELD = 8190  # bytes of one header, or of the target
+MAX_UNPARSED = 1 << 16  # bytes that the parser may take without completing a head or a chunk
+MAX_WAITING = 1 << 16  # bytes behind a running request; what one read brings may exceed it
+SLICE = 1 << 12  # bytes parsed at once, so that few requests are parsed before they may run
+# Its body never arrives.
+_NO_REQUEST = b"GET / HTTP/1.1\r\nHost: -\r\nContent-Length: 1\r\n\r\n"
+Headers = list[tuple[bytes, bytes]]
+
+
+class _Flow(FlowControl):
+    """Keeps reading paused while too many bytes wait behind a running request."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        if not self.held:
+            super().resume_reading()
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One client's connection.
+
+    `waiting_since` (loop time) is set while the connection owes a request's head. The watcher of
+    slow clients reads it.
+    """
+
+    flow: _Flow
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.timeout_keep_alive = KEEPALIVE_S
+        self.waiting_since: float | None = self.loop.time()
+        self._deaf = False  # nothing more is parsed
+        self._cycles: deque[RequestResponseCycle] = deque()  # not yet answered; the first one runs
+        self._task: asyncio.Task[Any] | None = None
+        self._waiting = bytearray()  # received behind a running request
+        self._unread = False  # the client has to read the response before anything else is done
+        self._unparsed = 0  # bytes since the parser last completed something
+        self._body_left = 0  # bytes of a body that llhttp takes for another protocol
+
+    # The connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if self._task is not None and self._cycles and not self._cycles[0].response_complete:
+            self._task.cancel()
+        self._unread = False
+        self._waiting.clear()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the whole body of the running request has arrived."""
+        return not self._cycles[0].more_body
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has disconnected."""
+        return self.transport.is_closing()
+
+    def cancels(self, task: asyncio.Task[Any] | None) -> None:
+        """Cancel `task` when the client disconnects, until another call replaces it."""
+        self._task = task
+
+    def abort(self) -> None:
+        """Close at once and discard what the client has not read."""
+        self.transport.abort()
+
+    def half_close(self) -> None:
+        """Send the end of the stream after what was written, but still receive."""
+        self._deaf = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def shutdown(self) -> None:
+        """Close after the running response; nothing that waits behind it is started."""
+        for cycle in self._cycles:
+            cycle.keep_alive = False
+        if not self._cycles or self._unread:
+            self.transport.close()
+
+    # Parsing
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        self._unset_keepalive_if_required()
+        if self._body_left:
+            self._take_body(data)
+        elif self._cycles and not self.cycle.more_body:
+            self._wait(data)
+        else:
+            self._parse(data)
+
+    def _wait(self, data: bytes) -> None:
+        self._waiting += data
+        if len(self._waiting) > MAX_WAITING:
+            self.flow.pause_reading()
+            self.flow.held = True
+
+    def _parse(self, data: bytes) -> None:
+        at = 0
+        try:
+            while at < len(data):
+                piece = data[at : at + SLICE]
+                at += len(piece)
+                self._unparsed += len(piece)
+                self.parser.feed_data(piece)
+                if self._unparsed > MAX_UNPARSED:
+                    self._refuse("a line is too long")
+                    return
+                if self._cycles and not self.cycle.more_body:
+                    self._wait(data[at:])
+                    break
+        except httptools.HttpParserUpgrade as upgrade:
+            # The request is served as any other, and the connection is closed after it.
+            self._take_body(data[at - len(piece) + upgrade.args[0] :])
+            return
+        except httptools.HttpParserError as error:
+            self._refuse(str(error.__context__ or error))
+            return
+        if not self._cycles:
+            if self.waiting_since is None:
+                self.waiting_since = self.loop.time()  # empty lines before a head are part of it
+        elif self.pipeline and len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()  # a client that disconnects is noticed
+
+    def _take_body(self, data: bytes) -> None:
+        """Take the body of a request whose `Upgrade` is not taken."""
+        if body := data[: self._body_left]:
+            super().on_body(body)
+            self._body_left -= len(body)
+        if not self._body_left:
+            self._deaf = True
+            super().on_message_complete()
+
+    def _refuse(self, reason: str) -> None:
+        """Answer 400 in turn, and close. The request that is being received is told `reason`, or
+        one that stands for what is none."""
+        self._deaf = True
+        if not self._cycles or not self.cycle.more_body:
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(_NO_REQUEST)
+        self.cycle.scope["state"]["broken"] = reason
+        self.cycle.message_event.set()
+
+    # What the parser calls
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._unparsed = 0
+        self.scope["state"]["connection"] = self
+        if not self._cycles:
+            self.waiting_since = self.loop.time()
+
+    def on_headers_complete(self) -> None:
+        self._unparsed = 0
+        self.waiting_since = None
+        if self.url == b"*":
+            self.url = b"/"  # OPTIONS of the whole server
+        version, upgrade = self.parser.get_http_version(), self.parser.should_upgrade()
+        _check_head(version, self.url, self.headers, upgrade=upgrade)
+        if version == "1.0":
+            self.expect_100_continue = False
+        super().on_headers_complete()
+        self._cycles.append(self.cycle)
+        self.headers = []  # trailers are none of the request's headers
+        if version == "1.0":
+            _never_chunk(self.cycle)
+        if upgrade:
+            self.cycle.keep_alive = False
+            lengths = [value for name, value in self.scope["headers"] if name == b"content-length"]
+            self._body_left = int(lengths[0]) if lengths else 0
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unparsed = 0
+        if not self._body_left:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._unread = self.flow.write_paused
+        if not self._unread:
+            self._next()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread:
+            self._unread = False
+            self._next()
+
+    def _next(self) -> None:
+        """Start the request behind the one that has been answered."""
+        self._cycles.popleft()
+        super().on_response_complete()
+        if self._waiting and not self._cycles and not self.transport.is_closing():
+            data, self._waiting = bytes(self._waiting), bytearray()
+            self.flow.held = False
+            self.data_received(data)
+            self.flow.resume_reading()
+
+
+def _check_head(version: str, target: bytes, headers: Headers, *, upgrade: bool) -> None:
+    """Check what llhttp lets pass and HTTP does not (RFC 9112, §3.2 and §6.1), and our limits.
+    Raises `ValueError`."""
+    if len(headers) > MAX_HEADERS:
+        raise ValueError("there are too many headers")
+    size, hosts, codings = len(target), 0, []
+    for name, value in headers:
+        size = max(size, len(name) + len(value))
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding":
+            codings.append(value.lower())
+    if size > MAX_FIELD:
+        raise ValueError("the request line or a header is too long")
+    if version not in ("1.0", "1.1"):
+        raise ValueError(f"this is HTTP/1.1, not {version}")
+    if version == "1.1" and not hosts:
+        raise ValueError("there is no Host")
+    if codings and (codings != [b"chunked"] or version == "1.0" or upgrade):
+        raise ValueError(f"a body in the transfer coding {codings} cannot be read here")
+
+
+def _never_chunk(cycle: RequestResponseCycle) -> None:
+    """A client of HTTP/1.0 knows no chunks: the end of the connection is the end of its stream."""
+    send, cycle.chunked_encoding = cycle.send, False
+
+    async def send_whole(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_whole  # type: ignore[method-assign]
