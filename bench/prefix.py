@@ -35,9 +35,9 @@ ROUNDS = 300
 def main() -> None:
     """Measure, print the table, publish the JSON."""
     only_save(__doc__)
-    books = PageManager(PAGES + 1, PAGE)
-    prompts = fill(books)
-    cache = books.prefix
+    manager = PageManager(PAGES + 1, PAGE)
+    prompts = fill(manager)
+    cache = manager.prefix
     rng = random.Random(1)
     chosen = [prompts[rng.randrange(len(prompts))] for _ in range(ROUNDS)]
     for prompt in chosen:
@@ -61,7 +61,7 @@ def main() -> None:
     publish("prefix", {"pages": cache.cached, "nodes": nodes, "tokens": TOKENS, **figures})
 
 
-def fill(books: PageManager) -> list[npt.NDArray[np.int32]]:
+def fill(manager: PageManager) -> list[npt.NDArray[np.int32]]:
     """Cache prompts until the pages are used up; each continues a part of an earlier one."""
     rng = np.random.default_rng(1)
     length = TOKENS // PAGE
@@ -69,13 +69,15 @@ def fill(books: PageManager) -> list[npt.NDArray[np.int32]]:
     while True:
         stem = prompts[rng.integers(len(prompts))] if prompts else np.empty(0, np.int32)
         kept = int(rng.integers(length)) if prompts else 0
-        if books.pages.free < length - kept:
+        if manager.pool.free < length - kept:
             return prompts
         fresh = rng.integers(0, 50_000, (length - kept) * PAGE, dtype=np.int32)
         prompt = np.concatenate((stem[: kept * PAGE], fresh))
-        pages = books.share(books.prefix.match(prompt[: kept * PAGE])) + books.take(length - kept)
-        books.prefix.insert(prompt, pages)
-        books.drop(pages)
+        pages = manager.share(manager.prefix.match(prompt[: kept * PAGE])) + manager.take(
+            length - kept
+        )
+        manager.prefix.insert(prompt, pages)
+        manager.drop(pages)
         prompts.append(prompt)
 
 

@@ -46,6 +46,7 @@ from kvcache.lease.address import KVAddress
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import SharedRegion
+from kvcache.page_store.torch_store import TorchPageStore
 from kvcache.transport import ShmTransport
 from kvcache.transport.runs import Route
 from kvcache.types import EngineId, SeqId
@@ -76,8 +77,10 @@ def make_cache(name: str, epoch: int, dtype: torch.dtype, scattered: bool) -> KV
     """A cache whose pool has been written once, and has its free pages in order or not."""
     layout = KVLayout(LAYERS, PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype)
     identity = Identity(EngineId(name), epoch, SECRET, "bench")
-    cache = KVCache(layout, ShmTransport(layout, epoch), query_heads=HEADS, identity=identity)
-    cache.pool[:, 1:] = 1.0
+    transport = ShmTransport(epoch)
+    store = TorchPageStore.on(transport, layout, query_heads=HEADS)
+    cache = KVCache(store, transport, identity=identity)
+    store.pool[:, 1:] = 1.0
     if scattered:
         scatter(cache)
     return cache
@@ -165,7 +168,7 @@ def measure(dtype: torch.dtype, scattered: bool, by_layer: bool) -> Rates:
     """Puts, memcpy and, but for puts `by_layer`, NIXL, alternating."""
     pair, rates = Pair(dtype, scattered), Rates()
     cache, size = pair.cache, pair.size
-    to, of = pair.peer_pool.data_ptr(), cache.pool.data_ptr()
+    to, of = pair.peer_pool.data_ptr(), cache.store.pool.data_ptr()
     with nixl(cache.layout.nbytes, [] if by_layer else pair.runs()) as transfer:
         for repeat in range(REPEATS + 1):
             put = pair.open()

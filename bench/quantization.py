@@ -48,6 +48,7 @@ from engine.scheduling.chunk import Chunk
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout
+from kvcache.page_store.torch_store import TorchPageStore
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
 
@@ -131,10 +132,10 @@ class Engine:
         layout = KVLayout(
             shape.num_layers, PAGES, 16, shape.num_kv_heads, shape.head_dim, KINDS[kind][0]
         )
+        transport = MemoryTransport(MemoryNetwork(), 1)
         self.cache = KVCache(
-            layout,
-            MemoryTransport(MemoryNetwork(), layout, 1),
-            query_heads=shape.num_heads,
+            TorchPageStore.on(transport, layout, query_heads=shape.num_heads),
+            transport,
             identity=Identity(EngineId(kind), 1, b"bench", kind),
         )
         self.runner = ModelRunner(self.model, self.cache)

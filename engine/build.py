@@ -29,8 +29,9 @@ from engine.service.readings import engine_readings
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout
+from kvcache.page_store.torch_store import TorchPageStore
 from kvcache.tiers.disk_store import DiskStore
-from kvcache.tiers.store import HostStore, Store
+from kvcache.tiers.store import HostStore, TierStore
 from kvcache.transport import make_transport
 from kvcache.types import EngineId
 
@@ -68,10 +69,10 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         ).result()
     layout = _layout(model, config, dtype)
     fingerprint = layout.fingerprint(_kv_digest(model))
+    transport = make_transport(config.transport, epoch, secret=secret, host=config.host)
     cache = KVCache(
-        layout,
-        make_transport(config.transport, layout, epoch, secret=secret, host=config.host),
-        query_heads=model.config.num_heads,
+        TorchPageStore.on(transport, layout, query_heads=model.config.num_heads),
+        transport,
         identity=Identity(
             EngineId(config.engine_id),
             epoch,
@@ -79,7 +80,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
             fingerprint,
             config.url,
         ),
-        stores=_stores(config, layout, fingerprint),
+        tier_stores=_stores(config, layout, fingerprint),
     )
     scheduler = Scheduler(
         cache,
@@ -129,9 +130,9 @@ def _peer_tls(config: EngineConfig) -> ssl.SSLContext | None:
     return ssl.create_default_context(cafile=config.router_ca or None)
 
 
-def _stores(config: EngineConfig, layout: KVLayout, fingerprint: str) -> list[Store]:
+def _stores(config: EngineConfig, layout: KVLayout, fingerprint: str) -> list[TierStore]:
     """Return the stores of the tiers below the pool, fastest first."""
-    stores: list[Store] = []
+    stores: list[TierStore] = []
     pinned = config.device == "cuda"
     if config.host_pages:
         wanted, available = config.host_pages * layout.page_bytes, _memory()

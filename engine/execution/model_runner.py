@@ -31,9 +31,9 @@ class ModelRunner:
             raise Internal(f"{model.name} has no weights to run")
         self._model = model.transformer
         self._cache = cache
-        self._device = cache.pool.device
+        self._device = cache.store.device
         self._padded = bucket
-        if cache.pool.dtype == torch.float32 and self._device.type == "cpu":
+        if cache.layout.dtype == torch.float32 and self._device.type == "cpu":
             multiple = stable_row_multiple(model.config.hidden_size)
             self._padded = lambda rows: -(-rows // multiple) * multiple
 

@@ -11,16 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvcache.types import PageId
+import numpy as np
+
+from kvcache.sequences.block_table import PageIds
 
 __all__ = ["Row", "Segment", "segments_of"]
+
+PAGE_ID_BYTES = 4
 
 
 class Row(NamedTuple):
     """A query row of the step, which attends to the first `length` keys of `pages`."""
 
     row: int
-    pages: Sequence[PageId]
+    pages: PageIds
     length: int
 
 
@@ -54,22 +58,27 @@ def _walk(
     by_page: dict[int, list[Row]] = {}
     for row in rows:
         if row.length // page_size > at:
-            by_page.setdefault(row.pages[at], []).append(row)
+            by_page.setdefault(int(row.pages[at]), []).append(row)
         elif row.length > since * page_size:
             found.append(Segment([row], since * page_size, row.length))
     for sharing in by_page.values():
         if len(sharing) == 1:
             found.append(Segment(sharing, since * page_size, sharing[0].length))
             continue
-        full_pages = [list(row.pages[at : row.length // page_size]) for row in sharing]
-        # In lexicographic order, the first and the last list have the shortest common prefix.
-        low, high = min(full_pages), max(full_pages)
-        end = at + next(
-            (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b),
-            min(len(low), len(high)),
-        )
+        tables = [row.pages[at : row.length // page_size].tobytes() for row in sharing]
+        # In lexicographic order, the first and the last table have the shortest common prefix.
+        end = at + _common_pages(min(tables), max(tables))
         if (end - since) * page_size * (len(sharing) - 1) >= min_saving:
             found.append(Segment(sharing, since * page_size, end * page_size))
             _walk(sharing, end, end, page_size, min_saving, found)
         else:
             _walk(sharing, end, since, page_size, min_saving, found)
+
+
+def _common_pages(one: bytes, other: bytes) -> int:
+    """The number of int32 page ids that two tables begin with."""
+    count = min(len(one), len(other)) // PAGE_ID_BYTES
+    differ = np.flatnonzero(
+        np.frombuffer(one, np.int32, count) != np.frombuffer(other, np.int32, count)
+    )
+    return int(differ[0]) if differ.size else count

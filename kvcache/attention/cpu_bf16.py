@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from kvcache.attention.cascade import Row, Segment, segments_of
-from kvcache.attention.stable import Span
+from kvcache.attention.plan import row_slots
 from kvcache.kernels import decode_attention as few_bf16
 from kvcache.kernels import prefill_attention as many_bf16
 from kvcache.kernels.decode_attention import Few
@@ -42,6 +42,7 @@ from kvcache.kernels.jit import (
 )
 from kvcache.kernels.prefill_attention import Many
 from kvcache.kernels.segments import KVSegment
+from kvcache.sequences.step import Span
 
 __all__ = ["Bf16Plan", "compiled"]
 
@@ -70,7 +71,7 @@ class Bf16Plan:
     ) -> None:
         self._page_size = page_size
         self._heads, self._dim = kv_heads * group, dim
-        self._slots = _slots(spans, page_size)
+        self._slots = row_slots(spans, page_size)
         tiles = many_bf16.fits(group, dim)
         own = 1 if tiles else FEW
         rows = [row for span in spans if span.count <= own for row in _rows(span)]
@@ -160,7 +161,7 @@ class _Prefill:
     def __init__(self, span: Span, page_size: int) -> None:
         self._span = span
         used = -(-(span.start + span.count) // page_size)
-        self._pages = torch.tensor(span.pages[:used], dtype=torch.int64)
+        self._pages = torch.from_numpy(span.pages[:used].astype(np.int64))
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
         span, (_, _, _, heads, dim) = self._span, pages.shape
@@ -181,16 +182,6 @@ class _Prefill:
             share = torch.sigmoid(sums - earlier_sums.reshape(sums.shape)).unsqueeze(-1)
             result = torch.lerp(earlier.reshape(result.shape).float(), result.float(), share)
         out[rows] = result[0].transpose(0, 1).to(out.dtype)
-
-
-def _slots(spans: Sequence[Span], page_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """`[rows, 2]`: page, and slot in it, of each row; rows of spans come in order from 0."""
-    places = [
-        (span.pages[at // page_size], at % page_size)
-        for span in spans
-        for at in range(span.start, span.start + span.count)
-    ]
-    return np.array(places, dtype=np.int64).reshape(-1, 2)
 
 
 @native

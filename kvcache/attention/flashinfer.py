@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from kvcache.attention.cascade import Row, Segment, segments_of
-from kvcache.attention.stable import Span
 from kvcache.memory.layout import KVLayout
-from kvcache.types import PageId
+from kvcache.sequences.block_table import PageIds
+from kvcache.sequences.step import Span
 
 __all__ = ["FlashInfer", "FlashInferPlan", "Ragged", "supports"]
 
@@ -45,13 +46,13 @@ class Ragged(NamedTuple):
     last_page_len: torch.Tensor
 
     @classmethod
-    def of(cls, sequences: Sequence[tuple[int, Sequence[PageId], int]], page_size: int) -> Ragged:
+    def of(cls, sequences: Sequence[tuple[int, PageIds, int]], page_size: int) -> Ragged:
         """Of rows, pages and keys of each, at least one key; pages past the keys are left out."""
         used = [pages[: -(-keys // page_size)] for _, pages, keys in sequences]
         return cls(
             _int32(accumulate((rows for rows, _, _ in sequences), initial=0)),
             _int32(accumulate(map(len, used), initial=0)),
-            _int32(page for pages in used for page in pages),
+            torch.from_numpy(np.concatenate(used)),
             _int32((keys - 1) % page_size + 1 for _, _, keys in sequences),
         )
 
@@ -97,7 +98,7 @@ class FlashInfer:
 
 
 class FlashInferPlan:
-    """See `kvcache.attention.stable.Plan`. Calls only start work on the device's current stream."""
+    """See `kvcache.attention.plan.Plan`. Calls only start work on the device's current stream."""
 
     def __init__(self, spans: Sequence[Span], on: FlashInfer) -> None:
         size, device = on.page_size, on.device

@@ -16,94 +16,28 @@ causal diagonal.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 import torch
 
-from kvcache.memory.layout import KVLayout
+from kvcache.attention.plan import row_slots
 from kvcache.pages.page_pool import SCRATCH_PAGE
+from kvcache.sequences.step import Span
 from kvcache.types import PageId
 
 __all__ = [
     "BLOCK",
     "ROW_MULTIPLE",
-    "Plan",
-    "Planner",
     "QueryTile",
-    "Span",
     "StablePlan",
     "attend_tile",
     "plan_tiles",
-    "planner_for",
 ]
-
-log = logging.getLogger(__name__)
 
 BLOCK = 128  # keys
 ROW_MULTIPLE = 4
 QUERY_TILE = 64  # tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The tokens of one sequence in a step: rows `[row, row + count)`, positions from `start`."""
-
-    row: int
-    start: int
-    count: int
-    pages: Sequence[PageId]  # from position 0
-
-
-class Plan(Protocol):
-    """The attention of one step, planned once from the spans and run in every layer."""
-
-    def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write keys and values of the rows, `[rows, kv_heads, head_dim]`, into one layer's
-        `pages`, `[pages, 2, page_size, kv_heads, head_dim]`. Rows beyond the spans are padding and
-        are not written."""
-        ...
-
-    def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """Return the attention of the rows over one layer's `pages`.
-
-        `q` and the result are `[rows, heads, head_dim]`. Padding rows of the result are finite.
-        """
-        ...
-
-
-Planner = Callable[[Sequence[Span]], Plan]  # rows of the spans are in order and start at 0
-
-
-def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
-    """Return the fastest planner for a pool on `device`; `group` = query heads per KV head.
-
-    In float32 this is always the bit-stable `StablePlan`. Other dtypes use FlashInfer on CUDA,
-    and `Bf16Plan` for bfloat16 on CPUs, where these are available.
-    """
-    if layout.dtype != torch.float32 and device.type == "cuda":
-        try:
-            from kvcache.attention.flashinfer import FlashInfer, supports
-
-            if supports(layout):
-                return FlashInfer(layout, group, device).plan
-            shape = f"heads of {layout.head_dim} in {layout.dtype}"
-            log.warning("attention is slow here: FlashInfer has no kernels for %s", shape)
-        except (ImportError, RuntimeError) as error:  # RuntimeError: incompatible versions
-            log.warning("attention is slow here: %s (pip install 'microserve[cuda]')", error)
-    if layout.dtype == torch.bfloat16 and device.type == "cpu":
-        try:
-            from kvcache.attention.cpu_bf16 import Bf16Plan, compiled
-        except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
-            log.warning("attention in bfloat16 is slow here: %s", error)
-        else:
-            heads, dim, page_size = layout.held.heads, layout.head_dim, layout.page_size
-            compiled(heads, group, dim, page_size)
-            return partial(Bf16Plan, kv_heads=heads, group=group, dim=dim, page_size=page_size)
-    return partial(StablePlan, page_size=layout.page_size, group=group, device=device)
 
 
 class StablePlan:
@@ -112,14 +46,8 @@ class StablePlan:
     def __init__(
         self, spans: Sequence[Span], page_size: int, group: int, device: torch.device
     ) -> None:
-        page_of: list[int] = []
-        slot_of: list[int] = []
-        for span in spans:
-            for position in range(span.start, span.start + span.count):
-                page_of.append(span.pages[position // page_size])
-                slot_of.append(position % page_size)
-        self._page_of = torch.tensor(page_of, device=device)
-        self._slot_of = torch.tensor(slot_of, device=device)
+        places = torch.from_numpy(row_slots(spans, page_size)).to(device)
+        self._page_of, self._slot_of = places[:, 0].contiguous(), places[:, 1].contiguous()
         self._tiles = plan_tiles(spans, page_size, group, device)
 
     def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -181,7 +109,7 @@ def _plan_tile(
         pages: list[PageId] = []
         first = at // page_size
         for span, end in zip(spans[:reach], last, strict=False):
-            owned = span.pages[first : min(first + per_block, end // page_size + 1)]
+            owned = span.pages[first : min(first + per_block, end // page_size + 1)].tolist()
             pages += owned
             pages += [SCRATCH_PAGE] * (per_block - len(owned))
         masked = unwritten = None

@@ -42,12 +42,12 @@ class Few:
     ) -> None:
         self._kernel = kernel(kv_heads, group, dim, page_size)
         self._scale = f32_bits(dim**-0.5)
-        table: list[int] = []
+        first = 0
         items: list[tuple[int, ...]] = []
         for ((row, _, place),), pages, begin, end in reads:
-            items.append((row, place, len(table), end - begin))
-            table += pages
-        self._table = np.array(table, dtype=np.int32)
+            items.append((row, place, first, end - begin))
+            first += len(pages)
+        self._table = np.concatenate([segment.pages for segment in reads])
         self._items = np.array(items, dtype=np.int32)
 
     def attend(

@@ -64,22 +64,22 @@ class Many:
         self._pack, self._attend = kernels(kv_heads, group, dim, page_size)
         self._scale = f32_bits(dim**-0.5)
         tokens = BLOCK // group
-        table: list[int] = []
+        entries = 0  # of the page table
         readers: list[tuple[int, int, int]] = []
         blocks: list[tuple[int, int, int]] = []  # pages from, keys from, keys
         work: list[tuple[int, ...]] = []
         for mine, pages, begin, end in reads:
             first = len(blocks)
             for at in range(begin, end, KEYS):
-                blocks.append((len(table), at - begin, min(KEYS, end - at)))
+                blocks.append((entries, at - begin, min(KEYS, end - at)))
             # The last rows see most: they come first, so that all threads end together.
             for head in range(kv_heads):
                 for at in reversed(range(0, len(mine), tokens)):
                     count = min(tokens, len(mine) - at)
                     work.append((head, len(readers) + at, count, first, begin))
-            table += pages
+            entries += len(pages)
             readers += mine
-        self._table = np.array(table, dtype=np.int32)
+        self._table = np.concatenate([segment.pages for segment in reads])
         self._readers = np.array(readers, dtype=np.int32)
         self._blocks = np.array(blocks, dtype=np.int32)
         self._items = np.array(work, dtype=np.int32)

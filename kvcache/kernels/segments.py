@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvcache.types import PageId
+import numpy as np
+import numpy.typing as npt
 
 __all__ = ["KVSegment"]
 
@@ -19,6 +19,6 @@ class KVSegment(NamedTuple):
     """
 
     readers: list[tuple[int, int, int]]
-    pages: Sequence[PageId]
+    pages: npt.NDArray[np.int32]
     begin: int
     end: int

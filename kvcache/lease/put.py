@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvcache.types import PageId
 
-__all__ = ["Put"]
+__all__ = ["PageTable", "Put"]
+
+PageTable = Sequence[PageId] | npt.NDArray[np.int32]
 
 
 class Put(Protocol):
@@ -22,7 +27,7 @@ class Put(Protocol):
     bytes_sent: int
     claim: int  # what other workers of this sender join with
 
-    def write(self, layers: range, pages: Sequence[PageId], begin: int, end: int) -> None:
+    def write(self, layers: range, pages: PageTable, begin: int, end: int) -> None:
         """Put positions `[begin, end)` of `layers`; `pages` are the sender's, from position 0.
 
         The pages may still be in computation: the put waits for the work that the caller has

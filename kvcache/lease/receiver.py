@@ -13,37 +13,39 @@ from kvcache.errors import (
     StaleEpoch,
 )
 from kvcache.lease.address import KVAddress, page_runs, prompt_digest
+from kvcache.lease.control_slots import ControlSlots
 from kvcache.lease.identity import Identity
 from kvcache.lease.table import LeaseTable, ReceiveLease
-from kvcache.memory.layout import KVLayout
 from kvcache.pages.page_manager import PageManager
-from kvcache.sequences.step import PagedSequence
 from kvcache.sequences.table import SequenceTable
-from kvcache.transport import Transport
+from kvcache.shard import Shard
 from kvcache.types import LeaseId, PageId, SeqId
 
-__all__ = ["Receiver"]
+__all__ = ["LeaseReceiver"]
 
 STALL_S = 1.0  # a gap between sweeps beyond which the time did not count for any sender
 
 
-class Receiver:
-    """What `KVCache` says of leases is done here. The cache's lock guards it."""
+class LeaseReceiver:
+    """The receive leases of one cache, from `prep_recv` on. The cache's lock guards it."""
 
     def __init__(
         self,
-        books: PageManager,
+        manager: PageManager,
         sequences: SequenceTable,
-        layout: KVLayout,
-        transport: Transport,
+        slots: ControlSlots,
+        endpoint: Callable[[], str],
+        shard: Shard | None,
         identity: Identity,
         clock: Callable[[], float],
     ) -> None:
-        self.leases = LeaseTable(transport.region)
-        self._books = books
+        """`endpoint` and `shard` go into addresses; `clock` counts seconds, monotonically."""
+        self.leases = LeaseTable(slots)
+        self._manager = manager
         self._sequences = sequences
-        self._layout = layout
-        self._transport = transport
+        self._page_size = sequences.page_size
+        self._endpoint = endpoint
+        self._shard = shard
         self._identity = identity
         self._clock = clock
         self._swept = clock()
@@ -53,11 +55,11 @@ class Receiver:
     ) -> tuple[ReceiveLease, str]:
         """See `KVCache.prep_recv`."""
         tokens = list(prompt[:end])
-        matched = self._books.prefix.match(tokens)
-        begin = len(matched) * self._layout.page_size
-        wanted = self._layout.pages_for(end + reserve) - len(matched)
+        matched = self._manager.prefix.match(tokens)
+        begin = len(matched) * self._page_size
+        wanted = self._pages_for(end + reserve) - len(matched)
         self._admit(wanted, wanted, "end")
-        matched = self._books.share(matched)
+        matched = self._manager.share(matched)
         try:
             # After sharing, so that taking pages cannot evict what was matched.
             own = self._take(wanted)
@@ -66,10 +68,10 @@ class Receiver:
                     request_id, tokens, reserve, matched, begin, own, lease_s, self._clock()
                 )
             except NoCapacity:
-                self._books.drop(own)
+                self._manager.drop(own)
                 raise
         except NoCapacity:
-            self._books.drop(matched)
+            self._manager.drop(matched)
             raise
         return lease, self._address(lease)
 
@@ -81,7 +83,7 @@ class Receiver:
         if address.epoch != identity.epoch:
             raise StaleEpoch("this engine was restarted since the address was made")
         lease = self.leases.get(address.lease_id)
-        pages = self._layout.pages_for(lease.room + reserve) - len(lease.matched)
+        pages = self._pages_for(lease.room + reserve) - len(lease.matched)
         wanted = pages - len(lease.own)
         self._admit(wanted, pages, "reserve")
         lease.own += self._take(wanted)
@@ -115,9 +117,9 @@ class Receiver:
         else:
             # All is matched, and its last page, which others share, must not be written.
             matched, shared = matched[:-1], matched[-1:]
-            self._books.drop(shared)
-            length = len(matched) * self._layout.page_size
-        self._sequences.put(seq_id, PagedSequence(matched + own, length))
+            self._manager.drop(shared)
+            length = len(matched) * self._page_size
+        self._sequences.put(seq_id, matched + own, length)
         return length
 
     def commit(self, lease_id: LeaseId) -> int:
@@ -128,11 +130,11 @@ class Receiver:
         lease = self.leases.get(lease_id)
         if lease.landed < lease.end:
             raise KVIncomplete(f"{lease.landed} of {lease.end} tokens have landed")
-        full = lease.end // self._layout.page_size
-        tokens = full * self._layout.page_size
+        full = lease.end // self._page_size
+        tokens = full * self._page_size
         pages = lease.matched + self.leases.commit(lease, tokens)
-        self._books.publish(lease.tokens[:tokens], pages[:full])
-        self._books.drop(pages)
+        self._manager.publish(lease.tokens[:tokens], pages[:full])
+        self._manager.drop(pages)
         return tokens
 
     def release(self, lease_id: LeaseId) -> None:
@@ -149,7 +151,7 @@ class Receiver:
         late = self.leases.expired(now)
         for lease in late:
             self._end(lease)
-        self._books.drop(self.leases.sweep())
+        self._manager.drop(self.leases.sweep())
         return late
 
     def holders(self) -> Iterator[Sequence[PageId]]:
@@ -161,7 +163,7 @@ class Receiver:
 
         Raises `BadRequest` if never, `NoCapacity` if not now.
         """
-        limit = self._books.total // 2
+        limit = self._manager.total // 2
         if pages > limit:
             raise BadRequest(f"{pages} pages are wanted; a lease may take {limit}", param=param)
         held = self.leases.leased + self.leases.quarantined
@@ -170,9 +172,9 @@ class Receiver:
 
     def _take(self, count: int) -> list[PageId]:
         """Pages for a lease, if every running sequence keeps one to grow into."""
-        if self._books.available < count + len(self._sequences):
-            raise NoCapacity(f"{count} pages wanted, {self._books.available} available")
-        return self._books.take(count)
+        if self._manager.available < count + len(self._sequences):
+            raise NoCapacity(f"{count} pages wanted, {self._manager.available} available")
+        return self._manager.take(count)
 
     def _address(self, lease: ReceiveLease) -> str:
         identity = self._identity
@@ -180,7 +182,7 @@ class Receiver:
             engine_id=identity.engine_id,
             epoch=identity.epoch,
             url=identity.url,
-            endpoint=self._transport.endpoint,
+            endpoint=self._endpoint(),
             lease_id=lease.lease_id,
             slot=lease.slot,
             nonce=lease.nonce,
@@ -190,20 +192,22 @@ class Receiver:
             runs=page_runs(lease.own),
             fingerprint=identity.fingerprint,
             digest=prompt_digest(lease.tokens),
-            shard=self._layout.shard,
+            shard=self._shard,
         ).sign(identity.secret)
 
     def _fenced(self, lease: ReceiveLease) -> list[PageId]:
         """Pages with what has landed of a lease, which no writer can reach; ends the lease."""
-        pool = self._transport.region.pool
-        safe, rest = divmod(lease.landed - lease.begin, self._layout.page_size)
-        fresh = self._books.take(len(lease.own) - safe)
+        safe, rest = divmod(lease.landed - lease.begin, self._page_size)
+        fresh = self._manager.take(len(lease.own) - safe)
         if rest:
-            pool[:, fresh[0], :, :rest] = pool[:, lease.own[safe], :, :rest]
+            self._sequences.copy_page(lease.own[safe], fresh[0], rest)
         kept, lease.own = lease.own[:safe], lease.own[safe:]
-        self._books.drop(self.leases.close(lease))
+        self._manager.drop(self.leases.close(lease))
         return kept + fresh
 
     def _end(self, lease: ReceiveLease) -> None:
-        self._books.drop(self.leases.close(lease))
-        self._books.drop(lease.matched)
+        self._manager.drop(self.leases.close(lease))
+        self._manager.drop(lease.matched)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from kvcache.errors import BadAddress, BadRange, Internal, MicroserveError, StaleEpoch
 from kvcache.lease.address import KVAddress, prompt_digest
 from kvcache.lease.identity import Identity
 from kvcache.lease.put import Put
-from kvcache.memory.layout import KVLayout
 from kvcache.pages.page_manager import PageManager
 from kvcache.sequences.step import PagedSequence
-from kvcache.transport.base import Transport
 from kvcache.types import PageId
 
-__all__ = ["Mirror", "Sender"]
+__all__ = ["Mirror", "PutOpener", "Sender"]
+
+
+class PutOpener(Protocol):
+    """What opens puts: a transport."""
+
+    def open(self, address: KVAddress, begin: int) -> Put:
+        """Claim the lease and start a put at `begin`. See `Transport.open`."""
+        ...
 
 
 class Mirror:
@@ -49,19 +56,22 @@ class Mirror:
 
 
 class Sender:
-    """What `KVCache` says of puts and mirrors is done here. `lock` is the cache's."""
+    """The puts and mirrors of one cache."""
 
     def __init__(
         self,
-        books: PageManager,
-        layout: KVLayout,
-        transport: Transport,
+        manager: PageManager,
+        page_size: int,
+        layers: int,
+        opener: PutOpener,
         identity: Identity,
-        lock: threading.RLock,
+        lock: AbstractContextManager[Any],
     ) -> None:
-        self._books = books
-        self._layout = layout
-        self._transport = transport
+        """`layers` are those that the cache holds; `lock` is the cache's."""
+        self._manager = manager
+        self._page_size = page_size
+        self._layers = range(layers)
+        self._opener = opener
         self._identity = identity
         self._lock = lock
         self._writing: set[Mirror] = set()
@@ -115,12 +125,10 @@ class Sender:
             return
         if mirror.closed or mirror.failure is not None:
             return
-        first = mirror.sent // self._layout.page_size
-        held = sequence.pages[first : self._layout.pages_for(end)]
-        mirror.held = self._books.share(held)
+        held = sequence.table.pages(mirror.sent // self._page_size, -(-end // self._page_size))
+        mirror.held = self._manager.share(held)
         self._writing.add(mirror)
-        layers = range(self._transport.region.pool.shape[0])
-        mirror.put.write(layers, sequence.pages, mirror.sent, end)
+        mirror.put.write(self._layers, sequence.table.ids, mirror.sent, end)
         mirror.put.signal(end)
         mirror.sent = end
         mirror.put.close().add_done_callback(lambda done: self._drained(mirror, done))
@@ -144,7 +152,7 @@ class Sender:
         error = done.exception()
         with self._lock:
             self._writing.discard(mirror)
-            self._books.drop(mirror.held)
+            self._manager.drop(mirror.held)
             mirror.held = []
             if error is None and not mirror.closed:
                 mirror.landed = mirror.sent
@@ -157,4 +165,4 @@ class Sender:
         identity = self._identity
         if address.engine_id == identity.engine_id and address.epoch != identity.epoch:
             raise StaleEpoch("this engine was restarted since the address was made")
-        return self._transport.open(address, begin)
+        return self._opener.open(address, begin)

@@ -1,4 +1,4 @@
-"""The books of the pool: who holds which page, and who makes way when pages are wanted."""
+"""Who holds which page of a pool, and what is evicted when pages are wanted."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvcache.pages.page_pool import PagePool
 from kvcache.pages.prefix_tree import PrefixTree, Tokens
 from kvcache.types import PageId
 
-__all__ = ["Below", "PageManager"]
+__all__ = ["LowerTier", "PageManager"]
 
 
-class Below(Protocol):
-    """Where prefixes are kept that these books will evict one day."""
+class LowerTier(Protocol):
+    """The tier below: it keeps copies of prefixes that may be evicted here."""
 
     def offer(self, tokens: Tokens) -> None:
         """The full pages of `tokens` are in the prefix tree now."""
@@ -34,10 +34,10 @@ class PageManager:
 
     def __init__(self, pages: int, page_size: int) -> None:
         """`pages` of `page_size` tokens, of which page 0 is set aside."""
-        self.pages = PagePool(pages)
+        self.pool = PagePool(pages)
         self.policy = EvictionPolicy(pages)
-        self.prefix = PrefixTree(self.pages, page_size, self.policy)
-        self.below: Below | None = None
+        self.prefix = PrefixTree(self.pool, page_size, self.policy)
+        self.lower_tier: LowerTier | None = None
 
     def take(self, count: int, *, leaving: int = 0) -> list[PageId]:
         """`count` pages, each now held once; cached ones make way.
@@ -47,37 +47,37 @@ class PageManager:
         """
         if leaving and self.available < count + leaving:
             raise NoCapacity(f"{count} pages wanted, {self.available} available")
-        missing = count - self.pages.free
+        missing = count - self.pool.free
         if missing > 0:
             if missing > self.prefix.evictable:
                 raise NoCapacity(f"{count} pages wanted, {self.available} available")
             self.prefix.evict(missing)
-        return self.pages.take(count)
+        return self.pool.take(count)
 
     def share(self, pages: Sequence[PageId]) -> list[PageId]:
         """Hold each of `pages` once more; returns them as a list of one's own."""
-        self.pages.share(pages)
+        self.pool.share(pages)
         return list(pages)
 
     def drop(self, pages: Sequence[PageId]) -> None:
         """Hold each of `pages` once less; the last to let go frees it."""
-        self.pages.drop(pages)
+        self.pool.drop(pages)
 
     def publish(self, tokens: Tokens, pages: Sequence[PageId]) -> None:
         """Let the prefix tree share full pages, and the tier below keep a copy of them."""
         self.prefix.insert(tokens, pages)
-        if self.below is not None:
-            self.below.offer(tokens)
+        if self.lower_tier is not None:
+            self.lower_tier.offer(tokens)
 
     @property
     def refs(self) -> npt.NDArray[np.int32]:
         """How often each page is held."""
-        return self.pages.refs
+        return self.pool.refs
 
     @property
     def total(self) -> int:
         """All pages but the scratch page."""
-        return self.pages.total
+        return self.pool.total
 
     @property
     def available(self) -> int:
@@ -86,11 +86,11 @@ class PageManager:
         It may be fewer: what nobody else holds cannot go while somebody holds what continues it,
         as a sequence does that has a duplicate of the former.
         """
-        return self.pages.free + self.prefix.evictable
+        return self.pool.free + self.prefix.evictable
 
     def check(self, holders: Iterable[Sequence[PageId]]) -> None:
         """Prove that the tree's pages, `holders`' and the free ones partition the pool.
 
         Raises `Internal`.
         """
-        self.pages.check([*self.prefix.holders(), *holders])
+        self.pool.check([*self.prefix.holders(), *holders])

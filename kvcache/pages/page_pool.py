@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -27,7 +26,7 @@ class PagePool:
         self._free = [PageId(page) for page in range(pages - 1, 0, -1)]
         self.refs = np.zeros(pages, dtype=np.int32)
         self.total = pages - 1
-        self._readers: dict[PageId, threading.Event] = {}
+        self._readers: dict[PageId, Callable[[], object]] = {}
 
     @property
     def free(self) -> int:
@@ -72,22 +71,21 @@ class PagePool:
             self.refs[page] -= 1
             if self.refs[page] == 0:
                 if self._readers and page in self._readers:
-                    self._readers.pop(page).wait()
+                    self._readers.pop(page)()
                 self._free.append(page)
 
-    def begin_read(self, page: PageId) -> threading.Event:
-        """Let `page`, which somebody holds, be read without the lock; set the event when that is
-        done, and then call `end_read`.
+    def begin_read(self, page: PageId, wait: Callable[[], object]) -> None:
+        """Let `page`, which somebody holds, be read without the lock, until `end_read`.
 
-        Whoever frees the page in between waits for the event. So a page that is being copied is
-        neither freed nor used (DistServe, DS5), and yet counts as what it is to everybody else: a
-        cached page can be evicted at any moment, at the cost of one page's copy at most. The
-        reader must need no lock to get done. One reader a page.
+        Whoever frees the page in between calls `wait`, which returns when the page has been read.
+        So a page that is being copied is neither freed nor reused (DistServe, DS5), and still
+        counts as what it is to everybody else: a cached page can be evicted at any moment, at the
+        cost of one page's copy at most. The reader must not need the lock to finish. A page has
+        one reader at a time. Raises `Internal` if nobody holds the page.
         """
         if self.refs[page] <= 0:
             raise Internal(f"page {page} is read while nobody holds it")
-        self._readers[page] = event = threading.Event()
-        return event
+        self._readers[page] = wait
 
     def end_read(self, page: PageId) -> None:
         """Freeing `page` waits no longer; it may have been freed already."""

@@ -1,77 +1,76 @@
-"""Sequences, and the step that computes their next tokens: planned once, run layer by layer."""
+"""Steps as plain data: bookkeeping describes a forward pass, page stores execute it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import NamedTuple
 
-from kvcache.attention.stable import Plan, Planner, Span
-from kvcache.errors import Internal
-from kvcache.lease.put import Put
-from kvcache.types import PageId
+from kvcache.sequences.block_table import BlockTable, PageIds
+from kvcache.types import PageId, SeqId
 
-__all__ = ["Mark", "PagedSequence", "Step"]
+__all__ = ["PageCopy", "PagedSequence", "SendRange", "Span", "StepDescription", "StepSend"]
 
 
-@dataclass(slots=True)
-class Mark:
-    """Positions `[begin, end)` of a sequence go to `put` as soon as they are there."""
+class SendRange(NamedTuple):
+    """Positions `[begin, end)` of a sequence, to be sent by the put `claim` when computed."""
 
-    put: Put
+    claim: int
     begin: int
     end: int
 
 
 @dataclass(slots=True)
 class PagedSequence:
-    """Where a sequence's KV is."""
+    """One sequence: its block table, how many tokens have KV, and what is sent of it."""
 
-    pages: list[PageId] = field(default_factory=list)  # from position 0; may reach past `length`
-    length: int = 0  # tokens whose KV is here
-    mark: Mark | None = None
+    table: BlockTable = field(default_factory=BlockTable)  # may reach past `length`
+    length: int = 0  # tokens whose KV is present
+    send: SendRange | None = None
+
+    @property
+    def pages(self) -> list[PageId]:
+        """The pages, from position 0."""
+        return self.table.pages()
 
 
-class Step:
-    """The rows of one forward pass: `counts[i]` next tokens of `sequences[i]`, in order."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens of one sequence in a step: rows `[row, row + count)`, positions from `start`."""
 
-    def __init__(
-        self,
-        sequences: Sequence[PagedSequence],
-        counts: Sequence[int],
-        *,
-        page_size: int,
-        planner: Planner,
-    ) -> None:
-        """Raises `Internal` where no room has been made."""
-        self._spans: list[tuple[PagedSequence, Span]] = []
-        self._planner = planner
-        row = 0
-        for sequence, count in zip(sequences, counts, strict=True):
-            start = sequence.length
-            if count < 1 or start + count > len(sequence.pages) * page_size:
-                raise Internal(f"no room for {count} tokens at {start} of a sequence")
-            self._spans.append((sequence, Span(row, start, count, list(sequence.pages))))
-            row += count
+    row: int
+    start: int
+    count: int
+    pages: PageIds  # the sequence's block table, from position 0
 
-    @cached_property
-    def plan(self) -> Plan:
-        """For all layers, once somebody computes."""
-        return self._planner([span for _, span in self._spans])
 
-    def put(self, layer: int) -> None:
-        """Send what is marked of the rows just appended."""
-        for sequence, span in self._spans:
-            mark = sequence.mark
-            if mark is not None:
-                begin, end = max(span.start, mark.begin), min(span.start + span.count, mark.end)
-                if begin < end:
-                    mark.put.write(range(layer, layer + 1), span.pages, begin, end)
+class PageCopy(NamedTuple):
+    """Copy the first `tokens` slots of page `source` to page `target`, in all layers.
 
-    def finish(self) -> None:
-        """The rows count as present, and are signalled where they were put."""
-        for sequence, span in self._spans:
-            sequence.length = span.start + span.count
-            mark = sequence.mark
-            if mark is not None and mark.begin < sequence.length:
-                mark.put.signal(min(sequence.length, mark.end))
+    Copies the partial last page of a sequence that another one continues (copy-on-write).
+    """
+
+    source: PageId
+    target: PageId
+    tokens: int
+
+
+class StepSend(NamedTuple):
+    """What a step sends of one span: positions `[begin, end)`, through the put `claim`.
+
+    After the step, the watermark rises to `landed`. `begin >= end` sends nothing.
+    """
+
+    claim: int
+    span: int
+    begin: int
+    end: int
+    landed: int
+
+
+class StepDescription(NamedTuple):
+    """A step: plain ints and int32 arrays, valid until the step is finished or aborted."""
+
+    seq_ids: tuple[SeqId, ...]
+    spans: tuple[Span, ...]  # of each sequence; their rows follow each other from 0
+    sends: tuple[StepSend, ...] = ()
+    copies: tuple[PageCopy, ...] = ()  # done before anything else

@@ -4,85 +4,98 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-
-import torch
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from kvcache.errors import BadRange, Internal
-from kvcache.memory.layout import KVLayout
 from kvcache.pages.page_manager import PageManager
-from kvcache.sequences.step import PagedSequence
-from kvcache.tiers.hierarchy import Tiers
-from kvcache.tiers.swap import Swap
+from kvcache.sequences.block_table import BlockTable
+from kvcache.sequences.step import (
+    PageCopy,
+    PagedSequence,
+    SendRange,
+    Span,
+    StepDescription,
+    StepSend,
+)
+from kvcache.sequences.swapping import NoSwapSpace, SwappedSequence, SwapSpace
 from kvcache.types import PageId, SeqId
 
 __all__ = ["SequenceTable"]
 
 
 class SequenceTable:
-    """What `KVCache` says of sequences is done here. The cache's lock guards it."""
+    """Sequences and their block tables. It touches no page: it describes steps and copies.
 
-    def __init__(
-        self, books: PageManager, layout: KVLayout, pool: torch.Tensor, tiers: Tiers
-    ) -> None:
-        self._books = books
-        self._tiers = tiers
-        self._size = layout.page_size
-        self._layout = layout
-        self._pool = pool
+    A `SequenceCache` by itself. Not thread-safe: in `KVCache`, the cache's lock guards it.
+    """
+
+    def __init__(self, manager: PageManager, page_size: int) -> None:
+        self.lock: AbstractContextManager[Any] = nullcontext()
+        self.page_size = page_size
+        self.swap_space: SwapSpace = NoSwapSpace()
+        self._manager = manager
         self._all: dict[SeqId, PagedSequence] = {}
-        self._away: dict[SeqId, Swap] = {}
+        self._swapped: dict[SeqId, SwappedSequence] = {}
+        self._copies: list[PageCopy] = []  # described to nobody yet; their sources are held
+        self._copying: list[PageCopy] = []  # of the step under way; their sources are held
 
     def __len__(self) -> int:
-        """Sequences on the device."""
+        """Number of sequences on the device."""
         return len(self._all)
 
     def __getitem__(self, seq_id: SeqId) -> PagedSequence:
-        """A sequence on the device. Raises `Internal` if there is none, as while it is swapped."""
+        """A sequence on the device. Raises `Internal` if it is unknown or swapped out."""
         try:
             return self._all[seq_id]
         except KeyError:
-            if seq_id in self._away:
+            if seq_id in self._swapped:
                 raise Internal(f"sequence {seq_id} is swapped out") from None
             raise Internal(f"there is no sequence {seq_id}") from None
 
     def check_new(self, seq_id: SeqId) -> None:
-        """Raises `Internal` if there is such a sequence."""
-        if seq_id in self._all or seq_id in self._away:
+        """Raise `Internal` if the sequence exists."""
+        if seq_id in self._all or seq_id in self._swapped:
             raise Internal(f"sequence {seq_id} exists")
 
-    def put(self, seq_id: SeqId, sequence: PagedSequence) -> None:
-        """A new sequence, with pages that are held for it."""
+    def put(self, seq_id: SeqId, pages: Sequence[PageId], length: int) -> None:
+        """Add a sequence with pages that are held for it."""
         self.check_new(seq_id)
-        self._all[seq_id] = sequence
+        self._all[seq_id] = PagedSequence(BlockTable(pages), length)
 
-    def add(self, seq_id: SeqId, tokens: Sequence[int]) -> int:
-        """A new sequence with the longest cached prefix of `tokens`; returns its length."""
+    def length(self, seq_id: SeqId) -> int:
+        """Return the number of tokens whose KV the sequence has."""
+        return self[seq_id].length
+
+    def add_sequence(self, seq_id: SeqId, tokens: Sequence[int] = ()) -> int:
+        """Add a sequence with the longest cached prefix of `tokens`; return its length."""
         self.check_new(seq_id)
-        pages = self._books.prefix.match(tokens)
-        length = len(pages) * self._size
-        self.put(seq_id, PagedSequence(self._books.share(pages), length))
+        pages = self._manager.prefix.match(tokens)
+        length = len(pages) * self.page_size
+        self.put(seq_id, self._manager.share(pages), length)
         return length
 
-    def fork(self, parent: SeqId, child: SeqId, length: int) -> None:
-        """See `KVCache.fork_sequence`."""
+    def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
+        """See `KVCache.fork_sequence`. Describes the copy of a partial last page."""
         self.check_new(child)
         source = self[parent]
         if not 0 <= length <= source.length:
             raise BadRange(f"cannot fork at {length} of {source.length} tokens")
-        full, rest = divmod(length, self._size)
-        tail = self._books.take(1) if rest else []
+        full, rest = divmod(length, self.page_size)
+        tail = self._manager.take(1) if rest else []
+        pages = source.table.pages(0, full + len(tail))
         if tail:
-            self._pool[:, tail[0], :, :rest] = self._pool[:, source.pages[full], :, :rest]
-        self.put(child, PagedSequence(self._books.share(source.pages[:full]) + tail, length))
+            self.copy_page(pages.pop(), tail[0], rest)
+        self.put(child, self._manager.share(pages) + tail, length)
 
-    def remove(self, seq_id: SeqId) -> None:
-        """Let go of a sequence's pages, or slots."""
-        if seq_id in self._away:
-            swap = self._away.pop(seq_id)
-            swap.abandon()
-            self._tiers.forget(swap)
+    def remove_sequence(self, seq_id: SeqId) -> None:
+        """Release a sequence's pages, or its slots in a tier."""
+        swapped = self._swapped.pop(seq_id, None)
+        if swapped is not None:
+            swapped.abandon()
+            self.swap_space.forget(swapped)
             return
-        self._books.drop(self[seq_id].pages)
+        self._manager.drop(self[seq_id].pages)
         del self._all[seq_id]
 
     def pop(self, seq_id: SeqId, count: int) -> None:
@@ -91,56 +104,122 @@ class SequenceTable:
         if not 0 <= count <= sequence.length:
             raise BadRange(f"cannot pop {count} of {sequence.length} tokens")
         length = sequence.length - count
-        keep = self._layout.pages_for(length)
-        if length % self._size and self._books.refs[sequence.pages[keep - 1]] > 1:
-            # The partial page will be written again; others see it full.
+        keep = self._pages_for(length)
+        if length % self.page_size and self._manager.refs[sequence.table.ids[keep - 1]] > 1:
+            # The partial page will be written again, and its other holders see it full.
             raise BadRange("cannot pop into a page that is shared")
-        self._books.drop(sequence.pages[keep:])
-        del sequence.pages[keep:]
+        self._manager.drop(sequence.table.truncate(keep))
         sequence.length = length
 
     def grow(self, seq_id: SeqId, length: int) -> None:
         """See `KVCache.grow`."""
-        sequence = self[seq_id]
-        missing = self._layout.pages_for(length) - len(sequence.pages)
+        table = self[seq_id].table
+        missing = self._pages_for(length) - len(table)
         if missing > 0:
-            sequence.pages += self._books.take(missing)
+            table.extend(self._manager.take(missing))
 
     def publish(self, seq_id: SeqId, tokens: Sequence[int]) -> None:
         """See `KVCache.publish`."""
         sequence = self[seq_id]
-        full = min(len(tokens), sequence.length) // self._size
-        self._books.publish(tokens[: full * self._size], sequence.pages[:full])
+        full = min(len(tokens), sequence.length) // self.page_size
+        self._manager.publish(tokens[: full * self.page_size], sequence.table.pages(0, full))
+
+    def send(self, seq_id: SeqId, what: SendRange | None) -> None:
+        """Send positions of a sequence as steps compute them; None: nothing further."""
+        self[seq_id].send = what
+
+    # Steps
+
+    def begin_step(self, seq_ids: Sequence[SeqId], counts: Sequence[int]) -> StepDescription:
+        """Describe a step that computes `counts[i]` next tokens of `seq_ids[i]`, row after row.
+
+        Raises `Internal` where no room has been made.
+        """
+        spans: list[Span] = []
+        sends: list[StepSend] = []
+        row = 0
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            sequence = self[seq_id]
+            start, table = sequence.length, sequence.table
+            end = start + count
+            if count < 1 or end > len(table) * self.page_size:
+                raise Internal(f"no room for {count} tokens at {start} of a sequence")
+            send = sequence.send
+            if send is not None and send.begin < end:
+                last = min(end, send.end)
+                sends.append(
+                    StepSend(send.claim, len(spans), max(start, send.begin), last, landed=last)
+                )
+            spans.append(Span(row, start, count, table.ids))
+            row += count
+        copies, self._copies = self._copies, []
+        self._copying += copies
+        return StepDescription(tuple(seq_ids), tuple(spans), tuple(sends), tuple(copies))
+
+    def finish_step(self, step: StepDescription) -> None:
+        """Count the step's tokens as present."""
+        for seq_id, span in zip(step.seq_ids, step.spans, strict=True):
+            self[seq_id].length = span.start + span.count
+        self.copied(step.copies)
+
+    # Copies
+
+    def copy_page(self, source: PageId, target: PageId, tokens: int) -> None:
+        """Describe a copy, in `take_copies` or the next step. It holds `source` until then."""
+        self._manager.share([source])
+        self._copies.append(PageCopy(source, target, tokens))
+
+    def take_copies(self) -> list[PageCopy]:
+        """Return the copies that no step has described; call `copied` when they are done."""
+        copies, self._copies = self._copies, []
+        self._copying += copies
+        return copies
+
+    def copied(self, copies: Sequence[PageCopy]) -> None:
+        """Release the sources of copies that are done."""
+        for copy in copies:
+            self._copying.remove(copy)
+        self._manager.drop([copy.source for copy in copies])
+
+    # Swapping
 
     def swap_out(self, seq_id: SeqId) -> Future[int]:
         """See `KVCache.swap_out`."""
         sequence = self[seq_id]
-        if sequence.mark is not None:
+        if sequence.send is not None:
             raise Internal(f"sequence {seq_id} is swapped out while it is sent")
-        used = self._layout.pages_for(sequence.length)
-        swap = self._tiers.swap_out(sequence.pages[:used], sequence.length)
-        self._books.drop(sequence.pages[used:])
+        used = self._pages_for(sequence.length)
+        swapped = self.swap_space.swap_out(sequence.table.pages(0, used), sequence.length)
+        self._manager.drop(sequence.table.truncate(used))
         del self._all[seq_id]
-        self._away[seq_id] = swap
-        return swap.out
+        self._swapped[seq_id] = swapped
+        return swapped.out
 
-    def swap_in(self, seq_id: SeqId, length: int) -> Future[int]:
+    def swap_in(self, seq_id: SeqId, length: int = 0) -> Future[int]:
         """See `KVCache.swap_in`."""
-        swap = self._away.get(seq_id)
-        if swap is None or swap.moving:
+        swapped = self._swapped.get(seq_id)
+        if swapped is None or swapped.moving:
             raise Internal(f"sequence {seq_id} is not swapped out")
-        wanted = self._layout.pages_for(max(length, swap.length))
+        wanted = self._pages_for(max(length, swapped.length))
 
         def landed(pages: list[PageId], length: int) -> None:
-            self._tiers.forget(swap)
-            del self._away[seq_id]
-            self._all[seq_id] = PagedSequence(pages, length)
+            self.swap_space.forget(swapped)
+            del self._swapped[seq_id]
+            self.put(seq_id, pages, length)
 
-        return swap.back(self._books.take(wanted, leaving=len(self)), landed)
+        return swapped.back(self._manager.take(wanted, leaving=len(self)), landed)
 
     def holders(self) -> Iterator[Sequence[PageId]]:
-        """The pages of each sequence, for the proof of ownership. Raises `Internal` if broken."""
+        """Yield the pages that sequences and copies hold, to prove ownership.
+
+        Raises `Internal` if a sequence is longer than its pages.
+        """
         for sequence in self._all.values():
-            if sequence.length > len(sequence.pages) * self._size:
+            if sequence.length > len(sequence.table) * self.page_size:
                 raise Internal("a sequence is longer than its pages")
             yield sequence.pages
+        for copy in (*self._copies, *self._copying):
+            yield [copy.source]
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)

@@ -13,11 +13,10 @@ import numpy.typing as npt
 import torch
 
 from kvcache.memory.layout import KVLayout
-from kvcache.pages.page_manager import PageManager
 from kvcache.tiers.ledger import Found
 from kvcache.types import PageId
 
-__all__ = ["DevicePages", "HostStore", "Store", "page_shape"]
+__all__ = ["DevicePages", "HostStore", "TierStore", "page_shape"]
 
 
 def page_shape(layout: KVLayout) -> tuple[int, int]:
@@ -25,7 +24,7 @@ def page_shape(layout: KVLayout) -> tuple[int, int]:
     return layout.held.layers, layout.page_size * layout.token_bytes
 
 
-class Store(Protocol):
+class TierStore(Protocol):
     """Room for `slots` pages, numbered from 1. One thread uses it, but for `fetch` by a reader."""
 
     name: str
@@ -90,11 +89,10 @@ class HostStore:
 
 
 class DevicePages:
-    """The pool's pages, for the copies of one thread. The books say who holds which."""
+    """The pool's pages, for the copies of one thread. It does not know who holds which."""
 
-    def __init__(self, books: PageManager, pool: torch.Tensor) -> None:
+    def __init__(self, pool: torch.Tensor) -> None:
         """`pool` is `KVLayout.shape`, on any device."""
-        self.books = books
         self._pool = pool.flatten(2).view(torch.uint8)  # [layers, pages, bytes]
         self._stream = _stream(pool.device) if pool.is_cuda else None
 

@@ -22,7 +22,7 @@ class Swap:
     """
 
     def __init__(
-        self, tier: Tier, books: PageManager, pages: list[PageId], length: int, page_size: int
+        self, tier: Tier, manager: PageManager, pages: list[PageId], length: int, page_size: int
     ) -> None:
         """Begin to copy `pages`, the `length` tokens of a sequence, out; they go when that is done.
 
@@ -31,9 +31,9 @@ class Swap:
         self.tier = tier
         self.length = length
         self.slots: list[PageId] = []  # while nothing moves; a move holds its own
-        self._books = books
+        self._manager = manager
         self._size = page_size
-        move = Move(True, pages, tier.books.take(len(pages)), 0, self._out)
+        move = Move(True, pages, tier.manager.take(len(pages)), 0, self._out)
         self._move: Move | None = move
         self.out = move.ended  # with the length that is kept
         tier.move(move)
@@ -54,9 +54,9 @@ class Swap:
 
         def finish(move: Move) -> int:
             self._move = None
-            self.tier.books.drop(move.slots)
+            self.tier.manager.drop(move.slots)
             if not move.wanted:
-                self._books.drop(move.pages)
+                self._manager.drop(move.pages)
                 return 0
             self.length = min(self.length, move.done * self._size)
             self.tier.stats.swaps_in += 1
@@ -72,14 +72,14 @@ class Swap:
         """Let go of it: at once, or when the page that is being copied is."""
         if self._move is not None:
             self._move.wanted = False
-        self.tier.books.drop(self.slots)
+        self.tier.manager.drop(self.slots)
         self.slots = []
 
     def _out(self, move: Move) -> int:
         self._move = None
-        self._books.drop(move.pages)
+        self._manager.drop(move.pages)
         keep = move.done if move.wanted else 0
-        self.tier.books.drop(move.slots[keep:])
+        self.tier.manager.drop(move.slots[keep:])
         self.slots = move.slots[:keep]
         self.length = min(self.length, keep * self._size)
         self.tier.stats.swaps_out += 1

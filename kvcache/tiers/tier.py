@@ -27,7 +27,7 @@ import torch
 
 from kvcache.pages.page_manager import PageManager
 from kvcache.pages.prefix_tree import Tokens
-from kvcache.tiers.store import DevicePages, Store
+from kvcache.tiers.store import DevicePages, TierStore
 from kvcache.types import PageId
 
 __all__ = ["Level", "Move", "Tier", "TierStats", "TierUse"]
@@ -41,7 +41,7 @@ EVICT = 16  # slots freed at once for write-behind: looking for them takes longe
 class Level(Protocol):
     """What lies above a tier: pages, and who holds them."""
 
-    books: PageManager
+    manager: PageManager
 
     def read(self, page: PageId, out: torch.Tensor) -> None:
         """Copy a page into `out`; for the thread of the tier below."""
@@ -96,10 +96,15 @@ class Tier:
     """Slots for pages. The cache's lock guards all but the copies."""
 
     def __init__(
-        self, store: Store, device: DevicePages, above: Level, page_size: int, lock: threading.RLock
+        self,
+        store: TierStore,
+        device: DevicePages,
+        above: Level,
+        page_size: int,
+        lock: threading.RLock,
     ) -> None:
         self.name = store.name
-        self.books = PageManager(store.slots + 1, page_size)  # and slot 0, which is never used
+        self.manager = PageManager(store.slots + 1, page_size)  # and slot 0, which is never used
         self.stats = TierStats()
         self._store = store
         self._device = device
@@ -164,10 +169,10 @@ class Tier:
     @property
     def use(self) -> TierUse:
         """Slots by owner."""
-        pages = self.books.pages
+        pages = self.manager.pool
         moving = {slot for move in self._moves for slot in move.slots}
         copying = len(moving) + len(self._filling)
-        cached = self.books.prefix.cached
+        cached = self.manager.prefix.cached
         rest = pages.total - pages.free - cached - copying
         return TierUse(self.name, pages.total, pages.free, cached, rest, copying)
 
@@ -180,7 +185,7 @@ class Tier:
 
         Raises `Internal`.
         """
-        self.books.check([*holders, *(move.slots for move in self._moves), self._filling])
+        self.manager.check([*holders, *(move.slots for move in self._moves), self._filling])
 
     def _find(self) -> None:
         """Begin with what an earlier process has left."""
@@ -189,10 +194,10 @@ class Tier:
         except OSError as error:
             log.warning("the %s tier: %s", self.name, error)
             return
-        claimed = self.books.pages.claim(slot for _, slots in found for slot in slots)
+        claimed = self.manager.pool.claim(slot for _, slots in found for slot in slots)
         for tokens, slots in found:
-            self.books.prefix.insert(tokens, slots)
-        self.books.drop(claimed)
+            self.manager.prefix.insert(tokens, slots)
+        self.manager.drop(claimed)
         if claimed:
             log.info("the %s tier has %d pages from before", self.name, len(claimed))
 
@@ -237,7 +242,7 @@ class Tier:
             log.exception("the %s tier", self.name)
             move.ended.set_exception(error)
         else:
-            move.ended.set_result(result)  # the books show it by now
+            move.ended.set_result(result)  # the bookkeeping shows it by now
 
     def _copy_out(self, page: PageId, slot: PageId) -> None:
         data = self._store.buffer(slot)
@@ -256,21 +261,22 @@ class Tier:
             missing = self._missing(tokens)
             if missing is None:
                 self._offer = None
-                if self.books.below is not None:
-                    self.books.below.offer(tokens)
+                if self.manager.lower_tier is not None:
+                    self.manager.lower_tier.offer(tokens)
                 return
             depth, page = missing
             (slot,) = self._filling
-            read = self._above.books.pages.begin_read(page)
+            read = threading.Event()
+            self._above.manager.pool.begin_read(page, read.wait)
         prefix = tokens[: (depth + 1) * self._size]
         copied = self._copied(partial(self._copy_from_above, page, slot, prefix, read))
         with self._work:
-            self._above.books.pages.end_read(page)
-            mine = self.books.prefix.match(tokens[: depth * self._size])
+            self._above.manager.pool.end_read(page)
+            mine = self.manager.prefix.match(tokens[: depth * self._size])
             if copied and len(mine) == depth:  # else swaps took what it continues
-                self.books.prefix.insert(prefix, [*mine, slot])
+                self.manager.prefix.insert(prefix, [*mine, slot])
             self._filling.clear()
-            self.books.drop([slot])
+            self.manager.drop([slot])
             if not copied:
                 self._offer = None
 
@@ -287,18 +293,18 @@ class Tier:
 
     def _missing(self, tokens: npt.NDArray[np.int32]) -> tuple[int, PageId] | None:
         """Which page of `tokens` is missing here, and where it is above; takes a slot for it."""
-        there = self._above.books.prefix.match(tokens, use=False)
-        here = self.books.prefix.match(tokens)
+        there = self._above.manager.prefix.match(tokens, use=False)
+        here = self.manager.prefix.match(tokens)
         if len(here) >= len(there):
             return None
-        if not self.books.pages.free:
-            self.books.share(here)  # so that it does not evict what it continues
-            self.books.prefix.evict(EVICT)
-            self.books.drop(here)
-        if not self.books.pages.free:
+        if not self.manager.pool.free:
+            self.manager.share(here)  # so that it does not evict what it continues
+            self.manager.prefix.evict(EVICT)
+            self.manager.drop(here)
+        if not self.manager.pool.free:
             self.stats.skipped += 1
             return None
-        self._filling = self.books.take(1)
+        self._filling = self.manager.take(1)
         return len(here), there[len(here)]
 
     def _copied(self, copy: Callable[[], None]) -> bool:

@@ -2,7 +2,6 @@
 
 from kvcache.errors import BadRequest
 from kvcache.lease.put import Put
-from kvcache.memory.layout import KVLayout
 from kvcache.transport.base import Transport
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
 from kvcache.transport.nixl.transport import NixlTransport
@@ -19,17 +18,14 @@ __all__ = [
 ]
 
 
-def make_transport(
-    name: str, layout: KVLayout, epoch: int, *, secret: bytes, host: str
-) -> Transport:
+def make_transport(name: str, epoch: int, *, secret: bytes, host: str) -> Transport:
     """Return an engine's transport by name; the name is also the scheme of its endpoints.
 
-    Raises: `BadRequest` if the transport is unknown or not installed, `OSError` if it cannot
-    listen.
+    Raises: `BadRequest` if the transport is unknown or not installed.
     """
     match name:
         case "shm":
-            return ShmTransport(layout, epoch)
+            return ShmTransport(epoch)
         case "nixl":
-            return NixlTransport(layout, epoch, secret=secret, host=host)
+            return NixlTransport(epoch, secret=secret, host=host)
     raise BadRequest(f"there is no transport {name}", param="transport")

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from kvcache.errors import PeerUnreachable
+from kvcache.errors import Internal, PeerUnreachable
 from kvcache.lease.address import KVAddress
 from kvcache.lease.put import Put
+from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import Region
 
-__all__ = ["Transport", "strip_scheme"]
+__all__ = ["Registered", "Transport", "strip_scheme"]
+
+
+R = TypeVar("R")
 
 
 class Transport(Protocol):
-    """Makes this engine's region reachable and opens puts into the regions of peers."""
+    """Makes this engine's memory reachable and opens puts into that of others."""
+
+    def allocate(self, layout: KVLayout) -> Region:
+        """Make memory of a kind that peers can reach through this transport. It is the caller's."""
+        ...
+
+    def register(self, region: Region) -> None:
+        """Let peers write into `region`, which `allocate` made; puts read from it. Called once.
+
+        The owner closes the region after the transport. Raises `Internal` for memory of another
+        kind, and `OSError` if the transport cannot listen.
+        """
+        ...
 
     @property
     def region(self) -> Region:
-        """This engine's memory, which peers write into."""
+        """The registered memory. Raises `Internal` before there is any."""
         ...
 
     @property
@@ -41,8 +57,30 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish the puts in flight and release all memory."""
+        """Finish the puts in flight and release peers' memory; the owner closes the region."""
         ...
+
+
+class Registered(Generic[R]):
+    """The region that a transport was given: what `Transport.register` keeps."""
+
+    def __init__(self, kind: type[R]) -> None:
+        """Accept regions of one class."""
+        self._kind = kind
+        self._region: R | None = None
+
+    def set(self, region: Region) -> R:
+        """Keep `region` and return it. Raises `Internal` for another kind or a second region."""
+        if not isinstance(region, self._kind) or self._region is not None:
+            raise Internal(f"a {type(region).__name__} cannot be registered here")
+        self._region = region
+        return region
+
+    def get(self) -> R:
+        """Return the region. Raises `Internal` before there is one."""
+        if self._region is None:
+            raise Internal("no memory is registered with the transport")
+        return self._region
 
 
 def strip_scheme(endpoint: str, name: str) -> str:

@@ -8,7 +8,8 @@ from kvcache.errors import PeerUnreachable, StaleEpoch
 from kvcache.lease.address import KVAddress
 from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import LocalRegion
+from kvcache.memory.region import LocalRegion, Region
+from kvcache.transport.base import Registered
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut
 from kvcache.transport.worker import Worker
@@ -33,12 +34,22 @@ class MemoryNetwork:
 class MemoryTransport:
     """A `Transport` over private memory of this process."""
 
-    def __init__(self, network: MemoryNetwork, layout: KVLayout, epoch: int) -> None:
-        self.region = LocalRegion(layout)
+    def __init__(self, network: MemoryNetwork, epoch: int) -> None:
+        self._own = Registered(LocalRegion)
         self.epoch = epoch
         self._network = network
         self._endpoint = network.join(self)
         self._worker = Worker("put")
+
+    def allocate(self, layout: KVLayout) -> LocalRegion:
+        return LocalRegion(layout)
+
+    def register(self, region: Region) -> None:
+        self._own.set(region)
+
+    @property
+    def region(self) -> LocalRegion:
+        return self._own.get()
 
     @property
     def endpoint(self) -> str:

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,11 +20,11 @@ import numpy.typing as npt
 from kvcache.errors import BadRange, Internal, LeaseExpired, MicroserveError, Timeout
 from kvcache.lease.address import KVAddress
 from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS
+from kvcache.lease.put import PageTable
 from kvcache.memory.layout import KVLayout
 from kvcache.transport.runs import Route, Runs
 from kvcache.transport.target import Target
 from kvcache.transport.worker import Worker
-from kvcache.types import PageId
 
 __all__ = ["QueuedPut"]
 
@@ -127,9 +127,9 @@ class QueuedPut:
         self._worker.submit(task)
         claimed.result()
 
-    def write(self, layers: range, pages: Sequence[PageId], begin: int, end: int) -> None:
-        # Copy the pages: the caller's table may grow or be freed before the write runs.
-        batches = self._batches(layers, list(pages), begin, end)
+    def write(self, layers: range, pages: PageTable, begin: int, end: int) -> None:
+        # Copy the pages: the caller's table may change before the write runs.
+        batches = self._batches(layers, np.array(pages, dtype=np.int64), begin, end)
         self._add(_Write(batches, self._target.record_event()))
 
     def signal(self, landed: int) -> None:
@@ -243,7 +243,7 @@ class QueuedPut:
         return commit
 
     def _batches(
-        self, layers: range, pages: list[PageId], begin: int, end: int
+        self, layers: range, pages: npt.NDArray[np.int64], begin: int, end: int
     ) -> Iterator[SizedRuns]:
         """Yield the runs of one write; a generator, so the worker's thread plans them."""
         address = self._address

@@ -34,7 +34,12 @@ class Route:
         self._common = overlap(source.held, target.held)
 
     def batches(
-        self, layers: range, pages: Sequence[PageId], begin: int, end: int, max_bytes: int
+        self,
+        layers: range,
+        pages: Sequence[PageId] | npt.NDArray[np.int64],
+        begin: int,
+        end: int,
+        max_bytes: int,
     ) -> Iterator[tuple[Runs, int]]:
         """Yield the runs for positions `[begin, end)` of the source's `layers`, with their bytes.
 

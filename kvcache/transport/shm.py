@@ -12,8 +12,8 @@ from kvcache.lease.address import KVAddress
 from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.prefault import Prefaulter
-from kvcache.memory.region import SharedRegion
-from kvcache.transport.base import strip_scheme
+from kvcache.memory.region import Region, SharedRegion
+from kvcache.transport.base import Registered, strip_scheme
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut
 from kvcache.transport.worker import Worker
@@ -24,23 +24,32 @@ __all__ = ["ShmTransport"]
 class ShmTransport:
     """A `Transport` over memfds."""
 
-    def __init__(self, layout: KVLayout, epoch: int) -> None:
-        self._region = SharedRegion.create(layout, epoch)
-        self.region = self._region
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._own = Registered(SharedRegion)
         # (pid, fd) -> (epoch, region). A put in flight keeps its own reference to the region.
         self._peers: dict[tuple[int, int], tuple[int, SharedRegion]] = {}
         self._peers_lock = threading.Lock()
         self._worker = Worker("put")
         self._prefaulter = Prefaulter()
-        self._prefaulter.add(self._region)
+
+    def allocate(self, layout: KVLayout) -> SharedRegion:
+        return SharedRegion.create(layout, self._epoch)
+
+    def register(self, region: Region) -> None:
+        self._prefaulter.add(self._own.set(region))
+
+    @property
+    def region(self) -> SharedRegion:
+        return self._own.get()
 
     @property
     def endpoint(self) -> str:
-        return f"shm:{os.getpid()}:{self._region.fd}"
+        return f"shm:{os.getpid()}:{self.region.fd}"
 
     def open(self, address: KVAddress, begin: int, join: int | None = None) -> Put:
-        target = MappedTarget(self._region, self._attach(address))
-        put = QueuedPut(target, self._region.layout, address, self._worker, join)
+        target = MappedTarget(self.region, self._attach(address))
+        put = QueuedPut(target, self.region.layout, address, self._worker, join)
         put.take_claim(begin)
         return put
 
@@ -48,7 +57,6 @@ class ShmTransport:
         self._worker.close()
         self._prefaulter.close()
         self._peers.clear()
-        self._region.close()
 
     def _attach(self, address: KVAddress) -> SharedRegion:
         pid, fd = _parse(address.endpoint)
@@ -60,7 +68,7 @@ class ShmTransport:
                 ):
                     del self._peers[peer]
             if (pid, fd) not in self._peers:
-                like = replace(self._region.layout, shard=address.shard)
+                like = replace(self.region.layout, shard=address.shard)
                 region = SharedRegion.attach(pid, fd, address.epoch, like)
                 self._peers[pid, fd] = address.epoch, region
                 self._prefaulter.add(region)

@@ -30,7 +30,8 @@ from engine.service.readings import engine_readings
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout
-from kvcache.tiers.store import Store
+from kvcache.page_store.torch_store import TorchPageStore
+from kvcache.tiers.store import TierStore
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
 
@@ -55,16 +56,16 @@ def make_cache(
     pages: int = 64,
     name: str = "a",
     url: str = "",
-    stores: Sequence[Store] = (),
+    stores: Sequence[TierStore] = (),
 ) -> KVCache:
     """A cache for `tiny` with `pages` pages and the scratch page."""
     shape, layout = tiny().config, tiny_layout(pages)
+    transport = MemoryTransport(network or MemoryNetwork(), 1)
     return KVCache(
-        layout,
-        MemoryTransport(network or MemoryNetwork(), layout, 1),
-        query_heads=shape.num_heads,
+        TorchPageStore.on(transport, layout, query_heads=shape.num_heads),
+        transport,
         identity=Identity(EngineId(name), 1, b"secret", "tiny", url),
-        stores=stores,
+        tier_stores=stores,
     )
 
 
@@ -100,7 +101,7 @@ async def running(
     url: str = "",
     api_key: str = "",
     lease_ms: int = 30_000,
-    stores: Sequence[Store] = (),
+    stores: Sequence[TierStore] = (),
     swap: bool = True,
 ) -> AsyncIterator[MicroserveEngine]:
     """Run one engine; at the end it must come to rest without a leaked page."""

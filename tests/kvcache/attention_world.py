@@ -6,11 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from kvcache.attention.stable import Span, planner_for
+from kvcache.attention.select import planner_for
 from kvcache.memory.layout import KVLayout
 from kvcache.pages.page_pool import SCRATCH_PAGE
+from kvcache.sequences.step import Span
 from kvcache.types import PageId
 
 __all__ = ["World"]
@@ -63,7 +65,7 @@ class World:
         """Append and attend: (sequence, start, count) each; returns each one's output rows."""
         spans, row = [], 0
         for index, start, count in parts:
-            spans.append(Span(row, start, count, self.sequences[index].pages))
+            spans.append(Span(row, start, count, np.array(self.sequences[index].pages, np.int32)))
             row += count
         plan = self.planner(spans)
         q, k, v = (self._rows(parts, name) for name in "qkv")

@@ -26,7 +26,7 @@ def new_cache(clock: Clock) -> Iterator[Callable[..., KVCache]]:
     yield make
     for cache in made:
         cache.check_integrity()
-        cache.transport.close()
+        cache.close()
 
 
 @pytest.fixture

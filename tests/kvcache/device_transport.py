@@ -19,8 +19,8 @@ from kvcache.errors import PeerUnreachable
 from kvcache.lease.address import KVAddress
 from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import SharedSlots
-from kvcache.transport.base import strip_scheme
+from kvcache.memory.region import Region, SharedSlots
+from kvcache.transport.base import Registered, strip_scheme
 from kvcache.transport.mapped import MappedSlots
 from kvcache.transport.put import QueuedPut
 from kvcache.transport.runs import Runs
@@ -70,9 +70,20 @@ class DeviceTarget(MappedSlots):
 
 
 class DeviceTransport:
-    def __init__(self, layout: KVLayout, epoch: int) -> None:
-        self.region = DeviceRegion.create(layout, epoch)
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._own = Registered(DeviceRegion)
         self._worker = Worker("put")
+
+    def allocate(self, layout: KVLayout) -> DeviceRegion:
+        return DeviceRegion.create(layout, self._epoch)
+
+    def register(self, region: Region) -> None:
+        self._own.set(region)
+
+    @property
+    def region(self) -> DeviceRegion:
+        return self._own.get()
 
     @property
     def endpoint(self) -> str:
@@ -93,4 +104,3 @@ class DeviceTransport:
 
     def close(self) -> None:
         self._worker.close()
-        self.region.close()

@@ -13,7 +13,8 @@ import torch
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout
-from kvcache.tiers.store import Store
+from kvcache.page_store.torch_store import TorchPageStore
+from kvcache.tiers.store import TierStore
 from kvcache.transport import MemoryNetwork, MemoryTransport, Transport
 from kvcache.types import EngineId, SeqId
 
@@ -44,22 +45,21 @@ def make_cache(
     secret: bytes = b"secret",
     fingerprint: str = "same",
     clock: Callable[[], float] | None = None,
-    stores: Sequence[Store] = (),
+    stores: Sequence[TierStore] = (),
 ) -> KVCache:
     return KVCache(
-        layout,
+        TorchPageStore.on(transport, layout, query_heads=HEADS),
         transport,
-        query_heads=HEADS,
         identity=Identity(EngineId(name), epoch, secret, fingerprint),
         clock=clock or Clock(),
-        stores=stores,
+        tier_stores=stores,
     )
 
 
 def memory_cache(network: MemoryNetwork, pages: int = 32, **options: object) -> KVCache:
     layout = small_layout(pages)
     epoch = int(str(options.get("epoch", 1)))
-    return make_cache(MemoryTransport(network, layout, epoch), layout, **options)  # type: ignore[arg-type]
+    return make_cache(MemoryTransport(network, epoch), layout, **options)  # type: ignore[arg-type]
 
 
 def kv_of(tokens: Sequence[int], layer: int, start: int = 0) -> torch.Tensor:
@@ -92,7 +92,7 @@ def assert_content(cache: KVCache, seq_id: SeqId, tokens: Sequence[int]) -> None
     assert cache.length(seq_id) == len(tokens)
     pages = pages_of(cache, seq_id)
     for layer in range(LAYERS):
-        held = cache.pool[layer, pages].transpose(1, 2).flatten(0, 1)[: len(tokens)]
+        held = cache.store.pool[layer, pages].transpose(1, 2).flatten(0, 1)[: len(tokens)]
         assert torch.equal(held, kv_of(tokens, layer))
 
 

@@ -40,21 +40,21 @@ class NixlCommands(Commands):
         self._where = host, port
         super().__init__(name, epoch)
 
-    def transport(self, layout: KVLayout, epoch: int) -> Transport:
+    def transport(self, epoch: int) -> Transport:
         host, port = self._where
-        return NixlTransport(layout, epoch, secret=b"wire", host=host, port=port)
+        return NixlTransport(epoch, secret=b"wire", host=host, port=port)
 
     def become_big(self, layout: KVLayout) -> None:
         """Start again with another layout."""
-        self.cache.transport.close()
-        self.cache = make_cache(self.transport(layout, 1), layout, name="big")
+        self.cache.close()
+        self.cache = make_cache(self.transport(1), layout, name="big")
 
     def prep_recv_big(self, end: int) -> tuple[str, str]:
         lease, address = self.cache.prep_recv("r", list(range(end + 1)), end, 0, 60.0)
         return lease.lease_id, address
 
     def touched(self) -> bool:
-        return bool(self.cache.pool.count_nonzero())
+        return bool(self.cache.store.pool.count_nonzero())
 
     def written_after_quarantine(self, lease_id: str) -> int:
         """End a lease, and count what changes once its pages are free."""
@@ -62,7 +62,8 @@ class NixlCommands(Commands):
         while self.cache.page_use().quarantined:
             self.cache.sweep()
             time.sleep(0)  # the others' turn
-        sample = self.cache.pool[:, :, :, 0, 0, 0]  # of each page; quick, so that nothing is missed
+        # A little of each page: quick, so that nothing is missed.
+        sample = self.cache.store.pool[:, :, :, 0, 0, 0]
         before = sample.clone()
         time.sleep(0.3)
         self.cache.check_integrity()
@@ -73,7 +74,7 @@ class NixlCommands(Commands):
         put = self.cache.open_put(address, list(range(end + 1)), 0, end)
         pages = KVAddress.verify(address, b"secret").pages()  # the same numbers here
         while not put.failed:
-            self.cache.pool[:, 1:, :, 0, 0, 0] += 1
+            self.cache.store.pool[:, 1:, :, 0, 0, 0] += 1
             put.write(range(self.cache.layout.layers), pages, 0, end)
             put.close().result()
         return "stopped"

@@ -19,7 +19,6 @@ import torch
 from kv_helpers import assert_content, compute, make_cache, send, sequence, small_layout
 
 from kvcache.errors import MicroserveError
-from kvcache.memory.layout import KVLayout
 from kvcache.transport import ShmTransport, Transport
 from kvcache.transport.mapped import MappedTarget
 from kvcache.types import LeaseId, SeqId
@@ -35,11 +34,11 @@ class Commands:
     def __init__(self, name: str, epoch: int) -> None:
         torch.set_num_threads(1)
         layout = small_layout(PAGES)
-        transport = self.transport(layout, epoch)
+        transport = self.transport(epoch)
         self.cache = make_cache(transport, layout, name=name, epoch=epoch, clock=time.monotonic)
 
-    def transport(self, layout: KVLayout, epoch: int) -> Transport:
-        return ShmTransport(layout, epoch)
+    def transport(self, epoch: int) -> Transport:
+        return ShmTransport(epoch)
 
     def prep_recv(self, prompt: list[int], end: int) -> tuple[str, str]:
         lease, address = self.cache.prep_recv("r", prompt, end, 0, 60.0)

@@ -44,7 +44,7 @@ PROMPT = list(range(100, 122))  # five full pages and a half
 def test_a_page_size_that_does_not_divide_the_block_is_refused():
     layout = small_layout(4, page_size=48)
     with pytest.raises(BadRequest):
-        make_cache(MemoryTransport(MemoryNetwork(), layout, 1), layout)
+        make_cache(MemoryTransport(MemoryNetwork(), 1), layout)
 
 
 # Sequences
@@ -210,16 +210,16 @@ def test_padding_rows_write_nothing_and_are_zero(cache: KVCache):
     out = cache.attention(0, torch.ones(4, HEADS, DIM), ones, ones)
     cache.end_forward()
     assert out[0].count_nonzero() and not out[1:].count_nonzero()
-    assert not cache.pool[:, SCRATCH_PAGE].count_nonzero()
-    assert int(cache.pool[0].count_nonzero()) == 2 * KV_HEADS * DIM
+    assert not cache.store.pool[:, SCRATCH_PAGE].count_nonzero()
+    assert int(cache.store.pool[0].count_nonzero()) == 2 * KV_HEADS * DIM
 
 
 def test_integrity_notices_a_written_scratch_page():
     cache = memory_cache(MemoryNetwork())
-    cache.pool[0, SCRATCH_PAGE, 0, 0] = torch.nan
+    cache.store.pool[0, SCRATCH_PAGE, 0, 0] = torch.nan
     with pytest.raises(Internal, match="scratch"):
         cache.check_integrity()
-    cache.transport.close()
+    cache.close()
 
 
 # Receiving
@@ -344,4 +344,4 @@ def test_a_cancelled_put_lands_nothing_further(pair: tuple[KVCache, KVCache]):
     sender.mark_send(seq, put, 0, 21)
     put.close().result(10)
     assert receiver.lease(lease.lease_id).landed == 0
-    assert not receiver.pool.count_nonzero()
+    assert not receiver.store.pool.count_nonzero()

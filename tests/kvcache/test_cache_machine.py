@@ -1,6 +1,6 @@
 """Any history of two caches that put into each other, with time that jumps, writers that stop and
 caches that begin anew, over tiers that fail: whatever happens, every page has the owner that the
-books say, and every sequence has the KV of its own tokens.
+manager say, and every sequence has the KV of its own tokens.
 
 The model computes KV from (layer, position, token), so a page that got into the wrong hands shows.
 `make fuzz` runs thousands of examples, other ones each time.
@@ -609,7 +609,7 @@ class TwoCaches(RuleBasedStateMachine):
         self.stopped.remove(stopped)
         if writes:
             for page, slot in stopped.places:
-                stopped.cache.pool[:, page, :, slot] = LATE
+                stopped.cache.store.pool[:, page, :, slot] = LATE
         stopped.cache.transport.region.drop_right(stopped.slot)
 
     # Caches that begin anew

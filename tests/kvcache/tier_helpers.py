@@ -11,11 +11,11 @@ from gated_store import PATIENCE_S
 from kv_helpers import memory_cache
 
 from kvcache.cache import KVCache
-from kvcache.tiers.store import Store
+from kvcache.tiers.store import TierStore
 from kvcache.transport import MemoryNetwork
 
 
-def tiered(*stores: Store, pages: int = 8) -> KVCache:
+def tiered(*stores: TierStore, pages: int = 8) -> KVCache:
     return memory_cache(MemoryNetwork(), pages, stores=stores)
 
 
@@ -31,7 +31,7 @@ def quiet(cache: KVCache) -> None:
 
 
 def at_rest(cache: KVCache) -> None:
-    """Every page and every slot is free or cached, and the books prove it."""
+    """Every page and every slot is free or cached, and the manager prove it."""
     quiet(cache)
     use = cache.page_use()
     assert use.free + use.cached == use.total
@@ -46,7 +46,7 @@ def tiered_caches() -> Iterator[Callable[..., KVCache]]:
     """Makes caches as `tiered`, which are at rest afterwards."""
     made: list[KVCache] = []
 
-    def make(*stores: Store, pages: int = 8) -> KVCache:
+    def make(*stores: TierStore, pages: int = 8) -> KVCache:
         made.append(tiered(*stores, pages=pages))
         return made[-1]
 

@@ -17,12 +17,13 @@ import threading
 from dataclasses import replace
 from functools import partial
 
-from kvcache.errors import BadRequest, MicroserveError, PeerUnreachable
+from kvcache.errors import BadRequest, Internal, MicroserveError, PeerUnreachable
 from kvcache.lease.address import KVAddress
 from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
-from kvcache.transport.base import strip_scheme
-from kvcache.transport.nixl.agent import Agent, restrict_to_loopback
+from kvcache.memory.region import Region
+from kvcache.transport.base import Registered, strip_scheme
+from kvcache.transport.nixl.agent import Agent, load_nixl, restrict_to_loopback
 from kvcache.transport.nixl.listener import FlaggedRegion, SenderListener
 from kvcache.transport.nixl.target import NixlTarget
 from kvcache.transport.put import QueuedPut
@@ -34,28 +35,42 @@ class NixlTransport:
     """A `Transport` over NIXL."""
 
     def __init__(
-        self, layout: KVLayout, epoch: int, *, secret: bytes, host: str = "127.0.0.1", port: int = 0
+        self, epoch: int, *, secret: bytes, host: str = "127.0.0.1", port: int = 0
     ) -> None:
-        """Listen for senders at `host`, which peers must be able to reach.
+        """Prepare to listen for senders at `host`, which peers must be able to reach.
 
-        Raises: `BadRequest` if NIXL is not installed or `host` is a wildcard address, `OSError` if
-        listening fails.
+        Raises: `BadRequest` if NIXL is not installed or `host` is a wildcard address.
         """
         if _is_wildcard(host):
             raise BadRequest(f"peers cannot reach the address {host!r}", param="host")
         if _is_loopback(host):
             restrict_to_loopback()
+        load_nixl()
         self._secret = secret
-        self._region = FlaggedRegion(layout)
-        with Agent(self._region.memory):
-            pass  # fail now if NIXL does not work here; also loads it before the first sender
-        self.region = self._region
-        self._listener = SenderListener(self._region, epoch, secret, host, port)
+        self._epoch = epoch
+        self._address = host, port
+        self._own = Registered(FlaggedRegion)
+        self._listener: SenderListener | None = None
         self._lock = threading.Lock()
         self._targets: dict[tuple[str, int], NixlTarget] = {}  # by endpoint and epoch
 
+    def allocate(self, layout: KVLayout) -> FlaggedRegion:
+        return FlaggedRegion(layout)
+
+    def register(self, region: Region) -> None:
+        flagged = self._own.set(region)
+        with Agent(flagged.memory):
+            pass  # fail now if NIXL does not work here; also loads it before the first sender
+        self._listener = SenderListener(flagged, self._epoch, self._secret, *self._address)
+
+    @property
+    def region(self) -> FlaggedRegion:
+        return self._own.get()
+
     @property
     def endpoint(self) -> str:
+        if self._listener is None:
+            raise Internal("no memory is registered with the transport")
         host, port = self._listener.address
         return f"nixl:{host}:{port}"
 
@@ -65,12 +80,12 @@ class NixlTransport:
             self._drop_ended()
             target = self._targets.get((address.endpoint, address.epoch))
             if target is None:
-                like = replace(self._region.layout, shard=address.shard)
-                target = NixlTarget(self._region, like)
+                like = replace(self.region.layout, shard=address.shard)
+                target = NixlTarget(self.region, like)
                 self._targets[address.endpoint, address.epoch] = target
                 opening = partial(target.open, host, port, self._secret, address.epoch)
                 target.worker.submit(opening)
-        put = QueuedPut(target, self._region.layout, address, target.worker, join)
+        put = QueuedPut(target, self.region.layout, address, target.worker, join)
         try:
             put.take_claim(begin)
         except MicroserveError:
@@ -86,7 +101,8 @@ class NixlTransport:
         for target in targets:
             target.worker.close()
             target.close()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _drop_ended(self) -> None:
         """Drop the targets of disconnected peers. Puts in flight keep theirs, and its failure."""

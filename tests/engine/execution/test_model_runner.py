@@ -10,6 +10,7 @@ from engine.scheduling.chunk import Chunk
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout
+from kvcache.page_store.torch_store import TorchPageStore
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
 
@@ -28,8 +29,9 @@ def test_rows_that_are_added_change_nothing():
     heads, dim = shape.num_kv_heads, shape.head_dim
     layout = KVLayout(shape.num_layers, 32, 16, heads, dim, torch.bfloat16)
     me = Identity(EngineId("a"), 1, b"secret", "tiny")
-    transport = MemoryTransport(MemoryNetwork(), layout, 1)
-    cache = KVCache(layout, transport, query_heads=shape.num_heads, identity=me)
+    transport = MemoryTransport(MemoryNetwork(), 1)
+    store = TorchPageStore.on(transport, layout, query_heads=shape.num_heads)
+    cache = KVCache(store, transport, identity=me)
     runner = ModelRunner(model, cache)
     lengths = {SeqId(1): 2, SeqId(2): 3, SeqId(3): 4}
     chunks = [Chunk(seq, list(range(seq, seq + n)), True) for seq, n in lengths.items()]

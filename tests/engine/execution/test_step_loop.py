@@ -99,7 +99,7 @@ def new() -> Iterator[Callable[..., Loop]]:
         if loop.loop.alive:
             loop.loop.stop()
         loop.cache.check_integrity()
-        loop.cache.transport.close()
+        loop.cache.close()
 
 
 def job(number: int = 1, prompt: Sequence[int] = PROMPT, **sampling: object) -> Generation:

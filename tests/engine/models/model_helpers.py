@@ -19,6 +19,7 @@ from engine.models.loading.tiny import open_tiny
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
 from kvcache.memory.layout import KVLayout
+from kvcache.page_store.torch_store import TorchPageStore
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
 
@@ -70,10 +71,10 @@ class PagedCache:
     def __init__(self, config: ModelConfig) -> None:
         dimensions = (config.num_kv_heads, config.head_dim)
         layout = KVLayout(config.num_layers, self.PAGES, 16, *dimensions, torch.float32)
+        transport = MemoryTransport(MemoryNetwork(), 1)
         self.cache = KVCache(
-            layout,
-            MemoryTransport(MemoryNetwork(), layout, 1),
-            query_heads=config.num_heads,
+            TorchPageStore.on(transport, layout, query_heads=config.num_heads),
+            transport,
             identity=Identity(EngineId("e"), 1, b"s", "f"),
         )
         taken = [SeqId(index) for index in range(1, self.PAGES)]

@@ -39,7 +39,7 @@ def make() -> Iterator[Make]:
     yield build
     for cache in caches:
         cache.check_integrity()
-        cache.transport.close()
+        cache.close()
 
 
 def send(cache: KVCache, number: int, tokens: list[int]) -> Send:
@@ -229,7 +229,7 @@ def test_every_prompt_is_computed_within_both_bounds(
                 assert at <= allowed[name], name
         at += 1
     cache.check_integrity()
-    cache.transport.close()
+    cache.close()
 
 
 def test_what_several_prompts_begin_with_is_computed_once_whoever_is_first(make: Make):

@@ -32,7 +32,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.service.engine import MicroserveEngine
 from kvcache.cache import KVCache
 from kvcache.tiers.disk_store import DiskStore
-from kvcache.tiers.store import HostStore, Store
+from kvcache.tiers.store import HostStore, TierStore
 from kvcache.transport import MemoryNetwork
 from kvcache.types import SeqId
 
@@ -152,7 +152,7 @@ async def test_nothing_streamed_is_repeated(alone: list[list[int]]):
 async def test_cancelled_at_any_moment_nothing_is_left(seed: int, tmp_path: Path):
     """`running` verifies at the end that all pages and slots are free or cached."""
     random_ = random.Random(seed)
-    stores: list[Store] = [HostStore(LAYOUT, 12), DiskStore(LAYOUT, 40, tmp_path)]
+    stores: list[TierStore] = [HostStore(LAYOUT, 12), DiskStore(LAYOUT, 40, tmp_path)]
     async with running(pages=12, stores=stores) as engine:
 
         async def one(number: int) -> None:
@@ -360,7 +360,7 @@ def evict_all(cache: KVCache) -> None:
 
 @pytest.mark.parametrize("where", ["host", "disk", "both"])
 async def test_a_prompt_comes_back_from_a_tier(where: str, tmp_path: Path):
-    stores: list[Store] = []
+    stores: list[TierStore] = []
     if where != "disk":
         stores.append(HostStore(LAYOUT, 64 if where == "host" else 10))
     if where != "host":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,12 +11,18 @@ from kvcache.attention.cascade import Row, Segment, segments_of
 PAGE = 4
 
 
+def row_of(row: int, pages: list[int], length: int) -> Row:
+    return Row(row, np.array(pages, dtype=np.int32), length)
+
+
 @st.composite
 def rows(draw: st.DrawFn) -> list[Row]:
     """Page tables that part ways, and lengths that end anywhere."""
     tables = draw(st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), max_size=6))
     return [
-        Row(row, [2 * at + page for at, page in enumerate(table)], draw(st.integers(1, 6 * PAGE)))
+        row_of(
+            row, [2 * at + page for at, page in enumerate(table)], draw(st.integers(1, 6 * PAGE))
+        )
         for row, table in enumerate(tables)
     ]
 
@@ -39,7 +46,7 @@ def numbers(parts: list[Segment]) -> list[tuple[list[int], int, int]]:
 
 def test_what_is_shared_is_read_once() -> None:
     first, second, third = [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7]
-    rows = [Row(0, first, 14), Row(1, second, 16), Row(2, third, 9)]
+    rows = [row_of(0, first, 14), row_of(1, second, 16), row_of(2, third, 9)]
     assert numbers(segments_of(rows, PAGE, min_saving=1)) == [
         ([0], 12, 14),
         ([0, 1], 8, 12),
@@ -50,7 +57,7 @@ def test_what_is_shared_is_read_once() -> None:
 
 
 def test_little_is_not_worth_it_but_what_it_leads_to_may_be() -> None:
-    rows = [Row(0, [1, 2, 3, 9], 16), Row(1, [1, 2, 3, 8], 16), Row(2, [1, 5], 5)]
+    rows = [row_of(0, [1, 2, 3, 9], 16), row_of(1, [1, 2, 3, 8], 16), row_of(2, [1, 5], 5)]
     assert numbers(segments_of(rows, PAGE, min_saving=9)) == [
         ([0], 12, 16),
         ([0, 1], 0, 12),
@@ -62,7 +69,7 @@ def test_little_is_not_worth_it_but_what_it_leads_to_may_be() -> None:
 
 def test_a_page_that_fills_up_is_not_shared() -> None:
     """A chunk's tokens see different parts of its last page."""
-    rows = [Row(at, [1, 2], 5 + at) for at in range(4)]
+    rows = [row_of(at, [1, 2], 5 + at) for at in range(4)]
     assert numbers(segments_of(rows, PAGE, min_saving=1)) == [
         ([0], 4, 5),
         ([0, 1, 2, 3], 0, 4),

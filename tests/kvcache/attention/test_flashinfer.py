@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 
 import fake_flashinfer
+import numpy as np
 import pytest
 import torch
 from attention_world import CPU, World
 
 from kvcache.attention import flashinfer as attention_flashinfer
 from kvcache.attention.flashinfer import FlashInfer, Ragged
-from kvcache.attention.stable import StablePlan, planner_for
+from kvcache.attention.select import planner_for
+from kvcache.attention.stable import StablePlan
 from kvcache.memory.layout import KVLayout
+from kvcache.sequences.step import Span
 from kvcache.types import PageId
 
 CUDA = torch.device("cuda")
@@ -85,7 +88,8 @@ def test_what_sequences_share_is_read_by_levels(
 def test_padding_rows_are_numbers():
     one = world([20])
     one.step([(0, 0, 19)])
-    plan = one.planner([attention_flashinfer.Span(0, 19, 1, one.sequences[0].pages)])
+    pages = np.array(one.sequences[0].pages, np.int32)
+    plan = one.planner([Span(0, 19, 1, pages)])
     out = plan.attend(one.pool, torch.full((4, 6, 64), torch.nan, dtype=torch.bfloat16))
     assert out[1:].isfinite().all()
 

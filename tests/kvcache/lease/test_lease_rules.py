@@ -95,10 +95,10 @@ def flush(mirror: Mirror) -> None:
 def shared_cache() -> Iterator[KVCache]:
     """A cache that other processes can put into, and a clock that runs."""
     layout = small_layout(PAGES)
-    cache = make_cache(ShmTransport(layout, 1), layout, name="here", clock=time.monotonic)
+    cache = make_cache(ShmTransport(1), layout, name="here", clock=time.monotonic)
     yield cache
     cache.check_integrity()
-    cache.transport.close()
+    cache.close()
 
 
 # Claim
@@ -111,7 +111,7 @@ def test_claim_is_made_before_the_first_byte(pair: Pair):
     assert int(words[CLAIM]) == 0
     sender.open_put(address, PROMPT, 0, 21)
     assert int(words[CLAIM]) != 0
-    assert not receiver.pool.count_nonzero()
+    assert not receiver.store.pool.count_nonzero()
 
 
 def test_claim_a_sender_that_stopped_between_check_and_write_harms_no_new_owner(
@@ -141,7 +141,7 @@ def test_claim_of_an_ended_lease_is_refused_before_a_byte_is_written(pair: tuple
     receiver.release(lease.lease_id)
     with pytest.raises(LeaseExpired):
         sender.open_put(address, PROMPT, 0, 21)
-    assert not receiver.pool.count_nonzero()
+    assert not receiver.store.pool.count_nonzero()
 
 
 def test_claim_is_reread_so_that_a_lease_that_ends_is_written_no_more(
@@ -155,7 +155,7 @@ def test_claim_is_reread_so_that_a_lease_that_ends_is_written_no_more(
     sender.mark_send(seq, put, 0, 21)
     with pytest.raises(LeaseExpired):
         put.close().result(10)
-    assert not receiver.pool.count_nonzero()
+    assert not receiver.store.pool.count_nonzero()
     assert put.bytes_sent == 0
     sender.clear_mark(seq)
 
@@ -169,7 +169,7 @@ def test_claim_of_the_latest_sender_fences_the_earlier_one(pair: tuple[KVCache, 
     sender.mark_send(seq, first, 0, 21)
     with pytest.raises(LeaseExpired, match="taken over"):
         first.close().result(10)
-    assert not receiver.pool.count_nonzero()
+    assert not receiver.store.pool.count_nonzero()
     sender.mark_send(seq, second, 0, 21)
     second.close().result(10)
     assert receiver.lease(lease.lease_id).landed == 21
@@ -295,7 +295,7 @@ def test_a_watermark_cannot_rise_nor_a_byte_be_written_beyond_the_room(pair: Pai
         misuse(put)
         with pytest.raises(BadRange, match="room"):
             put.close().result(10)
-    assert not receiver.pool.count_nonzero()
+    assert not receiver.store.pool.count_nonzero()
     assert receiver.lease(lease.lease_id).landed == 0
     receiver.transport.region.slots[lease.slot, LANDED] = 2**62  # a sender that is not ours
     assert receiver.lease(lease.lease_id).landed == 11
@@ -323,7 +323,7 @@ def test_a_watermark_rises_after_all_layers_not_after_some(pair: tuple[KVCache, 
     put = first_layer_put(sender, address)
     put.close().result(10)  # whatever has been asked for is done
     assert put.bytes_sent == 21 * sender.layout.token_bytes
-    assert receiver.pool[0].count_nonzero() and not receiver.pool[1:].count_nonzero()
+    assert receiver.store.pool[0].count_nonzero() and not receiver.store.pool[1:].count_nonzero()
     for layer in range(1, LAYERS):
         attend(sender, layer)
     sender.end_forward()
@@ -384,7 +384,7 @@ def test_content_is_compared_by_the_sender(new_cache: NewCache):
     with pytest.raises(StaleEpoch):
         new_cache(name="receiver", epoch=2).open_put(address, PROMPT, 0, 21)
     assert receiver.lease(lease.lease_id).landed == 0
-    assert not receiver.pool.count_nonzero()
+    assert not receiver.store.pool.count_nonzero()
 
 
 def test_content_is_compared_by_the_start(cache: KVCache):
@@ -547,7 +547,7 @@ def test_starting_while_a_writer_may_live_copies_the_page_of_the_watermark(
     assert pages_of(receiver, ONE)[:2] == old[:2]
     assert not set(pages_of(receiver, ONE)[2:]) & set(old)
     compute(receiver, ONE, PROMPT[10:])
-    receiver.pool[:, old[2:]] = 7.0  # what the writer may still do
+    receiver.store.pool[:, old[2:]] = 7.0  # what the writer may still do
     assert_content(receiver, ONE, PROMPT)
     receiver.check_integrity()
     receiver.sweep()
@@ -681,7 +681,7 @@ def test_mirror_of_a_lease_that_has_ended_fails_and_lets_its_pages_go(pair: Pair
     assert (mirror.landed, mirror.held) == (0, [])
     with pytest.raises(LeaseExpired):
         sender.open_mirror(address, PROMPT)
-    assert not receiver.pool.count_nonzero()
+    assert not receiver.store.pool.count_nonzero()
 
 
 def test_mirror_gets_more_room_in_the_same_lease(pair: Pair):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 
@@ -94,7 +95,8 @@ def test_check_finds_a_broken_free_list():
 def test_a_page_is_not_freed_while_it_is_read():
     pool = PagePool(4)
     pages = pool.take(2)
-    read = pool.begin_read(pages[0])
+    read = threading.Event()
+    pool.begin_read(pages[0], read.wait)
     pool.drop(pages[1:])  # nobody waits for another page
     with ThreadPoolExecutor(1) as threads:
         dropping = threads.submit(pool.drop, pages[:1])
@@ -110,7 +112,7 @@ def test_a_page_that_is_still_held_is_let_go_of_at_once():
     pool = PagePool(4)
     pages = pool.take(1)
     pool.share(pages)
-    pool.begin_read(pages[0])
+    pool.begin_read(pages[0], pytest.fail)
     pool.drop(pages)
     pool.check([pages])
     pool.end_read(pages[0])
@@ -121,7 +123,7 @@ def test_a_page_that_is_still_held_is_let_go_of_at_once():
 def test_a_free_page_is_not_read():
     pool = PagePool(4)
     with pytest.raises(Internal, match="nobody holds"):
-        pool.begin_read(PageId(1))
+        pool.begin_read(PageId(1), pytest.fail)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "drop"]), st.integers(0, 6))))

@@ -211,7 +211,7 @@ sys.path.insert(0, "tests/kvcache")
 sys.path.insert(0, "tests")
 from pathlib import Path
 from kv_helpers import cached
-from test_tier_kept import kept, prompts
+from test_disk_kept import kept, prompts
 from tier_helpers import tiered
 
 cache = tiered(kept(Path(sys.argv[1])), pages=16)

@@ -13,9 +13,8 @@ from kv_helpers import small_layout
 
 from kvcache.errors import BadRequest
 from kvcache.memory.layout import KVLayout
-from kvcache.pages.page_manager import PageManager
 from kvcache.tiers.disk_store import DiskStore
-from kvcache.tiers.store import DevicePages, HostStore, Store, page_shape
+from kvcache.tiers.store import DevicePages, HostStore, TierStore, page_shape
 from kvcache.types import PageId
 
 LAYOUT = small_layout(3)
@@ -33,11 +32,11 @@ def disk(tmp_path: Path) -> Iterator[DiskStore]:
 
 
 @pytest.fixture(params=["host", "disk"])
-def store(request: pytest.FixtureRequest, disk: DiskStore) -> Store:
+def store(request: pytest.FixtureRequest, disk: DiskStore) -> TierStore:
     return HostStore(LAYOUT, 4) if request.param == "host" else disk
 
 
-def test_each_slot_keeps_its_page(store: Store):
+def test_each_slot_keeps_its_page(store: TierStore):
     for slot in (3, 1, 2, 4, 1):
         store.buffer(PageId(slot)).copy_(filled(slot + 40))
         store.flush(PageId(slot))
@@ -45,13 +44,13 @@ def test_each_slot_keeps_its_page(store: Store):
         assert torch.equal(store.fetch(PageId(slot)), filled(slot + 40))
 
 
-def test_a_page_survives_the_way_there_and_back(store: Store):
+def test_a_page_survives_the_way_there_and_back(store: TierStore):
     """Whatever the dtype; only this page is written."""
     for dtype in (torch.float32, torch.bfloat16):
         layout = KVLayout(2, 4, 4, 2, 8 if dtype == torch.float32 else 16, dtype)
         pool = torch.randn(layout.shape).to(dtype)
         before = pool.clone()
-        device = DevicePages(PageManager(4, 4), pool)
+        device = DevicePages(pool)
         device.read(PageId(2), store.buffer(PageId(1)))
         store.flush(PageId(1))
         device.write(PageId(3), store.fetch(PageId(1)))
@@ -61,7 +60,7 @@ def test_a_page_survives_the_way_there_and_back(store: Store):
 
 def test_the_pool_is_not_copied():
     pool = torch.zeros(LAYOUT.shape)
-    assert DevicePages(PageManager(4, 4), pool)._pool.data_ptr() == pool.data_ptr()
+    assert DevicePages(pool)._pool.data_ptr() == pool.data_ptr()
 
 
 def test_the_file_is_ours_and_nobody_sees_it(disk: DiskStore, tmp_path: Path):

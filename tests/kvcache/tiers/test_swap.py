@@ -219,7 +219,7 @@ def test_swaps_do_not_wait_for_prefixes(cache: KVCache, store: GatedStore):
     store.gate.open()
     done(out)
     quiet(cache)
-    behind = {slot for pages in next(iter(cache.tiers)).books.prefix.holders() for slot in pages}
+    behind = {slot for pages in next(iter(cache.tiers)).manager.prefix.holders() for slot in pages}
     assert [slot in behind for slot in store.filled] == [True] + [False] * 4 + [True] * 3
     cache.remove_sequence(ONE)
 

@@ -312,11 +312,11 @@ def test_the_disk_has_what_the_host_has_forgotten(new: Callable[..., KVCache], t
     host, disk = cache.tiers
     evicted(cache)
     evicted(cache, OTHER)  # takes all of the host's slots
-    assert host.books.prefix.match(PROMPT) == []
+    assert host.manager.prefix.match(PROMPT) == []
     assert promoted(cache.promote(PROMPT)) == len(PROMPT)
     assert disk.stats.promoted_tokens == len(PROMPT)
     quiet(cache)
-    assert len(host.books.prefix.match(PROMPT)) == 4  # it is copied behind again
+    assert len(host.manager.prefix.match(PROMPT)) == 4  # it is copied behind again
     seq_id = sequence(cache, 2, PROMPT)
     assert_content(cache, seq_id, PROMPT)
     cache.remove_sequence(seq_id)
@@ -399,13 +399,13 @@ def test_a_defect_in_one_copy_does_not_end_the_others(
     cache: KVCache, monkeypatch: pytest.MonkeyPatch
 ):
     (tier,) = cache.tiers
-    usual = tier.books.prefix.match
+    usual = tier.manager.prefix.match
 
     def fails_once(*_: object, **__: object) -> None:
-        monkeypatch.setattr(tier.books.prefix, "match", usual)
+        monkeypatch.setattr(tier.manager.prefix, "match", usual)
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(tier.books.prefix, "match", fails_once)
+    monkeypatch.setattr(tier.manager.prefix, "match", fails_once)
     cached(cache, 1, OTHER[:SIZE])
     quiet(cache)
     evicted(cache)

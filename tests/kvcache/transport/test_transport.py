@@ -37,7 +37,7 @@ from kv_helpers import (
 )
 from shm_peer import PAGES, Peer
 
-from kvcache.attention.stable import Plan
+from kvcache.attention.plan import Plan
 from kvcache.cache import KVCache
 from kvcache.errors import (
     BadRange,
@@ -83,18 +83,18 @@ def new(kind: str) -> Iterator[NewCache]:
         transport: Transport
         match kind:
             case "memory":
-                transport = MemoryTransport(network, layout, epoch)
+                transport = MemoryTransport(network, epoch)
             case "shm":
-                transport = ShmTransport(layout, epoch)
+                transport = ShmTransport(epoch)
             case _:
-                transport = DeviceTransport(layout, epoch)
+                transport = DeviceTransport(epoch)
         made.append(make_cache(transport, layout, name=name, epoch=epoch, clock=clock))
         return made[-1]
 
     yield make
     for cache in made:
         cache.check_integrity()
-        cache.transport.close()
+        cache.close()
 
 
 @pytest.fixture(autouse=True)
@@ -281,8 +281,9 @@ def test_what_a_device_computes_is_put_layer_by_layer_once_it_is_there(new: NewC
     layer lands while the next is computed, and the watermark rises after the last."""
     sender, receiver = new("s"), new("r")
     gates = [threading.Event() for _ in range(LAYERS)]
-    each, planner = iter(gates), sender._planner
-    sender._planner = lambda spans: Later(planner(spans), sender.transport.region, each)  # type: ignore[arg-type]
+    each, planner = iter(gates), sender.store.planner
+    region = sender.transport.region
+    sender.store.planner = lambda spans: Later(planner(spans), region, each)
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
     other, elsewhere = receiver.prep_recv("o", PROMPT, 8, 0, 10.0)
     put, seq_id = sender.open_put(address, PROMPT, 0, 21), SeqId(5)
@@ -292,7 +293,7 @@ def test_what_a_device_computes_is_put_layer_by_layer_once_it_is_there(new: NewC
     done = put.close()
 
     def there() -> list[bool]:
-        kv = receiver.pool[:, lease.own].transpose(2, 3).flatten(1, 2)[:, :21]
+        kv = receiver.store.pool[:, lease.own].transpose(2, 3).flatten(1, 2)[:, :21]
         return [torch.equal(kv[layer], kv_of(PROMPT[:21], layer)) for layer in range(LAYERS)]
 
     def landed() -> int:
@@ -320,8 +321,10 @@ def test_what_a_device_computes_is_put_layer_by_layer_once_it_is_there(new: NewC
 def test_a_put_that_is_cancelled_is_over_once_the_device_is(new: NewCache):
     """Before, the sender's pages may still be written, and are nobody else's."""
     sender, receiver = new("s"), new("r")
-    gate, planner = threading.Event(), sender._planner
-    sender._planner = lambda spans: Later(planner(spans), sender.transport.region, repeat(gate))  # type: ignore[arg-type]
+    gate, planner = threading.Event(), sender.store.planner
+    sender.store.planner = lambda spans: Later(
+        planner(spans), sender.transport.region, repeat(gate)
+    )  # type: ignore[arg-type]
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
     put, seq_id = sender.open_put(address, PROMPT, 0, 21), SeqId(5)
     sender.add_sequence(seq_id, PROMPT[:21])
@@ -340,11 +343,12 @@ def test_a_put_that_is_cancelled_is_over_once_the_device_is(new: NewCache):
 
 
 def test_a_transport_is_found_by_the_name_in_its_endpoint():
-    transport = make_transport("shm", small_layout(3), 1, secret=b"", host="")
+    transport = make_transport("shm", 1, secret=b"", host="")
+    transport.register(transport.allocate(small_layout(3)))
     assert transport.endpoint.startswith("shm:")
     transport.close()
     with pytest.raises(BadRequest, match="carrier pigeon"):
-        make_transport("carrier pigeon", small_layout(3), 1, secret=b"", host="")
+        make_transport("carrier pigeon", 1, secret=b"", host="")
 
 
 # Workers of one sender
@@ -375,7 +379,7 @@ def test_a_foreign_claim_cannot_join(new: NewCache):
             other.transport.open(KVAddress.verify(address, b"secret"), 0, join=foreign)
     with pytest.raises(BadRange):
         other.transport.open(KVAddress.verify(address, b"secret"), 4, join=claim)
-    assert not receiver.pool.count_nonzero()
+    assert not receiver.store.pool.count_nonzero()
 
 
 def test_only_the_lead_signals(new: NewCache):
@@ -419,14 +423,14 @@ def test_a_token_of_many_layers_is_one_copy(deep: NewCache):
     sender, receiver = deep("s"), deep("r")
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 20)
-    sender.pool[:, 1:] = 1.0
+    sender.store.pool[:, 1:] = 1.0
     calls = watched(put)
     for position in range(3):
         put.write(range(30), [PageId(1)], position, position + 1)
         put.signal(position + 1)
         put.close().result(10)
     assert put.bytes_sent == 3 * 30 * sender.layout.token_bytes
-    assert int(receiver.pool.count_nonzero()) == put.bytes_sent // 4
+    assert int(receiver.store.pool.count_nonzero()) == put.bytes_sent // 4
     assert calls.count("copy") == 3
     assert 3 <= calls.count("try_right") <= 6  # the watermark may come too late for the same hold
 
@@ -499,10 +503,10 @@ def peers() -> Iterator[Callable[..., Peer]]:
 @pytest.fixture
 def here() -> Iterator[KVCache]:
     layout = small_layout(PAGES)
-    cache = make_cache(ShmTransport(layout, 1), layout, name="here")
+    cache = make_cache(ShmTransport(1), layout, name="here")
     yield cache
     cache.check_integrity()
-    cache.transport.close()
+    cache.close()
 
 
 def test_a_put_from_another_process_lands(here: KVCache, peers: Callable[..., Peer]):
@@ -598,7 +602,7 @@ def test_killing_the_stopped_sender_frees_the_quarantine(
     sender.kill()
     here.sweep()
     assert here.page_use().free == here.page_use().total
-    assert not here.pool.count_nonzero()
+    assert not here.store.pool.count_nonzero()
 
 
 def test_a_stopped_sender_blocks_a_start_but_no_longer_than_it_lives(
@@ -629,7 +633,7 @@ def test_a_stopped_sender_times_another_one_out(
 ):
     _, lease, address = stopped
     layout = small_layout(PAGES)
-    other = make_cache(ShmTransport(layout, 3), layout, name="other", epoch=3)
+    other = make_cache(ShmTransport(3), layout, name="other", epoch=3)
     monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 0.05)
     began = time.monotonic()
     with pytest.raises(Timeout):
@@ -646,13 +650,13 @@ def another() -> Iterator[Callable[[str], KVCache]]:
 
     def make(name: str) -> KVCache:
         layout = small_layout(PAGES)
-        made.append(make_cache(ShmTransport(layout, 3), layout, name=name, epoch=3))
+        made.append(make_cache(ShmTransport(3), layout, name=name, epoch=3))
         return made[-1]
 
     yield make
     for cache in made:
         cache.check_integrity()
-        cache.transport.close()
+        cache.close()
 
 
 @pytest.mark.parametrize("waits", ["write", "claim"])

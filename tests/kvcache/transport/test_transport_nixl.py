@@ -101,7 +101,7 @@ def nixl_cache(
     host: str, layout: KVLayout | None = None, *, name: str = "a", epoch: int = 1, port: int = 0
 ) -> KVCache:
     layout = layout or small_layout(PAGES)
-    transport = NixlTransport(layout, epoch, secret=b"wire", host=host, port=port)
+    transport = NixlTransport(epoch, secret=b"wire", host=host, port=port)
     return make_cache(transport, layout, name=name, epoch=epoch)
 
 
@@ -113,16 +113,14 @@ def new(wire: Mapping[str, str]) -> Iterator[Callable[..., KVCache]]:
 
     def make(name: str, epoch: int = 1, pages: int = PAGES, port: int = 0) -> KVCache:
         layout = small_layout(pages)
-        transport = NixlTransport(
-            layout, epoch, secret=b"wire", host=f"127.0.0.{len(made) + 1}", port=port
-        )
+        transport = NixlTransport(epoch, secret=b"wire", host=f"127.0.0.{len(made) + 1}", port=port)
         made.append(make_cache(transport, layout, name=name, epoch=epoch, clock=clock))
         return made[-1]
 
     yield make
     for cache in made:
         cache.check_integrity()
-        cache.transport.close()
+        cache.close()
         assert not flags(cache).any()
 
 
@@ -151,7 +149,7 @@ def here(wire: Mapping[str, str]) -> Iterator[KVCache]:
     cache = nixl_cache(HERE, name="here")
     yield cache
     cache.check_integrity()
-    cache.transport.close()
+    cache.close()
 
 
 @pytest.fixture
@@ -166,7 +164,7 @@ def another(wire: Mapping[str, str]) -> Iterator[Callable[[str], KVCache]]:
     yield make
     for cache in made:
         cache.check_integrity()
-        cache.transport.close()
+        cache.close()
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -188,12 +186,12 @@ def swept(cache: KVCache) -> bool:
 
 def test_only_leased_pages_are_written(new: Callable[..., KVCache]):
     sender, receiver = new("s"), new("r")
-    receiver.pool[:, 1:] = 7.5
+    receiver.store.pool[:, 1:] = 7.5
     lease, address = receiver.prep_recv("r", PROMPT, 19, 0, 10.0)
     send(sender, address, PROMPT, 0, 19, chunk=3)
     others = sorted(set(range(1, PAGES + 1)) - set(lease.own))
-    assert bool((receiver.pool[:, others] == 7.5).all())
-    last = receiver.pool[:, lease.own[-1]]
+    assert bool((receiver.store.pool[:, others] == 7.5).all())
+    last = receiver.store.pool[:, lease.own[-1]]
     assert bool((last[:, :, 3:] == 7.5).all())  # nor beyond the end within a page
     receiver.start_lease(lease.lease_id, ONE, PROMPT, 19)
     assert_content(receiver, ONE, PROMPT[:19])
@@ -205,14 +203,14 @@ def test_an_ended_lease_is_refused_before_and_during_a_put(new: Callable[..., KV
     put = sender.open_put(address, PROMPT, 0, 20)
     receiver.release(lease.lease_id)
     assert receiver.page_use().leased == receiver.page_use().quarantined == 0
-    receiver.pool[:, 1:] = 7.5
+    receiver.store.pool[:, 1:] = 7.5
     sender.mark_send(sequence(sender, 1, PROMPT[:20]), put, 0, 20)
     with pytest.raises(LeaseExpired):
         put.close().result(WAIT_S)
     sender.clear_mark(ONE)
     with pytest.raises(LeaseExpired):
         sender.open_put(address, PROMPT, 0, 20)
-    assert bool((receiver.pool[:, 1:] == 7.5).all())
+    assert bool((receiver.store.pool[:, 1:] == 7.5).all())
 
 
 def test_the_later_of_two_senders_goes_on(new: Callable[..., KVCache]):
@@ -249,7 +247,7 @@ def _address(text: str) -> KVAddress:
 
 def test_another_secret_is_turned_away(new: Callable[..., KVCache]):
     receiver, layout = new("r"), small_layout(PAGES)
-    transport = NixlTransport(layout, 1, secret=b"another", host=HERE)
+    transport = NixlTransport(1, secret=b"another", host=HERE)
     stranger = make_cache(transport, layout, name="s")
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     with pytest.raises(PeerUnreachable):
@@ -294,7 +292,8 @@ def test_senders_come_in_again_after_descriptors_ran_out(
 
 
 def test_it_is_found_by_the_name_in_its_endpoint():
-    transport = make_transport("nixl", small_layout(3), 1, secret=b"", host=HERE)
+    transport = make_transport("nixl", 1, secret=b"", host=HERE)
+    transport.register(transport.allocate(small_layout(3)))
     assert transport.endpoint.startswith(f"nixl:{HERE}:")
     transport.close()
 
@@ -302,13 +301,13 @@ def test_it_is_found_by_the_name_in_its_endpoint():
 def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(nixl_agent, "PACKAGES", ("there_is_no_such_package",))
     with pytest.raises(BadRequest, match=r"pip install 'microserve\[nixl\]'"):
-        NixlTransport(small_layout(3), 1, secret=b"", host=HERE)
+        NixlTransport(1, secret=b"", host=HERE)
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
 def test_an_address_that_means_any_is_refused(host: str):
     with pytest.raises(BadRequest, match="reach"):
-        NixlTransport(small_layout(3), 1, secret=b"", host=host)
+        NixlTransport(1, secret=b"", host=host)
 
 
 def test_a_right_is_not_held_by_two(new: Callable[..., KVCache]):

@@ -36,7 +36,7 @@ from kvcache.types import PageId
 SIZE, DIM, WAIT_S = 4, 2, 20.0
 UNTOUCHED = -1.0
 
-Make = Callable[[KVLayout, int], Transport]
+Make = Callable[[int], Transport]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
 def makers() -> dict[str, Make]:
     network = MemoryNetwork()
     return {
-        "memory": lambda layout, epoch: MemoryTransport(network, layout, epoch),
+        "memory": lambda epoch: MemoryTransport(network, epoch),
         "shm": ShmTransport,
         "device": DeviceTransport,
     }
@@ -86,7 +86,7 @@ def test_any_split_into_any_other(kind: str, case: Case):
 @settings(max_examples=4, deadline=None)
 @given(case=cases())
 def test_any_split_into_any_other_over_nixl(case: Case):
-    reshard(lambda layout, epoch: NixlTransport(layout, epoch, secret=b"wire"), case)
+    reshard(lambda epoch: NixlTransport(epoch, secret=b"wire"), case)
 
 
 def reshard(make: Make, case: Case) -> None:
@@ -94,18 +94,19 @@ def reshard(make: Make, case: Case) -> None:
     with ExitStack() as stack:
         senders, receivers = [], []
         for shard in shards(case, case.sender):
-            senders.append(make(replace(model, pages=10, shard=shard), 1))
+            senders.append(make(1))
+            senders[-1].register(senders[-1].allocate(replace(model, pages=10, shard=shard)))
             stack.callback(senders[-1].close)
         for number, shard in enumerate(shards(case, case.receiver)):
             layout = replace(model, pages=16 + number, shard=shard)
-            transport = make(layout, 2)
+            transport = make(2)
             stack.callback(transport.close)
             receivers.append(make_cache(transport, layout, name=f"r{number}", epoch=2))
         pages = [PageId(page) for page in (9, 2, 3, 7, 1, 5)]  # of every sender
         for sender in senders:
             fill(sender.region.pool, sender.region.layout.held, pages)
         for receiver in receivers:
-            receiver.pool[:] = UNTOUCHED
+            receiver.store.pool[:] = UNTOUCHED
             lease, text = receiver.prep_recv("r", list(range(case.end)), case.end, 0, 60.0)
             address = KVAddress.verify(text, b"secret")
             puts = open_all(senders, address)
@@ -119,9 +120,9 @@ def reshard(make: Make, case: Case) -> None:
                 assert receiver.lease(lease.lease_id).landed == end
 
             held = receiver.layout.held
-            wanted = torch.full_like(receiver.pool, UNTOUCHED)
+            wanted = torch.full_like(receiver.store.pool, UNTOUCHED)
             fill(wanted, held, lease.own, case.end)
-            assert torch.equal(receiver.pool, wanted)
+            assert torch.equal(receiver.store.pool, wanted)
             # All is there, and no byte more was written than is there: so each of them once.
             there = case.end * held.layers * receiver.layout.token_bytes
             assert sum(put.bytes_sent for put in puts) == there

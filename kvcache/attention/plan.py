@@ -1,0 +1,47 @@
+"""What a step's attention plan is: made once per step, used in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvcache.sequences.step import Span
+
+__all__ = ["Plan", "Planner", "row_slots"]
+
+
+class Plan(Protocol):
+    """The attention of one step, planned once from the spans and run in every layer."""
+
+    def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write keys and values of the rows, `[rows, kv_heads, head_dim]`, into one layer's
+        `pages`, `[pages, 2, page_size, kv_heads, head_dim]`. Rows beyond the spans are padding and
+        are not written."""
+        ...
+
+    def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """Return the attention of the rows over one layer's `pages`.
+
+        `q` and the result are `[rows, heads, head_dim]`. Padding rows of the result are finite.
+        """
+        ...
+
+
+Planner = Callable[[Sequence[Span]], Plan]  # rows of the spans are in order and start at 0
+
+
+def row_slots(spans: Sequence[Span], page_size: int) -> npt.NDArray[np.int64]:
+    """Return `[rows, 2]`: the page of each row's token, and its slot in that page."""
+    if all(span.count == 1 for span in spans):  # decodes: fewer calls than array by array
+        places = [(span.pages[span.start // page_size], span.start % page_size) for span in spans]
+        return np.array(places, dtype=np.int64).reshape(-1, 2)
+    rows = np.empty((sum(span.count for span in spans), 2), dtype=np.int64)
+    for span in spans:
+        own = rows[span.row : span.row + span.count]
+        index, own[:, 1] = np.divmod(np.arange(span.start, span.start + span.count), page_size)
+        own[:, 0] = span.pages[index]
+    return rows

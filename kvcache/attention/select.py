@@ -1,0 +1,44 @@
+"""Which attention plan a pool gets."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+
+from kvcache.attention.plan import Planner
+from kvcache.attention.stable import StablePlan
+from kvcache.memory.layout import KVLayout
+
+__all__ = ["planner_for"]
+
+log = logging.getLogger(__name__)
+
+
+def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
+    """Return the fastest planner for a pool on `device`; `group` = query heads per KV head.
+
+    In float32 this is always the bit-stable `StablePlan`. Other dtypes use FlashInfer on CUDA,
+    and `Bf16Plan` for bfloat16 on CPUs, where these are available.
+    """
+    if layout.dtype != torch.float32 and device.type == "cuda":
+        try:
+            from kvcache.attention.flashinfer import FlashInfer, supports
+
+            if supports(layout):
+                return FlashInfer(layout, group, device).plan
+            shape = f"heads of {layout.head_dim} in {layout.dtype}"
+            log.warning("attention is slow here: FlashInfer has no kernels for %s", shape)
+        except (ImportError, RuntimeError) as error:  # RuntimeError: incompatible versions
+            log.warning("attention is slow here: %s (pip install 'microserve[cuda]')", error)
+    if layout.dtype == torch.bfloat16 and device.type == "cpu":
+        try:
+            from kvcache.attention.cpu_bf16 import Bf16Plan, compiled
+        except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
+            log.warning("attention in bfloat16 is slow here: %s", error)
+        else:
+            heads, dim, page_size = layout.held.heads, layout.head_dim, layout.page_size
+            compiled(heads, group, dim, page_size)
+            return partial(Bf16Plan, kv_heads=heads, group=group, dim=dim, page_size=page_size)
+    return partial(StablePlan, page_size=layout.page_size, group=group, device=device)

@@ -1,0 +1,97 @@
+"""The interface of a page store: pages of KV on one device, and the execution of steps on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from kvcache.lease.control_slots import ControlSlots
+from kvcache.lease.put import Put
+from kvcache.memory.layout import KVLayout
+from kvcache.sequences.block_table import PageIds
+from kvcache.sequences.step import PageCopy, StepDescription
+from kvcache.tiers.store import DevicePages
+
+__all__ = ["PageStore"]
+
+
+class PageStore(Protocol):
+    """Owns the memory of pages, and does what bookkeeping describes. It decides nothing.
+
+    One bookkeeping may drive several stores, each with some of the layers or KV heads: all of them
+    execute the same descriptions. One step is under way at a time. `attention` and `put` run
+    outside of the cache's lock.
+    """
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of the pages."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where `attention` takes and returns tensors."""
+        ...
+
+    @property
+    def slots(self) -> ControlSlots:
+        """The control slots of receive leases on these pages."""
+        ...
+
+    def device_pages(self) -> DevicePages:
+        """Return access to whole pages for one thread, as for the copies of a tier."""
+        ...
+
+    def add_put(self, put: Put) -> None:
+        """Let later descriptions name a put by its claim."""
+        ...
+
+    def remove_put(self, claim: int) -> None:
+        """Forget a put. Idempotent."""
+        ...
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copy parts of pages; later work on the store's device sees the result."""
+        ...
+
+    def send(self, claim: int, pages: PageIds, begin: int, end: int) -> None:
+        """Send positions `[begin, end)`, which are present, in all layers; then signal `end`."""
+        ...
+
+    def begin(self, step: StepDescription) -> None:
+        """Start a step: its copies first. Replaces a step that was not ended."""
+        ...
+
+    def attention(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Append the rows' keys and values to a layer of the model, send them, and attend.
+
+        Shapes are those of `KVCache.attention`. Raises `Internal` without a step.
+        """
+        ...
+
+    def put(self, layer: int) -> None:
+        """Send what the pages hold of the step's rows in a layer of the model, computed or not.
+
+        Raises `Internal` without a step.
+        """
+        ...
+
+    def end(self) -> None:
+        """End the step, and signal what was sent."""
+        ...
+
+    def abort(self) -> None:
+        """Forget the step; nothing is signalled."""
+        ...
+
+    def check(self) -> None:
+        """Raise `Internal` if the scratch page has been written."""
+        ...
+
+    def close(self) -> None:
+        """Release the memory, after the transport is closed."""
+        ...

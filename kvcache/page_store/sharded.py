@@ -1,0 +1,108 @@
+"""Several page stores as one: each has some layers (pipeline) or KV heads (tensor parallel)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from kvcache.errors import BadRequest, Internal
+from kvcache.lease.control_slots import ControlSlots
+from kvcache.lease.put import Put
+from kvcache.memory.layout import KVLayout
+from kvcache.page_store.base import PageStore
+from kvcache.sequences.block_table import PageIds
+from kvcache.sequences.step import PageCopy, StepDescription
+from kvcache.tiers.store import DevicePages
+
+__all__ = ["ShardedPageStore"]
+
+
+class ShardedPageStore:
+    """A `PageStore` made of shards. All of them execute the same step descriptions.
+
+    It computes only: an address names one endpoint, so nothing is sent from several stores, and
+    tiers copy pages of one pool. Stores that have a process each are driven without it, by passing
+    them the descriptions.
+    """
+
+    def __init__(self, stores: Sequence[PageStore]) -> None:
+        """`stores` hold each layer and KV head of the model once, as `kvcache.shard.split` says.
+
+        Raises `BadRequest` where they do not.
+        """
+        whole = replace(stores[0].layout, shard=None)
+        if any(replace(store.layout, shard=None) != whole for store in stores):
+            raise BadRequest("the stores are for different models")
+        self.layout: KVLayout = whole
+        self._stores = list(stores)
+        self._by_layer: list[list[PageStore]] = []  # by their first head
+        for layer in range(whole.layers):
+            held = [s for s in stores if s.layout.held.layer <= layer < s.layout.held.layer_end]
+            held.sort(key=lambda store: store.layout.held.head)
+            heads = [h for s in held for h in range(s.layout.held.head, s.layout.held.head_end)]
+            if heads != list(range(whole.kv_heads)):
+                raise BadRequest(f"layer {layer} is not held once by the stores")
+            self._by_layer.append(held)
+
+    @property
+    def device(self) -> torch.device:
+        return self._stores[0].device
+
+    @property
+    def slots(self) -> ControlSlots:
+        return self._stores[0].slots
+
+    def device_pages(self) -> DevicePages:
+        raise Internal("tiers need one pool")
+
+    def add_put(self, put: Put) -> None:
+        raise Internal("nothing is sent from several stores")
+
+    def remove_put(self, claim: int) -> None:
+        pass
+
+    def send(self, claim: int, pages: PageIds, begin: int, end: int) -> None:
+        raise Internal("nothing is sent from several stores")
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        self._each(lambda store: store.copy(copies))
+
+    def begin(self, step: StepDescription) -> None:
+        self._each(lambda store: store.begin(step))
+
+    def attention(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        stores = self._by_layer[layer]
+        if len(stores) == 1:
+            return stores[0].attention(layer, q, k, v)
+        group = q.shape[1] // self.layout.kv_heads
+        out = []
+        for store in stores:
+            held = store.layout.held
+            heads = slice(held.head, held.head_end)
+            queries = slice(held.head * group, held.head_end * group)
+            out.append(store.attention(layer, q[:, queries], k[:, heads], v[:, heads]))
+        return torch.cat(out, dim=1)
+
+    def put(self, layer: int) -> None:
+        for store in self._by_layer[layer]:
+            store.put(layer)
+
+    def end(self) -> None:
+        self._each(lambda store: store.end())
+
+    def abort(self) -> None:
+        self._each(lambda store: store.abort())
+
+    def check(self) -> None:
+        self._each(lambda store: store.check())
+
+    def close(self) -> None:
+        self._each(lambda store: store.close())
+
+    def _each(self, do: Callable[[PageStore], None]) -> None:
+        for store in self._stores:
+            do(store)

@@ -1,0 +1,133 @@
+"""Pages in a torch tensor, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcache.attention.plan import Plan, Planner
+from kvcache.attention.select import planner_for
+from kvcache.attention.stable import BLOCK
+from kvcache.errors import BadRequest, Internal
+from kvcache.lease.control_slots import ControlSlots
+from kvcache.lease.put import Put
+from kvcache.memory.layout import KVLayout
+from kvcache.memory.region import Region
+from kvcache.pages.page_pool import SCRATCH_PAGE
+from kvcache.sequences.block_table import PageIds
+from kvcache.sequences.step import PageCopy, StepDescription
+from kvcache.tiers.store import DevicePages
+from kvcache.transport.base import Transport
+
+__all__ = ["TorchPageStore"]
+
+
+class TorchPageStore:
+    """A `PageStore` over one region of memory, which it owns."""
+
+    def __init__(self, region: Region, *, query_heads: int) -> None:
+        """`query_heads` are those of the whole model, as are `region.layout.kv_heads`.
+
+        Raises `BadRequest` for a page size that does not divide the attention block.
+        """
+        layout = region.layout
+        if BLOCK % layout.page_size:
+            raise BadRequest(f"page size {layout.page_size} does not divide {BLOCK}")
+        self.layout = layout
+        self.pool = region.pool
+        self.planner: Planner = planner_for(
+            layout, query_heads // layout.kv_heads, self.pool.device
+        )
+        self._region = region
+        self._first_layer = layout.held.layer
+        self._puts: dict[int, Put] = {}  # by claim
+        self._step: StepDescription | None = None
+        self._plan: Plan | None = None  # of the step, once somebody computes
+
+    @classmethod
+    def on(cls, transport: Transport, layout: KVLayout, *, query_heads: int) -> TorchPageStore:
+        """Allocate memory that peers can reach through `transport`, and register it there.
+
+        Raises as the constructor and as `Transport.register`.
+        """
+        store = cls(transport.allocate(layout), query_heads=query_heads)
+        store.register(transport)
+        return store
+
+    def register(self, transport: Transport) -> None:
+        """Make the memory reachable through a transport. Raises as `Transport.register`."""
+        transport.register(self._region)
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
+
+    @property
+    def slots(self) -> ControlSlots:
+        return self._region
+
+    def device_pages(self) -> DevicePages:
+        return DevicePages(self.pool)
+
+    def add_put(self, put: Put) -> None:
+        self._puts[put.claim] = put
+
+    def remove_put(self, claim: int) -> None:
+        self._puts.pop(claim, None)
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        for source, target, tokens in copies:
+            self.pool[:, target, :, :tokens] = self.pool[:, source, :, :tokens]
+
+    def send(self, claim: int, pages: PageIds, begin: int, end: int) -> None:
+        put = self._puts[claim]
+        put.write(range(self.layout.held.layers), pages, begin, end)
+        put.signal(end)
+
+    def begin(self, step: StepDescription) -> None:
+        self.copy(step.copies)
+        self._step, self._plan = step, None
+
+    def attention(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        if self._step is None:
+            raise Internal("attention without begin_forward")
+        if self._plan is None:
+            self._plan = self.planner(self._step.spans)
+        pages = self.pool[layer - self._first_layer]
+        self._plan.append(pages, k, v)
+        if self._step.sends:
+            self.put(layer)
+        return self._plan.attend(pages, q)
+
+    def put(self, layer: int) -> None:
+        step = self._step
+        if step is None:
+            raise Internal("put without begin_forward")
+        local = layer - self._first_layer
+        for send in step.sends:
+            put = self._puts.get(send.claim)
+            if put is not None and send.begin < send.end:
+                pages = step.spans[send.span].pages
+                put.write(range(local, local + 1), pages, send.begin, send.end)
+
+    def end(self) -> None:
+        step, self._step, self._plan = self._step, None, None
+        if step is None:
+            raise Internal("end_forward without begin_forward")
+        for send in step.sends:
+            put = self._puts.get(send.claim)
+            if put is not None:
+                put.signal(send.landed)
+
+    def abort(self) -> None:
+        self._step = self._plan = None
+
+    def check(self) -> None:
+        if bool(self.pool[:, SCRATCH_PAGE].count_nonzero()):
+            raise Internal("the scratch page has been written")
+
+    def close(self) -> None:
+        self._region.close()
