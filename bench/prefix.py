@@ -1,4 +1,4 @@
-"""How long the prefix cache takes to find a long prompt among many pages.
+"""How long the prefix cache takes to find a long prompt among many pages, and to evict one.
 
 Purpose: a match is made for every request, under the cache's lock: it must cost nothing beside a
 step.
@@ -9,7 +9,8 @@ the whole prompt.
 
 How: 100,000 cached pages of 16 tokens, of prompts of 10,000 tokens each of which branches off an
 earlier one at a random place, as conversations do. All are looked up: as int32 arrays, as lists
-(which have to be converted), and one of which nothing is cached.
+(which have to be converted), and one of which nothing is cached. Then pages are taken while none
+is free, one by one and a prompt's at a time: each evicts the least recently used.
 
 Run: `make bench-prefix`, or `python -m bench.prefix [--save]`.
 """
@@ -53,12 +54,14 @@ def main() -> None:
         "miss_us": timed(cache.match, [strange] * ROUNDS),
         "limit_us": timed(lambda pair: pair[0] == pair[1], pairs),
     }
-    nodes = sum(1 for _ in cache.holders())
+    nodes, pages = sum(1 for _ in cache.holders()), cache.cached
+    manager.take(manager.pool.free)
+    # In turns, as a decode that grows while everything is cached: one page, then a prompt's worth.
+    figures["take_one_page_us"] = timed(manager.take, [1] * ROUNDS)
+    figures["take_a_prompt_us"] = timed(manager.take, [TOKENS // PAGE] * (ROUNDS // 10))
     rows = [[name, *(f"{value:.1f}" for value in by.values())] for name, by in figures.items()]
-    table(
-        f"{TOKENS} tokens among {cache.cached} pages in {nodes} nodes, µs", ["", "p50", "p99"], rows
-    )
-    publish("prefix", {"pages": cache.cached, "nodes": nodes, "tokens": TOKENS, **figures})
+    table(f"{TOKENS} tokens among {pages} pages in {nodes} nodes, µs", ["", "p50", "p99"], rows)
+    publish("prefix", {"pages": pages, "nodes": nodes, "tokens": TOKENS, **figures})
 
 
 def fill(manager: PageManager) -> list[npt.NDArray[np.int32]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -62,8 +63,11 @@ class EvictionPolicy:
         """Pages that may not go."""
         return int(np.count_nonzero(self._pins))
 
-    @property
-    def evictable(self) -> npt.NDArray[np.bool_]:
-        """For each page of the pool, whether it may go."""
-        unpinned: npt.NDArray[np.bool_] = self._pins == 0
+    def pages(self, key: bytes) -> list[PageId]:
+        """The pages that the pin of `key` keeps."""
+        return list(self._pinned.get(key, []))
+
+    def unpinned(self, pages: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+        """Whether each of `pages` may go."""
+        unpinned: npt.NDArray[np.bool_] = self._pins[pages] == 0
         return unpinned

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.errors import Internal, NoCapacity
 from kvcache.types import PageId
 
 __all__ = ["SCRATCH_PAGE", "PagePool"]
 
+IntArray = npt.NDArray[np.integer[Any]]
 SCRATCH_PAGE = PageId(0)
 
 
@@ -26,6 +29,10 @@ class PagePool:
         self._free = [PageId(page) for page in range(pages - 1, 0, -1)]
         self.refs = np.zeros(pages, dtype=np.int32)
         self.total = pages - 1
+        self.evictable = 0  # pages of which `can_evict` is true
+        self.awaited: set[PageId] = set()  # those that `unblocked` shall report
+        self.unblocked: list[PageId] = []  # awaited pages whose last other reference has gone
+        self._evictable = np.zeros(pages, dtype=bool)
         self._readers: dict[PageId, Callable[[], object]] = {}
 
     @property
@@ -56,23 +63,50 @@ class PagePool:
         return claimed
 
     def share(self, pages: Sequence[PageId]) -> None:
-        """Hold each of `pages`, which somebody holds already, once more."""
+        """Add a reference to each of `pages`. Raises `Internal` for a free page."""
+        refs, evictable = self.refs, self._evictable
         for page in pages:
-            if self.refs[page] <= 0:
+            count = refs[page]
+            if count <= 0:
                 raise Internal(f"page {page} is shared while nobody holds it")
-            self.refs[page] += 1
+            if count == 1 and evictable[page]:
+                self.evictable -= 1
+            refs[page] = count + 1
 
     def drop(self, pages: Sequence[PageId]) -> None:
-        """Hold each of `pages` once less; the last to let go frees it."""
+        """Drop a reference to each of `pages`; a page without references is free.
+
+        Waits for the reader of a page that it frees, if there is one. Raises `Internal` for a page
+        that is free already.
+        """
+        refs, evictable = self.refs, self._evictable
         # Backwards, so that the free list gives them out again in ascending order.
         for page in reversed(pages):
-            if self.refs[page] <= 0:
+            count = refs[page] - 1
+            if count < 0:
                 raise Internal(f"page {page} is dropped while nobody holds it")
-            self.refs[page] -= 1
-            if self.refs[page] == 0:
+            refs[page] = count
+            if count == 0:
                 if self._readers and page in self._readers:
                     self._readers.pop(page)()
                 self._free.append(page)
+            elif count == 1 and evictable[page]:
+                self.evictable += 1
+                if page in self.awaited:
+                    self.awaited.discard(page)
+                    self.unblocked.append(page)
+
+    def set_evictable(self, pages: Sequence[PageId] | IntArray, flag: bool) -> None:
+        """Say of different held pages whether they may be evicted once they have one reference."""
+        ids = np.asarray(pages, dtype=np.intp)
+        changed = ids[self._evictable[ids] != flag]
+        self._evictable[changed] = flag
+        single = int(np.count_nonzero(self.refs[changed] == 1))
+        self.evictable += single if flag else -single
+
+    def can_evict(self, page: PageId) -> bool:
+        """Whether a page may be evicted and has a single reference, the prefix tree's."""
+        return bool(self._evictable[page] and self.refs[page] == 1)
 
     def begin_read(self, page: PageId, wait: Callable[[], object]) -> None:
         """Let `page`, which somebody holds, be read without the lock, until `end_read`.
@@ -107,6 +141,8 @@ class PagePool:
             )
         if any(self.refs[page] <= 0 for page in self._readers):
             raise Internal("a page is free while it is being read")
+        if self.evictable != np.count_nonzero(self._evictable & (self.refs == 1)):
+            raise Internal("the count of evictable pages is wrong")
         free = np.zeros_like(self.refs)
         np.add.at(free, self._free, 1)
         if not np.array_equal(free[1:], (self.refs[1:] == 0).astype(free.dtype)):

@@ -37,13 +37,14 @@ Tell = Callable[[Sequence[PageName], Sequence[PageName]], None]  # which came, w
 
 
 class _Node:
-    __slots__ = ("children", "key", "names", "pages", "parent", "used")
+    __slots__ = ("children", "key", "names", "pages", "parent", "queued", "used")
 
     def __init__(self, parent: _Node | None, key: bytes, pages: list[PageId], used: int) -> None:
         self.parent = parent
         self.key = key
         self.pages = pages
         self.used = used
+        self.queued = False  # whether the queue of leaves has it; a parked leaf is not queued
         self.names: list[PageName] = []  # of the pages; none where nobody follows
         self.children: dict[bytes, _Node] = {}
 
@@ -60,6 +61,11 @@ class PrefixTree:
         self._held = np.zeros(len(pool.refs), dtype=bool)
         self._name: Namer | None = None
         self._tell: Tell | None = None
+        # Leaves by their last use as it was when they were queued: a later use is found out when
+        # the leaf comes up. Each leaf is here once, or parked.
+        self._leaves: list[tuple[int, int, _Node]] = []
+        self._parked: dict[PageId, _Node] = {}  # leaves whose last page, the key, cannot go now
+        self._ages = count()
 
     def match(self, tokens: Tokens, *, use: bool = True) -> list[PageId]:
         """The full pages of the longest cached prefix of `tokens`; none is held for you.
@@ -92,12 +98,15 @@ class PrefixTree:
         if rest:
             self._pool.share(rest)
             self._held[rest] = True
+            self._allow_eviction(rest)
             tail = key[done * self._page_key :]
             if node.children or node is self._root:
                 child = _Node(node, tail, rest, used)
                 child.names = self._names(node, tail)
                 node.children[tail[: self._page_key]] = node = child
+                self._queue(child)
             else:  # what comes piece by piece must not make a node of each piece
+                self._unpark(node.pages[-1])
                 node.names += self._names(node, tail)
                 node.key += tail
                 node.pages += rest
@@ -116,31 +125,44 @@ class PrefixTree:
             done += shared
 
     def evict(self, wanted: int) -> int:
-        """Let go of up to `wanted` pages that nobody else holds; returns how many became free."""
-        order = count()
-        leaves = [(n.used, next(order), n) for n in self._nodes() if not n.children]
-        heapq.heapify(leaves)
+        """Let go of up to `wanted` pages that nobody else holds; return how many became free.
+
+        Takes O(log leaves) per page, and per leaf that was used, or became blocked, since the last
+        call.
+        """
+        for page in self._pool.unblocked:
+            self._unpark(page)
+        self._pool.unblocked.clear()
         freed = 0
         went: list[PageName] = []
-        may_go = self._policy.evictable & (self._pool.refs == 1)
-        while leaves and freed < wanted:
-            _, _, node = heapq.heappop(leaves)
+        while self._leaves and freed < wanted:
+            used, _, node = heapq.heappop(self._leaves)
+            node.queued = False
+            if node.children or node.parent is None:  # split since, or forgotten
+                continue
+            if node.used != used:
+                self._queue(node)
+                continue
             keep = len(node.pages)
-            while keep and freed < wanted and may_go[node.pages[keep - 1]]:
+            while keep and freed < wanted and self._pool.can_evict(node.pages[keep - 1]):
                 keep -= 1
                 freed += 1
             gone = node.pages[keep:]
-            self._held[gone] = False
-            self._pool.drop(gone)
+            self._release(gone)
             went += node.names[keep:]
             parent = node.parent
-            if keep == 0 and parent is not None:
+            if keep == 0:
                 del parent.children[node.key[: self._page_key]]
+                node.parent = None
                 if not parent.children and parent is not self._root:
-                    heapq.heappush(leaves, (parent.used, next(order), parent))
+                    self._queue(parent)
+                continue
+            del node.pages[keep:], node.names[keep:]
+            node.key = node.key[: keep * self._page_key]
+            if self._pool.can_evict(node.pages[-1]):
+                self._queue(node)
             else:
-                del node.pages[keep:], node.names[keep:]
-                node.key = node.key[: keep * self._page_key]
+                self._park(node)
         if self._tell is not None and went:
             self._tell((), went)
         return freed
@@ -161,7 +183,7 @@ class PrefixTree:
     @property
     def evictable(self) -> int:
         """Pages that only the tree holds, and that may go."""
-        return int(np.count_nonzero(self._cached & self._policy.evictable))
+        return self._pool.evictable
 
     @property
     def cached(self) -> int:
@@ -178,13 +200,19 @@ class PrefixTree:
 
         Again for the same prefix: keep what is cached of it now.
         """
-        pages = self.match(tokens)
-        self._policy.pin(self._key(tokens), pages)
+        pages, key = self.match(tokens), self._key(tokens)
+        before = self._policy.pages(key)
+        self._policy.pin(key, pages)
+        self._allow_eviction([*before, *pages])
         return len(pages) * self._page_size
 
     def unpin(self, tokens: Sequence[int]) -> int:
         """Keep a prefix no longer; returns the tokens that this pin kept. Idempotent."""
-        return self._policy.unpin(self._key(tokens)) * self._page_size
+        key = self._key(tokens)
+        before = self._policy.pages(key)
+        unpinned = self._policy.unpin(key)
+        self._allow_eviction(before)
+        return unpinned * self._page_size
 
     def holders(self) -> Iterator[list[PageId]]:
         """The pages of each node, for the proof of ownership. Raises `Internal` if broken."""
@@ -226,16 +254,57 @@ class PrefixTree:
             child.parent = tail
         node.key, node.pages = node.key[:at], node.pages[:pages]
         tail.names, node.names = node.names[pages:], node.names[:pages]
+        if not tail.children:
+            self._unpark(tail.pages[-1])
+            self._queue(tail)
 
     def _forget(self, node: _Node) -> None:
-        if node.parent is not None:
-            del node.parent.children[node.key[: self._page_key]]
+        """Remove a node and all below it."""
+        parent = node.parent
+        if parent is not None:
+            del parent.children[node.key[: self._page_key]]
+            if not parent.children and parent is not self._root:
+                self._queue(parent)
         branch = [node, *self._nodes(node)]
         for gone in branch:
-            self._held[gone.pages] = False
-            self._pool.drop(gone.pages)
+            gone.parent = None
+            self._unpark(gone.pages[-1])
+            self._release(gone.pages)
         if self._tell is not None:
             self._tell((), [each for gone in branch for each in gone.names])
+
+    def _queue(self, leaf: _Node) -> None:
+        """Let `evict` consider a leaf."""
+        if not leaf.queued:
+            leaf.queued = True
+            heapq.heappush(self._leaves, (leaf.used, next(self._ages), leaf))
+
+    def _park(self, leaf: _Node) -> None:
+        """Let `evict` pass over a leaf until its last page may go."""
+        self._parked[leaf.pages[-1]] = leaf
+        self._pool.awaited.add(leaf.pages[-1])
+
+    def _unpark(self, page: PageId) -> None:
+        """Let `evict` consider the leaf that ends with `page`, if it is parked."""
+        self._pool.awaited.discard(page)
+        leaf = self._parked.pop(page, None)
+        if leaf is not None:
+            self._queue(leaf)
+
+    def _allow_eviction(self, pages: Sequence[PageId]) -> None:
+        """Let pages of the tree go when nobody else holds them, unless they are pinned."""
+        ids = np.unique(np.array(pages, dtype=np.intp))
+        allowed = self._held[ids] & self._policy.unpinned(ids)
+        self._pool.set_evictable(ids[allowed], True)
+        self._pool.set_evictable(ids[~allowed], False)
+        for page in self._parked.keys() & set(ids[allowed].tolist()):
+            self._unpark(page)
+
+    def _release(self, pages: list[PageId]) -> None:
+        """Drop the tree's reference to pages."""
+        self._held[pages] = False
+        self._pool.set_evictable(pages, False)
+        self._pool.drop(pages)
 
     def _names(self, before: _Node, key: bytes) -> list[PageName]:
         """The names of the pages of `key`, which continues `before`."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -238,6 +239,116 @@ def test_the_latest_follower_is_told(tree: Tree):
     tree.keep([1, 2, 3, 4])
     assert first.known == {"1.2."}
     assert second.known == {"1.2.", "1.2.3.4."}
+
+
+def test_eviction_does_not_look_at_all_leaves(tree: Tree, monkeypatch: pytest.MonkeyPatch):
+    """This counts work, not time: a page costs its leaf, and those used since the last call."""
+    leaves, rounds = 2000, 500
+    tree = Tree(pages=leaves + 1)
+    for number in range(leaves):
+        tree.keep([number, number])
+    in_use = [tree.cache.match([number, number])[0] for number in range(100)]
+    tree.pool.share(in_use)  # they are passed over once
+    pops, heappop = 0, heapq.heappop
+
+    def counted(heap: list[tuple[int, int, object]]) -> tuple[int, int, object]:
+        nonlocal pops
+        pops += 1
+        return heappop(heap)
+
+    monkeypatch.setattr(heapq, "heappop", counted)
+    monkeypatch.delattr(PrefixTree, "_nodes")  # nothing walks the tree
+    for number in range(rounds):
+        tree.cache.match([leaves - 1, leaves - 1])  # used all the time, queued once
+        assert tree.cache.evictable == leaves - 100 - number
+        assert tree.cache.evict(1) == 1
+    assert pops <= rounds + 2 * 100 + 1
+    tree.pool.drop(in_use)
+    assert tree.cache.evict(leaves) == leaves - rounds
+    monkeypatch.undo()
+    tree.check()
+
+
+def test_a_leaf_that_was_in_use_goes_in_its_turn(tree: Tree):
+    """What is blocked keeps its place in the order: its last use."""
+    first, second, third = (tree.keep([n, n, n, n]) for n in (1, 2, 3))
+    tree.pool.share(first)
+    assert tree.cache.evict(1) == 1  # of the second
+    assert tree.cache.match([2, 2, 2, 2], use=False) == second[:1]
+    tree.pool.drop(first)
+    assert tree.cache.evict(2) == 2
+    assert tree.cache.match([1, 1, 1, 1], use=False) == []
+    assert tree.cache.match([3, 3, 3, 3], use=False) == third
+
+
+def test_a_blocked_leaf_that_grows_or_splits_can_go(tree: Tree):
+    pages = tree.keep([1, 1, 2, 2])
+    tree.pool.share(pages)
+    assert tree.cache.evict(1) == 0
+    tree.keep([1, 1, 2, 2, 3, 3])
+    assert tree.cache.evict(9) == 1  # what has grown
+    tree.keep([1, 1, 4, 4])  # splits it
+    assert tree.cache.evict(9) == 1
+    tree.pool.drop(pages)
+    assert tree.cache.evict(9) == 2
+
+
+OrderEvent = tuple[str, list[int], int]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["keep", "match", "evict", "cut", "hold", "drop", "pin", "unpin"]),
+            st.lists(st.integers(0, 1), max_size=9),
+            st.integers(0, 4),
+        ),
+        max_size=40,
+    )
+)
+def test_eviction_order_is_that_of_a_search_through_all_leaves(history: list[OrderEvent]):
+    tree = Tree(pages=60)
+    held: list[list[PageId]] = []
+    for what, tokens, number in history:
+        if what == "keep":
+            tree.keep(tokens)
+        elif what == "match":
+            tree.cache.match(tokens)
+        elif what == "cut":
+            tree.cache.cut(tokens, number)
+        elif what == "hold":
+            held.append(tree.cache.match(tokens))
+            tree.pool.share(held[-1])
+        elif what == "drop" and held:
+            tree.pool.drop(held.pop(number % len(held)))
+        elif what == "pin":
+            tree.cache.pin(tokens)
+        elif what == "unpin":
+            tree.cache.unpin(tokens)
+        elif what == "evict":
+            wanted = searched(tree, number)
+            before = {page for pages in tree.cache.holders() for page in pages}
+            assert tree.cache.evict(number) == len(wanted)
+            after = {page for pages in tree.cache.holders() for page in pages}
+            assert before - after == wanted
+        tree.pool.check([*tree.cache.holders(), *held])
+
+
+def searched(tree: Tree, wanted: int) -> set[PageId]:
+    """The pages that should go next: from the leaf used longest ago, by looking at all of them."""
+    gone: set[PageId] = set()
+    while len(gone) < wanted:
+        leaves = []
+        for node in tree.cache._nodes():
+            left = [page for page in node.pages if page not in gone]
+            below = [n for n in tree.cache._nodes(node) if not gone >= set(n.pages)]
+            if left and not below and tree.pool.can_evict(left[-1]):
+                leaves.append((node.used, left[-1]))
+        if not leaves:
+            break
+        gone.add(min(leaves)[1])
+    return gone
 
 
 @settings(max_examples=60, deadline=None)
