@@ -248,7 +248,7 @@ class QueuedPut:
         """Yield the runs of one write; a generator, so the worker's thread plans them."""
         address = self._address
         if not address.begin <= begin <= end <= address.room:
-            raise BadRange(f"[{begin}, {end}) is outside the positions of the lease")
+            raise BadRange(f"[{begin}, {end}) is outside the room of the lease")
         yield from self._route.batches(layers, pages, begin, end, COMMIT_BYTES)
 
     @cached_property

@@ -16,6 +16,7 @@ from tier_helpers import at_rest, quiet, tiered, tiered_caches
 
 from kvcache.cache import KVCache
 from kvcache.errors import Internal, NoCapacity
+from kvcache.sequences.step import SendRange
 from kvcache.tiers.disk_store import DiskStore
 from kvcache.tiers.store import HostStore
 from kvcache.types import SeqId
@@ -323,7 +324,7 @@ def test_an_empty_sequence_can_go_too(cache: KVCache):
 
 def test_a_sequence_that_is_sent_stays(cache: KVCache):
     sequence_ = cache._sequences[ONE]
-    sequence_.mark = cast(Any, object())
+    sequence_.send = SendRange(1, 0, 1)
     with pytest.raises(Internal, match="sent"):
         cache.swap_out(ONE)
     cache.clear_mark(ONE)
