@@ -208,6 +208,7 @@ def test_a_link_is_not_followed(tmp_path: Path):
 WRITER = """
 import itertools, random, sys
 sys.path.insert(0, "tests/kvcache")
+sys.path.insert(0, "tests/kvcache/tiers")
 sys.path.insert(0, "tests")
 from pathlib import Path
 from kv_helpers import cached
