@@ -1,1 +1,1 @@
-"""The built-in strategies, one a module; found by the entry points of `microserve.strategies`."""
+"""The built-in strategies, one per module, found by the entry points `microserve.strategies`."""

@@ -15,7 +15,9 @@ __all__ = ["balanced"]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Ratio = Annotated[
     Share | Literal["auto"],
-    Field(description="the decode engine's share of prefill; auto: by what both have to do"),
+    Field(
+        description="the decode engine's share of the prefill; auto: by the work of both engines"
+    ),
 ]
 
 
@@ -23,15 +25,15 @@ Ratio = Annotated[
 async def balanced(
     request: Request, cluster: Cluster, *, ratio: Ratio = 0.1
 ) -> AsyncGenerator[Chunk, None]:
-    """Prefill on one engine, but for the last `ratio` of the prompt: that the decode engine does.
+    """Prefill on one engine, except for the last `ratio` of the prompt on the decode engine.
 
-    It computes its share fused with the decode steps of its other requests. 0 is `prefill_decode`,
-    1 leaves all to the decode engine. `auto` divides each prompt so that it delays the others
-    least, by what both engines have to do (`strategies/controller.py` has the rule).
+    The decode engine computes its share fused with the decode steps of its other requests. 0 is
+    `prefill_decode`, 1 leaves all to the decode engine. `auto` divides each prompt so that it
+    delays other requests least (`strategies/controller.py` has the rule).
     """
     decode = cluster.decode.least_loaded()
     prefill = cluster.prefill.least_loaded(exclude=decode)
-    last = len(request.tokens) - 1  # the last token is always the decode engine's: it samples
+    last = len(request.tokens) - 1  # the decode engine always computes the last token: it samples
     if ratio != "auto":
         end = min(last, round(len(request.tokens) * (1.0 - ratio)))
         async with decode.prep_recv(request, end=end) as kv:
@@ -41,7 +43,7 @@ async def balanced(
                 yield chunk
         return
     async with decode.prep_recv(request, end=last) as kv:
-        known = max(kv.match_len, prefill.cached(request, coming=False))  # nobody computes that
+        known = max(kv.match_len, prefill.cached(request, coming=False))  # needs no computation
         with cluster.state(Controller).divide(
             len(request.tokens) - known,
             prefill=prefill.id,
@@ -54,5 +56,5 @@ async def balanced(
                 sent = await prefill.remote_send(request, kv, begin=kv.match_len, end=end)
                 division.sent(sent.computed_tokens)
             async for chunk in decode.start_generate(request, begin=end, kv=kv):
-                division.drew(chunk)
+                division.received(chunk)
                 yield chunk

@@ -1,4 +1,4 @@
-"""Each request where most of it is cached, unless too much is to do there (§3.2, Example 4)."""
+"""Sends each request where most of it is cached, unless that engine is busy (§3.2, Example 4)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router import Chunk, Cluster, Engine, Request, strategy
 __all__ = ["cache_aware"]
 
 Weight = Annotated[
-    float, Field(ge=0.0, description="what a token queued there counts; one that it lacks counts 1")
+    float, Field(ge=0.0, description="cost of a queued token; a token that is not cached costs 1")
 ]
 
 
@@ -20,13 +20,13 @@ Weight = Annotated[
 async def cache_aware(
     request: Request, cluster: Cluster, *, load_weight: Weight = 0.5
 ) -> AsyncGenerator[Chunk, None]:
-    """Each request to the engine with the least to do first, and least of its prompt to compute.
+    """Send each request to the engine with the least work queued and least of it to compute.
 
-    The rule: least `load_weight * load + lacking`, in tokens: the work queued there, and what is
-    not cached there of the prompt; of equals the one with more cached, then each in its turn. What
-    is queued delays this request; what is lacking delays it and also those behind it: hence 0.5.
-    0 looks at the cache alone; the larger the weight, the sooner a busy engine's cache is given up.
-    The turns of a session stay on one engine by themselves, for that is where their prefix is.
+    It minimises `load_weight * load + missing`, in tokens: the work queued on an engine, and the
+    part of the prompt that is not cached there. Ties go to the engine with more cached, then take
+    turns. Queued work delays only this request, missing tokens also those behind it: hence 0.5. 0
+    considers the cache alone; the larger the weight, the sooner a busy engine's cache is given up.
+    The requests of a session stay on one engine, because their prefix is there.
     """
 
     def cost(engine: Engine) -> tuple[float, int]:
@@ -34,6 +34,6 @@ async def cache_aware(
         return (load_weight * engine.load + len(request.tokens) - cached, -cached)
 
     engine = cluster.engines.cheapest(cost)
-    # What is cached is no work there: `begin` is what the load is counted from.
+    # The load counts the tokens from `begin` on: cached tokens are no work.
     async for chunk in engine.start_generate(request, begin=engine.cached(request)):
         yield chunk

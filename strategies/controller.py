@@ -1,31 +1,30 @@
 """How much of a prompt each of two engines should prefill: a feedback controller.
 
-What one engine computes of a request, the other one need not; within the request they work one
-after the other, so where it is computed changes nothing for the request itself. It changes how long
-others wait: on a prefill engine those that come behind, on a decode engine the streams that run
-there (a step with a chunk of prefill takes longer for all of them) and the chunks behind it. So the
-last token that is moved should delay as many on one side as on the other.
+A token of the prompt that one engine computes, the other need not. Within one request the engines
+work one after the other, so the division does not change the request's own latency. It changes how
+long others wait: on a prefill engine the requests queued behind it; on a decode engine the streams
+that run there (a step with a chunk of prefill takes longer for all of them) and the chunks behind
+it. So the last token moved should delay as many requests on one engine as on the other.
 
-Requests come at a rate λ. A prefill engine that has B ms to do and is given x more has λ·(B + x)
-requests behind its last token, and while they wait others come: of a share ρ of its time in use,
-λ·(B + x) / (1 - ρ) in all. A decode engine where each request decodes for T ms has λ·T streams
-(Little's law), and with G ms of prefill promised to it λ·G / (1 - ρ) requests behind these. λ
-cancels out: with two engines alike, of a prompt that takes S ms the prefill engine gets x, so that
+Let requests arrive at a rate λ. A prefill engine with B ms of work that is given x ms more has
+λ·(B + x) requests behind its last token, and others arrive while they wait: λ·(B + x) / (1 - ρ) in
+all if a share ρ of its time is in use. A decode engine where each request decodes for T ms has λ·T
+streams (Little's law), and with G ms of prefill promised to it λ·G / (1 - ρ) requests behind these.
+λ cancels out: with two equal engines and a prompt that takes S ms, the prefill engine gets x where
 
     B + x = (1 - ρ)·T + G + 0.6·S - x.
 
-(The S - x that the decode engine then has of the prompt would be there in place of 0.6·S - x if
-requests came to it at random; they come one by one from the prefill engine, and wait less. For ρ,
-what all engines together have to prefill is shared out evenly, and no more than 0.4 believed: what
-is measured over a few requests is often too much. In a model of the engines, `tests/strategies`,
-the rule is about as good as the best fixed ratio at any load, with any number of engines of either
-role.)
+(If requests came to the decode engine at random, S - x, its own part of the prompt, would stand in
+place of 0.6·S - x. They come one by one from the prefill engine, and wait less. For ρ, the prefill
+work of all engines is spread evenly, and at most 0.4 is assumed: a measurement over few requests is
+often too high. In the model of the engines in `tests/strategies`, the rule is about as good as the
+best fixed ratio at any load, with any number of engines of either role.)
 
-B and G follow every request at once. T, ρ and the engines' speeds are measured, and forget slowly.
-The speeds say when an engine is another kind of machine. Whether it had to end a step first, or
-took two prompts in one, moves them by a half: engines that seem to differ by less are alike. No
-error is summed up, so there is nothing to wind up or to swing: after a change of the workload the
-backlogs are right with the next request, the rest after some ten.
+B and G follow every request at once. T, ρ and the engines' speeds are measured and forget slowly.
+The speeds tell whether an engine is a different machine. Whether an engine first had to finish a
+step, or computed two prompts in one, changes a measurement by half, so engines whose speeds differ
+by less are treated as equal. No error is integrated, so nothing can wind up or oscillate: after a
+change of the workload the backlogs are right with the next request, the rest after some ten.
 """
 
 from __future__ import annotations
@@ -38,30 +37,29 @@ from router import Chunk
 
 __all__ = ["Controller", "Division"]
 
-FIRST_SHARE = 0.1  # the decode engine's, as long as nothing has been measured
-FIRST_TOKENS = 16  # but none where that is less: it would be a chunk of its own for nothing
-KEEP = 0.9  # of what was measured before, with each new measurement
-ALIKE = 1.6  # by what factor the measured speeds of two engines may differ that are alike
-BUSIEST = 0.4  # the most that is believed of how busy the engines are
-OWN = 0.6  # of a prompt, for how it waits for itself
-CHUNK_TOKENS = 64  # a chunk of a decode step must be that large to tell the engine's speed
+FIRST_SHARE = 0.1  # the decode engine's share until something has been measured
+FIRST_TOKENS = 16  # a smaller first share is not worth a chunk of its own
+KEEP = 0.9  # weight of the earlier measurements at each new one
+ALIKE = 1.6  # factor up to which measured speeds count as equal
+BUSIEST = 0.4  # upper bound of the assumed ρ
+OWN = 0.6  # factor of S in the rule
+CHUNK_TOKENS = 64  # smaller chunks of a decode step say little about the engine's speed
 
 
 class Controller:
-    """What is known of the engines, for all requests of a generation: `cluster.state(Controller)`.
+    """What is known of the engines, shared by all requests: `cluster.state(Controller)`.
 
-    It knows of no work but that which it has divided: to it, an engine that is also used by others
-    is slower.
+    It knows only the work that it has divided; an engine with other work looks slower to it.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """`clock` tells seconds; by default it is the event loop's."""
+        """`clock` returns seconds; defaults to the event loop's."""
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
-        self._sides: dict[str, _Side] = {}
-        self._speed = _Mean()  # of all engines, for those that have not been measured
-        self._decoding = _Mean()  # ms a request decodes for, without its first token
-        self._offered = _Mean()  # tokens to be prefilled, a ms
-        self._asked: float | None = None  # when the last request came (s)
+        self._engines: dict[str, _EngineQueue] = {}
+        self._speed = _Mean()  # of all engines, for those not measured yet
+        self._decoding = _Mean()  # ms that a request decodes, without its first token
+        self._offered = _Mean()  # tokens to prefill per ms
+        self._arrived: float | None = None  # when the last request came (s)
 
     def divide(
         self,
@@ -72,11 +70,13 @@ class Controller:
         prefills: Collection[str],
         decodes: Collection[str],
     ) -> Division:
-        """Divide the `tokens` that neither engine has cached. Engines are named by id;
-        `prefills` and `decodes` are all that could have been chosen, so that it is known how much
-        of what comes will come to these two. To be entered, as soon as it is made."""
+        """Divide the `tokens` that neither engine has cached. Enter the result at once.
+
+        Engines are named by id. `prefills` and `decodes` are all engines that could have been
+        chosen; they tell how many of the coming requests will go to these two.
+        """
         self._meet({prefill, decode, *prefills, *decodes})
-        sender, receiver = self._sides[prefill], self._sides[decode]
+        sender, receiver = self._engines[prefill], self._engines[decode]
         free = 1.0 - self._busy(tokens, len({*prefills, *decodes}))
         first = round(tokens * FIRST_SHARE)
         share = tokens - (first if first >= FIRST_TOKENS else 0)
@@ -88,35 +88,38 @@ class Controller:
                 self._marginal(sender, free, prefills, decodes),
                 self._marginal(receiver, free, prefills, decodes),
             )
-        share = min(max(share, 0), tokens - 1)  # the last token is the decode engine's: it samples
+        # The decode engine always computes the last token: it samples.
+        share = min(max(share, 0), tokens - 1)
         return Division(self, sender, receiver, share, tokens - share)
 
     def _busy(self, tokens: int, engines: int) -> float:
-        """The share of their time that all engines prefill for; another request has come."""
+        """Note a request; return the share of time that all engines spend on prefill (ρ)."""
         now = self._clock()
-        if self._asked is not None:
-            self._offered.add(tokens, (now - self._asked) * 1e3)
-        self._asked = now
+        if self._arrived is not None:
+            self._offered.add(tokens, (now - self._arrived) * 1e3)
+        self._arrived = now
         if not (self._offered.known and self._speed.known):
             return 0.0
         return min(self._offered.value * self._speed.value / engines, BUSIEST)
 
     def _marginal(
-        self, side: _Side, free: float, prefills: Collection[str], decodes: Collection[str]
+        self, engine: _EngineQueue, free: float, prefills: Collection[str], decodes: Collection[str]
     ) -> tuple[float, float, float]:
-        """Of an engine: ms per token; how many wait behind it, as ms of arrivals; and the share of
-        arrivals that will."""
-        decoding = (side.id in decodes) / max(len(decodes), 1)
-        joining = decoding + (side.id in prefills) / max(len(prefills), 1)
-        speed = side.speed.value if side.speed.known else self._speed.value
-        backlog = side.backlog_ms(speed, self._clock())
+        """Return an engine's ms per token, its waiters, and its share of the arrivals.
+
+        Waiters are counted in ms of arrivals.
+        """
+        decoding = (engine.id in decodes) / max(len(decodes), 1)
+        joining = decoding + (engine.id in prefills) / max(len(prefills), 1)
+        speed = engine.speed.value if engine.speed.known else self._speed.value
+        backlog = engine.backlog_ms(speed, self._clock())
         return speed, free * decoding * self._decoding.value + joining * backlog, joining
 
     @staticmethod
     def _share(
         tokens: int, sender: tuple[float, float, float], receiver: tuple[float, float, float]
     ) -> int:
-        """Where the last token of the sender's delays as many as the last of the receiver's."""
+        """Return the division where one token delays as many requests on either engine."""
         speed, behind, joining = sender
         slow, there, arriving = receiver
         if max(slow, speed) < ALIKE * min(slow, speed):
@@ -126,21 +129,25 @@ class Controller:
         return round((slow * (there + own) - speed * behind) / weight) if weight else tokens
 
     def _meet(self, ids: set[str]) -> None:
-        """Have a side for each of these engines; forget those that are gone, if there are new."""
-        if new := ids - self._sides.keys():
-            kept = {id: side for id, side in self._sides.items() if id in ids or side.tokens}
-            self._sides = kept | {id: _Side(id) for id in new}
+        """Add new engines; if there are any, forget those that are gone."""
+        if new := ids - self._engines.keys():
+            kept = {
+                id: engine for id, engine in self._engines.items() if id in ids or engine.tokens
+            }
+            self._engines = kept | {id: _EngineQueue(id) for id in new}
 
 
 class Division:
-    """One request's: `prefill_tokens` to be computed by the prefill engine, the rest by the decode
-    engine. Entered around all that is done; what was not done when it is left is not waited for."""
+    """One request's division: the decode engine computes all but `prefill_tokens`.
+
+    Entered around the request's calls. Work that is not done on exit no longer counts.
+    """
 
     def __init__(
         self,
         controller: Controller,
-        sender: _Side,
-        receiver: _Side,
+        sender: _EngineQueue,
+        receiver: _EngineQueue,
         prefill_tokens: int,
         decode_tokens: int,
     ) -> None:
@@ -176,7 +183,7 @@ class Division:
             self._receiver.end(self._chunk, now)
 
     def sent(self, computed: int) -> None:
-        """The prefill engine has done its part, and has computed so many tokens for it."""
+        """Note that the prefill engine has done its part, computing this many tokens."""
         if self._sending is None:
             return
         now = self._controller._clock()
@@ -184,29 +191,29 @@ class Division:
         self._sending = None
         self._receiver.promised -= self._rest
         self._chunk = self._receiver.begin(self._rest, now)
-        self._measured(self._sender, took, computed)
+        self._note_speed(self._sender, took, computed)
 
-    def drew(self, chunk: Chunk) -> None:
-        """The decode engine has emitted `chunk`."""
+    def received(self, chunk: Chunk) -> None:
+        """Note a chunk of the decode engine."""
         controller = self._controller
         if self._chunk is not None and chunk.token_ids:
             self._first = controller._clock()
             took = self._receiver.end(self._chunk, self._first)
             self._chunk = None
             if self._rest >= CHUNK_TOKENS:
-                self._measured(self._receiver, took, self._rest)
+                self._note_speed(self._receiver, took, self._rest)
         if chunk.finish_reason is not None and self._first is not None:
             controller._decoding.add((controller._clock() - self._first) * 1e3)
 
-    def _measured(self, side: _Side, took_ms: float, tokens: int) -> None:
-        """So many tokens of prefill took so long there."""
+    def _note_speed(self, engine: _EngineQueue, took_ms: float, tokens: int) -> None:
+        """Note how long a prefill took there."""
         if tokens:
-            side.speed.add(took_ms, tokens)
+            engine.speed.add(took_ms, tokens)
             self._controller._speed.add(took_ms, tokens)
 
 
 class _Mean:
-    """A mean that forgets: of each 10 measurements, what was before counts a third as much."""
+    """An exponentially weighted mean: after 10 measurements, earlier ones count a third."""
 
     __slots__ = ("_of", "_sum")
 
@@ -227,7 +234,7 @@ class _Mean:
 
 
 class _Work:
-    """Some tokens to be prefilled, there since `began` (s)."""
+    """Tokens to prefill, queued since `began` (s)."""
 
     __slots__ = ("began", "tokens")
 
@@ -236,41 +243,43 @@ class _Work:
         self.began = began
 
 
-class _Side:
-    """One engine's prefills: a queue that is worked off in turn, whoever asked for them."""
+class _EngineQueue:
+    """One engine's prefills, computed in order of arrival."""
 
-    __slots__ = ("_ended", "_there", "id", "promised", "speed")
+    __slots__ = ("_ended", "_queue", "id", "promised", "speed")
 
     def __init__(self, id: str) -> None:
         self.id = id
         self.speed = _Mean()  # ms a token
-        self.promised = 0  # tokens that will come, when another engine has done its part
-        self._there: list[_Work] = []
+        self.promised = 0  # tokens that follow once another engine has done its part
+        self._queue: list[_Work] = []
         self._ended = 0.0  # when the last one ended (s)
 
     @property
     def tokens(self) -> int:
-        """What is left to do, here or promised."""
-        return self.promised + sum(work.tokens for work in self._there)
+        """Tokens left to compute, queued or promised."""
+        return self.promised + sum(work.tokens for work in self._queue)
 
     def begin(self, tokens: int, now: float) -> _Work:
         work = _Work(tokens, now)
-        self._there.append(work)
+        self._queue.append(work)
         return work
 
     def end(self, work: _Work, now: float) -> float:
-        """It is done, or will not be. Returns how long it was worked on: since the one before it
-        was done, if it came before that (ms)."""
-        self._there.remove(work)
+        """Remove work that is done or given up; return how long it was computed (ms).
+
+        That is the time since its arrival, or since the end of the work before it.
+        """
+        self._queue.remove(work)
         took = now - max(work.began, self._ended)
         self._ended = now
         return took * 1e3
 
     def backlog_ms(self, speed: float, now: float) -> float:
-        """How long all of it takes at `speed`, less what must have been done of the first one."""
+        """Return the time (ms) for all of it at `speed`, less what is done of the first."""
         left = self.tokens * speed
-        if self._there:
-            first = self._there[0]
+        if self._queue:
+            first = self._queue[0]
             done = (now - max(first.began, self._ended)) * 1e3
             left -= min(done, first.tokens * speed)
         return left

@@ -11,7 +11,7 @@ __all__ = ["data_parallel"]
 
 @strategy
 async def data_parallel(request: Request, cluster: Cluster) -> AsyncGenerator[Chunk, None]:
-    """Each request to one engine, in round-robin fashion."""
+    """Send each request to one engine, in round-robin order."""
     engine = cluster.engines.round_robin()
     async for chunk in engine.start_generate(request, begin=0):
         yield chunk

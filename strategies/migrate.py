@@ -12,7 +12,7 @@ from router import Chunk, Cluster, Request, strategy
 __all__ = ["migrate"]
 
 Overload = Annotated[
-    int, Field(ge=0, description="load beyond the least loaded engine's that is too much (tokens)")
+    int, Field(ge=0, description="excess over the lowest load that moves a prefix (tokens)")
 ]
 
 
@@ -20,11 +20,11 @@ Overload = Annotated[
 async def migrate(
     request: Request, cluster: Cluster, *, overload: Overload = 2048
 ) -> AsyncGenerator[Chunk, None]:
-    """Each request to the engine that has most of its prompt cached; contexts go where room is.
+    """Send each request where most of its prompt is cached; copy prefixes off busy engines.
 
-    Where that engine has `overload` tokens more to do than the least loaded one, what it has cached
-    of the prompt is moved there first and kept: so an engine begins to serve a topic that another
-    one has too many requests of.
+    If that engine has `overload` tokens more work than the least loaded one, what it has cached of
+    the prompt is first copied there and committed. So a second engine begins to serve a topic that
+    has too many requests for one.
     """
     engine = cluster.engines.longest_prefix(request)
     other = cluster.engines.least_loaded()

@@ -11,7 +11,7 @@ __all__ = ["prefill_decode"]
 
 @strategy
 async def prefill_decode(request: Request, cluster: Cluster) -> AsyncGenerator[Chunk, None]:
-    """Prefill on one engine, decode on another (xPyD: the least loaded of each)."""
+    """Prefill on one engine and decode on another (xPyD: the least loaded of each)."""
     decode = cluster.decode.least_loaded()
     prefill = cluster.prefill.least_loaded(exclude=decode)
     end = len(request.tokens) - 1

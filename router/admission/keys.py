@@ -1,7 +1,7 @@
 """API keys: who may call, under which name, and how much.
 
-A key is a secret: it is kept as its digest only, and no message, log or metric shows more of it
-than the first digits of that. Names are for people and may be shown.
+A key is a secret: only its digest is kept, and messages, logs and metrics show at most the first
+digits of the digest. Names are not secret.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. Its limits are for a minute; 0: none, `None`: those of the configuration."""
+    """One key. Limits are per minute; 0 means none, `None` the configured ones."""
 
     name: str
     digest: bytes
@@ -29,27 +29,27 @@ class Key:
     tokens_per_minute: int | None = None
 
 
-ANYBODY = Key("", b"")  # where no keys are asked for
+ANYBODY = Key("", b"")  # the caller if no keys are required
 
 
 class Keys:
-    """Those that are good now."""
+    """The keys that are valid now."""
 
     def __init__(self, keys: Iterable[Key]) -> None:
         self.replace(keys)
 
     def replace(self, keys: Iterable[Key]) -> None:
-        """From now on these are good, and no others."""
+        """Make exactly these keys valid."""
         self._by_digest = {key.digest: key for key in keys}
 
     def __len__(self) -> int:
         return len(self._by_digest)
 
     def identify(self, given: str) -> Key:
-        """Whose key that is. Raises `Unauthorized`.
+        """Return the key with this secret. Raises `Unauthorized` if there is none.
 
-        Looked up by digest: how long that takes says something about the digest of a guess, which
-        nobody can steer, and the comparison of the digests themselves takes the same time always.
+        The lookup is by digest: its time depends on the digest of a guess, which an attacker cannot
+        choose, and the digests are compared in constant time.
         """
         if not self._by_digest:
             return ANYBODY
@@ -61,7 +61,7 @@ class Keys:
 
 
 def bearer(authorization: str) -> str:
-    """The key in the value of an `Authorization` header; empty if there is none."""
+    """Return the key in the value of an `Authorization` header, "" without one."""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
@@ -72,17 +72,17 @@ def make_key(
     requests_per_minute: int | None = None,
     tokens_per_minute: int | None = None,
 ) -> Key:
-    """A key of its secret, or of `sha256:HEX`, the digest of it."""
+    """Make a key from its secret, or from `sha256:HEX`, the secret's digest."""
     hashed = _HASHED.fullmatch(secret)
     digest = bytes.fromhex(hashed[1]) if hashed else _digest(secret)
     return Key(name or digest.hex()[:8], digest, requests_per_minute, tokens_per_minute)
 
 
 def parse_keys(text: str) -> list[Key]:
-    """`KEY [name=N] [rpm=60] [tpm=100000]` a line; `#` begins a comment. KEY may be `sha256:HEX`.
+    """Parse lines of the form `KEY [name=N] [rpm=60] [tpm=100000]`; `#` begins a comment.
 
-    Raises `BadRequest`, which names the line and never what is in it; also for a file without any
-    key, which would let everybody in.
+    KEY may be `sha256:HEX`. Raises `BadRequest`, naming the line but never its content; also for a
+    file without keys, which would admit everybody.
     """
     keys: dict[bytes, Key] = {}
     for number, line in enumerate(text.splitlines(), start=1):

@@ -1,4 +1,4 @@
-"""How many requests and tokens a minute each API key may have."""
+"""Limits of requests and tokens per minute for each API key."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ MINUTE_S = 60.0
 
 
 class Bucket:
-    """Filled evenly, a minute's worth at most. It can be overdrawn by what was not known before,
-    and is empty then until that is made good."""
+    """A token bucket that fills evenly, up to one minute's worth.
+
+    It can be overdrawn by amounts known only afterwards; it then refills from below zero.
+    """
 
     __slots__ = ("_level", "_per_s", "_then", "limit")
 
@@ -34,7 +36,7 @@ class Bucket:
         self._level = self.level(now) - amount
 
     def until(self, amount: float, now: float) -> float:
-        """Seconds until there is so much in it."""
+        """Return the seconds until it holds `amount`."""
         return max(0.0, (amount - self.level(now)) / self._per_s)
 
 
@@ -45,21 +47,27 @@ class _Allowance:
 
 
 class RateLimits:
-    """A request counts when it comes; its tokens when they are known: the prompt's when it is read,
-    the answer's at the end. So a key may exceed its tokens by what it has in flight, and waits the
-    longer for it. `clock` gives seconds; the limits are for keys that have none of their own, 0:
-    none."""
+    """Admits requests within the limits of their keys.
+
+    A request counts on arrival, its tokens when they are known: the prompt's when it has been
+    read, the answer's at the end. So a key may exceed its tokens by what it has in flight, and
+    waits longer afterwards.
+    """
 
     def __init__(
         self, requests_per_minute: int, tokens_per_minute: int, clock: Callable[[], float]
     ) -> None:
+        """The limits apply to keys without limits of their own; 0 means none.
+
+        `clock` returns seconds.
+        """
         self._defaults = (requests_per_minute, tokens_per_minute)
         self._limited = any(self._defaults)
         self._clock = clock
         self._allowances: dict[Key, _Allowance] = {}
 
     def admit(self, key: Key) -> None:
-        """Count a request. Raises `RateLimited`, with the time to wait, if it is one too many."""
+        """Count a request. Raises `RateLimited`, with the time to wait, if it exceeds a limit."""
         if not self._limits(key):
             return
         allowance, now = self._allowance(key), self._clock()
@@ -82,7 +90,7 @@ class RateLimits:
             bucket.take(tokens, self._clock())
 
     def headers(self, key: Key) -> dict[str, str]:
-        """OpenAI's `x-ratelimit-*`, of those limits that there are."""
+        """Return OpenAI's `x-ratelimit-*` headers for the limits of `key`."""
         headers: dict[str, str] = {}
         if not self._limits(key):
             return headers
@@ -95,13 +103,13 @@ class RateLimits:
         return headers
 
     def keep(self, keys: list[Key]) -> None:
-        """Forget those that are no longer good."""
+        """Forget the state of all other keys."""
         good = {*keys, ANYBODY}
         for key in [key for key in self._allowances if key not in good]:
             del self._allowances[key]
 
     def _limits(self, key: Key) -> bool:
-        """Whether there may be any for `key`: mostly there are none."""
+        """Return whether `key` may have limits: a quick check, since most have none."""
         return self._limited or bool(key.requests_per_minute or key.tokens_per_minute)
 
     def _allowance(self, key: Key) -> _Allowance:
@@ -118,7 +126,7 @@ class RateLimits:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: `120ms`, `1.5s`, `6m0s`."""
+    """Format a duration as OpenAI does: `120ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{round(seconds * 1e3)}ms"
     minutes, rest = divmod(round(seconds, 1), 60)

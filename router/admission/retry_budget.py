@@ -1,15 +1,17 @@
-"""How many requests may be retried at a time: what is retried costs those that are not."""
+"""Limits how many requests are on a retry at a time: retries slow down all other requests."""
 
 from __future__ import annotations
 
 __all__ = ["Claim", "RetryBudget"]
 
-RESERVE = 10  # retries that are always allowed: a share of few is none
+RESERVE = 10  # retries that are always allowed: a share of few requests rounds to none
 
 
 class Claim:
-    """One request's part of the budget, counted while the body of `with` runs. It may be taken for
-    more than one retry."""
+    """One request's part of the budget, held while the body of `with` runs.
+
+    Once spent, it covers all retries of the request.
+    """
 
     __slots__ = ("_budget", "spent")
 
@@ -26,7 +28,7 @@ class Claim:
         self._budget.retrying -= self.spent
 
     def spend(self) -> bool:
-        """Whether the request may be retried once more, for as long as it lasts."""
+        """Return whether the request may be retried once more."""
         if not self.spent and self._budget.left():
             self.spent = True
             self._budget.retrying += 1
@@ -34,10 +36,10 @@ class Claim:
 
 
 class RetryBudget:
-    """At most `share` of the requests in flight (and a few) are on a retry at any time.
+    """At most `share` of the requests in flight, plus a few, are on a retry at any time.
 
-    The retry after an engine was lost is not asked for here: an engine's death concerns all that
-    ran there at once, and they did not cause it.
+    The first retry after the loss of an engine needs no budget: the loss hits all its requests at
+    once, through no fault of theirs.
     """
 
     def __init__(self, share: float) -> None:
@@ -49,5 +51,5 @@ class RetryBudget:
         return self.retrying < RESERVE + self._share * self.running
 
     def request(self) -> Claim:
-        """One that begins."""
+        """Return the claim of a new request."""
         return Claim(self)

@@ -1,4 +1,4 @@
-"""The end of a router: nothing new, and some time for what runs."""
+"""The orderly end of a router: no new requests, and some time for those that run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ __all__ = ["Shutdown"]
 
 
 class Shutdown:
-    """Counts the requests to the model. From `begun` on new ones are refused and `/health` is 503,
-    while the router still listens: load balancers are to see it before connections fail."""
+    """Counts the requests to the model.
+
+    Once `begun`, new ones are refused and `/health` is 503, but the router still listens: load
+    balancers must notice before connections fail.
+    """
 
     def __init__(self) -> None:
         self.begun = False
@@ -18,7 +21,7 @@ class Shutdown:
         self._over = asyncio.Event()
 
     def request_begins(self) -> None:
-        """Count one, until `request_ends`."""
+        """Count a request until `request_ends`."""
         self.running += 1
 
     def request_ends(self) -> None:
@@ -27,9 +30,9 @@ class Shutdown:
             self._over.set()
 
     async def finish(self, bound_s: float) -> int:
-        """Take nothing new and wait for what runs, `bound_s` seconds at most.
+        """Refuse new requests and wait at most `bound_s` seconds for those that run.
 
-        Returns how many requests are left, which are to be cancelled.
+        Returns how many still run; the caller cancels them.
         """
         self.begun = True
         if self.running:
@@ -39,5 +42,5 @@ class Shutdown:
         return self.running
 
     def hurry(self) -> None:
-        """Wait no longer."""
+        """Stop waiting."""
         self._over.set()

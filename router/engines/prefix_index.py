@@ -1,4 +1,4 @@
-"""Which prefixes each engine has cached: the router's own view of all prefix trees (§3.5).
+"""Which prefixes each engine has cached: the router's own view of all prefix trees.
 
     engine ── names added, removed ────► View.known ─────┐
     legs that compute or receive a prompt ──► .expected ─┴─► how much of a request is cached there

@@ -1,4 +1,4 @@
-"""Context migration (§3.2, Example 4): what an engine has cached of a prefix, moved to another."""
+"""Context migration (§3.2, Example 4): copies a cached prefix from one engine to another."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ __all__ = ["Migrated", "migrate_prefix"]
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """`tokens` of the prefix are cached at the receiver now; `sent_tokens`, or `bytes`, of them
-    were not before. `pinned` of them it keeps from eviction."""
+    """`tokens` of the prefix are now cached at the receiver.
+
+    `sent_tokens` of them, `bytes` in size, were not cached there before. `pinned` of them are
+    protected from eviction.
+    """
 
     tokens: int
     sent_tokens: int
@@ -41,11 +44,12 @@ async def migrate_prefix(
     *,
     pin: bool,
 ) -> Migrated:
-    """Have `target` cache what `source` has of `prefix`, in full pages, by `prep_recv`,
-    `remote_send` and `commit`. `pin` moves as well: `source` keeps the prefix no longer.
+    """Copy the full pages of `prefix` that `source` has cached to `target`'s cache.
 
-    Leaving by any door ends the lease and the send. Raises `BadRequest` where nothing is cached,
-    `EngineUnreachable` where an engine is not up or goes, and what engines say, as `NoCapacity`.
+    It calls `prep_recv`, `remote_send` and `commit`. With `pin`, the pin moves too: `target`
+    protects the prefix from eviction and `source` no longer does. Leaving by any exit ends the
+    lease and the send. Raises `BadRequest` if nothing is cached, `EngineUnreachable` if an engine
+    is not up or is lost, and the engines' errors, such as `NoCapacity`.
     """
     began, prefixes = time.monotonic(), runtime.registry.prefixes
     for backend in (source, target):

@@ -1,4 +1,4 @@
-"""One run of a strategy for one choice: whatever it does, its request ends, and nothing is left."""
+"""One run of a strategy for one choice: whatever it does, it ends and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -49,10 +49,13 @@ class StrategyRun:
         self._seen = (-1, -1)
 
     async def finish(self) -> None:
-        """Run it to its end. Cancellation ends it within `grace_s`, whether it likes that or not;
-        so does making no progress for `stall_s`. Tasks that it has started end here too."""
+        """Run it to its end, and end the tasks that it has started.
+
+        Cancellation ends it within `grace_s`, even if the strategy ignores it. So does a lack of
+        progress for `stall_s`.
+        """
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._stall, self._look)
+        self._timer = loop.call_later(self._stall, self._check_progress)
         try:
             await self._end_of(self._supervised.start(loop, context=self._child_tasks.context()))
         except Interrupted:
@@ -66,11 +69,11 @@ class StrategyRun:
             del self._supervised, self._child_tasks
 
     async def _end_of(self, task: asyncio.Task[None]) -> None:
-        """Wait for `task`, and raise what it raises. Cancellation ends it, and is raised then."""
+        """Wait for `task`, and raise what it raises. Cancellation ends the task first."""
         cancelled: asyncio.CancelledError | None = None
         try:
             while not task.done():
-                # Not `await task`, which would pass our cancellation on, and wait for what it does.
+                # `await task` would pass the cancellation on directly, without a time limit.
                 ended = task.get_loop().create_future()
                 task.add_done_callback(partial(_wake, ended))
                 try:
@@ -80,11 +83,11 @@ class StrategyRun:
                     self._end()
             if cancelled is not None:
                 if not task.cancelled():
-                    task.exception()  # seen: that we were cancelled is what counts
+                    task.exception()  # mark it as retrieved: the cancellation takes precedence
                 raise cancelled
             task.result()
         finally:
-            del task, cancelled  # they know the errors that know this frame
+            del task, cancelled  # break the reference cycle with the errors' tracebacks
 
     async def _run(self) -> None:
         chunks, writer, supervised = self._chunks, self._writer, self._supervised
@@ -98,7 +101,7 @@ class StrategyRun:
                     break
                 except BaseException as error:
                     if finished and _is_engines(error):
-                        break  # the client has it all; the leg in the receipt tells of the error
+                        break  # the client has the whole answer; the receipt shows the error
                     self._raise_own(error)
                     raise
                 if finished:
@@ -112,7 +115,7 @@ class StrategyRun:
                 if (reading := writer.write(chunk)) is not None:
                     await reading
                 step = anext(chunks)
-        except GeneratorExit:  # the supervised has let go: nothing can be awaited
+        except GeneratorExit:  # the run was abandoned: nothing can be awaited
             raise
         except BaseException:
             await self._close()
@@ -123,9 +126,9 @@ class StrategyRun:
             raise self._violation("ended_early", "ended before the stream did")
 
     def _raise_own(self, error: BaseException) -> None:
-        """Raise an error of the strategy's own by its name; return for those that pass as they are.
+        """Raise a strategy's own error as `StrategyError`; return for errors that pass unchanged.
 
-        It is raised here so that no frame keeps what it raises, and with it all it refers to.
+        Raising here keeps the error, and all that it refers to, out of the caller's frame.
         """
         cause = root_cause(error)
         if isinstance(cause, Interrupted):
@@ -137,13 +140,13 @@ class StrategyRun:
         if isinstance(error, asyncio.CancelledError):
             if self._supervised.ending:
                 return
-            # Nobody cancelled us: the strategy awaited something that was.
+            # The run was not cancelled: the strategy awaited something that was.
             raise self._violation("raised", "CancelledError") from error
         what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
         raise self._violation("raised", what, line_in(error.__traceback__)) from error
 
     async def _close(self) -> None:
-        """Have it leave its `async with`s. What it was left for is what counts, not how it goes."""
+        """Make the strategy leave its `async with`s. Errors on the way only count as violations."""
         loop = asyncio.get_running_loop()
         error = StrategyError(f"{self._revision.label} does not end")
         timer = loop.call_later(self._grace, self._end, error)
@@ -156,15 +159,15 @@ class StrategyRun:
         except Exception as wrong:  # noqa: BLE001
             what = f"{type(wrong).__name__}: {wrong}"
             if isinstance(wrong, RuntimeError) and "GeneratorExit" in str(wrong):
-                what = "yields when it is to end"
+                what = "yields"
             self._violation("cleanup", f"{what} in its cleanup", line_in(wrong.__traceback__))
         finally:
             timer.cancel()
 
-    def _look(self) -> None:
-        """End it if it has done nothing since the last look, and no engine works for it.
+    def _check_progress(self) -> None:
+        """End the run if it made no progress since the last check while no engine worked for it.
 
-        What counts is what the strategy waits for: not a client that does not read.
+        Waiting for a client that does not read does not count.
         """
         legs = self._attempt.receipt.legs
         seen = (len(legs), len(self._writer.tokens))
@@ -176,10 +179,10 @@ class StrategyRun:
             self._end(StrategyStalled(f"{self._revision.label} {message}"))
             return
         self._seen = seen
-        self._timer = asyncio.get_running_loop().call_later(self._stall, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self._stall, self._check_progress)
 
     def _end(self, error: Exception | None = None) -> None:
-        """Whatever waits for whatever: a task that waits for another passes its cancellation on."""
+        """End the run and its child tasks together, since either may wait for the other."""
         self._supervised.end(error)
         self._child_tasks.begin_end()
 
@@ -192,7 +195,7 @@ class StrategyRun:
         return StrategyBlocked(f"{self._revision.label} held up the event loop")
 
     def _violation(self, kind: ViolationKind, what: str, line: str = "") -> StrategyError:
-        """Count a violation; returns the error that reports it."""
+        """Count a violation; return the error that reports it."""
         message = f"{what} ({line})" if line else what
         self._revision.add_violation(kind, message)
         return StrategyError(f"{self._revision.label}: {message}")
@@ -209,7 +212,7 @@ def _is_engines(error: BaseException) -> bool:
 
 
 def _first(chunks: AsyncGenerator[Chunk, None]) -> Awaitable[Chunk]:
-    """Its first step, without asyncio's hooks: a run ends its generator itself, or cannot."""
+    """Begin the first step without asyncio's hooks: a run closes its generator itself."""
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(None, None)
     try:

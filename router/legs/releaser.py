@@ -1,4 +1,4 @@
-"""Telling engines that a lease, a send or a generation is over, cancelled or not."""
+"""Tells engines that a lease, a send or a generation is over; cancellation does not stop it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class Releaser:
-    """Sends releases in tasks of the router's own group: they outlive the request they end.
+    """Sends releases in tasks of the router's own group: they outlive their request.
 
-    An engine that cannot be told ends the lease itself after `lease_ms`.
+    An engine that cannot be reached ends the lease itself after `lease_ms`.
     """
 
     def __init__(self, tasks: asyncio.TaskGroup, timeout: float) -> None:
@@ -28,13 +28,13 @@ class Releaser:
     def spawn(
         self, backend: Backend, body: dict[str, Any], headers: Mapping[str, str]
     ) -> asyncio.Task[None]:
-        """Begin a release; to wait for it, `wait`."""
+        """Begin a release; `wait` waits for it."""
         return self._tasks.create_task(self._release(backend, body, headers))
 
     async def wait(self, backend: Backend, release: asyncio.Task[None]) -> None:
-        """Wait until the engine knows, so that what is done next finds its pages free.
+        """Wait until the engine has been told, so that the next call finds its pages free.
 
-        Not for an engine that may be gone. Cancellation ends the waiting, not the release.
+        Returns at once for an engine that may be gone. Cancellation ends only the waiting.
         """
         if backend.status == "up":
             await asyncio.shield(release)

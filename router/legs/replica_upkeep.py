@@ -1,6 +1,6 @@
-"""What is done so that one running generation has a replica, whatever becomes of other engines.
+"""Keeps a replica of one running generation, even if the engines that hold it are lost.
 
-Nothing of it delays or fails the generation, but for `OPEN_S` at its start.
+This never fails the generation, and delays it only at its start, by at most `OPEN_S`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ __all__ = ["ReplicaUpkeep"]
 
 log = logging.getLogger(__name__)
 
-RESERVE = 128  # tokens of room beyond what there is; the engine asks for more when it needs it
-OPEN_S, REOPEN_S = 0.5, 5.0  # how long a neighbour is waited for: by the generation; beside it
-RETRY_S, RETRY_MOST_S = 1.0, 30.0  # between attempts to get another replica
-FULL = frozenset({"no_capacity", "bad_request"})  # the replica is whole, but gets no more room
+RESERVE = 128  # room for further tokens; the engine asks for more when it needs it
+OPEN_S, REOPEN_S = 0.5, 5.0  # longest wait for a neighbour: by the generation; in background
+RETRY_S, RETRY_MOST_S = 1.0, 30.0  # pauses between attempts to open another replica
+# Reasons why a replica that is complete so far gets no more room.
+FULL = frozenset({"no_capacity", "bad_request"})
 
 
 class ReplicaUpkeep:
-    """Opens the replica of a generation on `backend`, and another one when that is lost, cannot
-    grow, or is on an engine that is to be empty (DéjàVu's recovery, the ring's repair)."""
+    """Opens the replica of a generation on `backend`, and replaces it when necessary.
+
+    That is when the replica is lost, cannot grow, or is on an engine that is being drained
+    (DéjàVu's recovery, the ring's repair).
+    """
 
     def __init__(
         self,
@@ -42,15 +46,15 @@ class ReplicaUpkeep:
         self._attempt = attempt
         self._backend = backend
         self._leg: Leg
-        self._tokens = list(request.tokens)  # with what has been emitted
+        self._tokens = list(request.tokens)  # prompt and output
         self._most = len(request.prompt) + request.sampling.max_tokens
         self._replica: Replica | None = None
-        self._told: Mirrored | None = None
+        self._reported: Mirrored | None = None
         self._repair: asyncio.Task[None] | None = None
         self._over = False
 
     async def first(self, leg: Leg) -> dict[str, Any] | None:
-        """The first replica, as `start_generate` takes it; None if there is none for now."""
+        """Open the first replica; return the `mirror` field of `start_generate`, or `None`."""
         self._leg = leg
         candidates = self._candidates()
         try:
@@ -58,49 +62,50 @@ class ReplicaUpkeep:
                 self._replica = await self._open(candidates[0], OPEN_S)
                 self._attempt.replicas.add(self._replica)
         except MicroserveError as error:
-            self._note(error.type)
+            self._note_error(error.type)
         if self._replica is None:
             return None
         self._leg.replica = self._replica.backend.id
         return self._body(self._replica)
 
     def begun(self, leg: Leg) -> None:
-        """The generation runs: if it has no replica, get one beside it."""
+        """Note that the generation runs; if it has no replica, open one in the background."""
         self._leg = leg
         if self._replica is None or self._replica.over:
-            self._unprotected(0.0)
+            self._repair_after(0.0)
 
-    def saw(self, chunk: Chunk) -> None:
-        """What the generation's stream says, of tokens and of the mirror."""
+    def note(self, chunk: Chunk) -> None:
+        """Note the tokens of a chunk, and what it reports of the mirror."""
         self._tokens += chunk.token_ids
         if chunk.mirror is not None:
-            self._told = chunk.mirror
+            self._reported = chunk.mirror
             if self._replica is not None:
-                self._told.lease_id = self._told.lease_id or self._replica.lease_id
-            self._heed()
+                self._reported.lease_id = self._reported.lease_id or self._replica.lease_id
+            self._apply_report()
 
-    def _heed(self) -> None:
-        """What was last told of a mirror, if that is the replica's."""
-        told, replica = self._told, self._replica
-        if told is None or replica is None or replica.over or told.lease_id != replica.lease_id:
+    def _apply_report(self) -> None:
+        """Apply the last report of a mirror, if it is about the current replica."""
+        report, replica = self._reported, self._replica
+        if report is None or replica is None or replica.over or report.lease_id != replica.lease_id:
             return
-        self._leg.landed = replica.landed = max(replica.landed, told.landed)
-        if told.stopped is None or self._repair is not None:
+        self._leg.landed = replica.landed = max(replica.landed, report.landed)
+        if report.stopped is None or self._repair is not None:
             return
-        if told.stopped in FULL:
-            self._note(told.stopped)
-            self._unprotected(RETRY_S)  # what it has is good: keep it until there is a better one
+        if report.stopped in FULL:
+            self._note_error(report.stopped)
+            # What has landed is usable: keep it until there is a better replica.
+            self._repair_after(RETRY_S)
         else:
-            self.drop(told.stopped)
+            self.drop(report.stopped)
 
     def drop(self, reason: str = "not begun") -> None:
-        """The replica is no good: nothing can be resumed from it."""
+        """End the replica: nothing can be resumed from it."""
         if self._replica is not None:
             self._attempt.replicas.end(self._replica)
             self._lost(reason)
 
     def end(self) -> None:
-        """The generation is over, one way or the other; what it has is the choice's. Idempotent."""
+        """Note that the generation is over; its replicas now belong to the choice. Idempotent."""
         self._over = True
         if self._repair is not None:
             self._repair.cancel()
@@ -112,7 +117,10 @@ class ReplicaUpkeep:
         return ring if self._mirror.rank is None else sorted(ring, key=self._mirror.rank)
 
     async def _open(self, backend: Backend, patience_s: float) -> Replica:
-        """A lease on `backend` for all tokens so far, and some. Raises what the engine says."""
+        """Open a lease on `backend` for all tokens so far and `RESERVE` more.
+
+        Raises the engine's error, and `Timeout` after `patience_s` seconds.
+        """
         attempt, tokens = self._attempt, list(self._tokens)
         name = f"{attempt.request_id}-r{next(attempt.replicas.numbers)}"
         body = {
@@ -142,26 +150,26 @@ class ReplicaUpkeep:
             kv_addr=reply.kv_addr,
             landed=reply.match_len,
             lost=self._lost,
-            unwanted=lambda: self._unprotected(0.0),
+            unwanted=lambda: self._repair_after(0.0),
         )
 
     def _body(self, replica: Replica) -> dict[str, Any]:
         return {"kv_addr": replica.kv_addr, "every": self._mirror.every}
 
     def _lost(self, reason: str) -> None:
-        self._note(reason)
-        self._unprotected(0.0)
+        self._note_error(reason)
+        self._repair_after(0.0)
 
-    def _note(self, reason: str) -> None:
+    def _note_error(self, reason: str) -> None:
         self._leg.mirror_error = reason
 
-    def _unprotected(self, pause: float) -> None:
-        """Get another replica, in `pause` seconds, and again later if there is none then."""
+    def _repair_after(self, pause: float) -> None:
+        """Open another replica in `pause` seconds; retry later until that succeeds."""
         if self._over or self._repair is not None:
             return
-        self._repair = self._attempt.runtime.tasks.create_task(self._mend(pause))
+        self._repair = self._attempt.runtime.tasks.create_task(self._repair_loop(pause))
 
-    async def _mend(self, pause: float) -> None:
+    async def _repair_loop(self, pause: float) -> None:
         try:
             while True:
                 await asyncio.sleep(pause)
@@ -169,21 +177,22 @@ class ReplicaUpkeep:
                     break
                 self._attempt.fallback("unmirrored")
                 pause = min(max(RETRY_S, 2 * pause), RETRY_MOST_S)
-        except Exception:  # of this one stream: what else the router does must go on
+        except Exception:  # concerns this one stream only; the router must go on
             log.exception("a replica could not be set up")
-            self._told = None  # or we might begin anew, and fail again
+            self._reported = None  # or the report would start another repair, which might fail too
         finally:
             self._repair = None
         if not self._over:
-            self._heed()  # of the new one, told before we knew that it was begun
+            # A report about the new replica may have come before its start was known.
+            self._apply_report()
 
     async def _replace(self) -> bool:
-        """Mirror to the first engine that has room; returns whether there is one."""
+        """Mirror to the first engine that has room; return whether there is one."""
         for backend in self._candidates():
             try:
                 new = await self._open(backend, REOPEN_S)
             except MicroserveError as error:
-                self._note(error.type)
+                self._note_error(error.type)
                 continue
             begun = False
             try:
@@ -192,11 +201,11 @@ class ReplicaUpkeep:
                 await guard(call, self._backend)
                 begun = True
             except MicroserveError as error:
-                # The generation is gone, or about to be: its stream knows.
-                self._note(error.type)
+                # The generation is gone or about to be; its stream reports that.
+                self._note_error(error.type)
                 return False
             finally:
-                if not begun:  # cancelled as well: nothing is there to be resumed from
+                if not begun:  # after a cancellation too: it holds nothing to resume from
                     self._attempt.replicas.end(new)
             old, self._replica = self._replica, new
             self._attempt.replicas.add(new)

@@ -1,4 +1,4 @@
-"""One running generation: an async iterator of chunks whose end is owned by the attempt."""
+"""One running generation: an async iterator of chunks that its attempt ends."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["TokenStream"]
 
 
 class TokenStream:
-    """What `start_generate` returns; the call is made when the first chunk is asked for.
+    """What `start_generate` returns; the engine is called when the first chunk is requested.
 
-    A plain `async for` over an async generator would leave it open on an early exit until the
-    garbage collector comes by. So this is a class, and the attempt stops it when it ends.
+    An async generator would stay open after an early exit from `async for` until the garbage
+    collector runs. This is a class instead, and the attempt stops it when it ends.
     """
 
     __slots__ = (
         "_attempt",
         "_backend",
         "_begin",
-        "_coming",
+        "_expected",
         "_fork_of",
         "_kv",
         "_leg",
@@ -55,7 +55,7 @@ class TokenStream:
         fork_of: EngineRequestId | None = None,
         mirror: MirrorPlan | None = None,
     ) -> None:
-        """`fork_of`: the generation there whose prompt's KV this one shares."""
+        """`fork_of` names a generation on `backend` whose prompt's KV this one shares."""
         self._attempt = attempt
         self._backend = backend
         self._request = request
@@ -69,15 +69,15 @@ class TokenStream:
         self._upkeep = (
             ReplicaUpkeep(attempt, backend, mirror, request) if mirror is not None else None
         )
-        self._coming: Expected = NOTHING  # what is to be cached there
-        self._load = (0, 0)  # tokens to be prefilled and streams, as counted at the backend
+        self._expected: Expected = NOTHING  # pages on their way into its cache
+        self._load = (0, 0)  # its part of the backend's load: tokens to prefill, streams
 
     def __aiter__(self) -> TokenStream:
         return self
 
     async def __anext__(self) -> Chunk:
         if self._over:
-            # Only now: the last chunk has not waited for the end of its connection.
+            # Not earlier: the last chunk must not wait for the end of its stream.
             if self._stream is not None:
                 stream, self._stream = self._stream, None
                 await stream.finish()
@@ -91,7 +91,7 @@ class TokenStream:
             if self._leg is not None:
                 self._leg.fail(error)
                 if not isinstance(error, EngineUnreachable):
-                    self._over = True  # the engine itself says so: nothing is left to abort
+                    self._over = True  # the engine has ended it: nothing is left to abort
                     self._close(self._leg)
             raise
         leg = self._leg
@@ -104,32 +104,32 @@ class TokenStream:
         if leg.first_token_ms is None and chunk.token_ids:
             leg.first_token_ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
             self._count(0, 1)
-            self._coming.landed()
+            self._expected.landed()
         leg.tokens += len(chunk.token_ids)
         if self._upkeep is not None:
-            self._upkeep.saw(chunk)
+            self._upkeep.note(chunk)
         if chunk.finish_reason is not None:
             self._finish(chunk, leg)
         return chunk
 
     def stop(self) -> asyncio.Task[None] | None:
-        """End it now if it is still running; the engine learns of it in the task returned."""
+        """End it if it still runs; the engine is told in the task returned."""
         if self._over:
             if self._stream is not None:
-                self._stream.abort()  # nobody asked for more after the last chunk
+                self._stream.abort()  # iteration stopped at the last chunk
             return None
         self._over = True
         if self._leg is None:
-            return None  # never asked for a chunk
+            return None  # no chunk was requested
         if self._leg.error is None:
             self._leg.fail(asyncio.CancelledError())
         self._close(self._leg)
         return self._attempt.spawn_release(self._backend)
 
     async def aclose(self) -> None:
-        """End it now: the engine is told, and stops. Idempotent; for `contextlib.aclosing`.
+        """End it and wait until the engine has stopped. Idempotent; for `contextlib.aclosing`.
 
-        Not needed for the last stream of a strategy: it ends with the strategy.
+        Not needed for the last stream of a strategy, which ends with the strategy.
         """
         if (release := self.stop()) is not None:
             await self._attempt.runtime.releaser.wait(self._backend, release)
@@ -140,7 +140,7 @@ class TokenStream:
 
     @property
     def tokens(self) -> int:
-        """Of prompt and output, up to what it has emitted."""
+        """Tokens of prompt and output, up to the last emitted one."""
         return self._leg.end + self._leg.tokens if self._leg is not None else 0
 
     async def _open(self) -> tuple[ChunkStream, Leg]:
@@ -149,13 +149,13 @@ class TokenStream:
         self._leg = leg = attempt.begin_leg("start_generate", backend, self._begin, total)
         attempt.streams.append(self)
         self._count(max(0, total - self._begin), 1)
-        self._coming = attempt.expect(backend, request, total)
+        self._expected = attempt.expect(backend, request, total)
         if self._kv is not None:
-            self._kv.reserved_load.close()  # it is here now, and counted
+            self._kv.reserved_load.close()  # the stream itself is counted now
         body = request.sampling.model_dump(exclude_defaults=True)
         body["prompt"] = request.prompt
         if self._kv is None or self._kv.replica is None:
-            body["begin"] = self._begin  # else: what has landed
+            body["begin"] = self._begin  # without it: what has landed
         if request.output:
             body["output"] = request.output
         if request.priority:
@@ -168,7 +168,7 @@ class TokenStream:
             body["lease_id"] = self._kv.lease_id
         if self._upkeep is not None:
             attempt.mirrored = True
-            # A client that has read already waits for the next token: its replica comes after it.
+            # After a failure the client waits for the next token: the replica is opened afterwards.
             if not request.output and (target := await self._upkeep.first(leg)):
                 body["mirror"] = target
         if self._fork_of is not None:
@@ -180,7 +180,7 @@ class TokenStream:
             stream = await self._start(body)
         except BaseException:
             if self._upkeep is not None:
-                self._upkeep.drop()  # nothing will ever be in it
+                self._upkeep.drop()  # it will stay empty
             raise
         if self._upkeep is not None:
             self._upkeep.begun(leg)
@@ -188,14 +188,14 @@ class TokenStream:
             choices.started(choice, Origin(backend, attempt.request_id, self.mirror))
         if self._kv is not None:
             self._kv.taken()
-        if self._over:  # stopped meanwhile
+        if self._over:  # stopped during the call
             stream.abort()
         else:
             backend.watch(stream)
         return stream, leg
 
     async def _start(self, body: dict[str, Any]) -> ChunkStream:
-        """Have the engine begin; if it is the mirror that it does not want, without."""
+        """Start the generation; without the mirror if the engine refuses the mirror's address."""
         try:
             return await self._attempt.start(self._backend, body)
         except BadAddress:
@@ -205,11 +205,11 @@ class TokenStream:
             return await self._attempt.start(self._backend, body)
         except (LeaseExpired, UnknownLease):
             if self._kv is not None and self._kv.replica is not None:
-                self._kv.replica.forget()  # or it would be offered again
+                self._kv.replica.forget()  # or the next attempt would try it again
             raise
 
     def _count(self, tokens: int, streams: int) -> None:
-        """From now on this is what the backend has of it to do."""
+        """Set its part of the backend's load."""
         load, (old_tokens, old_streams) = self._backend.load, self._load
         load.tokens += tokens - old_tokens
         load.streams += streams - old_streams
@@ -218,9 +218,9 @@ class TokenStream:
     def _finish(self, chunk: Chunk, leg: Leg) -> None:
         self._over = True
         if chunk.usage is not None:
-            # What was put here by this attempt is not cached but computed, only elsewhere.
+            # Tokens that this attempt has computed elsewhere and put here were not cached.
             cached = max(0, chunk.usage.cached_tokens - self._attempt.put_computed)
-            if self._request.output:  # nor what the request itself has computed elsewhere
+            if self._request.output:  # nor were those of earlier attempts
                 cached = self._first_leg().cached_tokens
             if cached != chunk.usage.cached_tokens:
                 chunk.usage = chunk.usage.model_copy(update={"cached_tokens": cached})
@@ -230,7 +230,7 @@ class TokenStream:
         self._attempt.note_success(self._backend)
 
     def _first_leg(self) -> Leg:
-        """Of this choice's generations: before anything of it was computed."""
+        """Return the leg of this choice's first generation, before which nothing was computed."""
         choice = self._request.sampling.choice
         return next(
             leg
@@ -241,7 +241,7 @@ class TokenStream:
     def _close(self, leg: Leg) -> None:
         leg.ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
         self._count(0, 0)
-        self._coming.end()
+        self._expected.end()
         if self._upkeep is not None:
             self._upkeep.end()
         if self._stream is not None:

@@ -1,4 +1,4 @@
-"""The model's own chat template, rendered as transformers does it, in a sandbox."""
+"""The model's chat template, rendered like in transformers, in a sandbox."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ChatTemplate"]
 
 
 class ChatTemplate:
-    """A compiled template. Raises `BadRequest` for messages that it refuses or cannot render."""
+    """A compiled template. Rendering raises `BadRequest` for messages that it refuses."""
 
     def __init__(self, source: str | None, *, bos_token: str | None, eos_token: str | None) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -35,7 +35,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The prompt text; special tokens, BOS among them, are already in it if they belong."""
+        """Return the prompt text, with all special tokens, BOS included."""
         if self._template is None:
             raise BadRequest("this model has no chat template: use /v1/completions")
         try:
@@ -50,7 +50,7 @@ class ChatTemplate:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # Jinja's own filter escapes for HTML, which a model has never seen.
+    # Jinja's own filter escapes for HTML, which models are not trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 

@@ -1,4 +1,4 @@
-"""The served model as the router needs it: tokenizer, chat template, limits. No weights."""
+"""The served model as the router needs it: tokenizer, chat template and limits, no weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ __all__ = ["ServedModel"]
 
 
 class ServedModel:
-    """Made of what `GET /microserving/model` tells; building and long texts belong in a thread.
+    """The model described by `GET /microserving/model`.
 
-    Raises `Internal` if the engine's tokenizer or template cannot be read.
+    Construction, and tokenizing long texts, take long enough to belong in a thread. Raises
+    `Internal` if the engine's tokenizer or template is invalid.
     """
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
         try:
-            # tokenizers raises plain Exceptions: name the culprit and pass it on.
+            # tokenizers raises plain Exceptions.
             self._tokenizer = Tokenizer.from_str(info.tokenizer_json)
         except Exception as error:
             raise Internal(f"the tokenizer of {info.name}: {error}") from error
@@ -37,13 +38,13 @@ class ServedModel:
         bos = self._tokenizer.token_to_id(info.bos_token) if info.bos_token else None
         self._bos: int | None = bos if info.add_bos else None
         self.created = int(time.time())
-        # OpenAI's: two answers with the same one, and the same seed, are the same.
+        # OpenAI's field: equal fingerprints and seeds promise equal answers.
         digest = hashlib.sha256(info.fingerprint.encode()).hexdigest()
         self.system_fingerprint = f"fp_{digest[:10]}"
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a plain prompt; `special`: with BOS, where the model wants one."""
-        # The fast one leaves out where in the text a token was; the ids are the same.
+        """Return the token ids of a prompt; with `special`, BOS is added if the model uses one."""
+        # The fast variant skips the offsets of the tokens in the text; the ids are the same.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = encoding.ids
         if special and self._bos is not None and ids[:1] != [self._bos]:
@@ -51,11 +52,11 @@ class ServedModel:
         return ids
 
     def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-        """Token ids of a conversation. The template writes the special tokens: none are added."""
+        """Return the token ids of a conversation. The template writes the special tokens."""
         return self.encode(self._template.render(messages, **kwargs), special=False)
 
     def pieces(self, tokens: list[int]) -> list[str]:
-        """Each token as it is written in the vocabulary."""
+        """Return each token as written in the vocabulary."""
         return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
     def decode(self, tokens: list[int]) -> str:
@@ -63,16 +64,16 @@ class ServedModel:
         return text
 
     def check(self, tokens: list[int], *, param: str) -> None:
-        """Raises `BadRequest` for an empty prompt and for ids outside the vocabulary."""
+        """Raise `BadRequest` for an empty prompt and for ids outside the vocabulary."""
         if not tokens:
             raise BadRequest("the prompt is empty", param=param)
         if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
             raise BadRequest(f"token ids must be from 0 to {self.info.vocab_size - 1}", param=param)
 
     def room(self, prompt_tokens: int, max_tokens: int | None, *, param: str) -> int:
-        """How many tokens may follow the prompt: `max_tokens`, by default all that fit.
+        """Return how many tokens may follow the prompt: `max_tokens`, or all that fit.
 
-        Raises `BadRequest` with code `context_length_exceeded`.
+        Raises `BadRequest` with code `context_length_exceeded` if they do not fit.
         """
         left = self.info.context_length - prompt_tokens
         if left < (max_tokens or 1):

@@ -1,4 +1,4 @@
-"""Who changed what runs here, and when: an append-only log of one JSON object a line."""
+"""Who changed which strategy runs, and when: an append-only log, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KEPT = 1000
 
 
 class AuditLog:
-    """The newest entries in memory, and all of them in a file, if there is one.
+    """The newest entries in memory, and all of them in a file, if one is configured.
 
-    The file is opened for appending only and readable by its owner only. Raises `OSError` if it
-    cannot be opened. A line that cannot be written is logged: what it tells of has happened.
+    The file is opened for appending, and only its owner can read it. Raises `OSError` if it cannot
+    be opened. A line that cannot be written is logged, since the change has happened.
     """
 
     def __init__(self, path: str = "") -> None:
@@ -29,10 +29,10 @@ class AuditLog:
         if path:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._file = os.open(path, flags, 0o600)
-            os.fchmod(self._file, 0o600)  # it may have been there before
+            os.fchmod(self._file, 0o600)  # it may have existed before
 
     def note(self, who: str, what: str, **fields: Any) -> None:
-        """`who`: the key's name, a loopback address, or `router` itself."""
+        """Add an entry. `who` is a key's name, a loopback address, or `router` itself."""
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         entry = {"at": at, "who": who, "what": what, **fields}
         self._entries.append(entry)
@@ -44,7 +44,7 @@ class AuditLog:
             log.exception("the audit log cannot be written: %s", entry)
 
     def entries(self) -> list[dict[str, Any]]:
-        """The newest ones, oldest first."""
+        """Return the newest entries, oldest first."""
         return list(self._entries)
 
     def close(self) -> None:

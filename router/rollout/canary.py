@@ -1,9 +1,9 @@
-"""A canary: a new generation on trial with a share of the requests, judged by what it may spend.
+"""A canary: a new revision that gets a share of the requests and is judged by two budgets.
 
-Of its first `min_requests` requests, `max_error_rate` may fail, and one in a hundred may be slower
-than `max_ttft_p99_ms`. So there are two budgets. Once one of them is overspent, nothing that comes
-can mend it: the canary is rolled back at once. If `min_requests` have ended within both, which is
-the same as an error rate and a p99 (nearest rank) within their limits, it is promoted.
+Of its first `min_requests` requests, a share of `max_error_rate` may fail, and one in a hundred may
+be slower than `max_ttft_p99_ms`. As soon as one of these budgets is overspent, the canary is rolled
+back: later requests could not change the verdict. It is promoted when `min_requests` have ended
+within both, which equals an error rate and a p99 (nearest rank) within their limits.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ __all__ = ["Canary", "CanaryRules", "Verdict"]
 
 @dataclass(frozen=True, slots=True)
 class CanaryRules:
-    """What a canary gets, and what it must keep to. Rates from 0 to 1, times in milliseconds."""
+    """A canary's share and limits. Rates from 0 to 1, times in milliseconds."""
 
     percent: float = 5.0
     max_error_rate: float = 0.01
-    max_ttft_p99_ms: float | None = None  # no limit
+    max_ttft_p99_ms: float | None = None  # `None`: no limit
     min_requests: int = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a canary, and why, for people."""
+    """The decision about a canary, and its reason in words."""
 
     decision: Literal["promoted", "rolled_back"]
     why: str
 
 
 class Canary:
-    """The share and the account of one canary."""
+    """The share and the results of one canary."""
 
     def __init__(self, rules: CanaryRules) -> None:
         self.rules = rules
@@ -46,7 +46,7 @@ class Canary:
         self._may_be_slow = rules.min_requests - math.ceil(0.99 * rules.min_requests - 1e-9)
 
     def takes_next(self) -> bool:
-        """Whether the next new request is its own: exactly `percent` of them, evenly spread."""
+        """Return whether it gets the next request: exactly `percent` of them, evenly spread."""
         self._share += self.rules.percent
         if self._share < 100.0:
             return False
@@ -54,8 +54,10 @@ class Canary:
         return True
 
     def note(self, *, failed: bool, ttft_ms: float | None) -> Verdict | None:
-        """One of its requests has ended; `ttft_ms`: how long its first token took, or has been
-        waited for in vain. Returns the verdict, once there is one."""
+        """Note that one of its requests has ended; return the verdict once there is one.
+
+        `ttft_ms` is the time until its first token, or the time waited for one in vain.
+        """
         rules = self.rules
         self.ended += 1
         self.failed += failed

@@ -1,4 +1,4 @@
-"""The strategies that can be activated: those installed, and those loaded from source."""
+"""The strategies that can be activated: installed ones, and ones loaded from source."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Catalog:
         for entry in entry_points(group="microserve.strategies"):
             try:
                 found = entry.load()
-            except Exception as error:  # noqa: BLE001  one bad package leaves the others usable
-                log.warning("the strategy %s is not there: %s", entry.value, error)
+            except Exception as error:  # noqa: BLE001  one broken package must not affect the others
+                log.warning("the strategy %s cannot be imported: %s", entry.value, error)
                 continue
             if isinstance(found, Strategy):
                 self._installed[entry.name] = found
@@ -41,7 +41,7 @@ class Catalog:
                 log.warning("the entry point %s is no strategy: %r", entry.value, found)
 
     def __getitem__(self, name: str) -> Strategy:
-        """Raises `NotFound`, naming what there is."""
+        """Raises `NotFound`, naming the known strategies."""
         found = self._loaded.get(name) or self._installed.get(name)
         if found is None:
             known = ", ".join(sorted({**self._installed, **self._loaded}))
@@ -49,7 +49,7 @@ class Catalog:
         return found
 
     def find(self, name: str) -> Strategy:
-        """The strategy of this name, or in the file of this path, which ends in `.py`.
+        """Return the strategy of this name, or that of the file at this path, which ends in `.py`.
 
         Raises `NotFound`, and what `load` raises.
         """
@@ -58,11 +58,11 @@ class Catalog:
         return self.load(read_source(Path(name)), file=name)
 
     def load(self, source: str, *, name: str = "", file: str = "") -> Strategy:
-        """Run `source` and list its strategies by their functions' names; returns the one meant.
+        """Run `source`, list its strategies by their functions' names, and return the chosen one.
 
-        That is the one called `name`. Without `name` it is the only one, or of several the one
-        that is named like the file. Raises `BadRequest` with what went wrong and the line,
-        `Conflict` for the name of an installed strategy; nothing is listed then.
+        That is the strategy `name`. Without `name` it is the only strategy, or of several the one
+        named like the file. Raises `BadRequest` with the error and its line, and `Conflict` for the
+        name of an installed strategy; nothing is listed then.
         """
         where = file or f"<strategy {name}>"
         found = {one.name: one for one in _run(source, where)}
@@ -80,7 +80,7 @@ class Catalog:
         replaced = {self._loaded[one].function.__module__ for one in found if one in self._loaded}
         self._loaded.update(found)
         for module in replaced - {one.function.__module__ for one in self._loaded.values()}:
-            sys.modules.pop(module, None)  # what still runs of it keeps what it needs
+            sys.modules.pop(module, None)  # running requests keep their own references
         return chosen
 
     def describe(self) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ class Catalog:
 
 
 def read_source(path: Path) -> str:
-    """The text of a strategy file. Raises `BadRequest` if there is none."""
+    """Return the text of a strategy file. Raises `BadRequest` if it cannot be read."""
     try:
         return path.read_text()
     except OSError as error:
@@ -101,7 +101,7 @@ def read_source(path: Path) -> str:
 
 
 def _explain(where: str, error: BaseException) -> str:
-    """`FILE:LINE: what went wrong`, in one line."""
+    """Return `FILE:LINE: ERROR`, in one line."""
     line = error.lineno if isinstance(error, SyntaxError) else 0
     traceback = error.__traceback__
     while traceback is not None:
@@ -128,7 +128,7 @@ def _run(source: str, where: str) -> list[Strategy]:
     name = f"microserve_strategy_{next(_modules)}"
     loader = _Source(source, where)
     module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader))
-    sys.modules[name] = module  # dataclasses look their module up there
+    sys.modules[name] = module  # dataclasses look up their module there
     try:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:

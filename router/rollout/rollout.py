@@ -1,6 +1,6 @@
-"""All that changes which strategy runs: by an admin, by a canary's verdict, or for misbehaviour.
+"""Changes which strategy runs: for an admin, by a canary's verdict, or after violations.
 
-Every change is in the audit log, in the router's log and among the events.
+Every change is noted in the audit log, in the router's log and among the events.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Rollout"]
 
 log = logging.getLogger(__name__)
 ITSELF = "router"
-# A request that fails for these has failed for its own sake, under any strategy.
+# Errors that are the request's own fault, under any strategy.
 CLIENTS_OWN = frozenset({"bad_request", "too_large"})
 FALLBACK = "data_parallel"
 
 
 class Rollout:
-    """Its methods are called on the event loop and do not wait."""
+    """Changes the active revision. Call its methods on the event loop; they do not wait."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Rollout:
         if rules is not None:
             revision = revisions.try_out(bound, Canary(rules), if_generation=if_generation)
             self._note(who, "canary", revision)
-            self._tell_canary(revision, "begun", "")
+            self._publish_canary(revision, "begun", "")
             return revision
         revisions.check(if_generation)
         self._drop_canary(f"{who} activates another generation")
@@ -83,14 +83,14 @@ class Rollout:
         return revision
 
     def loaded(self, who: str, strategy: Strategy) -> None:
-        """A strategy was loaded and is listed."""
+        """Note that a strategy was loaded and is listed."""
         digest = strategy.source_sha256
         self.audit_log.note(who, "load", name=strategy.name, source_sha256=digest)
         self.events.publish("load", who=who, name=strategy.name, source_sha256=digest)
         log.info("%s loaded strategy %s", who, strategy.name)
 
     def begun(self, revision: Revision, receipt: Receipt) -> None:
-        """A request of `revision` begins."""
+        """Note that a request of `revision` begins."""
         self.events.publish(
             "request_begun",
             id=receipt.id,
@@ -100,7 +100,7 @@ class Rollout:
         )
 
     def ended(self, revision: Revision, receipt: Receipt) -> None:
-        """It has ended, and is judged."""
+        """Note that it has ended; a canary is judged by it."""
         self.events.publish(
             "request_ended",
             id=receipt.id,
@@ -126,7 +126,7 @@ class Rollout:
             ttft_ms = receipt.ms
             limit = canary.rules.max_ttft_p99_ms
             if limit is None or ttft_ms is None or ttft_ms <= limit:
-                return  # the client has left early: that says nothing
+                return  # the client has left early, which says nothing about the canary
         if (verdict := canary.note(failed=failed, ttft_ms=ttft_ms)) is not None:
             self._decide(canary, verdict)
 
@@ -136,14 +136,14 @@ class Rollout:
             return
         revision = self.revisions.promote()
         self._swapped(ITSELF, "promote", revision, verdict.why)
-        self._tell_canary(revision, "promoted", verdict.why, canary)
+        self._publish_canary(revision, "promoted", verdict.why, canary)
 
     def _drop_canary(self, why: str) -> bool:
         canary, revision = self.revisions.canary, self.revisions.drop()
         if revision is None:
             return False
         self._note(ITSELF, "canary_rolled_back", revision, why)
-        self._tell_canary(revision, "rolled_back", why, canary)
+        self._publish_canary(revision, "rolled_back", why, canary)
         return True
 
     def _violated(self, revision: Revision, kind: ViolationKind, message: str) -> None:
@@ -157,7 +157,7 @@ class Rollout:
             self._dismiss(revision, f"it held up the event loop {self._strikes} times")
 
     def _dismiss(self, revision: Revision, why: str) -> None:
-        """Take it out of service: to the one before, or to plain data parallelism."""
+        """Replace it by the revision before it, or by plain data parallelism."""
         if revision is self.revisions.candidate:
             self._drop_canary(why)
         if revision is not self.revisions.active:
@@ -172,15 +172,15 @@ class Rollout:
         self._note(who, what, revision, why)
         self.events.publish("swap", who=who, what=what, why=why, **revision.describe())
 
-    def _tell_canary(
+    def _publish_canary(
         self, revision: Revision, decision: str, why: str, canary: Canary | None = None
     ) -> None:
         account = canary.describe() if canary is not None else {}
-        told = {"generation": revision.number, "decision": decision, "why": why, **account}
+        fields = {"generation": revision.number, "decision": decision, "why": why, **account}
         if decision != "begun":
-            self.last_canary = told
+            self.last_canary = fields
         self._metrics.canaries.labels(decision).inc()
-        self.events.publish("canary", name=revision.bound.strategy.name, **told)
+        self.events.publish("canary", name=revision.bound.strategy.name, **fields)
 
     def _note(self, who: str, what: str, revision: Revision, why: str = "") -> None:
         strategy = revision.bound.strategy

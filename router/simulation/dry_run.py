@@ -1,9 +1,9 @@
-"""A dry run: a strategy against simulated engines, before anybody's request depends on it.
+"""A dry run: runs a strategy against simulated engines before real requests depend on it.
 
-It is run on prompts short and long, cold and warm, with one engine and several; at once; cancelled
-at every point of its way; and with an engine that dies in mid-stream. Each time it must yield the
-very tokens that the engines emit, and leave nothing behind. Time is virtual: what takes an hour
-takes none.
+Its scenarios have short and long prompts, cold and warm caches, one engine and several, concurrent
+requests, a cancellation at every point, and an engine that dies in mid-stream. Each time the
+strategy must yield exactly the tokens that the engines emit, and leave nothing behind. Time is
+virtual: an hour of waiting takes no time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from router.telemetry.events import Events
 from router.telemetry.metrics import Metrics
 from router.telemetry.receipts import Receipt
 
-__all__ = ["DryRunFailed", "Stage", "dry_run", "staged"]
+__all__ = ["DryRunFailed", "SimulatedRouter", "dry_run", "simulated_router"]
 
 LENGTHS = (1, 7, 16, 17, 100, 700)
 NEW = 6
@@ -51,18 +51,18 @@ CONFIG = RouterConfig(
     health_interval_s=1e6, request_timeout_s=600.0, stall_s=30.0, release_timeout_s=2.0
 )
 CANCELLATIONS = 64  # at most
-CANCEL_STEP_S = 0.7e-3  # less than any call takes: each await is met
+CANCEL_STEP_S = 0.7e-3  # shorter than any call, so that every await is hit
 BLOCK_LIMIT_S = 0.1
 
 
 class DryRunFailed(StrategyError):
-    """What the strategy did, where in its file, and in which scene."""
+    """Says what the strategy did, in which line, and in which scenario."""
 
 
 def dry_run(bound: Bound) -> int:
-    """Run all scenes; returns how many requests that were. Raises `DryRunFailed`.
+    """Run all scenarios; return how many requests they made. Raises `DryRunFailed`.
 
-    Has an event loop of its own; a strategy that blocks it holds up the caller.
+    It runs on an event loop of its own; a strategy that blocks it blocks the caller.
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         try:
@@ -76,25 +76,25 @@ async def _all(bound: Bound) -> int:
     watchdog = Watchdog(Metrics(), BLOCK_LIMIT_S)
     with adopting(asyncio.get_running_loop()), watchdog.watching():
         for roles in CLUSTERS:
-            async with staged(bound, roles) as stage:
+            async with simulated_router(bound, roles) as router:
                 for length in LENGTHS:
                     for state in ("cold", "warm"):
-                        await stage.play(f"{length} tokens, {state}", [_prompt(length)])
-                await stage.play("8 requests at once", [_prompt(30 + i) for i in range(8)])
-                requests += stage.requests
+                        await router.check(f"{length} tokens, {state}", [_prompt(length)])
+                await router.check("8 requests at once", [_prompt(30 + i) for i in range(8)])
+                requests += router.requests
         for roles in CLUSTERS[1:3]:
             requests += await _cancellations(bound, roles)
-            async with staged(bound, roles, fate=[NEW // 2]) as stage:
-                await stage.play("an engine dies in mid-stream", [_prompt(50)])
-                requests += stage.requests
+            async with simulated_router(bound, roles, dies_after=[NEW // 2]) as router:
+                await router.check("an engine dies in mid-stream", [_prompt(50)])
+                requests += router.requests
     return requests
 
 
 async def _cancellations(bound: Bound, roles: Sequence[Role]) -> int:
-    """Cancel a request at every point of its way."""
+    """Cancel a request at every point; return how many requests that took."""
     for number in range(CANCELLATIONS):
-        async with staged(bound, roles) as stage:
-            if await stage.cancel(number * CANCEL_STEP_S):
+        async with simulated_router(bound, roles) as router:
+            if await router.cancel(number * CANCEL_STEP_S):
                 return number
     return CANCELLATIONS
 
@@ -107,7 +107,7 @@ class _Discard(ChoiceWriter):
 
 
 @dataclass(slots=True)
-class Stage:
+class SimulatedRouter:
     """A router without HTTP in front of simulated engines."""
 
     bound: Bound
@@ -118,73 +118,75 @@ class Stage:
     violations: list[str]
     requests: int = 0
 
-    async def play(self, scene: str, prompts: list[list[int]]) -> None:
-        """Requests that are to succeed, at once."""
+    async def check(self, scenario: str, prompts: list[list[int]]) -> None:
+        """Run concurrent requests, which must succeed."""
         self.requests += len(prompts)
         answers = await asyncio.gather(
-            *(self.ask(prompt) for prompt in prompts), return_exceptions=True
+            *(self.generate(prompt) for prompt in prompts), return_exceptions=True
         )
         for prompt, answer in zip(prompts, answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, MicroserveError):
                 raise answer
-            self._check_clean(scene)
+            self._check_clean(scenario)
             if isinstance(answer, MicroserveError):
-                self._fail(scene, answer.message)
+                self._fail(scenario, answer.message)
             wanted = list(itertools.islice(tokens_after(prompt), NEW))
             if answer != wanted:
-                self._fail(scene, f"it yielded the tokens {answer}, the engines emitted {wanted}")
+                self._fail(
+                    scenario, f"it yielded the tokens {answer}, the engines emitted {wanted}"
+                )
 
     async def cancel(self, after_s: float) -> bool:
-        """Cancel a request after so long; whether it had ended by then."""
-        scene = f"cancelled after {after_s * 1e3:.1f} ms"
+        """Cancel a request after `after_s` seconds; return whether it had ended by then."""
+        scenario = f"cancelled after {after_s * 1e3:.1f} ms"
         self.requests += 1
-        asking = asyncio.ensure_future(self.ask(_prompt(50)))
-        done, _ = await asyncio.wait([asking], timeout=after_s)
+        running = asyncio.ensure_future(self.generate(_prompt(50)))
+        done, _ = await asyncio.wait([running], timeout=after_s)
         if done:
             return True
-        asking.cancel()
-        await asyncio.wait([asking])
-        self._check_clean(scene)
-        if not asking.cancelled():
-            self._fail(scene, f"it ended with {asking.exception()!r}")
+        running.cancel()
+        await asyncio.wait([running])
+        self._check_clean(scenario)
+        if not running.cancelled():
+            self._fail(scenario, f"it ended with {running.exception()!r}")
         return False
 
-    async def ask(self, prompt: list[int]) -> list[int]:
-        """One request; its tokens. Raises what a client would be told."""
+    async def generate(self, prompt: list[int]) -> list[int]:
+        """Run one request and return its tokens. Raises the client's error."""
         receipt = Receipt(
-            id=f"rehearsal-{self.requests}", generation=RevisionNumber(1),
+            id=f"dry-run-{self.requests}", generation=RevisionNumber(1),
             strategy=self.bound.strategy.name, params={}, seed=0, prompt_tokens=len(prompt),
         )  # fmt: skip
         arrived = asyncio.get_running_loop().time()
         runner = ChoiceRunner(self.execution, self.revision, receipt, {}, arrived)
         writer = _Discard(receipt)
         sampling = Sampling(max_tokens=NEW, temperature=0.0)
-        request = Request(id=receipt.id, prompt=prompt, sampling=sampling, session="rehearsal")
+        request = Request(id=receipt.id, prompt=prompt, sampling=sampling, session="dry-run")
         async with asyncio.timeout(CONFIG.request_timeout_s):
             await runner.run(request, writer)
         return writer.tokens
 
-    def _check_clean(self, scene: str) -> None:
+    def _check_clean(self, scenario: str) -> None:
         if self.violations:
-            self._fail(scene, self.violations[0])
+            self._fail(scenario, self.violations[0])
         if left := [what for engine in self.engines for what in engine.busy]:
-            self._fail(scene, f"it left {left[0]}")
+            self._fail(scenario, f"it left {left[0]}")
         if any(not backend.load.idle for backend in self.execution.runtime.registry):
-            self._fail(scene, "it left load behind")
+            self._fail(scenario, "it left load behind")
 
-    def _fail(self, scene: str, what: str) -> None:
+    def _fail(self, scenario: str, what: str) -> None:
         name, cluster = self.bound.strategy.name, "+".join(self.roles)
         prefix = f"{self.revision.label}: "
         raise DryRunFailed(
-            f"strategy {name}: {what.removeprefix(prefix)} [dry run: {scene}; engines {cluster}]"
+            f"strategy {name}: {what.removeprefix(prefix)} [dry run: {scenario}; engines {cluster}]"
         )
 
 
 @asynccontextmanager
-async def staged(
-    bound: Bound, roles: Sequence[Role], fate: list[int] | None = None
-) -> AsyncIterator[Stage]:
-    """A router's parts before simulated engines with `roles`; `fate` as of `SimulatedEngine`."""
+async def simulated_router(
+    bound: Bound, roles: Sequence[Role], dies_after: list[int] | None = None
+) -> AsyncIterator[SimulatedRouter]:
+    """A router in front of simulated engines with `roles`; `dies_after` as of `SimulatedEngine`."""
     peers: dict[str, SimulatedEngine] = {}
     violations: list[str] = []
 
@@ -192,7 +194,8 @@ async def staged(
         violations.append(message)
 
     engines = [
-        SimulatedEngine(f"sim-{i}", peers, role=role, fate=fate) for i, role in enumerate(roles)
+        SimulatedEngine(f"sim-{i}", peers, role=role, dies_after=dies_after)
+        for i, role in enumerate(roles)
     ]
     async with asyncio.TaskGroup() as tasks:
         metrics = Metrics()
@@ -203,17 +206,17 @@ async def staged(
         for engine in engines:
             registry.add(engine.url)
         try:
-            # They are met with the help of a thread, so in real time: no virtual time may pass.
+            # Reading the model takes a thread, so real time: meanwhile no virtual time may pass.
             while any(backend.status != "up" for backend in registry):  # noqa: ASYNC110
                 await asyncio.sleep(0)
             runtime = Runtime(CONFIG, registry, Releaser(tasks, 2.0), metrics, tasks)
             execution = Execution(runtime, AdmissionQueue(8), RetryBudget(1.0), relocations)
             revision = Revision(RevisionNumber(1), bound, None, violated)
-            yield Stage(bound, roles, execution, engines, revision, violations)
+            yield SimulatedRouter(bound, roles, execution, engines, revision, violations)
         finally:
             registry.close()
 
 
 def _prompt(length: int) -> list[int]:
-    """Nothing in common with those of other lengths."""
+    """Return a prompt with no prefix in common with those of other lengths."""
     return [1 + (length * 131 + 7 * i) % 900 for i in range(length)]

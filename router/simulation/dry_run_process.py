@@ -1,7 +1,7 @@
-"""A strategy is tried in a process of its own, before the router or `up` has to do with it.
+"""Runs the dry run of a strategy in a process of its own, before the router or `up` imports it.
 
-Whatever it does there, when it is imported or when it is run, ends with that process. The source
-goes in as JSON on standard input; what became of it comes out as JSON.
+Whatever the strategy does when it is imported or run ends with that process. Its standard input is
+the source, and its standard output the result, both as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from router.simulation.dry_run import dry_run
 __all__ = ["dry_run_source", "dry_run_strategy"]
 
 TIMEOUT_S = 30.0
-SAID = 2000  # characters
+TAIL = 2000  # characters of standard error shown
 
 
 async def dry_run_source(
@@ -36,38 +36,37 @@ async def dry_run_source(
     params: Mapping[str, Any] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
-    """Load `source` and run it dry, with `params`; `name` and `file` as in `Catalog.load`. Without
-    `source` it is the installed strategy `name`.
+    """Load `source` and run it dry with `params`; `name` and `file` as in `Catalog.load`.
 
-    Returns `{"name", "requests"}`. Raises `BadRequest` that says what is wrong with it, and where.
-    Cancellation kills the process.
+    Without `source` it runs the installed strategy `name`. Returns `{"name", "requests"}`. Raises
+    `BadRequest`, which says what is wrong and where. Cancellation kills the process.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "router.simulation.dry_run_process",
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE, env=child_environment(), start_new_session=True,
     )  # fmt: skip
-    given = {"source": source, "name": name, "file": file, "params": dict(params or {})}
+    job = {"source": source, "name": name, "file": file, "params": dict(params or {})}
     try:
         async with asyncio.timeout(timeout_s):
-            out, errors = await process.communicate(json.dumps(given).encode())
+            out, errors = await process.communicate(json.dumps(job).encode())
     except TimeoutError:
         raise BadRequest(
             f"{file or name}: it did not get through a dry run in {timeout_s:g} s", param="source"
         ) from None
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what it has started
+            os.killpg(process.pid, signal.SIGKILL)  # and all processes that it started
         await process.wait()
     try:
-        told: dict[str, Any] = json.loads(out)
+        result: dict[str, Any] = json.loads(out)
     except ValueError:
-        said = errors.decode(errors="replace")[-SAID:].strip()
+        tail = errors.decode(errors="replace")[-TAIL:].strip()
         ending = f"ended its process ({process.returncode})"
-        raise BadRequest(f"{file or name}: it {ending}: {said}", param="source") from None
-    if error := told.get("error"):
+        raise BadRequest(f"{file or name}: it {ending}: {tail}", param="source") from None
+    if error := result.get("error"):
         raise BadRequest(error["message"], param=error["param"])
-    return told
+    return result
 
 
 async def dry_run_strategy(strategy: str, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,23 +77,23 @@ async def dry_run_strategy(strategy: str, params: Mapping[str, Any]) -> dict[str
 
 
 def main() -> None:
-    """The process."""
+    """Run in the process: read the input, run, write the result."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what it prints is not the answer
+    os.dup2(2, 1)  # what the strategy prints is not the result
     logging.disable()
-    given = json.load(sys.stdin)
-    source, name, file = given["source"], given["name"], given["file"]
-    told: dict[str, Any]
+    job = json.load(sys.stdin)
+    source, name, file = job["source"], job["name"], job["file"]
+    result: dict[str, Any]
     try:
         catalog = Catalog()
         strategy = catalog.load(source, name=name, file=file) if source else catalog[name]
-        requests = dry_run(strategy.bind(given["params"]))
-        told = {"name": strategy.name, "requests": requests}
+        requests = dry_run(strategy.bind(job["params"]))
+        result = {"name": strategy.name, "requests": requests}
     except MicroserveError as error:
-        told = {"error": {"message": error.message, "param": error.param or "source"}}
-    json.dump(told, out)
+        result = {"error": {"message": error.message, "param": error.param or "source"}}
+    json.dump(result, out)
     out.flush()
-    os._exit(0)  # its threads and tasks may have other plans
+    os._exit(0)  # do not wait for threads and tasks of the strategy
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A simulated engine: the calls of a real one, with a latency model instead of a model.
 
-It keeps leases, a prefix cache and what runs as an engine does, and emits tokens that depend on all
+It keeps leases, a prefix cache and running generations as an engine does. Its tokens depend on all
 tokens before them and on nothing else. Its time is the event loop's, real or virtual.
 """
 
@@ -54,8 +54,8 @@ TOKENIZER = (
 class SimulatedEngine:
     """One engine among `peers`, which all engines of a simulation share.
 
-    `fate`, shared too: the first engine to emit so many tokens in one stream, dies. At rest `busy`
-    is empty.
+    `dies_after`, shared too, holds at most one number: the first engine to emit that many tokens in
+    one stream dies, and empties it. At rest `busy` is empty.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class SimulatedEngine:
         *,
         role: Role = "any",
         latency: Latency | None = None,
-        fate: list[int] | None = None,
+        dies_after: list[int] | None = None,
     ) -> None:
         self.id = id
         self.url = f"sim://{id}"
         self.role: Role = role
-        self.fate = fate if fate is not None else []
+        self.dies_after = dies_after if dies_after is not None else []
         self._latency = latency or Latency()
         self.peers = peers
         self._dead = False
@@ -84,7 +84,7 @@ class SimulatedEngine:
 
     @property
     def busy(self) -> list[str]:
-        """What is not over, for people."""
+        """Descriptions of all that still runs."""
         return [
             *(f"a lease of {lease.end} tokens on {self.id}" for lease in self.leases.values()),
             *(f"a generation on {self.id}" for _ in self._running),
@@ -94,7 +94,7 @@ class SimulatedEngine:
     async def prep_recv(self, body: dict[str, Any], headers: Headers) -> PrepRecvReply:
         prompt, end = body["prompt"], body["end"]
         self._check(0 <= end <= len(prompt), f"end {end}")
-        await self._take(self._latency.call)
+        await self._spend(self._latency.call)
         match = self._match(prompt[:end])
         lease_id = f"{self.id}-{next(self._numbers)}"
         self.leases[lease_id] = SimulatedLease(
@@ -120,11 +120,11 @@ class SimulatedEngine:
         took = self._latency.prefill_token * computed + self._latency.put_token * (end - begin)
         self._sending += 1
         try:
-            await self._take(self._latency.call + took)
+            await self._spend(self._latency.call + took)
         finally:
             self._sending -= 1
         self._keep(prompt[:end])
-        receiver._lease(lease_id)  # raises if it has ended meanwhile
+        receiver._lease(lease_id)  # raises if it has ended
         lease.landed = end
         lease.changed.set()
         return RemoteSendReply(
@@ -136,7 +136,7 @@ class SimulatedEngine:
         tokens = [*body["prompt"], *body.get("output", ())]
         begin = body.get("begin", 0)
         self._check(begin < len(tokens), f"begin {begin} leaves nothing to compute")
-        await self._take(self._latency.call)
+        await self._spend(self._latency.call)
         have = self._match(tokens)
         if lease_id := body.get("lease_id"):
             lease = self._lease(lease_id)
@@ -150,13 +150,13 @@ class SimulatedEngine:
         return stream
 
     async def mirror(self, body: dict[str, Any], headers: Headers) -> None:
-        await self._take(self._latency.call)
+        await self._spend(self._latency.call)
         if (stream := self._running.get(body["request_id"])) is None:
             raise BadRequest("no such generation", param="request_id")
         stream.mirror = SimulatedMirror(self.peers, body)
 
     async def commit(self, body: dict[str, Any], headers: Headers) -> None:
-        await self._take(self._latency.call)
+        await self._spend(self._latency.call)
         lease = self._lease(body["lease_id"])
         self._keep(lease.prompt[: lease.landed])
         self._end(body["lease_id"])
@@ -170,16 +170,16 @@ class SimulatedEngine:
                     self._end(lease_id)
             if stream := self._running.get(request_id):
                 stream.abort()
-        await self._take(self._latency.call)
+        await self._spend(self._latency.call)
 
     async def pin(self, body: dict[str, Any], headers: Headers) -> int:
-        await self._take(self._latency.call)  # nothing is ever evicted here
+        await self._spend(self._latency.call)  # nothing is ever evicted here
         return self._match(body["prompt"])
 
     unpin = pin
 
     async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
-        await self._take(self._latency.call)
+        await self._spend(self._latency.call)
         changes: asyncio.Queue[list[PageName] | None] = asyncio.Queue()
         changes.put_nowait(list(self._cached))
         self._followers.add(changes)
@@ -207,10 +207,10 @@ class SimulatedEngine:
         )  # fmt: skip
 
     async def health(self) -> None:
-        await self._take(0.0)
+        await self._spend(0.0)
 
     def die(self) -> None:
-        """As a killed process: what it held is gone, and nobody listens."""
+        """Behave like a killed process: all that it held is gone, and nothing listens."""
         self._dead = True
         for lease_id in list(self.leases):
             self._end(lease_id)
@@ -223,10 +223,10 @@ class SimulatedEngine:
         self._running.pop(request_id, None)
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """Have the full pages of `tokens` in the prefix cache."""
+        """Add the full pages of `tokens` to the prefix cache."""
         self._keep(tokens)
 
-    async def _take(self, milliseconds: float) -> None:
+    async def _spend(self, milliseconds: float) -> None:
         for _ in range(2):
             if self._dead:
                 raise NobodyListens(f"{self.url}: it is dead")

@@ -1,4 +1,4 @@
-"""What a simulated engine emits: a token a step, and what it puts into its mirror."""
+"""What a simulated engine emits: one token per step, and what it puts into a replica."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ VOCAB = 1000
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long things take, in milliseconds."""
+    """Durations in milliseconds."""
 
-    call: float = 1.0  # any call, there and back
+    call: float = 1.0  # the round trip of any call
     prefill_token: float = 0.01
     put_token: float = 0.001
-    step: float = 1.0  # of decoding
+    step: float = 1.0  # one decode step
 
 
 def tokens_after(prompt: Sequence[int], *, seed: int = 0, choice: int = 0) -> Iterator[int]:
-    """What every simulated engine emits after `prompt`, for ever."""
+    """Yield what every simulated engine emits after `prompt`, without end."""
     state = zlib.crc32(b"%d/%d" % (seed, choice))
     for token in prompt:
         state = zlib.crc32(b"%d," % token, state)
@@ -60,7 +60,7 @@ class Host(Protocol):
     leases: dict[str, SimulatedLease]
 
     @property
-    def fate(self) -> list[int]: ...
+    def dies_after(self) -> list[int]: ...
 
     @property
     def peers(self) -> Mapping[str, Host]: ...
@@ -73,7 +73,7 @@ class Host(Protocol):
 
 
 class SimulatedStream:
-    """One generation: a token a step."""
+    """One generation: one token per step."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ class SimulatedStream:
     async def next(self) -> Chunk:
         todo = len(self._tokens) - self._begin if self._emitted == 0 else 0
         await asyncio.sleep((self._latency.step + self._latency.prefill_token * todo) / 1e3)
-        fate = self._engine.fate
-        if fate and self._emitted >= fate[0]:
-            fate.clear()
+        dies_after = self._engine.dies_after
+        if dies_after and self._emitted >= dies_after[0]:
+            dies_after.clear()
             self._engine.die()
         if self._aborted:
             raise EngineUnreachable("the stream broke")
@@ -131,7 +131,7 @@ class SimulatedStream:
 
 
 class SimulatedMirror:
-    """What a generation has put into a lease on another engine."""
+    """What a generation has put into a replica's lease on another engine."""
 
     def __init__(self, peers: Mapping[str, Host], body: dict[str, Any]) -> None:
         url, _, self._lease_id = body["kv_addr"].partition(" ")
@@ -140,11 +140,11 @@ class SimulatedMirror:
         self._sent = 0
 
     def advance(self, computed: int) -> Mirrored:
-        """Put what is new, if it is enough; what a step puts has landed in the next."""
+        """Put new KV if there is enough; what one step puts has landed in the next."""
         lease = self._peer.leases.get(self._lease_id)
         if lease is None:
             return Mirrored(0, self._lease_id, "lease_expired", "the lease has ended")
         lease.landed = max(lease.landed, self._sent)
         if computed >= self._sent + self._every:
-            self._sent = lease.room = computed  # as if it had asked for more room in time
+            self._sent = lease.room = computed  # as if it had requested more room in time
         return Mirrored(lease.landed, self._lease_id)

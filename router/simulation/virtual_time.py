@@ -1,4 +1,4 @@
-"""Virtual time: an event loop whose clock jumps to the next timer once nothing else is left."""
+"""Virtual time: an event loop whose clock jumps to the next timer when nothing else is ready."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 __all__ = ["VirtualLoop"]
 
-# Threads and sockets live in real time: before the clock jumps, those under way get so long.
+# Threads and sockets run in real time: the clock jumps only after they had this long to report.
 REAL_S = 0.05
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` begins at 0. An hour of `asyncio.sleep` takes no time at all."""
+    """`time()` begins at 0. An hour of `asyncio.sleep` takes no real time."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
@@ -33,7 +33,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Where a selector would wait, this one lets the clock go on."""
+    """Advances the clock where a selector would wait."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -46,7 +46,7 @@ class _JumpingSelector(selectors.BaseSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout <= 0:
             return self._real.select(timeout)
-        sockets = len(self._real.get_map()) - 1  # besides the one that the loop wakes itself by
+        sockets = len(self._real.get_map()) - 1  # without the one that the loop wakes itself with
         ready = self._real.select(REAL_S if self.threads or sockets else 0)
         if not ready:
             self.now += timeout

@@ -1,4 +1,4 @@
-"""The strategy interface: an async generator function over `(request, cluster)`, and params."""
+"""The strategy interface: an async generator function of `(request, cluster)` and parameters."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Function = Callable[..., AsyncGenerator[Chunk, None]]
 
 
 class Strategy:
-    """A named strategy with typed params. Made by `@strategy`; calling it calls the function.
+    """A named strategy with typed parameters. Made by `@strategy`; calling it calls the function.
 
-    `source_sha256` tells one version from the next; empty if the source is not to be had.
+    `source_sha256` distinguishes versions; it is empty if the source is not available.
     """
 
     def __init__(self, function: Function) -> None:
@@ -46,7 +46,7 @@ class Strategy:
         return self.function(request, cluster, **params)
 
     def bind(self, params: Mapping[str, Any]) -> Bound:
-        """This strategy with `params` validated. Raises `BadRequest` naming the first bad one."""
+        """Return this strategy with `params`. Raises `BadRequest`, naming the first invalid one."""
         try:
             return Bound(self, self._params.validate(params))
         except BadRequest as wrong:
@@ -54,7 +54,7 @@ class Strategy:
             raise BadRequest(message, param=wrong.param) from None
 
     def describe(self) -> dict[str, Any]:
-        """Name, help and the JSON schema of each param, for the admin API."""
+        """Return name, help and the JSON schema of each parameter, for the admin API."""
         return {
             "name": self.name,
             "doc": self.doc,
@@ -64,7 +64,7 @@ class Strategy:
 
 
 class Bound:
-    """A strategy together with the params it runs with."""
+    """A strategy together with its parameters."""
 
     __slots__ = ("params", "strategy")
 
@@ -74,7 +74,7 @@ class Bound:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """The params as JSON has them."""
+        """The parameters as JSON values."""
         return {name: to_jsonable_python(value) for name, value in self.params.items()}
 
     def run(self, request: Request, cluster: Cluster) -> AsyncGenerator[Chunk, None]:
@@ -82,11 +82,11 @@ class Bound:
 
 
 def strategy(function: Function) -> Strategy:
-    """Make a strategy of an async generator function `(request, cluster, *, param=default, …)`.
+    """Make a strategy from an async generator function `(request, cluster, *, param=default, …)`.
 
-    The function's name and docstring become the strategy's; keyword-only parameters, which need
-    defaults, become its params, validated from their annotations. Raises `TypeError` for a
-    function of another shape.
+    The function's name and docstring become the strategy's. Its keyword-only parameters, which need
+    defaults, become the strategy's parameters, validated by their annotations. Raises `TypeError`
+    for a function of another shape.
     """
     return Strategy(function)
 

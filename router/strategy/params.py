@@ -1,4 +1,4 @@
-"""The parameters of a strategy: its function's keyword-only ones, typed by their annotations."""
+"""The parameters of a strategy: keyword-only parameters of its function, typed by annotations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Params"]
 
 
 class Params:
-    """Made of a strategy's function; raises `TypeError` if that has not the shape of one.
+    """The parameters of a strategy's function. Raises `TypeError` if that is no strategy.
 
-    Bounds and help are in the annotation, as `Annotated[float, Field(ge=0, le=1, description=…)]`,
-    and choices are a `Literal`. Values are taken as JSON is, strictly: `"1"` is no number, and
-    neither is `true`.
+    Bounds and help come from the annotation, such as
+    `Annotated[float, Field(ge=0, le=1, description=…)]`; choices are a `Literal`. Values are
+    validated strictly, as JSON: neither `"1"` nor `true` is a number.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -56,7 +56,7 @@ class Params:
             raise TypeError(f"{function}: the default of {name}: {_says(wrong, kind)}") from None
 
     def validate(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """`values`, with defaults for the rest. Raises `BadRequest`, naming the first bad one."""
+        """Return `values` and other defaults. Raises `BadRequest` for the first invalid value."""
         checked = dict(self._defaults)
         for name, value in values.items():
             if name not in self._types:
@@ -73,8 +73,10 @@ class Params:
         return checked
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """The JSON schema of each: `type`, `default`, bounds (`minimum`, `enum`, …) and help
-        (`description`)."""
+        """Return the JSON schema of each parameter.
+
+        It has `type`, `default`, bounds (`minimum`, `enum`, …) and help (`description`).
+        """
         described = {}
         for name, kind in self._types.items():
             schema = kind.json_schema()

@@ -1,4 +1,4 @@
-"""What happens in the router, told to whoever listens: server-sent events for dashboards."""
+"""Events in the router, published to listeners as server-sent events for dashboards."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import orjson
 __all__ = ["EventKind", "Events", "Listener"]
 
 EventKind = Literal[
-    "swap",  # another generation is active
+    "swap",  # another generation became active
     "canary",  # begun, promoted or rolled back
     "load",  # a strategy was loaded
-    "offence",  # a strategy did what it must not
+    "offence",  # a strategy broke a rule
     "engine",  # up or down
-    "migration",  # of a prefix, by an admin
+    "migration",  # an admin moved a prefix
     "request_begun",
     "request_ended",
 ]
@@ -28,7 +28,7 @@ QUEUE = 1024
 
 
 class Listener:
-    """One listener's bounded queue, already in wire form. One that falls behind is cut off."""
+    """One listener's bounded queue of encoded events. A listener that falls behind is cut off."""
 
     def __init__(self, limit: int, cut_off: Callable[[], object]) -> None:
         self._limit = limit
@@ -49,12 +49,12 @@ class Listener:
             self._ready.set()
 
     def end(self) -> None:
-        """No more; what is here is still given out."""
+        """Take no more events; those in the queue are still delivered."""
         self._over = True
         self._ready.set()
 
     async def frames(self, idle_s: float) -> AsyncIterator[bytes]:
-        """What has come, all at once; empty after `idle_s` seconds without any. Until the end."""
+        """Yield the queued events, joined, until the end; b"" if none came for `idle_s` seconds."""
         while not self._over or self._frames:
             try:
                 async with asyncio.timeout(idle_s):
@@ -70,7 +70,7 @@ class Listener:
 
 
 class Events:
-    """Publishing costs nothing where nobody listens, and never waits."""
+    """Publishes events. Costs nothing without listeners, and never waits."""
 
     def __init__(self, limit: int = QUEUE) -> None:
         self._limit = limit
@@ -87,8 +87,10 @@ class Events:
 
     @contextmanager
     def listening(self, cut_off: Callable[[], object]) -> Iterator[Listener]:
-        """A listener to all that is published while the body runs; `cut_off` is called if it does
-        not keep up."""
+        """A listener to all events published while the body runs.
+
+        `cut_off` is called if the listener does not keep up.
+        """
         listener = Listener(self._limit, cut_off)
         self._listeners.add(listener)
         try:
@@ -97,6 +99,6 @@ class Events:
             self._listeners.discard(listener)
 
     def close(self) -> None:
-        """End all listening: the router ends."""
+        """End all listeners."""
         for listener in self._listeners:
             listener.end()

@@ -1,4 +1,4 @@
-"""Logs for people and for machines. Each record says which request it is about, if any."""
+"""Logs as text or JSON. Each record names the request that it is about, if any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _receipt: ContextVar[Receipt | None] = ContextVar("receipt", default=None)
 
 
 def serves(receipt: Receipt) -> None:
-    """From now on, what this task logs, and those that it starts, is about this request."""
+    """Name this request in all that this task, and tasks that it starts, log from now on."""
     _receipt.set(receipt)
 
 
@@ -47,7 +47,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line."""
+    """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {

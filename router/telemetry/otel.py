@@ -1,4 +1,4 @@
-"""Traces told by OTLP. Imported only where the environment asks for it; needs the extra `otel`."""
+"""Traces exported by OTLP. Imported only if the environment asks for it; needs the extra `otel`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelTracing:
-    """Endpoint, headers, sampling and resource are those of the environment (`OTEL_*`). Spans are
-    sent by a thread of the SDK's; a collector that does not answer costs spans, nothing else."""
+    """Endpoint, headers, sampling and resource come from the environment (`OTEL_*`).
+
+    A thread of the SDK sends the spans. If the collector does not answer, only spans are lost.
+    """
 
     def __init__(self) -> None:
         resource = Resource.create({"service.name": "microserve-router"})
@@ -46,8 +48,11 @@ class OtelTracing:
 
 
 class _OtelTrace:
-    """The span of a request is begun when it comes, since its id travels with the legs; theirs are
-    made of the receipt at the end, so that nothing of this is on the path of a token."""
+    """One request's spans.
+
+    The request's own span begins on arrival, since the legs carry its id. The legs' spans are made
+    from the receipt at the end, so tracing adds no work per token.
+    """
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         self._tracer = tracer
@@ -78,7 +83,7 @@ class _OtelTrace:
 
 
 def _attributes(receipt: Receipt) -> dict[str, str | int | float]:
-    """By OpenTelemetry's conventions for generative AI, where they have a name for it."""
+    """Named by OpenTelemetry's conventions for generative AI where those have a name."""
     return {
         "gen_ai.usage.input_tokens": receipt.prompt_tokens,
         "gen_ai.usage.output_tokens": receipt.completion_tokens,

@@ -1,4 +1,4 @@
-"""Receipts: what was done for a request, leg by leg. Kept for the newest requests only."""
+"""Receipts: what was done for each request, leg by leg. Only the newest are kept."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Call = Literal["prep_recv", "remote_send", "start_generate", "commit", "pin", "u
 class Leg:
     """One call to one engine. Times are milliseconds, `start_ms` since the request arrived.
 
-    `begin`, `end`: the range of the prompt whose KV was asked for or sent; of a generation, from
-    where on it computed, and the length of the prompt (plus what had been emitted before).
+    `begin` and `end` are the range of the prompt whose KV was requested or sent. For a generation
+    they are the first position it computed, and the length of the prompt plus earlier output.
     """
 
     call: Call
@@ -37,27 +37,27 @@ class Leg:
     end: int
     start_ms: float
     ms: float | None = None
-    first_token_ms: float | None = None  # of a generation, since its start
-    match_len: int | None = None  # of prep_recv; of pin and unpin: tokens kept
+    first_token_ms: float | None = None  # of a generation, from its start
+    match_len: int | None = None  # of prep_recv; for pin and unpin, tokens pinned
     bytes: int = 0  # put
-    put_ms: float = 0.0  # of a send: at its end, when only puts were left
+    put_ms: float = 0.0  # of a send: the time at its end when only puts were left
     sent_tokens: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
     tokens: int = 0  # emitted
-    collapsed: bool = False  # sender and receiver are one: nothing was sent
-    # Of a generation that is mirrored: where to, how many tokens (of prompt and output) are known
-    # to have landed there, and why that stopped or could not begin.
+    collapsed: bool = False  # sender and receiver are one engine: nothing was sent
+    # Of a mirrored generation: the replica's engine, the tokens of prompt and output known to have
+    # landed there, and why mirroring stopped or could not begin.
     replica: EngineId | None = None
     landed: int | None = None
     mirror_error: str | None = None
-    recomputed_tokens: int | None = None  # of one that went on elsewhere: computed once more
+    recomputed_tokens: int | None = None  # of a resumed generation: tokens computed again
     error: dict[str, Any] | None = None
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, MicroserveError):
             self.error = {"type": error.type, "message": error.message}
-        else:  # cancelled: by the client, by a failed sibling or by the request's deadline
+        else:  # cancelled by the client, another choice's failure or the request's deadline
             self.error = {"type": "cancelled", "message": type(error).__name__}
 
 
@@ -73,7 +73,7 @@ class Receipt:
     prompt_tokens: int
     key: str = ""  # the name of the client's API key
     began: float = field(default_factory=time.monotonic)
-    _queueing: int = 0  # choices that wait for room now
+    _queueing: int = 0  # choices that are waiting for room
     created: float = field(default_factory=time.time)
     status: Literal["running", "done", "failed", "cancelled"] = "running"
     ms: float | None = None
@@ -82,19 +82,19 @@ class Receipt:
     cached_tokens: int = 0
     retries: list[dict[str, Any]] = field(default_factory=list)
     waits: int = 0  # how often it waited for room on an engine
-    queued_ms: float = 0.0  # how long, over all choices
-    fallbacks: list[str] = field(default_factory=list)  # what was done otherwise than asked for
+    queued_ms: float = 0.0  # time spent waiting, over all choices
+    fallbacks: list[str] = field(default_factory=list)  # deviations from what was asked for
     legs: list[Leg] = field(default_factory=list)
     error: dict[str, Any] | None = None
 
     def fallback(self, name: str) -> None:
-        """Name a fallback that was taken, once."""
+        """Note a fallback; each is noted once."""
         if name not in self.fallbacks:
             self.fallbacks.append(name)
 
     @contextmanager
     def queueing(self) -> Iterator[None]:
-        """The body waits for room."""
+        """Count the time of the body as waiting for room."""
         began = self.elapsed_ms()
         self.waits += 1
         self._queueing += 1
@@ -106,9 +106,10 @@ class Receipt:
 
     @property
     def phase(self) -> str:
-        """What it is doing now, for people: `queue`, `prefill`, `migration` or `decode`, and where.
+        """What it is doing now: `queue`, `prefill`, `migration` or `decode`, with call and engine.
 
-        The first of its legs that have not ended says it."""
+        It is the phase of the first leg that has not ended.
+        """
         if self._queueing:
             return "queue"
         for leg in self.legs:
@@ -123,7 +124,7 @@ class Receipt:
         return "prefill" if leg.call == "remote_send" else "migration"
 
     def per_token_ms(self) -> float | None:
-        """From the first to the last token, by token and sequence; `None` for a token or none."""
+        """Return the time from first to last token per token and sequence; `None` without two."""
         streams = {(leg.choice, leg.request_id) for leg in self.legs if leg.tokens}
         later = self.completion_tokens - len(streams)
         if self.ms is None or self.first_token_ms is None or later <= 0:
@@ -164,7 +165,7 @@ class Receipt:
 
     @contextmanager
     def timed(self, leg: Leg) -> Iterator[Leg]:
-        """Note in `leg`, when the body is left, how long it took and how it failed."""
+        """Note in `leg`, when the body is left, its duration and its error."""
         try:
             yield leg
         except BaseException as error:
@@ -174,12 +175,12 @@ class Receipt:
             leg.ms = self.elapsed_ms() - leg.start_ms
 
     def fail(self, error: MicroserveError) -> None:
-        """The client is told of `error`."""
+        """Note that the request failed with `error`."""
         self.status = "failed"
         self.error = {"type": error.type, "message": error.message}
 
     def summary(self) -> dict[str, Any]:
-        """What a line in a log has room for."""
+        """Return the fields of a log line."""
         return {
             "status": self.status,
             "error": self.error["type"] if self.error else None,
@@ -202,7 +203,7 @@ class Receipt:
 
 
 class Receipts:
-    """The newest `limit` receipts by the client's request id; the last of equal ids is kept."""
+    """The newest `limit` receipts by the client's request id; of equal ids, the last."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

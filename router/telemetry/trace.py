@@ -1,4 +1,4 @@
-"""The trace that a request is part of: W3C's `traceparent`, in and out."""
+"""The trace that a request belongs to: W3C's `traceparent`, in and out."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Trace(Protocol):
     headers: Mapping[str, str]  # sent on every leg, and back to the client
 
     def finish(self, receipt: Receipt) -> None:
-        """The request has ended: its span and those of its legs are told to whoever collects."""
+        """Export the spans of the request, which has ended, and of its legs."""
 
 
 class Tracing(Protocol):
-    """Of one router."""
+    """One router's tracing."""
 
     def begin(self, headers: Mapping[str, str]) -> Trace:
-        """A request with such headers begins."""
+        """Begin the trace of a request with these headers."""
 
     def close(self) -> None:
-        """Send what is left, within a few seconds. Blocks."""
+        """Send the remaining spans. Blocks for at most a few seconds."""
 
 
 class _Passed:
-    """A trace of which nothing is recorded here."""
+    """A trace that is passed on but not recorded."""
 
     __slots__ = ("headers",)
 
@@ -48,13 +48,15 @@ class _Passed:
 
 
 class Untraced:
-    """Passes on the client's trace, and begins one where there is none, so that the engines' logs
-    of one request can be found by it."""
+    """Passes on the client's trace, or begins one.
+
+    The trace id then finds one request in the logs of all engines.
+    """
 
     def begin(self, headers: Mapping[str, str]) -> Trace:
         parent = headers.get("traceparent", "")
         if not _TRACEPARENT.fullmatch(parent):
-            # The last bit says whether anybody records it.
+            # The last bit says whether the trace is recorded.
             made = f"{random.getrandbits(192):048x}"
             return _Passed({"traceparent": f"00-{made[:32]}-{made[32:]}-00"})
         state = headers.get("tracestate")
@@ -65,10 +67,10 @@ class Untraced:
 
 
 def open_tracing(environment: Mapping[str, str]) -> Tracing:
-    """OpenTelemetry, if the standard variables ask for it: an OTLP endpoint is set, and neither
-    `OTEL_SDK_DISABLED=true` nor `OTEL_TRACES_EXPORTER=none`.
+    """Return OpenTelemetry tracing if the standard variables ask for it, else `Untraced`.
 
-    Raises `BadRequest` if they do, and the extra `otel` is not installed.
+    They ask for it if an OTLP endpoint is set, without `OTEL_SDK_DISABLED=true` and
+    `OTEL_TRACES_EXPORTER=none`. Raises `BadRequest` if the extra `otel` is needed but missing.
     """
     endpoint = any(
         environment.get(f"OTEL_EXPORTER_OTLP_{name}ENDPOINT") for name in ("", "TRACES_")
@@ -76,6 +78,6 @@ def open_tracing(environment: Mapping[str, str]) -> Tracing:
     exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp" if endpoint else "none")
     if exporter != "otlp" or environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return Untraced()
-    from router.telemetry.otel import OtelTracing  # only now: a second, and megabytes
+    from router.telemetry.otel import OtelTracing  # slow to import: a second, and megabytes
 
     return OtelTracing()

@@ -40,7 +40,7 @@ class Division(Protocol):
     prefill_tokens: int
 
     def sent(self, computed: int) -> None: ...
-    def drew(self, chunk: Chunk) -> None: ...
+    def received(self, chunk: Chunk) -> None: ...
 
 
 @dataclass(eq=False)
@@ -141,7 +141,7 @@ class Model:
         job.drawn += 1
         over = job.drawn == job.output
         if job.division is not None:
-            job.division.drew(Chunk([1], finish_reason="length" if over else None))
+            job.division.received(Chunk([1], finish_reason="length" if over else None))
         if over:
             job.end = self.now
             engine.streams.remove(job)

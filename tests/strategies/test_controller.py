@@ -128,9 +128,9 @@ def finish(controller: Controller, clock: Clock, tokens: int, *, ms: float, deco
         if division.prefill_tokens:
             division.sent(division.prefill_tokens)
         clock.now += (tokens - division.prefill_tokens) * ms / 1e3
-        division.drew(Chunk([1]))
+        division.received(Chunk([1]))
         clock.now += decode_s
-        division.drew(Chunk([1], finish_reason="length"))
+        division.received(Chunk([1], finish_reason="length"))
     clock.now += 100.0
     return division.prefill_tokens
 
@@ -182,9 +182,9 @@ def test_engines_that_seem_to_differ_a_little_are_alike(clock):
                 clock.now += division.prefill_tokens / 1e3
                 division.sent(division.prefill_tokens)
                 clock.now += (1000 - division.prefill_tokens) * slower / 1e3
-                division.drew(Chunk([1]))
+                division.received(Chunk([1]))
                 clock.now += 0.2
-                division.drew(Chunk([1], finish_reason="length"))
+                division.received(Chunk([1], finish_reason="length"))
             clock.now += 100.0
         return division.prefill_tokens
 
@@ -231,9 +231,9 @@ def test_what_fails_is_neither_waited_for_nor_measured(clock):
             if point > 0:
                 division.sent(0)
             if point > 1:
-                division.drew(Chunk([1]))
+                division.received(Chunk([1]))
             raise RuntimeError
-        assert not any(side.tokens for side in controller._sides.values())
+        assert not any(engine.tokens for engine in controller._engines.values())
         clock.now += 50.0
 
 
@@ -242,4 +242,4 @@ def test_engines_that_are_gone_are_forgotten(clock):
     for n in range(100):
         pair = {"prefill": f"p{n}", "decode": "d", "prefills": [f"p{n}"], "decodes": ["d"]}
         with controller.divide(10, **pair):
-            assert len(controller._sides) == 2
+            assert len(controller._engines) == 2

@@ -11,7 +11,7 @@ import pytest
 
 from engine.protocol import BadRequest
 from router.rollout.catalog import Catalog
-from router.simulation.dry_run import DryRunFailed, dry_run, staged
+from router.simulation.dry_run import DryRunFailed, dry_run, simulated_router
 from router.simulation.dry_run_process import dry_run_source, dry_run_strategy
 from router.simulation.engine import SimulatedEngine, tokens_after
 from router.simulation.virtual_time import VirtualLoop
@@ -222,8 +222,8 @@ def test_simulated_engines_keep_replicas_of_those_that_die(monkeypatch, every):
 
     async def resumed() -> list[int]:
         bound = Catalog().find("replicate").bind({"every": every})
-        async with staged(bound, ("any", "any", "any"), fate=[4]) as stage:
-            return await stage.ask(prompt)
+        async with simulated_router(bound, ("any", "any", "any"), dies_after=[4]) as simulated:
+            return await simulated.generate(prompt)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         assert runner.run(resumed()) == list(itertools.islice(tokens_after(prompt), 6))

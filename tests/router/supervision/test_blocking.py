@@ -19,7 +19,7 @@ from router_process import RouterProcess, until
 
 from router.base.errors import StrategyBlocked
 from router.rollout.catalog import Catalog
-from router.simulation.dry_run import staged
+from router.simulation.dry_run import simulated_router
 from router.supervision.child_tasks import adopting
 from router.supervision.supervised import Interrupted
 from router.supervision.watchdog import Watchdog
@@ -158,11 +158,14 @@ async def test_nobody_else_is_hit():
     loop, outcomes = asyncio.get_running_loop(), Counter()
     loop.set_exception_handler(lambda loop, context: stray.append(context))
     with adopting(loop), Watchdog(Metrics(), 0.02).watching():
-        async with staged(late, ("any", "any")) as stage, asyncio.TaskGroup() as others:
+        async with (
+            simulated_router(late, ("any", "any")) as simulated,
+            asyncio.TaskGroup() as others,
+        ):
             others.create_task(innocent())
             # On a crowded machine the watchdog comes late; some time it does meet one.
             while sum(outcomes.values()) < 45 or len(outcomes) < 2:
-                asks = [stage.ask(list(range(1, 20 + i))) for i in range(3)]
+                asks = [simulated.generate(list(range(1, 20 + i))) for i in range(3)]
                 for answer in await asyncio.gather(*asks, return_exceptions=True):
                     outcomes[type(answer)] += 1
             over.set()
