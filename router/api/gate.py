@@ -52,6 +52,8 @@ class Gate:
         if connection is None:
             await self._serve(http)
             return
+        if connection.gone:
+            return
         connection.cancels(asyncio.current_task())
         try:
             await self._serve(http)

@@ -189,6 +189,8 @@ class HttpRequest:
             async with asyncio.timeout(LINGER_S):
                 while (await self._receive()).get("more_body", False):
                     pass
+        if self.connection is not None:
+            self.connection.abort()
         await self.send_body(b"", more=False)
 
     async def begin(self, status: int, headers: RawHeaders) -> None:

@@ -68,15 +68,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.flow = _Flow(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for cycle in self._cycles:
-            cycle.disconnected = True
-            cycle.message_event.set()
+        self._disconnected()
         if self._task is not None and self._cycles and not self._cycles[0].response_complete:
             self._task.cancel()
         self._unread = False
         self._waiting.clear()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+
+    def _disconnected(self) -> None:
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     @property
     def arrived(self) -> bool:
@@ -94,6 +97,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Close at once and discard what the client has not read."""
+        self._disconnected()
         self.transport.abort()
 
     def half_close(self) -> None:
@@ -225,6 +229,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _next(self) -> None:
         """Start the request behind the one that has been answered."""
         self._cycles.popleft()
+        self._task = None  # what it still does is not for the client
         super().on_response_complete()
         if self._waiting and not self._cycles and not self.transport.is_closing():
             data, self._waiting = bytes(self._waiting), bytearray()

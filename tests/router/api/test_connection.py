@@ -378,3 +378,58 @@ async def test_connections_that_nobody_uses_are_closed(served, monkeypatch):
     client.writer.write(get("/version"))
     assert (await client.answer())[0] == 200
     assert await client.rest() == b""
+
+
+async def test_a_refused_client_that_never_hangs_up_is_dropped(served, monkeypatch, caplog):
+    monkeypatch.setattr("router.api.http.LINGER_S", 0.1)
+    _, _, connect = served
+    client = await connect()
+    client.writer.write(post(b" " * 2**22)[: 2**16])
+    assert (await client.answer())[0] == 413
+    await asyncio.sleep(0.3)
+    with pytest.raises(ConnectionError):
+        for _ in range(100):
+            client.writer.write(b" " * 2**10)
+            await client.writer.drain()
+            await asyncio.sleep(0.01)
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+
+
+async def test_a_key_is_checked_before_a_body_arrives(route, fake):
+    async with route(fake("a"), api_key="k") as r:
+        parts = urlsplit(r.server.url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        writer.write(post(b" " * 2**19, "Expect: 100-continue")[: -(2**19)])
+        status, headers, _ = await Client(reader, writer).answer()
+        assert (status, headers["connection"]) == (401, "close")
+        writer.close()
+
+
+async def test_empty_lines_do_not_keep_a_connection_open(route, fake):
+    async with route(fake("a"), body_timeout_s=0.1) as r:
+        parts = urlsplit(r.server.url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        client = Client(reader, writer)
+        writer.write(get("/version"))
+        assert (await client.answer())[0] == 200
+        writer.write(b"\r\n")
+        assert await client.rest() == b""
+        writer.close()
+
+
+async def test_what_waits_is_served_when_it_is_more_than_may_wait(served):
+    """Requests of many kinds, far more than are parsed or kept at once, all have their answers."""
+    _, _, connect = served
+    client = await connect()
+    many = (get("/version") + post(ASK) + get("/health", method="HEAD")) * 350
+    writing = asyncio.ensure_future(write_all(client, many))
+    for _ in range(350):
+        assert json.loads((await client.answer())[2]).keys() == {"version"}
+        assert json.loads((await client.answer())[2])["object"] == "text_completion"
+        assert (await client.head())[0] == 200
+    await writing
+
+
+async def write_all(client: Client, data: bytes) -> None:
+    client.writer.write(data)
+    await client.writer.drain()
