@@ -70,7 +70,7 @@ async def dry_run_source(
 
 
 async def dry_run_strategy(strategy: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """As `audition`, of a strategy by its name or by the path of its file, which ends in `.py`."""
+    """Run an installed strategy dry, or the one in a file if `strategy` ends in `.py`."""
     if not strategy.endswith(".py"):
         return await dry_run_source("", name=strategy, params=params)
     return await dry_run_source(read_source(Path(strategy)), file=strategy, params=params)
