@@ -1,4 +1,4 @@
-"""The routes whose responses go on: multiplexed streams and the prefix feed."""
+"""The routes with endless responses: multiplexed streams and the prefix feed."""
 
 from __future__ import annotations
 

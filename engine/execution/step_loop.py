@@ -10,7 +10,8 @@ from concurrent.futures import Future
 
 import torch
 
-from engine.execution.stepper import Stepper, StepStats
+from engine.execution.step_output import StepStats
+from engine.execution.stepper import Stepper
 from engine.protocol import Internal
 from engine.scheduling.jobs import Generation, Job
 

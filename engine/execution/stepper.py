@@ -9,101 +9,29 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from engine.execution.runner import Runner, StepCache
 from engine.execution.step_mirrors import StepMirrors
+from engine.execution.step_output import StepOutput, StepResult, StepStats
 from engine.protocol import Internal, MicroserveError, RemoteSendReply
 from engine.scheduling.chunk import Chunk
 from engine.scheduling.jobs import Generation, Job, Send
 from engine.scheduling.parallel_sampling import ParallelSampling
 from engine.scheduling.scheduler import Scheduler
-from kvcache.lease.put import Put
-from kvcache.sequences.interface import SequenceCache
-from kvcache.types import SeqId
 
 if TYPE_CHECKING:
     from engine.sampling.sampled import Sampled
 
-__all__ = ["Runner", "StepCache", "StepOutput", "StepResult", "StepStats", "Stepper"]
+__all__ = ["Stepper"]
 
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.05  # how often leases, puts and retained sequences are checked
 Logits = TypeVar("Logits")
-Logits_co = TypeVar("Logits_co", covariant=True)
-
-
-class Runner(Protocol[Logits_co]):
-    """Computes the KV of a step's chunks."""
-
-    def run(self, chunks: Sequence[Chunk]) -> Logits_co:
-        """Compute a step; return one row of logits for each chunk with `sample`.
-
-        If it raises, no token of the step counts as present.
-        """
-        ...
-
-
-class StepCache(SequenceCache, Protocol):
-    """The calls of `kvcache.cache.KVCache` that a stepper makes."""
-
-    @property
-    def kept(self) -> bool:
-        """Whether published pages survive this process."""
-        ...
-
-    def sweep(self) -> Collection[object]:
-        """End expired leases and return them; free pages that have left quarantine."""
-        ...
-
-    def leases(self) -> Collection[object]:
-        """Return the live leases."""
-        ...
-
-    def mark_send(self, seq_id: SeqId, put: Put, begin: int, end: int, /) -> None:
-        """Send positions `[begin, end)` of a sequence: present ones now, others once computed."""
-        ...
-
-    def clear_mark(self, seq_id: SeqId, /) -> None:
-        """Send nothing more of a sequence."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """The output of one step for one generation: a token, possibly with an end, or a failure."""
-
-    generation: Generation
-    sampled: Sampled | None = None
-    finish: Literal["stop", "length"] | None = None
-    failure: MicroserveError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one call of `Stepper.step` did."""
-
-    chunks: int  # computed by this step, or failed with it; 0: there was nothing to compute
-    outputs: Sequence[StepOutput]  # as delivered
-    # When to call `step` again, in seconds by the stepper's clock. None: only after `wake`.
-    next_at: float | None
-
-
-@dataclass(slots=True)
-class StepStats:
-    """Counters since the start."""
-
-    steps: int = 0
-    step_s: float = 0.0
-    model_s: float = 0.0
-    prompt_tokens: int = 0  # computed for prompts and sends
-    generation_tokens: int = 0  # sampled
-    expired_leases: int = 0
-    failed_steps: int = 0
 
 
 class Stepper:

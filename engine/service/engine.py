@@ -14,7 +14,7 @@ from itertools import count
 from tokenizers import Tokenizer
 
 from engine.execution.step_loop import StepLoop
-from engine.execution.stepper import StepOutput
+from engine.execution.step_output import StepOutput
 from engine.models import LoadedModel
 from engine.protocol import (
     BadRequest,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 from tokenizers import Tokenizer
 
-from engine.execution.stepper import StepOutput
+from engine.execution.step_output import StepOutput
 from engine.protocol import (
     Event,
     Internal,

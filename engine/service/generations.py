@@ -8,7 +8,7 @@ from functools import partial
 from tokenizers import Tokenizer
 
 from engine.execution.step_loop import StepLoop
-from engine.execution.stepper import StepOutput
+from engine.execution.step_output import StepOutput
 from engine.protocol import (
     BadRange,
     BadRequest,

@@ -14,7 +14,8 @@ from engine_helpers import generation, make_cache, tiny
 
 from engine.execution.model_runner import ModelRunner
 from engine.execution.step_loop import StepLoop
-from engine.execution.stepper import StepOutput, Stepper
+from engine.execution.step_output import StepOutput
+from engine.execution.stepper import Stepper
 from engine.protocol import Internal, LeaseExpired, MicroserveError
 from engine.sampling.sampler import sample
 from engine.scheduling.chunk import Chunk

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 import pytest
 from engine_helpers import generation, make_cache
 
-from engine.execution.stepper import SWEEP_S, StepOutput, Stepper, StepResult
+from engine.execution.step_output import StepOutput, StepResult
+from engine.execution.stepper import SWEEP_S, Stepper
 from engine.protocol import Internal
 from engine.sampling.sampled import Sampled
 from engine.scheduling import parallel_sampling
