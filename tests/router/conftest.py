@@ -1,4 +1,4 @@
-"""A scripted engine that speaks the wire protocol, and real ones; a router in front of either."""
+"""A scripted engine with the real protocol, real engines, and a router in front of either."""
 
 from __future__ import annotations
 
@@ -44,15 +44,18 @@ def model_info(**changes: Any) -> ModelInfo:
 
 
 def token_at(position: int) -> int:
-    """What the scripted engine samples at a position, whatever came before."""
+    """Return the token that scripted engines sample at a position, for any prompt."""
     return 100 + position
 
 
 @dataclass
 class FakeEngine:
-    """One scripted engine. `refuse[call]`: errors to answer with, in turn, before it behaves.
-    `break_after`: cut the stream after so many events of a generation, that often. `gate`: a
-    generation waits for it after its first event. `tells`: further fields of each event."""
+    """One scripted engine.
+
+    `refuse[call]` are errors to answer with, in turn, before it succeeds. `break_after` are numbers
+    of events after which the stream of a generation is cut, in turn. A generation waits for `gate`
+    after its first event. `tells` are further fields of each event.
+    """
 
     name: str
     role: str = "any"
@@ -85,7 +88,7 @@ class FakeEngine:
         return [body for name, body in self.calls if name == call]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds; every call made to this engine is a reason to look."""
+        """Wait until `condition` holds; it is checked after every call to this engine."""
         async with asyncio.timeout(10), self.changed:
             await self.changed.wait_for(condition)
 
@@ -301,7 +304,7 @@ class Routed:
             return await response.json()
 
     async def events(self, path: str, body: Any, **kwargs: Any) -> list[Any]:
-        """The events of a streamed answer; `[DONE]` as itself."""
+        """Return the events of a streamed answer; `[DONE]` as a string."""
         body = {"stream": True, **body}
         async with self.http.post(self.server.url + path, json=body, **kwargs) as response:
             assert response.status == 200, await response.text()
@@ -316,13 +319,13 @@ class Routed:
         self.server.router.revisions.activate(strategy.bind(params))
 
     async def settled(self) -> None:
-        """Wait until all that requests have left behind is cleaned up."""
+        """Wait until the cleanup after all requests is done."""
         async with asyncio.timeout(10):
-            while not self.idle():  # noqa: ASYNC110  no event tells of nothing
+            while not self.idle():  # noqa: ASYNC110  there is no event for this
                 await asyncio.sleep(0)
 
     def idle(self) -> bool:
-        """No load is left on any engine, no request in any generation."""
+        """Return whether no engine has load and no revision has requests."""
         router = self.server.router
         loads = [(backend.load.tokens, backend.load.streams) for backend in router.registry]
         counts = [generation.in_flight for generation in router.revisions.live()]
@@ -403,5 +406,5 @@ def route_real(real_engines: list[str]) -> Route:
 
 @pytest.fixture
 def routed_to() -> Route:
-    """As `route`, over engines that run already, by their URLs."""
+    """As `route`, over running engines, by their URLs."""
     return routed

@@ -48,7 +48,7 @@ class RouterProcess(ForkedProcess):
 
 
 def until(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
-    """What other processes do tells nobody: look again until it is so."""
+    """Poll until `condition` holds: other processes send no event."""
     deadline = time.monotonic() + timeout
     while not (found := condition()):
         assert time.monotonic() < deadline, "waited in vain"

@@ -1,4 +1,4 @@
-"""Deadlines, keys, limits, drain, receipts, traces and logs, as clients and operators meet them."""
+"""Deadlines, keys, limits, shutdown, receipts, traces and logs, seen by clients and operators."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_a_deadline_names_the_phase(route, fake):
         headers = {"X-Request-Timeout": "0.1", "X-Request-Id": "x"}
         events = await r.events("/v1/completions", ASK, headers=headers)
         assert "decode (start_generate on d)" in events[-1]["error"]["message"]
-        assert len(events) == 2  # it had begun: no clean end
+        assert len(events) == 2  # the answer had begun: no clean end
         d.refuse["prep_recv"] = [NoCapacity("full", retry_after_s=1000)]
         status, body = await r.post("/v1/completions", ASK, headers=headers)
         assert (status, "in: queue" in body["error"]["message"]) == (504, True)

@@ -35,7 +35,7 @@ class Job:
 
 
 class Division(Protocol):
-    """What a strategy has of its request's division."""
+    """A request's division, as the strategy uses it."""
 
     prefill_tokens: int
 
@@ -68,8 +68,10 @@ class ModelEngine:
 
 
 class Model:
-    """`divide(model, job, prefill, decode)` says how many tokens the prefill engine gets, or enters
-    a division of a controller's."""
+    """`divide(model, job, prefill, decode)` returns the prefill engine's share of the tokens.
+
+    Alternatively it enters a controller's division.
+    """
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Model:
         self._exits: dict[Job, AbstractContextManager] = {}
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Until all have ended."""
+        """Run until all have ended."""
         coming = list(reversed(jobs))
         while coming or any(engine.ends is not None for engine in self.engines):
             times = [engine.ends for engine in self.engines if engine.ends is not None]

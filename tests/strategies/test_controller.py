@@ -75,10 +75,10 @@ def test_it_settles_after_a_step_and_does_not_swing():
         settled.append(statistics.fmean(late))
         assert max(late) - min(late) < 0.12, late
     assert settled[1] > 0.2  # at 2 a second no engine alone could prefill all
-    assert settled[2] == pytest.approx(settled[0], abs=0.05)  # as if nothing had been
+    assert settled[2] == pytest.approx(settled[0], abs=0.05)  # as before
     assert settled[3] < 0.05
     assert settled[4] > 0.3
-    assert settled[5] < 0.05  # many streams run: they are left in peace
+    assert settled[5] < 0.05  # many streams run: their engine gets little prefill
 
 
 def _parts(jobs: list[Job], size: int) -> list[list[Job]]:
@@ -86,7 +86,7 @@ def _parts(jobs: list[Job], size: int) -> list[list[Job]]:
 
 
 def test_each_phase_is_as_good_as_its_own_best_ratio():
-    """What was learnt from one workload does not spoil the next one."""
+    """Measurements of one workload do not harm the next one."""
     phases = [(1.8, 384, 12), (7.0, 26, 32), (0.5, 1000, 100), (1.8, 384, 12)]
     jobs: list[Job] = []
     for seed, (rate, tokens, output) in enumerate(phases):
@@ -122,7 +122,7 @@ def clock() -> Clock:
 
 
 def finish(controller: Controller, clock: Clock, tokens: int, *, ms: float, decode_s: float):
-    """One request, alone: so long for each token of prefill, so long to decode."""
+    """Run one request alone, with these times for prefill and decode."""
     with controller.divide(tokens, **PAIR) as division:
         clock.now += division.prefill_tokens * ms / 1e3
         if division.prefill_tokens:
@@ -141,7 +141,7 @@ def near(tokens: int) -> Any:
 
 def test_the_rule(clock):
     controller = Controller(clock)
-    assert finish(controller, clock, 1000, ms=1, decode_s=0.2) == 900  # nothing is known yet
+    assert finish(controller, clock, 1000, ms=1, decode_s=0.2) == 900  # no measurement yet
     # Of a second of work, with 0.2 s of decoding: (T + 0.6 S) / 2; they come so rarely that ρ ≈ 0.
     assert finish(controller, clock, 1000, ms=1, decode_s=0.2) == near(400)
     with controller.divide(1000, **PAIR) as first:
@@ -149,11 +149,11 @@ def test_the_rule(clock):
         # B = 400, G = 600: (200 + 600 + 600 - 400) / 2
         with controller.divide(1000, **PAIR) as second:
             assert second.prefill_tokens == near(500)
-        clock.now += 0.1  # of which 100 are done
+        clock.now += 0.1  # 100 of them are done
         with controller.divide(1000, **PAIR) as third:
             assert third.prefill_tokens == near(550)
     clock.now += 100.0
-    with controller.divide(1000, **PAIR) as last:  # and all have left without a trace
+    with controller.divide(1000, **PAIR) as last:  # all earlier ones have left no trace
         assert last.prefill_tokens == near(400)
 
 
@@ -161,7 +161,7 @@ def test_the_rule(clock):
     ("every_s", "share"),
     [
         (1.5, 367),  # ρ = 1/3: (2/3 T + 0.6 S) / 2
-        (0.5, 360),  # ρ = 1, of which 0.4 are believed
+        (0.5, 360),  # ρ = 1, bounded by 0.4
     ],
 )
 def test_streams_count_less_where_the_engines_are_busy(clock, every_s, share):
@@ -190,7 +190,7 @@ def test_engines_that_seem_to_differ_a_little_are_alike(clock):
 
     assert share(1.0) == near(400)
     assert share(1.5) == near(380)  # only T is fewer tokens, at 1.25 ms each
-    assert share(2.0) > 500  # another kind of machine
+    assert share(2.0) > 500  # a different machine
 
 
 @pytest.mark.parametrize(

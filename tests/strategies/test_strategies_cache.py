@@ -1,4 +1,4 @@
-"""Which engine the strategies choose that know what is cached: on engines that only write down."""
+"""Which engines the cache-aware strategies choose, on engines that only record calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strategies.migrate import migrate
 
 
 class Engine:
-    """`coming` tokens are on their way into its cache, besides those that are there."""
+    """An engine with `coming` tokens on their way into its cache, besides those cached."""
 
     def __init__(self, id: str, *, load: int = 0, cached: int = 0, coming: int = 0) -> None:
         self.id, self.load = id, load
@@ -111,7 +111,7 @@ async def test_a_context_is_moved_to_the_least_loaded_engine():
 
 
 async def test_what_is_only_on_its_way_is_not_moved():
-    """The sender would compute it a second time, and has too much to do already."""
+    """The sender would compute it a second time, and is overloaded already."""
     engines = Engine("a", load=200, cached=16, coming=48), Engine("b", cached=16)
     calls = await calls_of(migrate, 100, *engines, overload=100)
     assert [call[1] for call in calls] == ["prep_recv", "commit", "left", "start_generate"]

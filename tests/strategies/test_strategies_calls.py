@@ -1,4 +1,4 @@
-"""Which calls the built-in strategies make: on engines that only write them down."""
+"""Which calls the built-in strategies make, on engines that only record them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Pool(list):
 
 
 async def calls_of(strategy, length, *, match_len=0, cached=0, output=(), **params):
-    """With so much cached by the decode engine, and by the prefill engine."""
+    """A cluster with this much cached by the decode and by the prefill engine."""
     calls = []
     decode, prefill = Engine("d", calls, match_len), Engine("p", calls, cached)
     states = {}
@@ -74,7 +74,7 @@ async def test_data_parallel():
         (100, 32, [], 99, (32, 99)),
         (97, 96, [], 96, None),
         (1, 0, [], 0, None),
-        (100, 0, [7, 8, 9], 102, (0, 102)),  # resumed: the output is sent as well
+        (100, 0, [7, 8, 9], 102, (0, 102)),  # resumed: the output is sent too
     ],
 )
 async def test_prefill_decode(length, match_len, output, end, send):
@@ -97,7 +97,7 @@ async def test_balanced(ratio, end):
 @pytest.mark.parametrize(
     ("length", "match_len", "cached", "end"),
     [
-        *((300, 0, 0, 270), (300, 32, 0, 273), (300, 0, 64, 276)),  # a tenth of what both lack
+        *((300, 0, 0, 270), (300, 32, 0, 273), (300, 0, 64, 276)),  # a tenth of what neither has
         *((100, 0, 0, 99), (100, 32, 0, 99), (97, 96, 0, 96), (1, 0, 0, 0)),  # too few to divide
     ],
 )

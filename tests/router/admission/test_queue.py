@@ -1,4 +1,4 @@
-"""The queue for room: who tries when, and who stands behind whom."""
+"""The admission queue: who tries when, and in which order."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FULL = NoCapacity("full", retry_after_s=1000)
 
 
 class Room:
-    """Requests that want a part of what there is, through a backlog; none is in a hurry."""
+    """Some room, and an admission queue for requests that need a part of it."""
 
     def __init__(self, size: int, limit: int = 100) -> None:
-        self.backlog = AdmissionQueue(limit)
+        self.queue = AdmissionQueue(limit)
         self.left = size
         self.order: list[str] = []
         self.tries = 0
@@ -27,11 +27,11 @@ class Room:
 
     async def ask(self, name: str, size: int = 1, *, arrived: float = 0, priority: int = 0) -> None:
         full = None
-        with self.backlog.place(priority, arrived) as place:
+        with self.queue.place(priority, arrived) as place:
             while True:
                 await place.wait(full, deadline=self._deadline)
                 self.tries += 1
-                await asyncio.sleep(0)  # the engine is asked
+                await asyncio.sleep(0)  # the call to the engine
                 if size <= self.left:
                     self.left -= size
                     self.order.append(name)
@@ -41,7 +41,7 @@ class Room:
 
     def free(self, size: int) -> None:
         self.left += size
-        self.backlog.freed()
+        self.queue.freed()
 
 
 @asynccontextmanager
@@ -64,20 +64,20 @@ async def test_it_is_served_by_priority_and_then_in_order_of_arrival():
         room.ask("third", arrived=3), room.ask("first", arrived=1), room.ask("second", arrived=2),
         room.ask("urgent", arrived=4, priority=-1), room.ask("last", arrived=0, priority=1),
     ):  # fmt: skip
-        assert len(room.backlog) == 5
+        assert len(room.queue) == 5
         room.free(5)
     assert room.order == ["urgent", "first", "second", "third", "last"]
-    assert not len(room.backlog)
+    assert not len(room.queue)
 
 
 async def test_one_that_finds_room_lets_the_next_try_at_once():
-    """Retry-After is for the first only: a thousand seconds for each would show."""
+    """Only the first waits for Retry-After: a thousand seconds each would show."""
     room = Room(0)
     async with running(*(room.ask(str(number), arrived=number) for number in range(50))):
         tries = room.tries
         room.free(50)
     assert room.order == [str(number) for number in range(50)]
-    assert room.tries - tries == 50  # and nobody tries in vain
+    assert room.tries - tries == 50  # and none tries in vain
 
 
 async def test_a_small_request_does_not_overtake_a_large_one():
@@ -108,7 +108,7 @@ async def test_a_full_queue_refuses_those_that_would_have_to_wait():
         tries = room.tries
         with pytest.raises(NoCapacity):
             await room.ask("urgent", arrived=2, priority=-1)
-        assert room.tries == tries + 1  # it had the right to try, but not to wait
+        assert room.tries == tries + 1  # it may try, but not wait
         room.free(1)
     assert room.order == ["a"]
 
@@ -118,26 +118,26 @@ async def test_a_cancelled_wait_leaves_the_queue_and_wakes_the_next():
     large = asyncio.ensure_future(room.ask("large", 3, arrived=1))
     await turns()
     async with running(room.ask("small", 1, arrived=2)):
-        assert len(room.backlog) == 2
+        assert len(room.queue) == 2
         large.cancel()
     assert room.order == ["small"]
-    assert not len(room.backlog)
+    assert not len(room.queue)
 
 
 async def test_the_turn_must_come_before_the_deadline():
-    backlog = AdmissionQueue(10)
+    queue = AdmissionQueue(10)
     now = asyncio.get_running_loop().time()
-    with backlog.place(0, now) as first:
+    with queue.place(0, now) as first:
         for place in (first, None):
-            with backlog.place(0, now) as later, pytest.raises(NoCapacity):
+            with queue.place(0, now) as later, pytest.raises(NoCapacity):
                 await (place or later).wait(FULL if place else None, deadline=now + 0.01)
-    assert not len(backlog)
+    assert not len(queue)
 
 
 async def test_retry_after_is_a_reason_to_try_again():
-    backlog = AdmissionQueue(10)
+    queue = AdmissionQueue(10)
     loop = asyncio.get_running_loop()
-    with backlog.place(0, 0) as place:
+    with queue.place(0, 0) as place:
         began = loop.time()
         await place.wait(NoCapacity("full", retry_after_s=0.02), deadline=began + 10)
         assert 0.02 <= loop.time() - began < 5

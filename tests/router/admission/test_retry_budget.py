@@ -13,7 +13,7 @@ def test_a_share_of_those_in_flight_and_a_few():
         claims = [requests.enter_context(budget.request()) for _ in range(100)]
         granted = [claim.spend() for claim in claims]
         assert granted == [True] * (RESERVE + 20) + [False] * (70 - 0)
-        assert claims[0].spend()  # its second retry is no further claim
+        assert claims[0].spend()  # its second retry needs no further budget
         assert budget.retrying == RESERVE + 20
     assert (budget.running, budget.retrying) == (0, 0)
 

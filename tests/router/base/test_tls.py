@@ -1,4 +1,4 @@
-"""TLS on both sides of the router, with real engines, and keys that no process list shows."""
+"""TLS to clients and to real engines, and keys hidden from the process list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGS = ("--step-ms", "0", "--prefill-tokens-per-ms", "0")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, str]:
-    """The paths of a certificate authority's certificate, and of a server's and its key."""
+    """Paths of an authority's certificate, a server's certificate and the server's key."""
     folder = tmp_path_factory.mktemp("tls")
     authority = trustme.CA()
     server = authority.issue_cert("127.0.0.1", "localhost")
@@ -50,7 +50,7 @@ def test_files_that_are_none(tmp_path, files):
 
 @pytest.mark.slow
 def test_tls_from_the_client_to_the_engine(files):
-    """An engine that speaks https announces itself to a router that does."""
+    """An engine with https registers itself at a router with https."""
     tls = ("--tls-cert", files["cert"], "--tls-key", files["key"])
     client = httpx.Client(verify=ssl.create_default_context(cafile=files["ca"]), timeout=20)
     router = ForkedProcess(
@@ -61,7 +61,7 @@ def test_tls_from_the_client_to_the_engine(files):
         url = router.line().split()[-1]
         assert url.startswith("https://")
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health")  # nobody vouches for it
+            httpx.get(f"{url}/health")  # its authority is not trusted
         engine = EngineProcess(
             *FLAGS, "--router", url, "--router-ca", files["ca"], *tls, "--labels", "zone=a",
             "--engine-id", "secure", model="mock",
@@ -80,7 +80,7 @@ def test_tls_from_the_client_to_the_engine(files):
             assert reply.status_code == 200, reply.text
             assert engine.stop()[0] == 0
             listed = client.get(f"{url}/admin/engines", headers=admin).json()["engines"]
-            assert listed == []  # it has taken leave
+            assert listed == []  # it has removed itself
             assert client.post(f"{url}/v1/completions", json=ASK).status_code == 503
         finally:
             engine.kill()
@@ -105,7 +105,7 @@ def test_a_whole_cluster_with_tls_at_its_front(files):
             reply = client.post(f"{router}/v1/completions", json=ASK)
             assert reply.status_code == 200, reply.text
             reply = client.post(f"{router}/v1/completions", content=b" " * 2**21)
-            assert reply.status_code == 413  # the limit is the router's as well
+            assert reply.status_code == 413  # the router's limit applies too
         up.signal(signal.SIGTERM)
         assert up.wait() == 0, up.log
     finally:

@@ -1,4 +1,4 @@
-"""Files that are read again when they change, and the engines' own."""
+"""Files that are read again when they change, and the format of the engines file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_changes_are_told_and_bad_ones_keep_the_old(tmp_path, caplog):
 
 @pytest.fixture
 async def watched(tmp_path):
-    """A file that is looked at only when the operating system reports a change."""
+    """A file that is read again only when the operating system reports a change."""
     path = tmp_path / "volume" / "file"
     folder = tmp_path / "volume" / "..data"
     (tmp_path / "volume" / "..1").mkdir(parents=True)

@@ -52,7 +52,7 @@ def test_each_failed_trial_doubles_the_rest_up_to_a_bound():
     breaker.success()
     breaker.failure()
     clock.now += 5
-    assert breaker.state == "half_open"  # a new trouble begins with the short rest
+    assert breaker.state == "half_open"  # the first rest of a new failure is short again
 
 
 def test_a_trial_that_never_ends_is_followed_by_another():

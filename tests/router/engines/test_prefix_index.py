@@ -1,5 +1,5 @@
-"""What the router knows of engines' prefix caches: against scripted engines in virtual time, and
-against real ones that evict, die and come back."""
+"""The router's view of prefix caches, with scripted engines in virtual time, and with real engines
+that evict, die and restart."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def request(tokens: list[int]) -> Request:
 
 
 class Scripted(SimulatedEngine):
-    """Says what it is told to say of its prefix cache. `streams`: how many are open; `opened`: how
-    many have been."""
+    """An engine that reports scripted changes of its prefix cache.
+
+    `streams` counts the open streams, `opened` all streams ever opened.
+    """
 
     def __init__(self) -> None:
         super().__init__("scripted", {})
@@ -46,7 +48,7 @@ class Scripted(SimulatedEngine):
     async def tells(
         self, prefixes: PrefixIndex, backend: Backend, asked: Request, pages: int | None = None
     ) -> None:
-        """Say that so many pages of `asked` are there (None: all), and have it heard."""
+        """Report this many pages of `asked` as cached (None: all); wait until that is read."""
         self.add(*asked.page_names(PAGE)[:pages])
         await prefixes.known(backend)
 
@@ -101,7 +103,7 @@ async def test_full_pages_are_counted_up_to_the_end(prefixes, backend, engine):
     tokens = list(range(100))
     names = page_names(tokens, PAGE)
     engine.add(*names[:4])
-    asyncio.get_running_loop().call_later(1, engine.add)  # the first says all
+    asyncio.get_running_loop().call_later(1, engine.add)  # the first report is complete
     await prefixes.known(backend)
     for end, cached in ((0, 0), (15, 0), (16, 16), (63, 48), (64, 64), (100, 64)):
         assert prefixes.cached(backend, request(tokens), end) == cached
@@ -148,7 +150,7 @@ async def test_a_lost_stream_is_followed_again_and_all_is_forgotten(prefixes, ba
     assert prefixes.cached(backend, asked, 100) == 0
     await engine.tells(prefixes, backend, asked, 2)
     assert engine.opened == 2
-    coming.end()  # of what the lost engine was to have
+    coming.end()  # it belongs to the lost engine
     assert prefixes.cached(backend, asked, 100) == 32
 
 
@@ -196,7 +198,7 @@ async def test_a_forgotten_engine_is_left_alone(prefixes, backend, engine):
 
 
 async def test_what_calls_have_done_counts_at_once(route, fake):
-    """Before the engines say so themselves: these never do."""
+    """Before the engines report it: these never do."""
     sender, receiver = fake("a", role="prefill"), fake("b", role="decode")
     asked = request(list(range(100)))
     async with route(sender, receiver, strategy="prefill_decode") as r:
@@ -252,7 +254,7 @@ def test_a_dry_run_meets_caches_that_are_warm():
 
 
 def matched(engine: EngineProcess, prompt: list[int], end: int) -> int:
-    """`match_len` of a lease, which is given back at once."""
+    """Return `match_len` of a lease, which is released at once."""
     reply = engine.post("prep_recv", request_id=f"look-{random.random()}", prompt=prompt, end=end)
     assert reply.status_code == 200, reply.text
     lease = reply.json()
@@ -263,8 +265,10 @@ def matched(engine: EngineProcess, prompt: list[int], end: int) -> int:
 def agrees(
     prefixes: PrefixIndex, backend: Backend, engine: EngineProcess, prompt: list[int]
 ) -> bool:
-    """Whether the router and the engine say the same of a prompt. So little is asked for beyond
-    what should be there that looking evicts next to nothing."""
+    """Return whether router and engine agree on a prompt.
+
+    The lease covers at most a page that is not cached, so that the query evicts next to nothing.
+    """
     cached = prefixes.cached(backend, request(prompt), len(prompt))
     return matched(engine, prompt, min(len(prompt), cached + PAGE)) == cached
 
@@ -281,9 +285,11 @@ async def engines(count: int, *flags: str) -> AsyncIterator[list[EngineProcess]]
 
 @pytest.mark.slow
 async def test_the_router_knows_what_engines_evict_and_what_they_lose(routed_to):
-    """Random prompts with common beginnings, pools that hold a part of them; then one engine is
-    killed and restarted on its port, and learns some of them again. The other one is stopped for a
-    while: it may have been another process since, so that all is asked anew."""
+    """Random prompts with common prefixes, in pools that hold a part of them.
+
+    Then one engine is killed and restarted on its port, and caches some of them again. The other is
+    stopped for a while: it might be another process afterwards, so its cache is fetched again.
+    """
     draw = random.Random(7)
     roots = [[draw.randrange(500) for _ in range(200)] for _ in range(4)]
 
@@ -339,7 +345,7 @@ async def test_the_router_knows_what_engines_evict_and_what_they_lose(routed_to)
 
 
 async def test_requests_that_begin_alike_and_come_at_once_share_an_engine_and_its_work(route_real):
-    """The first of them computes the common part for all."""
+    """The first of them computes the common prefix for all."""
     salt = random.Random(11)
     common = [salt.randrange(500) for _ in range(1500)]
     prompts = [[*common, *(salt.randrange(500) for _ in range(30))] for _ in range(3)]

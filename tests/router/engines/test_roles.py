@@ -1,4 +1,4 @@
-"""Disaggregation over several engines of each role: real processes that compute nothing."""
+"""Disaggregation over several engines of each role: real processes without a model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_each_role_does_its_part_and_all_take_part(router, strategy, params, pre
 
 @pytest.mark.parametrize("strategy", ["prefill_decode", "balanced"])
 def test_roles_are_hints(router, strategy):
-    """Where all have one role, or none, they share the work; no engine sends to itself."""
+    """Engines with one role, or none, share the work; no engine sends to itself."""
     router.use(strategy)
     for role in ("any", "prefill", "decode"):
         give(router, dict.fromkeys(NAMES, role))
@@ -92,7 +92,7 @@ def test_roles_are_hints(router, strategy):
 
 
 def test_auto_leaves_streams_in_peace_and_does_more_where_there_are_none(router):
-    """A prompt takes 100 ms; to decode takes 2 ms, then 600."""
+    """A prompt takes 100 ms; decoding takes 2 ms, then 600."""
     give(router, {"e0": "prefill", "e1": "decode"})
 
     def share(length: int, new: int) -> float:
@@ -102,11 +102,11 @@ def test_auto_leaves_streams_in_peace_and_does_more_where_there_are_none(router)
         return (generation["end"] - generation["begin"]) / length
 
     router.use("balanced", ratio="auto")
-    assert share(400, 2) == pytest.approx(0.1)  # nothing has been measured
+    assert share(400, 2) == pytest.approx(0.1)  # no measurement yet
     assert share(400, 2) > 0.5
-    router.use("balanced", ratio="auto")  # another generation remembers nothing
+    router.use("balanced", ratio="auto")  # another generation begins with its own state
     assert share(400, 600) == pytest.approx(0.1)
     assert share(400, 600) < 0.1
-    for _ in range(12):  # and what is no longer so is forgotten
+    for _ in range(12):  # old measurements are forgotten
         last = share(400, 2)
     assert last > 0.3

@@ -1,4 +1,4 @@
-"""Retries, leases and cancellation, against scripted engines."""
+"""Retries, leases and cancellation, with scripted engines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ async def test_prefill_decode_makes_three_calls_under_one_name(route, fake):
         ("prep_recv", "d"), ("remote_send", "p"), ("start_generate", "d"),
     ]  # fmt: skip
     assert receipt["legs"][1]["bytes"] == 4 * 23
-    assert receipt["cached_tokens"] == 16  # what was put was computed, though elsewhere
+    assert (
+        receipt["cached_tokens"] == 16
+    )  # tokens that were put were computed elsewhere, not cached
     assert receipt["status"] == "done"
 
 
@@ -321,7 +323,7 @@ async def test_a_strategy_that_hangs_meets_the_deadline(route, fake):
 
 
 async def test_one_failed_leg_cancels_its_sibling(route, fake):
-    """Legs that a strategy runs at once: a group of errors is told as ours, leases end."""
+    """Concurrent legs of a strategy: of a group of errors the engine's is reported; leases end."""
     p, d = fake("p", send_gate=asyncio.Event()), fake("d", role="decode")
     p.refuse["release"] = []
 

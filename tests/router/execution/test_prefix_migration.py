@@ -1,4 +1,4 @@
-"""Context migration, by hand and by rule: on two real engines, and on scripted ones that fail."""
+"""Context migration by an admin and by `migrate`: real engines, and scripted ones that fail."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ salts = itertools.count(1)
 
 
 def prompt(length: int) -> list[int]:
-    """New to every cache."""
+    """Return a prompt that is in no cache."""
     salt = next(salts)
     return [(salt * 41 + 11 * i * i + 5 * i) % 500 + 1 for i in range(length)]
 
 
 @pytest.fixture
 def route_real(route_real):
-    """Engines on a busy machine may be silent for a while: that is not what is tested here."""
+    """Tolerate engines that are silent for a while, as on a busy machine."""
     return partial(route_real, health_timeout_s=20.0)
 
 
 async def ask(r, tokens: list[int], **fields: Any) -> tuple[list[int], list[dict[str, Any]]]:
-    """The greedy answer, and the legs that it took."""
+    """Return the greedy answer and its legs."""
     body = {
         "prompt": tokens, "max_tokens": NEW, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, **fields,
@@ -47,7 +47,7 @@ async def ask(r, tokens: list[int], **fields: Any) -> tuple[list[int], list[dict
 
 
 async def alone(r, engine: str, tokens: list[int]) -> list[int]:
-    """What one engine emits, that nobody routes to."""
+    """Return the answer of one engine, without a router."""
     backend = r.server.router.registry[engine]
     body = {
         "request_id": f"alone-{next(salts)}", "prompt": tokens, "temperature": 0.0,
@@ -60,7 +60,7 @@ async def alone(r, engine: str, tokens: list[int]) -> list[int]:
 
 @asynccontextmanager
 async def busy(r, engine: str) -> AsyncIterator[None]:
-    """While something is generated on `engine`."""
+    """Keep a generation running on `engine`."""
     tokens, registry = prompt(200), r.server.router.registry
     await alone(r, engine, tokens)
     asked = Request("id", tokens, Sampling())
@@ -82,10 +82,10 @@ def migration(prefix: Any, source: str, target: str, **fields: Any) -> dict[str,
 
 @pytest.mark.parametrize("strategy", ["cache_aware", "migrate"])
 async def test_an_engine_is_switched_to_another_topic(route_real, strategy):
-    """Example 4: one engine serves a topic; when it has too much to do, another one gets it."""
+    """Example 4: one engine serves a topic; when it is overloaded, another gets the topic too."""
     topic = prompt(330)
     async with route_real(strategy=strategy) as r:
-        await ask(r, [1, 2, 3])  # from now on engines are followed
+        await ask(r, [1, 2, 3])  # the router follows the engines from now on
         _, (leg,) = await ask(r, [*topic, 7, 8, 9])
         source, target = leg["engine"], other(leg["engine"])
         answer, (leg,) = await ask(r, [*topic, 17, 18, 19])
@@ -181,13 +181,13 @@ async def test_what_cannot_be_moved_is_named(route_real, changes, status, param)
 
 @pytest.fixture
 def scripted(fake):
-    """Two engines, of which the first has 64 tokens cached."""
+    """Two engines; the first has 64 tokens cached."""
     topic = list(range(64))
     return topic, fake("a", cached=page_names(topic, 16)), fake("b")
 
 
 async def test_what_is_moved_counts_at_once(route, scripted):
-    """What the sender is only expected to have is not moved; what was committed is there."""
+    """Only pages that the sender has cached are moved; committed ones are there."""
     topic, source, target = scripted
     asked = Request("id", [*topic, *topic], Sampling())
     async with route(source, target) as r:
@@ -263,7 +263,7 @@ async def test_engines_that_are_down_or_to_be_empty_get_nothing(route, scripted)
 
 
 async def test_a_context_moves_from_who_has_too_much_to_do(route_real):
-    """By rule: only then, only once, and the tokens are the same."""
+    """`migrate` moves a prefix only under overload, only once, and the tokens are the same."""
     topic = prompt(200)
     async with route_real(strategy="migrate", params={"overload": 0}) as r:
         await ask(r, [1, 2, 3])
@@ -298,7 +298,7 @@ async def test_nothing_moves_from_who_has_not_too_much_to_do(route_real):
 
 
 async def test_a_session_stays_where_it_is(route_real):
-    """Affinity falls out of the rule: each turn continues what the last one has cached."""
+    """Sessions stay on their engine: each request continues what the last one has cached."""
     async with route_real(strategy="cache_aware") as r:
         await ask(r, [1, 2, 3])
         places = set()
@@ -311,4 +311,4 @@ async def test_a_session_stays_where_it_is(route_real):
             assert len(set(engines)) == 1
             places.add(engines[0])
             assert leg["begin"] >= 80
-        assert len(places) == 2  # of equals, each in its turn
+        assert len(places) == 2  # ties take turns

@@ -1,5 +1,5 @@
-"""Generations that leave their engine with their KV: which calls that takes, and what may go wrong;
-against scripted engines."""
+"""Generations that leave their engine with their KV: the calls and the failures, with scripted
+engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = list(range(140, 160))
 
 @pytest.fixture
 async def pair(route: Any, fake: Any) -> Any:
-    """A router before `a` and `b`; what `a` generates waits for its gate after a token."""
+    """A router with `a` and `b`; generations on `a` wait for its gate after a token."""
     a, b = fake("a", gate=asyncio.Event()), fake("b", match_len=16)
     async with route(a, b) as r:
         await until(lambda: [m.id for m in r.server.router.registry] == ["a", "b"])
@@ -28,7 +28,7 @@ async def pair(route: Any, fake: Any) -> Any:
 
 
 async def drained(r: Any, a: Any) -> dict[str, Any]:
-    """A request on `a`, which is drained after its first token; the receipt."""
+    """Drain `a` after the first token of a request there; return the receipt."""
     headers = {"X-Request-Id": "x"}
     ask = asyncio.create_task(r.post("/v1/completions", ASK, headers=headers))
     await a.until(lambda: a.running)
@@ -51,7 +51,7 @@ async def test_full_pages_are_sent_and_the_rest_is_computed(pair):
     assert (send["prompt"], send["begin"], send["end"]) == (tokens, 16, 32)
     assert (start["prompt"], start["output"]) == (PROMPT, TOKENS[:1])
     assert (start["begin"], start["lease_id"]) == (32, "b-1")
-    # What is cached on the old one is cached before it is asked for.
+    # The old engine has cached its pages before it is asked to send them.
     calls = [name for name, _ in a.calls]
     assert calls.index("release") < calls.index("remote_send")
     assert [leg["call"] for leg in receipt["legs"]] == [

@@ -1,4 +1,4 @@
-"""How the choices of a prompt find each other, against scripted engines."""
+"""How the choices of a prompt fork from the first, with scripted engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXT = "w103 w104 w105 w106 "
 
 
 def by_choice(*engines) -> dict[int, list[tuple[str, dict]]]:
-    """Each choice's `start_generate` calls, with the engine they came to."""
+    """Return each choice's `start_generate` calls, with the engine that received them."""
     calls: dict[int, list[tuple[str, dict]]] = {}
     for engine in engines:
         for body in engine.named("start_generate"):

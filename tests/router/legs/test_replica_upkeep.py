@@ -1,4 +1,4 @@
-"""What the router does so that a generation has a replica, against scripted engines."""
+"""How the router keeps a generation's replica, with scripted engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = [140, 141, 142, 143, 144]
 
 @strategy
 async def on_a(request: Any, cluster: Any, *, avoid: str = ""):
-    """Generates on `a`, the first; the replica is not on `avoid` if that can be."""
+    """Generate on `a`, the first engine; avoid `avoid` for the replica."""
     kv = cluster.replica
     engine = kv.engine if kv else next(iter(cluster.engines))
     mirror = Mirror(4, key=(lambda other: other.id == avoid) if avoid else None)
@@ -28,7 +28,7 @@ async def on_a(request: Any, cluster: Any, *, avoid: str = ""):
 
 @pytest.fixture
 async def three(route: Any, fake: Any) -> Any:
-    """A router before `a`, `b` and `c`; what `a` generates waits for `gate` after a token."""
+    """A router with `a`, `b` and `c`; generations on `a` wait for `gate` after a token."""
     a, b, c = fake("a", gate=asyncio.Event()), fake("b"), fake("c")
     async with route(a, b, c, health_timeout_s=0.5) as r:
         await until(lambda: [m.id for m in r.server.router.registry] == ["a", "b", "c"])
@@ -54,7 +54,7 @@ async def drain(r: Any, name: str) -> Any:
 
 
 def leg(r: Any) -> Any:
-    """That of the one generation."""
+    """The leg of the only generation."""
     return r.server.router.receipts["x"].legs[0]
 
 
@@ -96,7 +96,7 @@ async def test_a_client_that_leaves_ends_the_replica(three):
 
 
 async def test_a_neighbour_without_room_is_passed_over(three):
-    """The stream does not wait for that: it gets its replica while it runs."""
+    """The stream does not wait for it: the replica is opened while it runs."""
     r, a, b, c = three
     b.refuse["prep_recv"] = [NoCapacity("full", retry_after_s=1)] * 2
     ask = await asked(r)
@@ -104,7 +104,7 @@ async def test_a_neighbour_without_room_is_passed_over(three):
     (start,), (mirror,) = a.named("start_generate"), a.named("mirror")
     assert "mirror" not in start
     assert mirror == {"request_id": start["request_id"], "kv_addr": "addr-c-1", "every": 4}
-    # Its prompt is what is known by then.
+    # Its prompt includes the tokens emitted by then.
     (prep,) = c.named("prep_recv")
     assert prep["prompt"] == (PROMPT + TOKENS)[: prep["end"]] and prep["end"] >= 40
     a.gate.set()
@@ -175,7 +175,7 @@ async def test_a_replica_that_has_no_more_room_is_kept_until_there_is_another(th
 
 @pytest.mark.parametrize("which", [{"lease_id": "b-1"}, {}])
 async def test_a_replica_that_is_gone_is_replaced_at_once(three, which):
-    """Also where an engine does not say which: those of some time ago."""
+    """Also if an older engine does not name the lease."""
     r, a, b, _ = three
     a.tells = {"mirror": {**which, "landed": 40, "stopped": "lease_expired", "message": "why"}}
     ask = await asked(r)
@@ -188,7 +188,7 @@ async def test_a_replica_that_is_gone_is_replaced_at_once(three, which):
 
 
 async def test_what_is_told_of_the_replica_before_is_not_the_new_one_s(three):
-    """Events may be on their way when the generation gets another mirror."""
+    """Events about the old mirror may still be under way when another one begins."""
     r, a, _, c = three
     ask = await asked(r)
     await a.until(lambda: a.running)
@@ -202,7 +202,7 @@ async def test_what_is_told_of_the_replica_before_is_not_the_new_one_s(three):
 
 
 async def test_what_is_told_of_the_new_replica_too_early_is_heeded_later(three):
-    """It has stopped before the router has read that it was begun."""
+    """It has stopped before the router has read that it began."""
     r, a, _, c = three
     ask = await asked(r)
     await a.until(lambda: a.running)
@@ -223,7 +223,7 @@ async def test_what_is_told_of_the_new_replica_too_early_is_heeded_later(three):
 
 @pytest.mark.parametrize("how", ["silent", "restarted"])
 async def test_a_replica_goes_with_its_engine(three, how: str):
-    """Which tells nobody: what is put into its memory is put as before."""
+    """A stopped engine reports nothing: puts into its memory still succeed."""
     r, a, b, _ = three
     ask = await asked(r)
     await a.until(lambda: a.running)
@@ -238,17 +238,17 @@ async def test_a_replica_goes_with_its_engine(three, how: str):
     b.silent = False
     a.gate.set()
     await answered(ask)
-    b.leases.discard("b-1")  # of one that is silent it runs out
+    b.leases.discard("b-1")  # the lease of a silent engine expires
 
 
 async def test_a_replica_that_has_ended_is_not_offered_twice(three):
-    """Its lease is unknown where it was: then all is computed again."""
+    """Its engine does not know the lease any more: all is computed again."""
     r, a, b, _ = three
     b.refuse["start_generate"] = [UnknownLease("gone", param="lease_id")]
     a.break_after = [2]
     a.gate.set()
     await answered(await asked(r))
-    b.leases.discard("b-1")  # as it said
+    b.leases.discard("b-1")  # as it reported
     starts = [body for engine in three[1:] for body in engine.named("start_generate")]
     assert [body.get("lease_id") for body in b.named("start_generate")][:1] == ["b-1"]
     assert sum("lease_id" in body for body in starts) == 1

@@ -1,5 +1,5 @@
-"""Engine processes that die, hang or are drained in mid-stream: each request goes on with its KV on
-another one, and its client cannot tell."""
+"""Engine processes that die, hang or are drained in mid-stream: each request continues with its KV
+on another engine, and its client sees no difference."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS = [style for style in STYLES if style != "long"]
 
 
 class Fleet:
-    """Engines that may be hurt."""
+    """Engines that tests may stop and kill."""
 
     def __init__(self, *names: str, flags: tuple[str, ...] = ()) -> None:
         self._flags = flags
@@ -59,7 +59,7 @@ class Fleet:
             self._dead.add(name)
 
     def mend(self) -> None:
-        """Whoever was stopped goes on; nothing is left on any that lives; the dead are replaced."""
+        """Continue stopped engines, check that live ones are clean, and replace dead ones."""
         for name, engine in self.engines.items():
             if name in self._dead:
                 engine.kill()
@@ -87,7 +87,7 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def oracle() -> Iterator[tuple[str, dict[str, Answer]]]:
-    """The URL of an engine that is left alone, and what it has been asked for."""
+    """The URL of an undisturbed engine, and its cached answers."""
     fleet = Fleet("oracle")
     yield fleet.urls[0], {}
     fleet.stop()
@@ -103,7 +103,7 @@ class Choice:
 
 @dataclass
 class Answer:
-    """What a client has got."""
+    """What a client has received."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, int] = field(default_factory=dict)
@@ -131,7 +131,7 @@ async def ask(
     at: int = 0,
     then: Callable[[], Awaitable[None]] | None = None,
 ) -> Answer:
-    """One streamed answer; when each choice has `at` tokens, `then` is done, once."""
+    """Stream one answer; call `then` once, when each choice has `at` tokens."""
     answer = Answer()
     headers = {"X-Request-Id": request_id}
     url = r.server.url + "/v1/completions"
@@ -151,7 +151,7 @@ async def ask(
 
 @pytest.fixture
 def undisturbed(oracle: Any, routed_to: Any) -> Callable[[str], Awaitable[Answer]]:
-    """What an engine answers that is left alone; each style is asked for once."""
+    """Return an undisturbed engine's answer; each style is requested once."""
 
     async def answer(style: str) -> Answer:
         url, answers = oracle
@@ -167,8 +167,10 @@ def undisturbed(oracle: Any, routed_to: Any) -> Callable[[str], Awaitable[Answer
 def replicated(
     fleet: Fleet, routed_to: Any
 ) -> Iterator[Callable[..., AbstractAsyncContextManager[Any]]]:
-    """A router over the fleet that replicates; each token is an event of its own. At the end,
-    nothing may be left on any engine."""
+    """A router over the fleet with the strategy `replicate`; each token is an event of its own.
+
+    At the end, nothing may be left on any engine.
+    """
 
     def start(**config: Any) -> AbstractAsyncContextManager[Any]:
         config = {"strategy": "replicate", "params": {"every": EVERY}, **config}
@@ -179,7 +181,7 @@ def replicated(
 
 
 def same(got: Answer, wanted: Answer) -> None:
-    """Name what differs, where answers are too long to read."""
+    """Compare answers, naming only the differences."""
     assert got.usage == wanted.usage
     assert got.choices.keys() == wanted.choices.keys()
     for index, choice in wanted.choices.items():
@@ -196,7 +198,7 @@ def same(got: Answer, wanted: Answer) -> None:
 
 
 def running(r: Any) -> str:
-    """The engine that has the most of this router's streams."""
+    """Return the engine with most of this router's streams."""
     return max(r.server.router.registry, key=lambda backend: backend.load.streams).id
 
 
@@ -206,18 +208,18 @@ def generations(receipt: dict[str, Any], choice: int = 0) -> list[dict[str, Any]
 
 
 def after(name: str) -> str:
-    """The next on the ring."""
+    """Return the next engine on the ring."""
     return {"a": "b", "b": "c", "c": "a"}[name]
 
 
 def landed(r: Any, tokens: int = EVERY, request_id: str = "x") -> bool:
-    """Whether so many tokens after the prompt are on a replica, of each running choice."""
+    """Return whether each running choice has this many tokens of output on a replica."""
     legs = [leg for leg in r.server.router.receipts[request_id].legs if leg.ms is None]
     return bool(legs) and all((leg.landed or 0) >= len(PROMPT) + tokens for leg in legs)
 
 
 async def hurt(fleet: Any, r: Any, number: signal.Signals) -> str:
-    """Signal the engine that generates, once all of that has a replica; which one it was."""
+    """Signal the engine that generates once its replica is up to date; return the engine."""
     await until(lambda: landed(r))
     victim = running(r)
     await asyncio.to_thread(fleet.hurt, victim, number)
@@ -225,7 +227,7 @@ async def hurt(fleet: Any, r: Any, number: signal.Signals) -> str:
 
 
 def went_on(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Whether what was known to have landed was not computed again."""
+    """Check that KV known to have landed was not computed again."""
     again = second["recomputed_tokens"]
     return bool(1 <= again <= max(1, second["end"] - first["landed"]))
 
@@ -249,9 +251,9 @@ async def test_a_killed_engine_s_requests_go_on_at_the_next(fleet, replicated, u
             assert first["engine"] == victim
             assert first["replica"] == second["engine"] == after(victim)
             assert went_on(first, second)
-            # Nothing that it has computed itself was cached when it came.
+            # What the request itself has computed does not count as cached.
             assert second["cached_tokens"] == first["cached_tokens"] == first["begin"]
-            # The ring is closed behind it.
+            # The ring is repaired.
             assert second["replica"] == after(after(victim))
         assert receipt["fallbacks"] == []
         await r.settled()
@@ -259,7 +261,7 @@ async def test_a_killed_engine_s_requests_go_on_at_the_next(fleet, replicated, u
 
 @pytest.mark.slow
 async def test_a_stopped_engine_s_requests_go_on_at_the_next(fleet, replicated, undisturbed):
-    """And when it goes on itself, late, it harms nobody and leaves nothing."""
+    """When the stopped engine continues later, it disturbs nothing and leaves nothing behind."""
     wanted = await undisturbed("greedy")
     async with replicated(health_timeout_s=0.5) as r:
         victim = ""
@@ -277,7 +279,7 @@ async def test_a_stopped_engine_s_requests_go_on_at_the_next(fleet, replicated, 
 
 @pytest.mark.slow
 async def test_when_the_replica_s_engine_dies_there_is_a_new_one(fleet, replicated, undisturbed):
-    """Of the generation as it runs; then its engine dies as well."""
+    """The replica dies while the generation runs; then its engine dies as well."""
     wanted = await undisturbed("long")
     async with replicated() as r:
         victim = ""
@@ -302,7 +304,7 @@ async def test_when_the_replica_s_engine_dies_there_is_a_new_one(fleet, replicat
         first, second = generations(receipt)
         assert first["replica"] == second["engine"] == after(after(victim))
         assert went_on(first, second)
-        assert receipt["fallbacks"] == ["collapsed", "unmirrored"]  # it is the last one
+        assert receipt["fallbacks"] == ["collapsed", "unmirrored"]  # only one engine is left
         await r.settled()
 
 
@@ -317,7 +319,7 @@ async def test_when_two_neighbours_die_at_once_all_is_computed_again(
         async def kill_both() -> None:
             nonlocal victim
             victim = running(r)
-            # It cannot begin with another replica before it dies itself.
+            # It dies before it can begin another replica.
             await asyncio.to_thread(fleet.hurt, victim, signal.SIGSTOP)
             for name in (after(victim), victim):
                 await asyncio.to_thread(fleet.hurt, name, signal.SIGKILL)
@@ -377,7 +379,7 @@ async def test_one_engine_alone_goes_on_from_its_disk_when_it_is_back(
 ):
     wanted = await undisturbed(style)
     async with routed_to(lone.urls, engine_wait_s=30, stream_interval_ms=0) as r:
-        pages = len(PROMPT) // 16 + 1  # and one of an output
+        pages = len(PROMPT) // 16 + 1  # plus one of output
 
         def on_disk() -> bool:
             (tier,) = lone.engines["lone"].state()["tiers"]
@@ -412,7 +414,7 @@ async def test_an_engine_that_does_not_come_back_is_not_waited_for_longer(lone, 
         with pytest.raises(AssertionError, match="no_engines"):
             await ask(r, {}, at=20, then=die)
         assert 0.9 < time.monotonic() - died < 6
-        # Who has not begun is told at once, and may come again.
+        # Requests that have not begun are refused at once and may be sent again.
         before = time.monotonic()
         status, body = await r.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5})
         assert (status, body["error"]["type"]) == (503, "no_engines")
@@ -430,7 +432,7 @@ async def test_an_engine_that_does_not_come_back_is_not_waited_for_longer(lone, 
     ],
 )
 async def test_draining_takes_the_kv_along(fleet, replicated, undisturbed, strategy, style):
-    """For any strategy: less than a page is computed again, or what a replica lacks."""
+    """With any strategy, less than a page is computed again, or what a replica lacks."""
     wanted = await undisturbed(style)
     params = {"every": EVERY} if strategy == "replicate" else {}
     async with replicated(strategy=strategy, params=params) as r:

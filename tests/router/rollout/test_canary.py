@@ -1,4 +1,4 @@
-"""Canaries: their share, their verdict, and what becomes of them in a real router."""
+"""Canaries: their share, their verdict, and their fate in a real router."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_share_is_exact(percent):
 
 
 def judge(rules: CanaryRules, outcomes):
-    """The verdict and after how many requests it came."""
+    """Return the verdict and the number of requests before it."""
     canary = Canary(rules)
     for number, outcome in enumerate(outcomes, 1):
         failed = outcome == "failed"
@@ -38,7 +38,7 @@ RULES = CanaryRules(max_error_rate=0.05, max_ttft_p99_ms=100, min_requests=100)
         ([50] * 100, ("promoted", 100)),
         ([50] * 99, None),
         (["failed"] * 5 + [50] * 95, ("promoted", 100)),
-        (["failed"] * 6 + [50] * 94, ("rolled_back", 6)),  # at once: it cannot get better
+        (["failed"] * 6 + [50] * 94, ("rolled_back", 6)),  # at once: later requests cannot help
         ([101] + [50] * 99, ("promoted", 100)),
         ([50] * 98 + [101] * 2, ("rolled_back", 100)),
         ([100] * 100, ("promoted", 100)),
@@ -49,7 +49,7 @@ def test_the_verdict_comes_as_soon_as_it_is_certain(outcomes, verdict):
 
 
 def test_it_is_the_error_rate_and_the_nearest_rank_p99():
-    """Against the definition, for every mix of slow ones."""
+    """Compare with the definition for every number of slow requests."""
     for count in (1, 10, 99, 100, 101, 250):
         rules = CanaryRules(max_error_rate=0, max_ttft_p99_ms=100, min_requests=count)
         for slow in range(min(count, 6)):
@@ -168,7 +168,7 @@ async def test_one_canary_at_a_time_and_what_ends_it(route, fake):
             status, body = await put(r, "good", canary=wrong)
             assert (status, body["error"]["param"]) == (400, f"canary.{next(iter(wrong))}")
         status, body = await r.post("/admin/rollback", {})
-        assert (body["generation"], body["name"]) == (1, "data_parallel")  # as it was
+        assert (body["generation"], body["name"]) == (1, "data_parallel")  # unchanged
         assert (await put(r, "good", canary={}))[1]["generation"] == 3
         assert (await put(r, "balanced", if_generation=1))[1]["generation"] == 4
         state = await r.get("/admin/strategies")

@@ -1,4 +1,4 @@
-"""Strategies by name, from files and from uploads: one rule, and errors that name the line."""
+"""Strategies by name, from files and from uploads; errors name the line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_installed_names_are_taken_and_files_must_be_readable(catalog, tmp_path)
 
 
 def test_a_bad_package_leaves_the_others_usable(tmp_path, monkeypatch, caplog):
-    """Strategies are found by entry point; one that cannot be imported is named, and left out."""
+    """Strategies are found by entry point; one that cannot be imported is logged and left out."""
     (tmp_path / "third_party.py").write_text(HEAD + ONE.format("theirs"))
     (tmp_path / "broken_party.py").write_text("1/0\n")
     metadata = tmp_path / "third_party-1.0.dist-info"

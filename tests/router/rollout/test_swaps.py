@@ -1,4 +1,4 @@
-"""A thousand swaps under load, in a real router before real engines: no token is lost, repeated or
+"""A thousand swaps under load, in a real router with real engines: no token is lost, repeated or
 out of order, and every generation ends."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STRATEGIES = [
 
 
 def stream(http: httpx.Client, prompt: list[int]) -> list[int]:
-    """The tokens of a streamed answer, in the order of arrival."""
+    """Return the tokens of a streamed answer, in order of arrival."""
     body = {
         "prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "stream": True,
         "return_token_ids": True,

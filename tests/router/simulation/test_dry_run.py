@@ -1,4 +1,4 @@
-"""Dry runs: what they let pass, what they find, and in which line."""
+"""Dry runs: what passes, what fails, and in which line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def mine(request, cluster):
 """
 FIRST_LINE = HEAD.count("\n") + 1
 
-# What is wrong, and the line (from the first one of the body) that is named, if any.
+# A wrong body, the line of it that is named (if any), and a part of the message.
 WRONG = {
     "drops a token": (
         """
@@ -131,7 +131,7 @@ def test_what_is_wrong_is_found_and_its_line_is_named(what):
 
 
 def test_a_long_wait_costs_nothing():
-    """An hour for each request, and a timeout of its own: virtual time jumps."""
+    """Strategies may wait long, and time out: virtual time jumps."""
     body = """
         await asyncio.sleep(20)
         try:
@@ -209,7 +209,7 @@ def test_the_simulated_engine_behaves_like_one():
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_simulated_engines_keep_replicas_of_those_that_die(monkeypatch, every):
-    """The next run begins where the replica ends; without one, at the prompt."""
+    """The next attempt begins where the replica ends."""
     begun: list[dict[str, Any]] = []
     start = SimulatedEngine.start_generate
 

@@ -1,4 +1,4 @@
-"""The parameters of strategies: typed, bounded, and told of."""
+"""The parameters of strategies: types, bounds and descriptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies that hold up the event loop, in real routers: named, ended, taken out of service."""
+"""Strategies that block the event loop of real routers are named, interrupted and replaced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from router.supervision.supervised import Interrupted
 from router.supervision.watchdog import Watchdog
 from router.telemetry.metrics import Metrics
 
-# What each does when the first token of the prompt is 499, which no dry run's is.
+# What each does if the first token of the prompt is 499, which no dry run uses.
 STRATEGY = '''
 import asyncio, re, time
 from router import strategy
@@ -40,7 +40,7 @@ async def spin_in_a_task():
 
 @strategy
 async def blocks(request, cluster, *, how: str = ""):
-    """Blocks for some."""
+    """Blocks for some prompts."""
     engine = cluster.engines.round_robin()
     if request.prompt[0] == 499:
         if how == "loop":
@@ -82,7 +82,7 @@ def router(real_engines: list[str], blocks: Path) -> Iterator[RouterProcess]:
 def test_who_blocks_is_named_and_ended_and_after_three_times_out_of_service(router):
     wanted = router.tokens(GOOD, 8)
     for violations, how in enumerate(("loop", "polling", "task"), 1):
-        # Not a swap: it would be another generation with violations of its own.
+        # A swap would begin another generation with its own violations.
         router.http.put("/admin/strategy", json={"name": "data_parallel"})
         generation = router.use("blocks", how=how)
         began = time.monotonic()
@@ -140,8 +140,10 @@ async def late(request, cluster):
 
 @pytest.mark.slow
 async def test_nobody_else_is_hit():
-    """Strategies that stop just when they are about to be interrupted, or have just gone to wait:
-    what is raised for them arrives in them or not at all."""
+    """Strategies that stop, or begin to wait, just when they are about to be interrupted.
+
+    The exception arrives in them or not at all.
+    """
     random.seed(1)
     late, stray, beats = Catalog().load(LATE, file="late.py").bind({}), [], 0
     over = asyncio.Event()
@@ -163,7 +165,7 @@ async def test_nobody_else_is_hit():
             asyncio.TaskGroup() as others,
         ):
             others.create_task(innocent())
-            # On a crowded machine the watchdog comes late; some time it does meet one.
+            # On a busy machine the watchdog is late; repeat until it hits one.
             while sum(outcomes.values()) < 45 or len(outcomes) < 2:
                 asks = [simulated.generate(list(range(1, 20 + i))) for i in range(3)]
                 for answer in await asyncio.gather(*asks, return_exceptions=True):

@@ -1,4 +1,4 @@
-"""Strategies that do what they must not: each harms its own request only, and is named."""
+"""Strategies that break the rules: each harms only its own request, and is named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = {"grace_s": 0.1, "stall_s": 0.1}
 
 
 async def swallows_and_waits(request, cluster):
-    """In a lease, so that there is something to leak."""
+    """Runs inside a lease, so that something could leak."""
     engine = cluster.decode.round_robin()
     async with engine.prep_recv(request, end=10):
         yield Chunk(token_ids=[1], text="x")
@@ -34,7 +34,7 @@ async def swallows_everything(request, cluster):
     engine = cluster.decode.round_robin()
     async with engine.prep_recv(request, end=10):
         yield Chunk(token_ids=[1], text="x")
-        for _ in range(100):  # not `while True`: the interpreter has to get rid of it at last
+        for _ in range(100):  # not `while True`: the interpreter must be able to end it
             try:  # noqa: SIM105
                 await asyncio.Event().wait()
             except BaseException:  # noqa: BLE001
@@ -84,7 +84,7 @@ async def child_swallows(request, cluster):
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_cancellation_always_wins(route, fake, function):
-    """The client goes away; nothing of its request is left, whatever the strategy thinks of it."""
+    """When the client leaves, nothing of its request remains, even if the strategy resists."""
     a, b = fake("a"), fake("b", role="decode")
     async with route(a, b, **QUICK) as r:
         r.use(strategy(function))
@@ -199,7 +199,7 @@ async def test_an_engine_that_takes_its_time_is_no_stall(route, fake):
         ask = asyncio.create_task(r.post("/v1/completions", ASK))
         await a.until(lambda: a.running == 1)
         generation = r.server.router.revisions.active
-        with suppress(TimeoutError):  # as long as a few looks take
+        with suppress(TimeoutError):  # for a few checks
             async with asyncio.timeout(4 * QUICK["stall_s"]):
                 await asyncio.Event().wait()
         a.gate.set()
@@ -248,7 +248,7 @@ async def test_a_task_that_exits_does_not_take_the_router_along(route, fake):
 
 
 async def test_its_own_timeouts_and_groups_are_nobody_elses_business(route, fake):
-    """What a strategy cancels itself, and gets over, is no cancellation of the request."""
+    """A strategy that cancels its own work does not cancel the request."""
     a, b = fake("a"), fake("b")
     a.refuse["remote_send"] = [NoCapacity("full")] * 9
 

@@ -28,7 +28,7 @@ class Listening:
                 name, _, value = line.partition(": ")
                 fields[name] = value
         if "event" not in fields:
-            return await self.next()  # a comment
+            return await self.next()  # skip a comment
         return fields["event"], json.loads(fields["data"])
 
 
@@ -37,7 +37,7 @@ async def test_events_tell_of_swaps_requests_and_engines(route, fake):
     async with route(a) as r, r.http.get(r.server.url + "/admin/events") as response:
         assert response.headers["Content-Type"] == "text/event-stream"
         listening = Listening(response)
-        await response.content.readline()  # it listens
+        await response.content.readline()  # the listener is ready
         await r.post("/v1/completions", ASK, headers={"X-Request-Id": "x"})
         kind, begun = await listening.next()
         assert (kind, begun["id"], begun["prompt_tokens"]) == ("request_begun", "x", 3)
@@ -70,7 +70,7 @@ async def test_a_listener_that_does_not_keep_up_is_cut_off():
 
 
 async def test_a_router_that_stops_ends_the_listening(route, fake):
-    """At once: it does not wait for listeners as it does for requests."""
+    """Shutdown waits for requests but not for listeners."""
     async with aiohttp.ClientSession() as http, asyncio.timeout(10):
         async with route(fake("a"), shutdown_s=60) as r:
             response = await http.get(r.server.url + "/admin/events")

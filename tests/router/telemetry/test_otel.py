@@ -18,7 +18,7 @@ TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @asynccontextmanager
 async def collecting():
-    """A collector; the spans that it was sent, by name."""
+    """A collector's received spans, by name."""
     spans: dict[str, list] = {}
 
     async def traces(request: web.Request) -> web.Response:
@@ -64,7 +64,7 @@ async def test_a_request_is_a_span_with_one_for_each_leg(route, fake, monkeypatc
         assert abs(took_ms - leg["ms"]) < 0.01
         attributes = {a.key: a.value.string_value for a in span.attributes}
         assert attributes["microserve.engine"] == leg["engine"]
-    # The engines are told of the router's span, not of its caller's.
+    # The engines receive the router's span, not its caller's.
     for engine in (p, d):
         assert {h["traceparent"] for h in engine.headers} == {
             f"00-{TRACE_ID}-{request.span_id.hex()}-01"

@@ -1,4 +1,4 @@
-"""Lifetime events: monotone, and their phases add up, whatever a request has been through."""
+"""Lifetime events: they never decrease, and their phases add up, for any receipt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_one_engine():
 
 
 def test_two_engines():
-    """Of a send, what is left when all is computed is the migration."""
+    """The part of a send after all is computed is migration."""
     done = receipt(
         100,
         leg("prep_recv", 5, 2),
