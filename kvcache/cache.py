@@ -154,7 +154,7 @@ class KVCache:
     @property
     def kept(self) -> bool:
         """Whether published pages are found again after this process has died."""
-        return self.tiers.kept
+        return self.tiers.persistent
 
     def promote(self, tokens: Sequence[int]) -> Future[int] | None:
         """Bring back what tiers have of a prefix beyond what is cached; None: nothing, or no room.

@@ -1,4 +1,4 @@
-"""What this machine's processor can do."""
+"""Features of this machine's processor."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 __all__ = ["multiplies_bf16"]
 
-# x86's names, and ARM's, as Linux has them.
+# Linux's names of the features: x86's, then ARM's.
 BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 
 
 def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether it has instructions for products in bfloat16: without them float32 is faster."""
+    """Return whether the processor multiplies bfloat16; without that, float32 is faster."""
     try:
         text = cpuinfo.read_text()
     except OSError:

@@ -1,9 +1,9 @@
-"""Products in bfloat16 with a weight that is laid out for them, with AVX-512 BF16.
+"""bfloat16 products with packed weights, on CPUs with AVX-512 BF16.
 
-Of few rows such a product should take what reading the weight takes, and oneDNN's takes up to
-three quarters longer; of many rows both take the same time (`bench/LOG.md`). The weight is
-`[out / 64, in / 2, 64, 2]`, which is how oneDNN packs it too: blocks of 64 outputs, for which
-`vdpbf16ps` multiplies pairs of numbers of x with pairs of the weight and adds them in float32.
+With few rows, a product should take as long as reading the weight; oneDNN takes up to three
+quarters longer. With many rows both take the same time (`bench/LOG.md`). The packed weight is
+`[out / 64, in / 2, 64, 2]`, as in oneDNN: blocks of 64 outputs, in which VDPBF16PS multiplies pairs
+of elements of x with pairs of the weight and adds the products in float32.
 """
 
 from __future__ import annotations
@@ -20,49 +20,51 @@ from kvcache.kernels.avx512_bf16 import (
     I16,
     I64,
     LANES,
-    at,
     available,
-    clamped,
-    has,
+    clamped_rows,
+    has_feature,
     load,
     numba_ir,
-    rounded,
+    offset,
+    round_to_bf16,
     store,
-    widened,
+    widen_bf16,
 )
 from kvcache.kernels.gemm_tile import WIDTH, accumulate
-from kvcache.kernels.jit import Shared, i64_at, next_item
+from kvcache.kernels.jit import ParallelKernel, i64_at, next_item
 
-__all__ = ["compiled", "fits", "pack", "product", "rows_of"]
+__all__ = ["kernel", "pack", "packed_rows", "product", "supports"]
 
-AHEAD: Final = 16  # steps whose weights are fetched before their turn
+AHEAD: Final = 16  # how many steps in advance weights are prefetched
 WORDS: Final = ir.VectorType(I16, LANES)
 
 
-def fits(outputs: int, inputs: int) -> bool:
-    """Whether a weight `[outputs, inputs]` is made of whole blocks, and nothing of this processor
-    is faster: AMX, which oneDNN uses, is, for many rows."""
-    return available() and not has("amx-bf16") and outputs % WIDTH == 0 and inputs % 2 == 0
+def supports(outputs: int, inputs: int) -> bool:
+    """Return whether this kernel takes a weight `[outputs, inputs]`, which must be whole blocks.
+
+    False on processors with AMX, which oneDNN uses and which is faster for many rows.
+    """
+    return available() and not has_feature("amx-bf16") and outputs % WIDTH == 0 and inputs % 2 == 0
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight `[out, in]` as `[out / 64, in / 2, 64, 2]`."""
+    """Return a weight `[out, in]` packed as `[out / 64, in / 2, 64, 2]`."""
     outputs, inputs = weight.shape
     blocks = weight.view(outputs // WIDTH, WIDTH, inputs // 2, 2)
     return blocks.transpose(1, 2).contiguous()
 
 
-def rows_of(packed: Tensor, indices: Tensor) -> Tensor:
-    """Rows of a packed weight, `[len(indices), in]`."""
+def packed_rows(packed: Tensor, indices: Tensor) -> Tensor:
+    """Return rows of a packed weight, `[len(indices), in]`."""
     return packed[indices // WIDTH, :, indices % WIDTH].flatten(1)
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
-    """x · weightᵀ + bias, `[rows, out]`, of x `[rows, in]`, a packed weight, and bias `[out]`."""
+    """Return x · weightᵀ + bias, `[rows, out]`; `x` is `[rows, in]`, `bias` `[out]`."""
     x = x.contiguous()
     (rows, inputs), outputs = x.shape, len(bias)
     out = x.new_empty((rows, outputs))
-    compiled().together(
+    kernel().run_parallel(
         len(packed), x.data_ptr(), packed.data_ptr(), bias.data_ptr(), out.data_ptr(), rows,
         outputs, inputs,
     )  # fmt: skip
@@ -70,15 +72,20 @@ def product(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
 
 
 @cache
-def compiled() -> Shared:
-    """What does the work; it takes seconds the first time. Only where a weight `fits`: for lesser
-    processors LLVM ends the process."""
-    return Shared(_products)
+def kernel() -> ParallelKernel:
+    """Compile the kernel, which takes seconds the first time.
+
+    Call this only where `supports` holds: without AVX-512 BF16, LLVM aborts the process.
+    """
+    return ParallelKernel(_product)
 
 
 def _tile(rows: int) -> Any:
-    """A function (x, weight, bias, out: addresses of the tile's first numbers; rows that there are
-    of x, at least one; outputs and inputs of the weight)."""
+    """Return a numba function that computes `rows` rows of 64 outputs.
+
+    It takes the addresses of the first element of x, weight, bias and out; the number of rows of x
+    that are left, at least one; and the outputs and inputs of the weight.
+    """
 
     @intrinsic
     def tile(
@@ -88,22 +95,22 @@ def _tile(rows: int) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, weight, bias, out, left, wide, length = arguments
-        # Where there are fewer rows than the tile has, the last one is computed more than once.
-        which = clamped(builder, rows, left)
-        x_rows = [at(builder, x, builder.mul(row, length), 2) for row in which]
+        # With fewer rows left than the tile has, the last one is computed repeatedly.
+        row_indices = clamped_rows(builder, rows, left)
+        x_rows = [offset(builder, x, builder.mul(row, length), 2) for row in row_indices]
         count = WIDTH // LANES
         start = [
-            widened(builder, load(builder, at(builder, bias, I64(n * LANES), 2), WORDS))
+            widen_bf16(builder, load(builder, offset(builder, bias, I64(n * LANES), 2), WORDS))
             for n in range(count)
         ]
         sums = [
             numba_ir.alloca_once_value(builder, start[n]) for _ in range(rows) for n in range(count)
         ]
         accumulate(builder, sums, x_rows, weight, length, ahead=AHEAD)
-        for m, row in enumerate(which):
-            begin = at(builder, out, builder.mul(row, wide), 2)
+        for m, row in enumerate(row_indices):
+            begin = offset(builder, out, builder.mul(row, wide), 2)
             for n in range(count):
-                bits = rounded(builder, builder.load(sums[m * count + n]))
+                bits = round_to_bf16(builder, builder.load(sums[m * count + n]))
                 store(builder, bits, builder.add(begin, I64(2 * LANES * n)), 2)
         return context.get_dummy_value()
 
@@ -116,7 +123,7 @@ _tile_4 = _tile(4)
 _tile_6 = _tile(6)
 
 
-def _products(address: Any) -> None:
+def _product(address: Any) -> None:
     a = i64_at(address)
     x, weight, bias, out, rows, outputs, inputs = a[2], a[3], a[4], a[5], a[6], a[7], a[8]
     item = next_item(address)

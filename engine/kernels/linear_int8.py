@@ -1,12 +1,13 @@
-"""Products of few rows in bfloat16 with a weight in int8, on processors with AVX-512 BF16.
+"""Products of few bfloat16 rows with int8 weights, on CPUs with AVX-512 BF16.
 
-Such a product should take what reading the weight takes. Torch's own (`_weight_int8pack_mm`) takes
-twice that on one core, and with more rows loses to bfloat16 weights (`bench/LOG.md`): it multiplies
-in float32, and the processor does not read ahead where rows of the weight are read side by side.
+Such a product should take as long as reading the weight. Torch's own (`_weight_int8pack_mm`) takes
+twice as long on one core, and with more rows is slower than bfloat16 weights (`bench/LOG.md`): it
+multiplies in float32, and the hardware prefetcher fails where rows of the weight are read in
+parallel.
 
-A tile is the product of `rows` rows of x with `outputs` rows of the weight, 32 numbers at a time:
-the weights are widened to bfloat16, which has all of int8, and `vdpbf16ps` adds the products of
-pairs in float32.
+A tile is the product of `rows` rows of x with `outputs` rows of the weight, in steps of 32
+elements. Weights are converted to bfloat16, which represents every int8 exactly, and VDPBF16PS adds
+the products of pairs in float32.
 """
 
 from __future__ import annotations
@@ -27,40 +28,44 @@ from kvcache.kernels.avx512_bf16 import (
     I64,
     INTS,
     LANES,
-    add_pairs,
-    assembled,
-    at,
     available,
-    clamped,
+    clamped_rows,
+    dpbf16,
+    inline_asm,
     load,
     numba_ir,
+    offset,
     prefetch,
-    rounded,
+    round_to_bf16,
     store,
-    widened,
+    widen_bf16,
 )
-from kvcache.kernels.jit import Shared, i64_at, next_item
+from kvcache.kernels.jit import ParallelKernel, i64_at, next_item
 
-__all__ = ["compiled", "fits", "product"]
+__all__ = ["kernel", "product", "supports"]
 
-STEP = 32  # numbers of a row at a time
-AHEAD = 6  # tiles whose weights are fetched before their turn
-ITEM = 64  # outputs of an item
+STEP = 32  # elements of a row per step
+AHEAD = 6  # how many tiles in advance weights are prefetched
+ITEM = 64  # outputs of a work item
 
 BYTES = ir.VectorType(I8, LANES)
 
 
-def fits(outputs: int, inputs: int) -> bool:
-    """Whether the processor can, and a weight `[outputs, inputs]` is made of whole tiles."""
+def supports(outputs: int, inputs: int) -> bool:
+    """Return whether the processor has AVX-512 BF16 and the weight `[outputs, inputs]` is made of
+    whole tiles."""
     return available() and outputs >= 4 and inputs % STEP == 0
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x · weightᵀ · scale, `[rows, out]`, of x `[rows, in]`, weight `[out, in]`, scale `[out]`."""
+    """Return x · weightᵀ · scale, `[rows, out]`.
+
+    `x` is `[rows, in]` bfloat16, `weight` `[out, in]` int8, `scale` `[out]` bfloat16.
+    """
     x = x.contiguous()
     rows, (outputs, inputs) = len(x), weight.shape
     out = x.new_empty((rows, outputs))
-    compiled().together(
+    kernel().run_parallel(
         -(-outputs // ITEM), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), out.data_ptr(),
         rows, outputs, inputs,
     )  # fmt: skip
@@ -68,15 +73,21 @@ def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 @cache
-def compiled() -> Shared:
-    """What does the work; it takes seconds the first time. Only where a weight `fits`: for lesser
-    processors LLVM ends the process."""
-    return Shared(_products)
+def kernel() -> ParallelKernel:
+    """Compile the kernel, which takes seconds the first time.
+
+    Call this only where `supports` holds: without AVX-512 BF16, LLVM aborts the process.
+    """
+    return ParallelKernel(_product)
 
 
 def _tile(rows: int, outputs: int) -> Any:
-    """A function (x, weight, scale, out: addresses of the tile's first numbers; rows that there are
-    of x, at least one; rows between those of out; length of a row of x and weight)."""
+    """Return a numba function that computes `rows` rows of `outputs` outputs.
+
+    It takes the addresses of the first element of x, weight, scale and out; the number of rows of x
+    that are left, at least one; the row stride of out; and the row length of x and weight, both in
+    elements.
+    """
 
     @intrinsic
     def tile(
@@ -86,10 +97,10 @@ def _tile(rows: int, outputs: int) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, weight, scale, out, left, wide, length = arguments
-        # Where there are fewer rows than the tile has, the last one is computed more than once.
-        which = clamped(builder, rows, left)
-        x_rows = [at(builder, x, builder.mul(row, length), 2) for row in which]
-        weights = [at(builder, weight, builder.mul(I64(n), length), 1) for n in range(outputs)]
+        # With fewer rows left than the tile has, the last one is computed repeatedly.
+        row_indices = clamped_rows(builder, rows, left)
+        x_rows = [offset(builder, x, builder.mul(row, length), 2) for row in row_indices]
+        weights = [offset(builder, weight, builder.mul(I64(n), length), 1) for n in range(outputs)]
         ahead = builder.mul(I64(AHEAD * outputs), length)
         sums = [
             numba_ir.alloca_once_value(builder, ir.Constant(FLOATS, None))
@@ -107,29 +118,29 @@ def _tile(rows: int, outputs: int) -> Any:
                     )
                     for o in (0, LANES)
                 )
-                pairs_of.append(assembled(builder, "vcvtne2ps2bf16 $1, $2, $0", INTS, low, high))
+                pairs_of.append(inline_asm(builder, "vcvtne2ps2bf16 $1, $2, $0", INTS, low, high))
             for m, begin in enumerate(x_rows):
-                row = load(builder, at(builder, begin, here, 2), INTS)
+                row = load(builder, offset(builder, begin, here, 2), INTS)
                 for n, pairs in enumerate(pairs_of):
-                    add_pairs(builder, sums[m * outputs + n], pairs, row)
-        totals = _add_up(builder, [builder.load(total) for total in sums])
+                    dpbf16(builder, sums[m * outputs + n], pairs, row)
+        totals = _horizontal_sums(builder, [builder.load(total) for total in sums])
         places = [n % outputs for n in range(LANES)]
         scales = load(builder, scale, ir.VectorType(I16, outputs))
         scales = builder.shuffle_vector(scales, scales, ir.Constant(INTS, places))
-        bits = rounded(builder, builder.fmul(totals, widened(builder, scales)))
-        for m, row in enumerate(which):
-            mine = ir.Constant(
+        bits = round_to_bf16(builder, builder.fmul(totals, widen_bf16(builder, scales)))
+        for m, row in enumerate(row_indices):
+            lanes = ir.Constant(
                 ir.VectorType(I32, outputs), [m * outputs + n for n in range(outputs)]
             )
-            part = builder.shuffle_vector(bits, bits, mine)
-            store(builder, part, at(builder, out, builder.mul(row, wide), 2), 2)
+            row_bits = builder.shuffle_vector(bits, bits, lanes)
+            store(builder, row_bits, offset(builder, out, builder.mul(row, wide), 2), 2)
         return context.get_dummy_value()
 
     return tile
 
 
-def _add_up(builder: Any, vectors: list[Any]) -> Any:
-    """The sum of each vector, in a lane of its own, in their order: a power of two of them."""
+def _horizontal_sums(builder: Any, vectors: list[Any]) -> Any:
+    """Return one vector whose lane n is the sum of `vectors[n]`; their number is a power of two."""
     even = ir.Constant(INTS, [2 * lane for lane in range(LANES)])
     odd = ir.Constant(INTS, [2 * lane + 1 for lane in range(LANES)])
     for _ in range(LANES.bit_length() - 1):
@@ -147,7 +158,7 @@ _tile_4 = _tile(4, 4)
 _tile_8 = _tile(8, 2)
 
 
-def _products(address: Any) -> None:
+def _product(address: Any) -> None:
     a = i64_at(address)
     x, weight, scale, out, rows, outputs, inputs = a[2], a[3], a[4], a[5], a[6], a[7], a[8]
     width = 2 if rows > 4 else 4

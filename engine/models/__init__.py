@@ -1,7 +1,7 @@
 """Models: from a name on the command line to a decoder that calls a KV cache's `attention`.
 
-Importing this package imports no torch, so that `python -m engine.models NAME` starts at once;
-the names that need it are looked up when they are first used.
+Importing this package does not import torch, so `python -m engine.models NAME` starts at once.
+Names that need torch are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`python -m engine.models NAME`: fetch a model before engines start, so that they find it here.
+"""`python -m engine.models NAME`: download a model before engines start.
 
-Exits with 0, or with 1 and the reason on stderr.
+Exits with status 0, or with status 1 and the reason on stderr.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shape of a model: all that tells one Llama-like decoder from another, and no weights."""
+"""`ModelConfig`: everything that distinguishes Llama-like decoders, except weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Every frequency divided by `factor` (position interpolation)."""
+    """Position interpolation: every frequency is divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1)."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, with a ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -40,7 +40,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """NTK-by-parts (YaRN); cos and sin are also multiplied by `attention_factor`."""
+    """YaRN (arXiv 2309.00071): NTK-by-parts; cos and sin are multiplied by `attention_factor`."""
 
     factor: float
     original_context: int
@@ -52,7 +52,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class FrequencyFactors:
-    """Frequency i divided by `factors[i]`: how a GGUF file states Llama 3's scaling."""
+    """Frequency i is divided by `factors[i]`; GGUF files describe Llama 3's scaling in this way."""
 
     factors: tuple[float, ...]
 
@@ -62,7 +62,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding over the whole head: base `theta`, frequencies perhaps scaled."""
+    """Rotary position embedding over the whole head, with base `theta` and optional scaling."""
 
     theta: float
     scaling: Scaling | None = None
@@ -72,9 +72,10 @@ class Rope:
 class ModelConfig:
     """The dimensions and switches of one model.
 
-    `context_length` (tokens) is already capped to `sliding_window`, where the model really uses
-    one: up to there a window hides nothing, and the cache has no windows.
-    Raises CorruptModel where the numbers cannot belong together.
+    `context_length` (tokens) is already capped to `sliding_window` if the model uses one. Within
+    this length a window masks nothing, and the cache does not support windows.
+
+    Raises: `CorruptModel` if the numbers contradict each other.
     """
 
     architecture: Architecture
@@ -106,7 +107,7 @@ class ModelConfig:
         ):
             size = getattr(self, name)
             if not 1 <= size <= MAX_SIZE:
-                raise CorruptModel(f"{name} is {size}, which no model has")
+                raise CorruptModel(f"{name} is {size}; it must be between 1 and {MAX_SIZE}")
         if self.num_heads % self.num_kv_heads:
             raise CorruptModel(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads"
@@ -118,8 +119,8 @@ class ModelConfig:
 
     @property
     def output_bias(self) -> bool:
-        """Whether the attention's output projection has a bias too; Qwen2 has q, k, v only."""
+        """Whether the output projection of attention has a bias; in Qwen2 only q, k and v have."""
         return self.attention_bias and self.architecture != "qwen2"
 
 
-MAX_SIZE = 1 << 24  # far above any real dimension, far below what a damaged header can claim
+MAX_SIZE = 1 << 24  # above any real dimension, below what a damaged header may contain

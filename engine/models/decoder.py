@@ -1,10 +1,10 @@
-"""The one decoder that Llama, Mistral, Qwen2 and Qwen3 share.
+"""The decoder shared by Llama, Mistral, Qwen2 and Qwen3.
 
-It owns no keys and values: it calls `attention` of a cache, once per layer, and knows nothing else
-of it. And it is row-wise: every operation computes a token's row from that row alone, in a way that
-does not depend on how many rows there are, so that in float32 a request's logits have the same bits
-alone and in any batch. The caller upholds its half by passing a multiple of four rows: `linear` on
-CPU gives other bits for some other counts.
+The decoder owns no keys and values. It calls `attention` of a cache once per layer and knows
+nothing else about the cache. It is row-wise: every operation computes a token's row from that row
+alone, in a way that does not depend on the number of rows. So in float32 a request's logits have
+the same bits alone and in any batch. For this, callers must pass a multiple of four rows: `linear`
+on CPU returns other bits for some other counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from engine.models.linear import Int8Linear, Linear, OneDnnLinear, empty_weight, packed
+from engine.models.linear import Int8Linear, Linear, OneDnnLinear, empty_weight, pack
 from engine.models.ops import Ops, ops_for, rms_norm
 from engine.models.rope import rope_table
 
@@ -24,19 +24,19 @@ __all__ = ["AttentionCache", "Transformer"]
 
 
 class AttentionCache(Protocol):
-    """What the model needs of a KV cache."""
+    """The part of a KV cache that the model calls."""
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append `k` and `v` and attend with `q`, for the rows of the step that was begun.
+        """Append `k` and `v` to one layer and attend with `q`, for the rows of the current step.
 
-        `q` [T, num_heads, head_dim], `k` and `v` [T, num_kv_heads, head_dim], after RoPE; rows may
-        be strided, the last two dimensions are dense. Returns [T, num_heads, head_dim].
+        `q` is [T, num_heads, head_dim], `k` and `v` are [T, num_kv_heads, head_dim], after RoPE.
+        Rows may be strided; the last two dimensions are dense. Returns [T, num_heads, head_dim].
         """
         ...
 
 
 class Transformer(nn.Module):
-    """The decoder, built without memory: `allocate` gives it some, then weights are copied in."""
+    """The decoder. It is built on the meta device; `allocate` it before copying weights in."""
 
     cos: Tensor
     sin: Tensor
@@ -45,7 +45,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         hidden, vocab = config.hidden_size, config.vocab_size
-        self.embed = Linear(hidden, vocab, bias=False, dtype=dtype)  # its rows are looked up
+        self.embed = Linear(hidden, vocab, bias=False, dtype=dtype)  # used for lookup of rows
         self.layers = nn.ModuleList(Layer(config, i, dtype) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         tied = config.tie_embeddings
@@ -53,8 +53,8 @@ class Transformer(nn.Module):
         self.eval()
 
     def allocate(self, device: torch.device) -> None:
-        """Give every weight (uninitialized) memory on `device`, and compute the RoPE table."""
-        # `to_empty` would do, after half a second of importing sympy.
+        """Allocate every weight, uninitialized, on `device`, and compute the RoPE table."""
+        # Not `to_empty`, which takes half a second to import sympy.
         for module in self.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
                 setattr(
@@ -64,11 +64,11 @@ class Transformer(nn.Module):
             self.register_buffer(name, table.to(device), persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: AttentionCache) -> Tensor:
-        """Hidden states after the final norm, [T, hidden].
+        """Return the hidden states after the final norm, [T, hidden].
 
-        `tokens` and `positions` are [T] int64, T a multiple of four; positions lie in
-        [0, context_length). Padding rows may hold any token and position: they touch no other row,
-        and what becomes of them in `attention` is the cache's business.
+        `tokens` and `positions` are [T] int64; T is a multiple of four, positions are in
+        [0, context_length). Padding rows may hold any token and position. They affect no other row,
+        and the cache decides what `attention` does with them.
         """
         hidden = self.embed.rows(tokens)
         cos, sin = self.cos[positions], self.sin[positions]
@@ -79,33 +79,36 @@ class Transformer(nn.Module):
         return ops.add_norm(hidden, delta, self.norm.weight, self.norm.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, vocab] float32 of hidden states [R, hidden], R a multiple of four."""
+        """Return logits [R, vocab] float32 of hidden states [R, hidden]; R is a multiple of 4."""
         logits: Tensor = self.head(hidden)
         return logits.float()
 
     def pack(self) -> None:
-        """Lay the weights out as the matrix products want them: on CPU, in bfloat16."""
-        self._multiply_by(packed)
+        """Pack all weights for the fastest matrix products. Only in bfloat16 on CPUs."""
+        self._replace_linears(pack)
 
     def quantize(self) -> None:
-        """Round the weights of all matrix products to int8: on CPU, in bfloat16."""
-        self._multiply_by(Int8Linear)
+        """Quantize all weights of matrix products to int8. Only in bfloat16 on CPUs."""
+        self._replace_linears(Int8Linear)
 
-    def _multiply_by(self, kind: Callable[[Linear], Linear]) -> None:
-        """Of tied embeddings the rows are looked up in what the head has, if they can be, so that
-        there is no second copy."""
+    def _replace_linears(self, convert: Callable[[Linear], Linear]) -> None:
+        """Replace every `Linear` by its conversion.
+
+        Tied embeddings use the converted head for lookup too, if it has rows, so that the weight is
+        not stored twice.
+        """
         tied = self.head is self.embed
         for layer in self.layers:
             for name, child in list(layer.named_children()):
                 if isinstance(child, Linear):
-                    setattr(layer, name, kind(child))
-        self.head = kind(self.head)
+                    setattr(layer, name, convert(child))
+        self.head = convert(self.head)
         if tied and not isinstance(self.head, OneDnnLinear):
             self.embed = self.head
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and around a residual; projections are fused."""
+    """Pre-norm attention and MLP with residuals; q, k, v and gate, up are fused projections."""
 
     attention_norm: RMSNorm
     mlp_norm: RMSNorm
@@ -115,16 +118,16 @@ class Layer(nn.Module):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.index = index
         self.heads = config.num_heads
-        self.turned = config.num_heads + config.num_kv_heads  # RoPE turns q and k as one
+        self.rotated = config.num_heads + config.num_kv_heads  # q and k, rotated in one call
         self.head_dim = config.head_dim
-        rows = (self.turned + config.num_kv_heads) * config.head_dim
+        rows = (self.rotated + config.num_kv_heads) * config.head_dim
         width = config.num_heads * config.head_dim
 
         self.attention_norm = RMSNorm(hidden, eps=eps, dtype=dtype)
         self.qkv = Linear(hidden, rows, bias=config.attention_bias, dtype=dtype)
-        # One weight per head, all of q's alike and all of k's, so that one call norms them all.
+        # The weight is repeated per head (q's are equal, k's are equal): one call norms all heads.
         self.qk_norm = (
-            RMSNorm(self.turned, config.head_dim, eps=eps, dtype=dtype) if config.qk_norm else None
+            RMSNorm(self.rotated, config.head_dim, eps=eps, dtype=dtype) if config.qk_norm else None
         )
         self.out = Linear(width, hidden, bias=config.output_bias, dtype=dtype)
         self.mlp_norm = RMSNorm(hidden, eps=eps, dtype=dtype)
@@ -140,18 +143,18 @@ class Layer(nn.Module):
         cache: AttentionCache,
         ops: Ops,
     ) -> Tensor:
-        """`hidden` [T, hidden], to which `delta` is still to be added, through this layer.
+        """Apply the layer to `hidden` + `delta`, both [T, hidden].
 
-        It is changed in place; what is to be added to it then is returned. cos and sin are
-        [T, head_dim / 2].
+        Updates `hidden` in place and returns the next delta, which the next layer adds. `cos` and
+        `sin` are [T, head_dim / 2].
         """
         norm = self.attention_norm
         qkv = self.qkv(ops.add_norm(hidden, delta, norm.weight, norm.eps))
         qkv = qkv.view(len(qkv), -1, self.head_dim)
-        qk, v = qkv[:, : self.turned], qkv[:, self.turned :]
+        qk, v = qkv[:, : self.rotated], qkv[:, self.rotated :]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        qk = ops.turn(qk, cos, sin)
+        qk = ops.rotate(qk, cos, sin)
         attended = cache.attention(self.index, qk[:, : self.heads], qk[:, self.heads :], v)
         norm = self.mlp_norm
         normed = ops.add_norm(hidden, self.out(attended.flatten(1)), norm.weight, norm.eps)
@@ -160,7 +163,7 @@ class Layer(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) over the last dimension, in float32, times a weight of the given shape."""
+    """RMS norm over the last dimension, in float32, times a weight of the given shape."""
 
     def __init__(self, *shape: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()

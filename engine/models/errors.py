@@ -1,13 +1,13 @@
-"""The tree of reasons why a model cannot be served, each with a message for whoever started it.
+"""Exceptions for models that cannot be served; messages address the engine's operator.
 
 ModelError
 ├── UnknownModel             no such alias, folder, file or hub id
-├── DownloadFailed           the files could not be fetched or kept
-├── MissingFile              a folder lacks a file that it needs
-├── CorruptModel             truncated, garbage, or at odds with itself
-├── UnsupportedArchitecture  a sound model of a kind, or with a setting, that is not built here
-├── UnsupportedTokenizer     a sound tokenizer of a kind that is not built here
-└── UnsupportedDtype         a dtype to compute in, or one that the weights are stored in
+├── DownloadFailed           the files could not be downloaded or stored
+├── MissingFile              a model folder lacks a required file
+├── CorruptModel             truncated, unreadable, or contradicting itself
+├── UnsupportedArchitecture  a valid model whose architecture or settings are not implemented
+├── UnsupportedTokenizer     a valid tokenizer of a kind that is not implemented
+└── UnsupportedDtype         a dtype that cannot be computed in or read
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = [
 
 
 class ModelError(Exception):
-    """Base of all errors of this package; its text is fit to be shown as it is."""
+    """Base of all errors of this package; the message can be shown to users as it is."""
 
 
 class UnknownModel(ModelError):
-    """The name means nothing here."""
+    """No alias, folder, file or hub id has this name."""
 
 
 class DownloadFailed(ModelError):
-    """The network, the index or the cache folder failed us; the text says what to do."""
+    """The network, the index or the cache folder failed; the message says what to do."""
 
 
 class MissingFile(ModelError):
-    """A model folder lacks a file."""
+    """A model folder lacks a required file."""
 
 
 class CorruptModel(ModelError):
@@ -45,12 +45,12 @@ class CorruptModel(ModelError):
 
 
 class UnsupportedArchitecture(ModelError):
-    """Nothing is wrong with the model, but its architecture is not among those built here."""
+    """The model is valid, but its architecture is not implemented."""
 
 
 class UnsupportedTokenizer(ModelError):
-    """Nothing is wrong with the tokenizer, but its kind is not among those built here."""
+    """The tokenizer is valid, but its kind is not implemented."""
 
 
 class UnsupportedDtype(ModelError):
-    """Not a dtype that can be computed in, or read."""
+    """A dtype that cannot be computed in or read."""

@@ -1,4 +1,4 @@
-"""Products with weights: as they are loaded, packed, or in int8."""
+"""Linear layers: plain, packed for the CPU, or quantized to int8."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Int8Linear", "Linear", "OneDnnLinear", "PackedLinear", "empty_weight", "packed"]
+__all__ = ["Int8Linear", "Linear", "OneDnnLinear", "PackedLinear", "empty_weight", "pack"]
 
 log = logging.getLogger(__name__)
 
-WIDENED = 1 << 22  # weights in int8 that are bfloat16 too at a time, at most
+DEQUANTIZED = 1 << 22  # int8 weights that are converted to bfloat16 at a time, at most
 
 
 class Linear(nn.Module):
-    """x · weightᵀ + bias; `weight` is `[out, in]`, `bias` `[out]` or None.
+    """x · weightᵀ + bias; `weight` is `[out, in]`, `bias` is `[out]` or None.
 
-    Torch's own would first draw random weights, only to be overwritten.
+    Unlike `torch.nn.Linear`, this does not initialize the weights at random.
     """
 
     weight: Tensor
@@ -33,39 +33,41 @@ class Linear(nn.Module):
         self.bias = empty_weight(outputs, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` `[rows, in]`; returns `[rows, out]`."""
+        """Return `[rows, out]`; `x` is `[rows, in]`."""
         return F.linear(x, self.weight, self.bias)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Those rows of the weight, `[len(indices), in]`, in the dtype that is computed in."""
+        """Return rows of the weight, `[len(indices), in]`, in the dtype of activations."""
         return F.embedding(indices, self.weight)
 
 
 class PackedLinear(Linear):
-    """The same in bfloat16 on a CPU, with the weight laid out for `engine.kernels.linear_bf16`."""
+    """A bfloat16 `Linear` on a CPU whose weight is packed for `engine.kernels.linear_bf16`."""
 
     def __init__(self, plain: Linear) -> None:
-        """Only where it `fits`."""
-        from engine.kernels import linear_bf16 as packed
+        """Pack `plain`. Only where `linear_bf16.supports` its weight."""
+        from engine.kernels import linear_bf16
 
-        packed.compiled()
+        linear_bf16.kernel()
         nn.Module.__init__(self)
-        self.weight = _constant(packed.pack(plain.weight))
+        self.weight = _constant(linear_bf16.pack(plain.weight))
         self.bias = plain.bias
-        none = plain.weight.new_zeros(len(plain.weight))
-        self._added: Tensor = none if plain.bias is None else plain.bias
-        self._product, self._rows = packed.product, packed.rows_of
+        zeros = plain.weight.new_zeros(len(plain.weight))
+        self._bias_or_zeros: Tensor = zeros if plain.bias is None else plain.bias
+        self._product, self._rows = linear_bf16.product, linear_bf16.packed_rows
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._product(x, self.weight, self._added)
+        return self._product(x, self.weight, self._bias_or_zeros)
 
     def rows(self, indices: Tensor) -> Tensor:
         return self._rows(self.weight, indices)
 
 
 class OneDnnLinear(Linear):
-    """The same in bfloat16 on a CPU, with the weight in the blocked layout of oneDNN, which
-    otherwise makes it anew in each product (`bench/LOG.md` has what that costs)."""
+    """A bfloat16 `Linear` on a CPU whose weight is in oneDNN's blocked layout.
+
+    Otherwise oneDNN would reorder the weight in each product (`bench/LOG.md` has the cost).
+    """
 
     def __init__(self, plain: Linear) -> None:
         nn.Module.__init__(self)
@@ -77,92 +79,94 @@ class OneDnnLinear(Linear):
         return out
 
     def rows(self, indices: Tensor) -> Tensor:
-        raise TypeError("a packed weight has no rows")
+        raise TypeError("a weight in oneDNN's layout has no accessible rows")
 
 
-def packed(plain: Linear) -> Linear:
-    """`plain`, in bfloat16, as products are fastest on this CPU."""
+def pack(plain: Linear) -> Linear:
+    """Return `plain`, a bfloat16 layer, in the form whose products are fastest on this CPU."""
     try:
-        from engine.kernels.linear_bf16 import fits
+        from engine.kernels.linear_bf16 import supports
 
-        if fits(*plain.weight.shape):
+        if supports(*plain.weight.shape):
             return PackedLinear(plain)
-    except (ImportError, RuntimeError) as error:  # or it has nowhere to keep what it compiles
-        _warn(f"products of few rows are slow here: {error}")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
+        _warn_once(f"matrix products with few rows are slow here: {error}")
     return OneDnnLinear(plain)
 
 
 class Int8Linear(Linear):
-    """The same with the weight in int8 and a scale `[out]` for each of its rows; what is multiplied
-    with it stays bfloat16. On a CPU.
+    """A `Linear` on a CPU with an int8 weight, one scale per output, and bfloat16 activations.
 
-    Symmetric: a weight w is scale · round(w / scale), off by half a scale at most. Scales are
-    rounded to bfloat16 before weights are divided by them, so that this adds no error.
+    The quantization is symmetric: a weight w becomes scale · round(w / scale), with an error of at
+    most half a scale. Scales `[out]` are rounded to bfloat16 before the weights are divided by
+    them, so this rounding adds no error.
     """
 
     scale: Tensor
 
     def __init__(self, plain: Linear) -> None:
         nn.Module.__init__(self)
-        wide = plain.weight.float()
-        scale = (wide.abs().amax(1) / 127).bfloat16()
-        scale.clamp_(min=torch.finfo(scale.dtype).tiny)  # of a row of zeros
-        self.weight = _constant((wide / scale.float()[:, None]).round_().to(torch.int8))
+        weight = plain.weight.float()
+        scale = (weight.abs().amax(1) / 127).bfloat16()
+        scale.clamp_(min=torch.finfo(scale.dtype).tiny)  # for rows of zeros
+        self.weight = _constant((weight / scale.float()[:, None]).round_().to(torch.int8))
         self.scale = _constant(scale)
         self.bias = plain.bias
-        self._few = few_rows(*plain.weight.shape)
+        self._few_rows = few_rows_kernel(*plain.weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) <= self._few.most:
-            out = self._few.product(x, self.weight, self.scale)
+        if len(x) <= self._few_rows.max_rows:
+            out = self._few_rows.product(x, self.weight, self.scale)
         else:
-            out = self._widened(x)
+            out = self._dequantized_product(x)
         return out if self.bias is None else out.add_(self.bias)
 
     def rows(self, indices: Tensor) -> Tensor:
         return self.weight[indices] * self.scale[indices, None]
 
-    def _widened(self, x: Tensor) -> Tensor:
-        """The product with the weight made bfloat16, which has all of int8, block by block."""
-        size = max(1, WIDENED // self.weight.shape[1])
+    def _dequantized_product(self, x: Tensor) -> Tensor:
+        """Multiply block by block with the weight in bfloat16, which represents int8 exactly."""
+        size = max(1, DEQUANTIZED // self.weight.shape[1])
         parts = [F.linear(x, block.to(x.dtype)) for block in torch.split(self.weight, size)]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return whole.mul_(self.scale)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return out.mul_(self.scale)
 
 
-class FewRows(NamedTuple):
-    """What multiplies up to so many rows of x with a weight in int8."""
+class FewRowsKernel(NamedTuple):
+    """A product of at most `max_rows` rows with an int8 weight."""
 
-    most: int
+    max_rows: int
     # (x [rows, in], weight [out, in], scale [out]): x · weightᵀ · scale
     product: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def few_rows(outputs: int, inputs: int) -> FewRows:
-    """The fastest there is for a weight `[outputs, inputs]`, up to where it is faster to widen the
-    weight first (`bench/LOG.md`)."""
-    try:
-        from engine.kernels import linear_int8 as int8
+def few_rows_kernel(outputs: int, inputs: int) -> FewRowsKernel:
+    """Return the fastest kernel for a weight `[outputs, inputs]`.
 
-        if int8.fits(outputs, inputs):
-            int8.compiled()
-            return FewRows(32, int8.product)
-    except (ImportError, RuntimeError) as error:  # or it has nowhere to keep what it compiles
-        _warn(f"products in int8 are slow here: {error}")
-    # Torch's own reads beyond the end of rows that are not made of whole vectors.
-    return FewRows(8 if inputs % 16 == 0 else 0, torch._weight_int8pack_mm)
+    Its `max_rows` is where converting the weight to bfloat16 becomes faster (`bench/LOG.md`).
+    """
+    try:
+        from engine.kernels import linear_int8
+
+        if linear_int8.supports(outputs, inputs):
+            linear_int8.kernel()
+            return FewRowsKernel(32, linear_int8.product)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
+        _warn_once(f"matrix products with int8 weights are slow here: {error}")
+    # Torch's kernel reads beyond the end of rows that are not a multiple of its vectors.
+    return FewRowsKernel(8 if inputs % 16 == 0 else 0, torch._weight_int8pack_mm)
 
 
 @cache
-def _warn(message: str) -> None:
-    """Once, not for each weight."""
+def _warn_once(message: str) -> None:
+    """Log a warning once, not for each weight."""
     log.warning(message)
 
 
 def empty_weight(
     *shape: int, dtype: torch.dtype, device: torch.device | str = "meta"
 ) -> nn.Parameter:
-    """A weight without values; on the meta device without memory too."""
+    """Return an uninitialized weight; on the meta device it takes no memory."""
     return _constant(torch.empty(shape, dtype=dtype, device=device))
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of angles, and the rotation."""
+"""Rotary position embedding (RoPE): the table of angles, and the rotation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["rope_table", "rotate"]
 
 
 def rope_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, each [context_length, head_dim / 2] float32, on CPU.
+    """Return cos and sin of all angles, each [context_length, head_dim / 2] float32, on the CPU.
 
-    Computed in float32 throughout, as transformers does, so that logits agree.
+    All arithmetic is in float32, as in transformers, so that logits agree.
     """
     frequencies, scale = _frequencies(config.rope, config.head_dim)
     angles = torch.outer(torch.arange(config.context_length, dtype=torch.float32), frequencies)
@@ -30,16 +30,16 @@ def rope_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [T, heads, head_dim] turned by the angles of its rows, [T, 1, head_dim / 2] float32.
+    """Rotate `x` [T, heads, head_dim]; `cos` and `sin` are [T, 1, head_dim / 2] float32.
 
-    Pairs are (i, i + head_dim / 2), Hugging Face's layout of the weights.
+    The rotated pairs are (i, i + head_dim / 2), as in Hugging Face's layout of the weights.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def _frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
-    """Radians per position, [dim / 2] float32, and what cos and sin are multiplied by."""
+    """Return radians per position, [dim / 2] float32, and the factor of cos and sin."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     match rope.scaling:
         case None:
@@ -55,7 +55,7 @@ def _frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelength = 2 * math.pi / plain
     smooth = ((scaling.original_context / wavelength - low) / (high - low)).clamp(0, 1)
@@ -63,18 +63,18 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: YarnScaling, theta: float, dim: int) -> Tensor:
-    """YaRN, arXiv 2309.00071: a ramp over dimensions from extrapolation to interpolation."""
+    """YaRN (arXiv 2309.00071): a ramp over dimensions from extrapolation to interpolation."""
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns so many times over the original context."""
-        turns = scaling.original_context / (rotations * 2 * math.pi)
-        return dim * math.log(turns) / (2 * math.log(theta))
+        """Return the dimension that makes this many rotations over the original context."""
+        wavelength_ratio = scaling.original_context / (rotations * 2 * math.pi)
+        return dim * math.log(wavelength_ratio) / (2 * math.log(theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # no division by zero
+        high += 0.001  # avoids division by zero
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return plain / scaling.factor * ramp + plain * (1 - ramp)

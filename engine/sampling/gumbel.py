@@ -1,10 +1,11 @@
-"""Gumbel noise over a vocabulary: a function of (seed, choice, position) and the token alone.
+"""Gumbel noise over a vocabulary, as a function of (seed, choice, position) and token alone.
 
-It can be asked for at any token without computing the others. Gumbel is g = −ln x of an exponential
-x, so the largest of all is that of the clock which rings first. Tokens are dealt to groups. Of n
-exponential clocks the first rings after x₁/n, whichever it is, and, since they have no memory, each
-other one a further x of its own later. So one hash gives a group's largest noise and whose it is;
-the rest is computed for tokens that may still win.
+The noise of any token can be computed without the others. Gumbel noise is g = −ln x with x
+exponentially distributed, so the largest noise belongs to the smallest x. Tokens are divided into
+groups. The minimum of n exponential variables is distributed as x₁/n, whichever of them it is; and,
+as they are memoryless, each of the others exceeds the minimum by an exponential variable of its
+own. So one hash determines a group's largest noise and the token that has it. The noise of other
+tokens is computed only where they may still win.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
-GROUPS = 2048  # more cost more hashes, fewer leave more tokens to look at
+GROUPS = 2048  # more groups cost more hashes, fewer leave more candidate tokens
 MASK = 2**64 - 1
-STEP = 0x9E3779B97F4A7C15  # splitmix64's
-TOKENS = 2**32  # where the tokens' numbers begin; before them are the groups'
+STEP = 0x9E3779B97F4A7C15  # increment of splitmix64
+TOKENS = 2**32  # offset of tokens in the hash stream; groups are before it
 
 
 class Gumbel:
-    """The noise of some draws, each a (seed, choice, position) and over `vocab` tokens.
+    """The noise of a batch of draws, each a (seed, choice, position), over `vocab` tokens.
 
-    Token t is in group t mod GROUPS. All groups have as many `members`; the last of some is no
-    token.
+    Token t is in group t mod GROUPS. All groups have `members` members; in some groups the last
+    member is beyond the vocabulary.
     """
 
     def __init__(self, draws: Iterable[tuple[int, int, int]], vocab: int) -> None:
-        """Choices are below 2³¹, positions below 2³²."""
+        """`draws` are (seed, choice, position); choices are below 2³¹, positions below 2³²."""
         self.members = -(-vocab // GROUPS)
         keys = [
             _mixed(_mixed(seed) + (choice << 32 | position)) for seed, choice, position in draws
@@ -42,33 +43,33 @@ class Gumbel:
         self._keys = np.array(keys, dtype=np.uint64)
         self._hashes = _hashed(self._keys[:, None], np.arange(GROUPS, dtype=np.uint64))
 
-    def most(self) -> Floats:
-        """The largest noise in each group: `[draws, GROUPS]`."""
-        return _gumbel(self._first(self._hashes))
+    def group_maxima(self) -> Floats:
+        """Return the largest noise in each group, `[draws, GROUPS]`."""
+        return _gumbel(self._group_minima(self._hashes))
 
     def at(self, draws: Ints, tokens: Ints) -> Floats:
-        """That of some tokens in some draws, of shapes that fit."""
+        """Return the noise of `tokens` in `draws`, index arrays that broadcast."""
         groups = tokens % GROUPS
         hashes = self._hashes[draws, groups]
-        # Of a group's hash the upper half is the time, and the lower one says whose it is.
-        first = ((hashes & (2**32 - 1)) * self.members >> 32).astype(np.int64)
-        later = _exponential(_hashed(self._keys[draws], tokens.astype(np.uint64) + TOKENS))
-        later[tokens // GROUPS == first] = 0.0
-        return _gumbel(self._first(hashes) + later)
+        # The upper half of a group's hash gives the minimum, the lower half the member that has it.
+        minimal_member = ((hashes & (2**32 - 1)) * self.members >> 32).astype(np.int64)
+        excess = _exponential(_hashed(self._keys[draws], tokens.astype(np.uint64) + TOKENS))
+        excess[tokens // GROUPS == minimal_member] = 0.0
+        return _gumbel(self._group_minima(hashes) + excess)
 
-    def _first(self, hashes: Words) -> Floats:
+    def _group_minima(self, hashes: Words) -> Floats:
         return _exponential(hashes) / self.members
 
 
 def _mixed(word: int) -> int:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014)."""
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
     word = (word ^ (word & MASK) >> 30) * 0xBF58476D1CE4E5B9 & MASK
     word = (word ^ word >> 27) * 0x94D049BB133111EB & MASK
     return word ^ word >> 31
 
 
 def _hashed(keys: Words, numbers: Words) -> Words:
-    """The streams of splitmix64 that begin at some keys, at some numbers."""
+    """Return elements `numbers` of the splitmix64 streams with states `keys`."""
     words = keys + numbers * STEP
     words ^= words >> 30
     words *= 0xBF58476D1CE4E5B9
@@ -79,9 +80,9 @@ def _hashed(keys: Words, numbers: Words) -> Words:
 
 
 def _exponential(hashes: Words) -> Floats:
-    """Of rate 1, from the upper 32 bits."""
+    """Return exponential variables of rate 1, from the upper 32 bits of hashes."""
     uniform = (hashes >> 32).astype(np.float64)
-    uniform += 0.5  # so that neither 0 nor 1 comes
+    uniform += 0.5  # excludes 0 and 1
     uniform *= 2.0**-32
     return -np.log(uniform)
 

@@ -1,7 +1,7 @@
-"""What is asked of whole rows of logits: in the host's memory by numpy, elsewhere by torch.
+"""Operations on whole rows of logits: by numpy in host memory, by torch on other devices.
 
-Answers are numpy's. A row's bits are those that it has alone. On the host no work is shared among
-threads: waking them takes as long as the work, and where cores are busy they come late.
+Results are numpy arrays. A row's results have the same bits in any batch. On the host everything
+runs on one thread: waking others takes as long as the work, and on busy cores they start late.
 """
 
 from __future__ import annotations
@@ -26,36 +26,41 @@ class Rows(Protocol):
     @property
     def shape(self) -> tuple[int, int]: ...
 
-    def some(self, rows: Sequence[int]) -> Rows: ...
+    def select(self, rows: Sequence[int]) -> Rows:
+        """Return a copy of some rows, in the given order."""
+        ...
 
-    def likeliest(self) -> Tokens:
-        """`[count]`: the first of a row's largest."""
+    def argmax(self) -> Tokens:
+        """Return the token with the largest logit of each row, `[count]`; the first of equals."""
         ...
 
     def group_maxima(self, groups: int) -> Logits:
-        """The largest of each group, `[count, groups]`. Token t is in group t mod `groups`."""
+        """Return the largest logit of each group, `[count, groups]`.
+
+        Token t is in group t mod `groups`.
+        """
         ...
 
     def largest(self, rows: Sequence[int], width: int) -> Logits:
-        """The largest of some rows, downwards: `[len(rows), width]`."""
+        """Return the top `width` logits of `rows`, descending, `[len(rows), width]`."""
         ...
 
     def at(self, rows: Tokens, tokens: Tokens) -> Logits:
-        """Some logits; the shapes are broadcast."""
+        """Return the logits at index arrays that broadcast."""
         ...
 
-    def total(self, row: int, temperature: float, least: float) -> float:
-        """The sum of exp((logit − largest) / temperature) over logits from `least` on."""
+    def exp_sum(self, row: int, temperature: float, least: float) -> float:
+        """Return the sum of exp((logit − largest) / temperature) over logits ≥ `least`."""
         ...
 
 
 def rows_of(logits: Tensor) -> Rows:
-    """`logits` is `[count, vocab]` float32, on any device."""
+    """Wrap `logits`, `[count, vocab]` float32 on any device."""
     return HostRows(logits.numpy()) if logits.device.type == "cpu" else DeviceRows(logits)
 
 
 class HostRows:
-    """Row by row: to touch fresh memory for all of them costs more than the work."""
+    """Rows in host memory, processed one by one: temporaries for all would cost more than that."""
 
     def __init__(self, rows: Logits) -> None:
         self._rows = rows
@@ -65,10 +70,10 @@ class HostRows:
         count, vocab = self._rows.shape
         return count, vocab
 
-    def some(self, rows: Sequence[int]) -> HostRows:
+    def select(self, rows: Sequence[int]) -> HostRows:
         return HostRows(self._rows[list(rows)])
 
-    def likeliest(self) -> Tokens:
+    def argmax(self) -> Tokens:
         tokens: Tokens = self._rows.argmax(-1)
         return tokens
 
@@ -76,25 +81,25 @@ class HostRows:
         count, vocab = self._rows.shape
         full = vocab // groups * groups
         maxima = np.empty((count, groups), dtype=np.float32)
-        for row, most in zip(self._rows, maxima, strict=True):
-            row[:full].reshape(-1, groups).max(0, initial=-np.inf, out=most)
-            np.maximum(most[: vocab - full], row[full:], out=most[: vocab - full])
+        for row, out in zip(self._rows, maxima, strict=True):
+            row[:full].reshape(-1, groups).max(0, initial=-np.inf, out=out)
+            np.maximum(out[: vocab - full], row[full:], out=out[: vocab - full])
         return maxima
 
     def largest(self, rows: Sequence[int], width: int) -> Logits:
-        # Numpy's sorting is vectorised, and many times as fast as torch's.
+        # Numpy's sorting is vectorized and many times as fast as torch's.
         values = np.empty((len(rows), width), dtype=np.float32)
-        for row, some in zip(rows, values, strict=True):
-            some[:] = np.partition(self._rows[row], -width)[-width:]
+        for row, out in zip(rows, values, strict=True):
+            out[:] = np.partition(self._rows[row], -width)[-width:]
         values.sort(axis=-1)
         return values[:, ::-1]
 
     def at(self, rows: Tokens, tokens: Tokens) -> Logits:
         return self._rows[rows, tokens]
 
-    def total(self, row: int, temperature: float, least: float) -> float:
+    def exp_sum(self, row: int, temperature: float, least: float) -> float:
         logits = self._rows[row]
-        with np.errstate(invalid="ignore"):  # of a row in which nothing is left
+        with np.errstate(invalid="ignore"):  # -inf - -inf, in a row without allowed tokens
             scaled = logits - logits.max()
         scaled /= temperature
         np.exp(scaled, out=scaled)
@@ -104,7 +109,7 @@ class HostRows:
 
 
 class DeviceRows:
-    """All rows at once, where they are; each answer is one copy to the host."""
+    """Rows on a device, processed together there; each result takes one copy to the host."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
@@ -114,10 +119,10 @@ class DeviceRows:
         count, vocab = self._rows.shape
         return count, vocab
 
-    def some(self, rows: Sequence[int]) -> DeviceRows:
+    def select(self, rows: Sequence[int]) -> DeviceRows:
         return DeviceRows(self._rows[list(rows)])
 
-    def likeliest(self) -> Tokens:
+    def argmax(self) -> Tokens:
         tokens: Tokens = self._rows.argmax(-1).cpu().numpy()
         return tokens
 
@@ -136,10 +141,10 @@ class DeviceRows:
 
     def at(self, rows: Tokens, tokens: Tokens) -> Logits:
         device = self._rows.device
-        where = torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)
-        return self._numpy(self._rows[where])
+        indices = torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)
+        return self._numpy(self._rows[indices])
 
-    def total(self, row: int, temperature: float, least: float) -> float:
+    def exp_sum(self, row: int, temperature: float, least: float) -> float:
         logits = self._rows[row]
         scaled = (logits / temperature).masked_fill_(logits < least, -torch.inf)
         return 1.0 / float(scaled.softmax(-1).amax())

@@ -1,12 +1,13 @@
-"""Drawing tokens from logits, a whole batch at a time.
+"""Sampling of tokens from logits, one batch at a time.
 
-Randomness is a function of (seed, choice, position) alone, never of the engine or the batch: the
-request goes on with the same tokens wherever it moves. A token is drawn by the Gumbel-max rule,
-argmax(logit/T + g): other than a search in a cumulated distribution, it does not change with the
-last bits of the logits.
+Randomness is a function of (seed, choice, position) alone, never of the engine or the batch, so a
+request continues with the same tokens wherever it moves. Tokens are drawn by the Gumbel-max trick,
+argmax(logit/T + g). Unlike a search in the cumulative distribution, its result does not depend on
+the last bits of the logits.
 
-A row's bits are those that it has alone. What is left of whole rows is little, and numpy's: its
-calls take less time than torch's, and noise is the same on every device.
+A row's results have the same bits in any batch. After the operations on whole rows little data is
+left, which numpy processes: its calls take less time than torch's, and noise is equal on every
+device.
 """
 
 from __future__ import annotations
@@ -30,29 +31,36 @@ __all__ = ["sample"]
 Tokens = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-SLICES = 8  # of the groups; in each, one shows what can be reached
-LOWEST = -1e300  # below any score, but for those that are left out
-SLACK = 1e-12  # logarithms need not be rounded alike wherever they stand in an array
-GREEDY_BELOW = 1e-5  # a temperature under which noise cannot matter
+SLICES = 8  # of the groups; the most promising group of each gives a lower bound of the maximum
+LOWEST = -1e300  # below any score except -inf, which excluded tokens have
+SLACK = 1e-12  # the rounding of a logarithm may depend on its place in an array
+GREEDY_BELOW = 1e-5  # below this temperature noise cannot matter
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, generations: Sequence[Generation]) -> list[Sampled]:
-    """One token for each generation. `logits` is `[len(generations), vocab]` float32."""
+    """Sample one token for each generation. `logits` is `[len(generations), vocab]` float32.
+
+    A result has a `failure` if the generation's grammar does not accept any token.
+    """
     if not generations:
         return []
-    rows = rows_of(_adjusted(logits, generations))
-    warm = [n for n, one in enumerate(generations) if one.sampling.temperature >= GREEDY_BELOW]
-    if len(warm) == len(generations):
-        tokens = _drawn(rows, generations)
+    rows = rows_of(_adjust(logits, generations))
+    stochastic = [
+        n for n, one in enumerate(generations) if one.sampling.temperature >= GREEDY_BELOW
+    ]
+    if len(stochastic) == len(generations):
+        tokens = _draw(rows, generations)
     else:
-        tokens = rows.likeliest()
-        if warm:
-            tokens[warm] = _drawn(rows.some(warm), [generations[n] for n in warm])
+        tokens = rows.argmax()
+        if stochastic:
+            tokens[stochastic] = _draw(
+                rows.select(stochastic), [generations[n] for n in stochastic]
+            )
     sampled = [Sampled(token) for token in tokens.tolist()]
     for one, row, result in zip(generations, logits, sampled, strict=True):
         if one.matcher is not None and not one.matcher.accept(result.token):
-            # The request's fault: elsewhere it would fail as well, and no engine is to be blamed.
+            # A fault of the request, not of this engine: it would fail on any other engine too.
             message = "no token can continue the grammar, or it takes too long to find one"
             param = one.sampling.structure.param if one.sampling.structure is not None else None
             result.failure = BadRequest(message, param=param)
@@ -61,21 +69,21 @@ def sample(logits: Tensor, generations: Sequence[Generation]) -> list[Sampled]:
     return sampled
 
 
-# What moves logits, row by row
+# Adjustments of logits, row by row
 
 
-def _adjusted(logits: Tensor, generations: Sequence[Generation]) -> Tensor:
-    """The logits, or a copy of them with all that moves those of some rows."""
-    moved = [n for n, one in enumerate(generations) if _moves(one)]
-    if not moved:
+def _adjust(logits: Tensor, generations: Sequence[Generation]) -> Tensor:
+    """Return the logits, or a copy with penalties, biases and masks applied where there are any."""
+    adjusted = [n for n, one in enumerate(generations) if _needs_adjustment(one)]
+    if not adjusted:
         return logits
     rows = logits.clone()
-    for n in moved:
-        _move(rows[n], generations[n])
+    for n in adjusted:
+        _adjust_row(rows[n], generations[n])
     return rows
 
 
-def _moves(generation: Generation) -> bool:
+def _needs_adjustment(generation: Generation) -> bool:
     sampling = generation.sampling
     return (
         generation.matcher is not None
@@ -92,20 +100,24 @@ def _too_short(generation: Generation) -> bool:
     return produced < generation.sampling.min_tokens and bool(generation.stop_ids)
 
 
-def _move(row: Tensor, generation: Generation) -> None:
-    """Repetition penalty over prompt and output, the OpenAI penalties over the output, the bias,
-    what the grammar allows, and no end before its time: in place."""
+def _adjust_row(row: Tensor, generation: Generation) -> None:
+    """Adjust one row in place.
+
+    In this order: the repetition penalty over prompt and output, OpenAI's presence and frequency
+    penalties over the output, the logit bias, the grammar's mask, and no stop token before
+    `min_tokens`.
+    """
     sampling = generation.sampling
     if sampling.repetition_penalty != 1.0:
         seen = torch.tensor(list(set(generation.tokens)), device=row.device)
         values = row[seen]
-        by = sampling.repetition_penalty
-        row[seen] = torch.where(values > 0, values / by, values * by)
+        factor = sampling.repetition_penalty
+        row[seen] = torch.where(values > 0, values / factor, values * factor)
     if sampling.presence_penalty or sampling.frequency_penalty:
         ids, counts = np.unique(np.asarray(generation.output, dtype=np.int64), return_counts=True)
         penalty = sampling.presence_penalty + sampling.frequency_penalty * counts
-        where = torch.from_numpy(ids).to(row.device)
-        row[where] -= torch.from_numpy(penalty.astype(np.float32)).to(row.device)
+        indices = torch.from_numpy(ids).to(row.device)
+        row[indices] -= torch.from_numpy(penalty.astype(np.float32)).to(row.device)
     for token, bias in sampling.logit_bias.items():
         row[token] += bias
     if generation.matcher is not None:
@@ -113,18 +125,21 @@ def _move(row: Tensor, generation: Generation) -> None:
         row.masked_fill_(~allowed, -torch.inf)
     if _too_short(generation):
         stops = torch.tensor(list(generation.stop_ids), device=row.device)
-        longer = row.index_fill(0, stops, -torch.inf)
-        # A grammar that is at its end is: nothing else could be drawn.
-        if generation.matcher is None or bool(longer.isfinite().any()):
-            row.copy_(longer)
+        without_stops = row.index_fill(0, stops, -torch.inf)
+        # Where the grammar allows nothing but the end, no other token could be drawn.
+        if generation.matcher is None or bool(without_stops.isfinite().any()):
+            row.copy_(without_stops)
 
 
 # Draws
 
 
-def _drawn(rows: Rows, generations: Sequence[Generation]) -> Tokens:
-    """`[rows]`: the argmax of logit/T + g among the tokens that the filters leave; 0 where nothing
-    is left. A token's noise is the same, however many are left with it."""
+def _draw(rows: Rows, generations: Sequence[Generation]) -> Tokens:
+    """Return the argmax of logit/T + g over the tokens that pass the filters, `[rows]`.
+
+    The result is 0 for rows without such tokens. A token's noise does not depend on which other
+    tokens pass.
+    """
     count, vocab = rows.shape
     samplings = [one.sampling for one in generations]
     temperature = np.array([[sampling.temperature] for sampling in samplings])
@@ -136,17 +151,18 @@ def _drawn(rows: Rows, generations: Sequence[Generation]) -> Tokens:
     member = np.arange(noise.members) * GROUPS
 
     def members(row: Tokens, group: Tokens) -> tuple[Tokens, Floats]:
-        """The tokens of some rows' groups, and what is left of their logits over temperature."""
+        """Return the tokens of (row, group) pairs and their logit/T, -inf for filtered tokens."""
         token = group[:, None] + member
         logits = rows.at(row[:, None], token.clip(max=vocab - 1))
-        left = (logits >= least[row]) & (token < vocab)
-        return token, np.where(left, logits / temperature[row], -np.inf)
+        passing = (logits >= least[row]) & (token < vocab)
+        return token, np.where(passing, logits / temperature[row], -np.inf)
 
-    # Nobody in a group scores more than its largest logit with its largest noise. A few groups
-    # where that is much show what can be reached; then only those are looked at that can reach it.
-    most = noise.most()
+    # Branch and bound: no member of a group scores above the group's largest logit plus its
+    # largest noise. The exact scores of a few groups with high bounds give a lower bound of the
+    # maximum; then only groups and tokens that can reach it are scored.
+    max_noise = noise.group_maxima()
     bounds = largest / temperature
-    bounds += most
+    bounds += max_noise
     bounds[largest < least] = -np.inf
     row = np.repeat(np.arange(count), SLICES)
     group = bounds.reshape(len(row), -1).argmax(-1)
@@ -157,8 +173,8 @@ def _drawn(rows: Rows, generations: Sequence[Generation]) -> Tokens:
     reached -= SLACK * np.abs(reached)
     row, group = np.divmod(np.flatnonzero(bounds >= reached), GROUPS)
     token, score = members(row, group)
-    some = np.nonzero(score + most[row, group, None] >= reached[row])
-    row, token, score = row[some[0]], token[some], score[some]
+    candidates = np.nonzero(score + max_noise[row, group, None] >= reached[row])
+    row, token, score = row[candidates[0]], token[candidates], score[candidates]
     score += noise.at(row, token)
     best = np.full(count, -np.inf)
     np.maximum.at(best, row, score)
@@ -172,7 +188,7 @@ def _drawn(rows: Rows, generations: Sequence[Generation]) -> Tokens:
 
 
 def _add_logprobs(sampled: Sampled, row: Tensor, top: int) -> None:
-    """Of the raw logits, before penalties and temperature, as vLLM's default."""
+    """Add log probabilities of the raw logits, before penalties and temperature, as vLLM does."""
     logprobs = row.log_softmax(-1)
     sampled.logprob = float(logprobs[sampled.token])
     if top:

@@ -1,9 +1,8 @@
-"""From token ids to text, as it streams: UTF-8 borders, stop strings, and which tokens may go out.
+"""Incremental detokenization: UTF-8 boundaries, stop strings, and which tokens may be released.
 
-A token is *held back* while the text that it contributes is not certain: it ends within a UTF-8
-sequence, or with what may be the beginning of a stop string. Tokens and the text that they release
-go out together, so that what has been emitted is always a whole number of tokens, and a stream can
-go on behind it on another engine.
+A token is *held back* while its text is not certain: the text ends inside a UTF-8 sequence, or with
+a possible prefix of a stop string. Tokens are released together with their text. So the released
+output is always a whole number of tokens, and a stream can continue from there on another engine.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from engine.sampling.sampled import Sampled
 
 __all__ = ["Detokenizer", "Released", "token_bytes"]
 
-CONTEXT = 5  # decided tokens before the others: pieces may depend on their neighbours
-LATE = 3  # bytes of a UTF-8 character after its first, thus tokens that may still complete it
+CONTEXT = 5  # decided tokens that are decoded again: a token's text may depend on its neighbours
+MAX_CONTINUATION = 3  # bytes of a UTF-8 character after the first, so tokens that may complete it
 REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Tokens that go out, with their text; `stopped` is the stop string that ends the output."""
+    """Released tokens and their text; `stopped` is the stop string that ended the output."""
 
     sampled: list[Sampled]
     text: str
@@ -32,7 +31,7 @@ class Released:
 
 
 class Detokenizer:
-    """One output's text. `before` are the tokens it follows, prompt and earlier output."""
+    """The text of one output. `before` are the preceding tokens: prompt and earlier output."""
 
     def __init__(
         self,
@@ -49,14 +48,13 @@ class Detokenizer:
         added = tokenizer.get_added_tokens_decoder().items() if skip_special_tokens else ()
         self._skipped = {number for number, token in added if token.special}
         recent = [token for token in before[-4 * CONTEXT :] if token not in self._skipped]
-        self._ids = recent[-CONTEXT:]  # what is decoded: context and the undecided tail
-        self._read = len(self._ids)  # so many of them have given their text
-        self._pending: list[
-            tuple[Sampled, str | None]
-        ] = []  # None: its text comes with a later one
+        self._ids = recent[-CONTEXT:]  # ids to decode: decided context, then undecided tokens
+        self._decided = len(self._ids)  # how many of them have had their text decided
+        # Tokens that are not released, with their text; None if it comes with a later token.
+        self._pending: list[tuple[Sampled, str | None]] = []
 
     def push(self, sampled: Sampled, *, last: bool) -> Released:
-        """Take a token; `last` says that no more follow, so nothing is held back."""
+        """Add a token; return what can be released. With `last`, nothing is held back."""
         self._pending.append((sampled, None))
         self._decode(sampled.token, last)
         text = "".join(part or "" for _, part in self._pending)
@@ -69,21 +67,21 @@ class Detokenizer:
         return self._release(len(text) if last else len(text) - self._held(text))
 
     def _release(self, certain: int) -> Released:
-        """Let the tokens go whose text lies within the first `certain` characters."""
-        count = length = taken = 0
+        """Release the tokens whose text lies within the first `certain` characters."""
+        count = length = released = 0
         for index, (_, part) in enumerate(self._pending):
             if part is None:
                 continue
             if length + len(part) > certain:
                 break
             length += len(part)
-            count, taken = index + 1, length
+            count, released = index + 1, length
         out, self._pending = self._pending[:count], self._pending[count:]
         text = "".join(part or "" for _, part in out)
-        return Released([item for item, _ in out], text[:taken])
+        return Released([item for item, _ in out], text[:released])
 
     def _held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stop), default=0)
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
@@ -91,16 +89,17 @@ class Detokenizer:
         return 0
 
     def _decode(self, token: int, last: bool) -> None:
-        """Give their text to the tokens for which it is now certain."""
+        """Add a token, and decide the text of all tokens for which it is now certain."""
         if token not in self._skipped:
             self._ids.append(token)
         text = self._text(len(self._ids))
-        if last or len(self._ids) == self._read or not text.endswith(REPLACEMENT):
+        if last or len(self._ids) == self._decided or not text.endswith(REPLACEMENT):
             self._decide(len(self._ids), len(self._pending) - 1)
             return
-        # It ends within a character, or with bytes that are none. A token after which so many
-        # have come, and whose text by itself is still how it all begins, is of the latter kind.
-        for stop in range(self._read + 1, len(self._ids) - LATE + 1):
+        # The text ends inside a character, or with invalid bytes. If a prefix of the tokens is
+        # followed by MAX_CONTINUATION others and its text is still a prefix of the whole text, its
+        # last bytes are invalid, and no later token changes them.
+        for stop in range(self._decided + 1, len(self._ids) - MAX_CONTINUATION + 1):
             if text.startswith(self._text(stop)):
                 tokens = (i for i, (item, part) in enumerate(self._pending) if part is None)
                 waiting = [i for i in tokens if self._pending[i][0].token not in self._skipped]
@@ -108,19 +107,19 @@ class Detokenizer:
                 return
 
     def _decide(self, stop: int, index: int) -> None:
-        """The text of `_ids[_read:stop]` is certain; it goes out with `_pending[index]`."""
-        part = self._text(stop)[len(self._text(self._read)) :]
+        """Decide the text of `_ids[_decided:stop]`; it is released with `_pending[index]`."""
+        part = self._text(stop)[len(self._text(self._decided)) :]
         self._pending[index] = (self._pending[index][0], part)
         drop = max(stop - CONTEXT, 0)
         del self._ids[:drop]
-        self._read = stop - drop
+        self._decided = stop - drop
 
     def _text(self, stop: int) -> str:
         return self._tokenizer.decode(self._ids[:stop], skip_special_tokens=False)
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
-    """A token as text, and as the bytes it stands for, for log probabilities."""
+    """Return a token as text and as bytes, for the log probabilities of a response."""
     piece = tokenizer.id_to_token(token) or ""
     if "ByteLevel" in repr(tokenizer.decoder) and all(char in _BYTE_OF for char in piece):
         raw = bytes(_BYTE_OF[char] for char in piece)
@@ -130,7 +129,7 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes, which byte-level BPE vocabularies are written in."""
+    """Return GPT-2's printable character for each byte, used by byte-level BPE vocabularies."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

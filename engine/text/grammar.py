@@ -1,8 +1,8 @@
-"""Output that follows a grammar: compiled by xgrammar, then matched token by token.
+"""Structured output: grammars are compiled by xgrammar and matched token by token.
 
-xgrammar is an optional extra, and imported with the first grammar: it takes seconds, and brings
-transformers along. Compiling lets go of the interpreter's lock, so it is done on a thread of its
-own and holds up neither the event loop nor the step loop.
+xgrammar is an optional dependency. It is imported with the first grammar, because the import takes
+seconds and pulls in transformers. Compilation releases the GIL; it runs on its own thread and
+blocks neither the event loop nor the step loop.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ log = logging.getLogger(__name__)
 _Key = tuple[str, str, bool]
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
-COMPILE_S = 10.0  # the longest that a grammar may take; waiting for others does not count
-MOST_NESTED = 100  # brackets; xgrammar's time grows with the square of a schema's depth
-MOST_KEPT = 32  # compiled grammars, the latest used
-MOST_BYTES = 16 << 20  # of one compiled grammar
-MOST_BLANKS = 16  # between two JSON tokens: small models would go on with them for ever
-TRIED_TOKENS = 32  # what a new grammar is tried out on
-SLOW_S = 0.1  # of processor time for one token: whoever is in the same step waits for it
+COMPILE_S = 10.0  # time limit of one compilation, without the wait for earlier ones
+MAX_NESTING = 100  # brackets; xgrammar's time grows with the square of a schema's depth
+MAX_CACHED = 32  # compiled grammars, least recently used evicted first
+MAX_COMPILED_BYTES = 16 << 20  # of one compiled grammar
+MAX_WHITESPACE = 16  # between two JSON tokens; small models would emit it for ever
+TRIAL_TOKENS = 32  # length of the trial run of a new grammar
+SLOW_S = 0.1  # CPU time for one token, which delays every generation of the same step
 
 
 class Matcher:
-    """Where one output stands in its grammar. Not to be shared between threads at a time."""
+    """The position of one output in its grammar. Not thread-safe."""
 
     def __init__(
         self, compiled: xgrammar.CompiledGrammar, usable: npt.NDArray[np.bool_], eos: list[int]
     ) -> None:
-        """`usable` is `[vocab]`: no others may come; `eos` end an output that is complete."""
+        """`usable`, `[vocab]`, masks tokens in general; `eos` tokens may end a complete output."""
         from xgrammar import GrammarMatcher
 
         self._matcher = GrammarMatcher(compiled, override_stop_tokens=eos)
@@ -56,62 +56,66 @@ class Matcher:
         self._broken = False
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """`[vocab]`: which tokens may come next; the ends among them if the output is complete.
+        """Return which tokens may follow, `[vocab]`; `eos` tokens too if the output is complete.
 
-        A grammar that fails, or has become slow, accepts nothing from then on: that must not be
-        the failure of a step that others are in too.
+        A grammar that fails or is slow accepts no token afterwards. So only its own generation
+        fails, not the whole step.
         """
         began = time.thread_time()
         try:
             self._matcher.fill_next_token_bitmask(self._bits)
         except RuntimeError:
-            log.exception("a grammar cannot go on")
+            log.exception("a grammar matcher failed")
             self._broken = True
         if time.thread_time() - began > SLOW_S:
-            log.warning("a grammar takes over %g s for one token", SLOW_S)
+            log.warning("a grammar took over %g s for one token", SLOW_S)
             self._broken = True
         bits = np.unpackbits(self._bits.view(np.uint8)[0], bitorder="little")
         return bits[: len(self._usable)].view(np.bool_) & self._usable
 
     def accept(self, token: int) -> bool:
-        """Go on by a token; False, and no further, where the grammar does not allow it."""
+        """Advance by a token. Return False, without advancing, if the grammar forbids it."""
         return not self._broken and bool(self._matcher.accept_token(token))
 
     def accept_all(self, tokens: Sequence[int]) -> bool:
-        """Go on by many; False if the grammar does not allow one of them."""
+        """Advance by several tokens. Return False if the grammar forbids one of them."""
         return all(self.accept(token) for token in tokens)
 
     @property
     def finished(self) -> bool:
-        """Whether the output has been ended."""
+        """Whether an `eos` token has ended the output."""
         return bool(self._matcher.is_terminated())
 
 
 class Grammars:
-    """The grammars of one engine's requests, compiled for its tokenizer and kept for a while.
+    """Compiles and caches the grammars of one engine's requests, for its tokenizer.
 
-    Lives on one asyncio event loop.
+    Belongs to one asyncio event loop.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._eos = sorted(eos)
         self._compiler: xgrammar.GrammarCompiler | None = None
-        self._any = np.ones(vocab, dtype=np.bool_)
-        self._json = self._any  # without control characters, which JSON does not allow in strings
-        self._kept: OrderedDict[_Key, asyncio.Future[xgrammar.CompiledGrammar]] = OrderedDict()
-        self._busy: tuple[_Key | None, float] = (None, 0.0)  # what is compiled since when, seconds
+        self._all_tokens = np.ones(vocab, dtype=np.bool_)
+        # For JSON: without control characters, which JSON forbids in strings.
+        self._json_tokens = self._all_tokens
+        self._cache: OrderedDict[_Key, asyncio.Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        # The grammar in compilation and its start, in seconds of time.monotonic().
+        self._compiling: tuple[_Key | None, float] = (None, 0.0)
         self._thread: ThreadPoolExecutor | None = None
 
     async def matcher(self, structure: Structure, output: Sequence[int]) -> Matcher:
-        """A matcher that has accepted `output`, what was emitted already.
+        """Return a matcher that has accepted `output`, the tokens emitted so far.
 
-        Raises `BadRequest`, naming what the client called it, for a grammar that is none, that
-        nothing can follow, or that is too large; and where xgrammar is not installed.
+        Cancellation does not stop the compilation, which other requests may wait for.
+
+        Raises: `BadRequest` with the client's name of the parameter, if the grammar is invalid, too
+        large, or matches no text; if `output` does not follow it; or if xgrammar is not installed.
         """
         try:
             matcher = self._matcher(await self._compiled(structure), structure)
-        except BadRequest as error:  # kept, and shared with others who call it by another name
+        except BadRequest as error:  # cached, and shared with requests that use another parameter
             raise BadRequest(error.message, param=structure.param, code=error.code) from error
         if output and not await asyncio.to_thread(matcher.accept_all, output):
             raise BadRequest("output does not follow the grammar", param="output")
@@ -121,33 +125,33 @@ class Grammars:
 
     async def _compiled(self, structure: Structure) -> xgrammar.CompiledGrammar:
         key = (structure.kind, structure.source, structure.strict)
-        kept = self._kept.get(key)
-        if kept is None:
+        compiled = self._cache.get(key)
+        if compiled is None:
             _check_nesting(structure.source)
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
             loop = asyncio.get_running_loop()
-            kept = self._kept[key] = loop.run_in_executor(self._thread, self._work, key, structure)
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        while not kept.done():
-            await asyncio.wait(
-                (kept,), timeout=COMPILE_S
-            )  # cancels nothing: others wait for it too
-            busy, since = self._busy
-            if not kept.done() and busy == key and time.monotonic() - since > COMPILE_S:
+            compiled = loop.run_in_executor(self._thread, self._compile_on_thread, key, structure)
+            self._cache[key] = compiled
+            if len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        while not compiled.done():
+            # `wait` does not cancel the compilation, which other requests may share.
+            await asyncio.wait((compiled,), timeout=COMPILE_S)
+            current, since = self._compiling
+            if not compiled.done() and current == key and time.monotonic() - since > COMPILE_S:
                 raise BadRequest(f"the grammar takes over {COMPILE_S:g} s to compile")
-        if kept.exception() is not None and self._kept.get(key) is kept:
-            del self._kept[key]
-        return kept.result()
+        if compiled.exception() is not None and self._cache.get(key) is compiled:
+            del self._cache[key]
+        return compiled.result()
 
-    # On the thread
+    # On the compiler's thread
 
-    def _work(self, key: _Key, structure: Structure) -> xgrammar.CompiledGrammar:
+    def _compile_on_thread(self, key: _Key, structure: Structure) -> xgrammar.CompiledGrammar:
         if self._compiler is None:
-            self._compiler = self._start()
-        self._busy = (key, time.monotonic())
+            self._compiler = self._make_compiler()
+        self._compiling = (key, time.monotonic())
         return self._compile(self._compiler, structure)
 
     def _compile(
@@ -158,7 +162,7 @@ class Grammars:
                 compiled = compiler.compile_json_schema(
                     structure.source,
                     strict_mode=structure.strict,
-                    max_whitespace_cnt=MOST_BLANKS,
+                    max_whitespace_cnt=MAX_WHITESPACE,
                 )
             elif structure.kind == "regex":
                 compiled = compiler.compile_regex(structure.source)
@@ -167,17 +171,17 @@ class Grammars:
             else:
                 compiled = compiler.compile_lark(structure.source)
         except (RuntimeError, ValueError, UnicodeError) as error:
-            raise BadRequest(f"no grammar: {_complaint(error)}") from error
-        if compiled.memory_size_bytes > MOST_BYTES:
+            raise BadRequest(f"invalid grammar: {_reason(error)}") from error
+        if compiled.memory_size_bytes > MAX_COMPILED_BYTES:
             raise BadRequest(f"the grammar is too large: {compiled.memory_size_bytes} bytes")
-        self._try_out(self._matcher(compiled, structure))
+        self._run_trial(self._matcher(compiled, structure))
         return compiled
 
     def _matcher(self, compiled: xgrammar.CompiledGrammar, structure: Structure) -> Matcher:
-        usable = self._json if structure.kind == "json_schema" else self._any
+        usable = self._json_tokens if structure.kind == "json_schema" else self._all_tokens
         return Matcher(compiled, usable, self._eos)
 
-    def _start(self) -> xgrammar.GrammarCompiler:
+    def _make_compiler(self) -> xgrammar.GrammarCompiler:
         if not self._eos:
             raise BadRequest("this model has no token that ends an output")
         try:
@@ -192,19 +196,23 @@ class Grammars:
         special = {number for number, token in added if token.special}
         pieces = [
             b"" if token in special else bytes(token_bytes(self._tokenizer, token)[1])
-            for token in range(len(self._any))
+            for token in range(len(self._all_tokens))
         ]
-        # xgrammar lets them through where a string's length is limited.
-        self._json = np.array([not _CONTROL.search(piece) for piece in pieces])
+        # xgrammar allows control characters in strings of limited length, so mask them here.
+        self._json_tokens = np.array([not _CONTROL.search(piece) for piece in pieces])
         info = xgrammar.TokenizerInfo(
             pieces, xgrammar.VocabType.RAW, vocab_size=len(pieces), stop_token_ids=self._eos
         )
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    def _try_out(self, matcher: Matcher) -> None:
-        """Follow a new grammar for some tokens: one that has no way to go, or that takes long to
-        match, is better refused than met in a step that others are in too."""
-        for _ in range(TRIED_TOKENS):
+    def _run_trial(self, matcher: Matcher) -> None:
+        """Follow a new grammar for some tokens, and reject it if it is a dead end or slow.
+
+        Otherwise it would delay or fail in a step that it shares with other generations.
+
+        Raises: `BadRequest`.
+        """
+        for _ in range(TRIAL_TOKENS):
             allowed = matcher.allowed()
             if not allowed.any():
                 raise BadRequest("the grammar is impossible: no text of this model follows it")
@@ -219,11 +227,11 @@ def _check_nesting(source: str) -> None:
     for char in source:
         depth += (char in "([{") - (char in ")]}")
         deepest = max(deepest, depth)
-    if deepest > MOST_NESTED:
-        raise BadRequest(f"the grammar is too large: nested over {MOST_NESTED} deep")
+    if deepest > MAX_NESTING:
+        raise BadRequest(f"the grammar is too large: nested over {MAX_NESTING} deep")
 
 
-def _complaint(error: Exception) -> str:
-    """What xgrammar says, without its time, source file and stack."""
+def _reason(error: Exception) -> str:
+    """Return xgrammar's message without its timestamp, source file and stack trace."""
     first = str(error).strip().partition("\n")[0]
     return first.partition(": ")[2][:500] if first.startswith("[") else first[:500]

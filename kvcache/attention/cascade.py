@@ -76,7 +76,7 @@ def _walk(
 
 
 def _common_pages(one: bytes, other: bytes) -> int:
-    """The number of int32 page ids that two tables begin with."""
+    """Return the length of the common prefix of two tables of int32 page ids."""
     count = min(len(one), len(other)) // PAGE_ID_BYTES
     differ = np.flatnonzero(
         np.frombuffer(one, np.int32, count) != np.frombuffer(other, np.int32, count)

@@ -1,7 +1,7 @@
-"""Paged attention by FlashInfer's kernels, in 16 bits on a GPU: planned on the host once per step.
+"""16-bit paged attention on GPUs by FlashInfer's kernels, planned on the host once per step.
 
-What several sequences share is read once for all of them, level by level of what is shared, and
-merged by the log-sum-exp rule (FlashInfer's cascade).
+Keys that several sequences share are read once for all of them, one level of sharing after the
+other, and the partial results are merged by their log-sum-exps (FlashInfer's cascade attention).
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from kvcache.memory.layout import KVLayout
 from kvcache.sequences.block_table import PageIds
 from kvcache.sequences.step import Span
 
-__all__ = ["FlashInfer", "FlashInferPlan", "Ragged", "supports"]
+__all__ = ["FlashInfer", "FlashInferPlan", "RaggedBatch", "supports"]
 
 DTYPES: Final = (torch.float16, torch.bfloat16)
 HEAD_DIMS: Final = (64, 128, 256)
 WORKSPACE_BYTES: Final = (
     256 << 20
-)  # for the pieces of split sequences; what vLLM and SGLang give it
-SHARE: Final = 8192  # keys saved that are worth the kernels of one more level; not measured
+)  # for partial results of split sequences; the size that vLLM and SGLang use
+MIN_SAVING: Final = 8192  # keys saved that justify the launches of one more level; not measured
 
 
 def supports(layout: KVLayout) -> bool:
-    """Whether FlashInfer has kernels for such a pool."""
+    """Return whether FlashInfer has kernels for a pool's dtype and head dimension."""
     return layout.dtype in DTYPES and layout.head_dim in HEAD_DIMS
 
 
-class Ragged(NamedTuple):
-    """Sequences as FlashInfer takes them: int32 arrays in the host's memory.
+class RaggedBatch(NamedTuple):
+    """Sequences in FlashInfer's form: int32 arrays in host memory.
 
-    `qo_indptr` and `kv_indptr` are `[sequences + 1]`: where the rows of each, and its pages, begin;
-    `kv_indices` are the pages; `last_page_len`, `[sequences]`, are keys in the last of each.
+    `qo_indptr` and `kv_indptr`, `[sequences + 1]`, are where the rows and the pages of each
+    sequence begin. `kv_indices` are the pages. `last_page_len`, `[sequences]`, is the number of
+    keys in the last page of each.
     """
 
     qo_indptr: torch.Tensor
@@ -46,8 +47,11 @@ class Ragged(NamedTuple):
     last_page_len: torch.Tensor
 
     @classmethod
-    def of(cls, sequences: Sequence[tuple[int, PageIds, int]], page_size: int) -> Ragged:
-        """Of rows, pages and keys of each, at least one key; pages past the keys are left out."""
+    def of(cls, sequences: Sequence[tuple[int, PageIds, int]], page_size: int) -> RaggedBatch:
+        """Build the batch from `(rows, pages, keys)` of each sequence, with at least one key.
+
+        Pages beyond the last key are dropped.
+        """
         used = [pages[: -(-keys // page_size)] for _, pages, keys in sequences]
         return cls(
             _int32(accumulate((rows for rows, _, _ in sequences), initial=0)),
@@ -58,14 +62,14 @@ class Ragged(NamedTuple):
 
 
 class FlashInfer:
-    """FlashInfer for one pool. A plan holds until the next one is made."""
+    """FlashInfer for one pool. A plan is valid until the next one is made."""
 
     def __init__(
         self, layout: KVLayout, group: int, device: torch.device, kernels: Any = None
     ) -> None:
-        """`group` = query heads per KV head; `kernels` has what module `flashinfer` has.
+        """`group` = query heads per KV head; `kernels` replaces the module `flashinfer` in tests.
 
-        Raises `ImportError` where that is not installed.
+        Raises: `ImportError` if FlashInfer is not installed.
         """
         if kernels is None:
             import flashinfer
@@ -81,37 +85,40 @@ class FlashInfer:
         self._wrappers: list[Any] = []  # by level
 
     def plan(self, spans: Sequence[Span]) -> FlashInferPlan:
-        """A `Planner`."""
+        """Plan a step; a `Planner`."""
         return FlashInferPlan(spans, self)
 
-    def level(self, number: int, ragged: Ragged, *, causal: bool) -> Any:
-        """What reads level `number` of this step; `causal`: rows are the last of their keys."""
+    def level(self, number: int, batch: RaggedBatch, *, causal: bool) -> Any:
+        """Return FlashInfer's wrapper, planned for level `number` of this step.
+
+        With `causal`, the rows of a sequence are its last tokens.
+        """
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        while len(self._wrappers) <= number:  # one after the other they use the same room
+        while len(self._wrappers) <= number:  # levels run one after another, in one workspace
             wrapper = self.kernels.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
             self._wrappers.append(wrapper)
         self._wrappers[number].plan(
-            *ragged, *self._shape, causal=causal, q_data_type=self._dtype, kv_data_type=self._dtype
+            *batch, *self._shape, causal=causal, q_data_type=self._dtype, kv_data_type=self._dtype
         )
         return self._wrappers[number]
 
 
 class FlashInferPlan:
-    """See `kvcache.attention.plan.Plan`. Calls only start work on the device's current stream."""
+    """A `Plan` on a GPU. Calls only enqueue work on the device's current stream."""
 
     def __init__(self, spans: Sequence[Span], on: FlashInfer) -> None:
         size, device = on.page_size, on.device
-        whole = Ragged.of([(s.count, s.pages, s.start + s.count) for s in spans], size)
+        whole = RaggedBatch.of([(s.count, s.pages, s.start + s.count) for s in spans], size)
         self._kernels = on.kernels
         self._rows = sum(span.count for span in spans)
         self._owners = _int32(n for n, s in enumerate(spans) for _ in range(s.count)).to(device)
         self._positions = _int32(at for s in spans for at in _positions(s)).to(device)
-        self._tables = Ragged(*(array.to(device) for array in whole))
+        self._tables = RaggedBatch(*(array.to(device) for array in whole))
         begins, levels = _shared(spans, size)
         own = whole
         if levels:
-            own = Ragged.of(
+            own = RaggedBatch.of(
                 [
                     (span.count, span.pages[begin // size :], span.start + span.count - begin)
                     for span, begin in zip(spans, begins, strict=True)
@@ -124,7 +131,7 @@ class FlashInferPlan:
             rows = [
                 [at for row in segment.rows for at in _rows(spans[row.row])] for segment in level
             ]
-            ragged = Ragged.of(
+            batch = RaggedBatch.of(
                 [
                     (
                         len(some),
@@ -135,11 +142,11 @@ class FlashInferPlan:
                 ],
                 size,
             )
-            where = torch.tensor([at for some in rows for at in some], device=device)
-            self._shared.append((where, on.level(number, ragged, causal=False)))
+            indices = torch.tensor([at for some in rows for at in some], device=device)
+            self._shared.append((indices, on.level(number, batch, causal=False)))
 
     def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """See `Plan`."""
+        """See `Plan.append`."""
         tables, rows = self._tables, self._rows
         self._kernels.append_paged_kv_cache(
             k[:rows], v[:rows], self._owners, self._positions, pages,
@@ -147,33 +154,34 @@ class FlashInferPlan:
         )  # fmt: skip
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """See `Plan`."""
+        """See `Plan.attend`."""
         out = torch.zeros_like(q)
-        asked, result = q[: self._rows], out[: self._rows]
+        queries, result = q[: self._rows], out[: self._rows]
         if not self._shared:
-            self._own.run(asked, pages, out=result)
+            self._own.run(queries, pages, out=result)
             return out
-        values, sums = self._own.run(asked, pages, return_lse=True)
-        for where, level in self._shared:
-            more = level.run(asked[where], pages, return_lse=True)
-            merged = self._kernels.merge_state(values[where], sums[where], *more)
-            values[where], sums[where] = merged
+        values, sums = self._own.run(queries, pages, return_lse=True)
+        for rows, level in self._shared:
+            partial = level.run(queries[rows], pages, return_lse=True)
+            merged = self._kernels.merge_state(values[rows], sums[rows], *partial)
+            values[rows], sums[rows] = merged
         result.copy_(values)
         return out
 
 
 def _shared(spans: Sequence[Span], page_size: int) -> tuple[list[int], list[list[Segment]]]:
-    """Where what a span reads alone begins, and what it reads with others before, by levels.
+    """Return where each span's unshared keys begin, and the shared segments by level.
 
-    The `Row`s of a segment number the spans."""
+    `Row.row` of a segment is the index of a span.
+    """
     begins = [0] * len(spans)
     depths = [0] * len(spans)
     levels: list[list[Segment]] = []
-    # Of those that share a segment, each has shared all that is before it with the others.
+    # The readers of a segment have also shared all earlier segments, so their depths are equal.
     for segment in segments_of(
         [Row(n, span.pages, span.start) for n, span in enumerate(spans)],
         page_size,
-        min_saving=SHARE,
+        min_saving=MIN_SAVING,
     ):
         if len(segment.rows) == 1:
             continue

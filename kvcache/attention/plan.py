@@ -1,4 +1,4 @@
-"""What a step's attention plan is: made once per step, used in every layer."""
+"""`Plan`: the attention of a step, planned once and run in every layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Plan(Protocol):
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """Return the attention of the rows over one layer's `pages`.
 
-        `q` and the result are `[rows, heads, head_dim]`. Padding rows of the result are finite.
+        `q` and the result are `[rows, heads, head_dim]`. The result's padding rows are
+        unspecified.
         """
         ...
 
@@ -36,7 +37,7 @@ Planner = Callable[[Sequence[Span]], Plan]  # rows of the spans are in order and
 
 def row_slots(spans: Sequence[Span], page_size: int) -> npt.NDArray[np.int64]:
     """Return `[rows, 2]`: the page of each row's token, and its slot in that page."""
-    if all(span.count == 1 for span in spans):  # decodes: fewer calls than array by array
+    if all(span.count == 1 for span in spans):  # for decodes, one list is faster than arrays
         places = [(span.pages[span.start // page_size], span.start % page_size) for span in spans]
         return np.array(places, dtype=np.int64).reshape(-1, 2)
     rows = np.empty((sum(span.count for span in spans), 2), dtype=np.int64)

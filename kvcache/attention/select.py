@@ -1,4 +1,4 @@
-"""Which attention plan a pool gets."""
+"""Selection of the attention plan for a pool."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
             log.warning("attention is slow here: %s (pip install 'microserve[cuda]')", error)
     if layout.dtype == torch.bfloat16 and device.type == "cpu":
         try:
-            from kvcache.attention.cpu_bf16 import Bf16Plan, compiled
+            from kvcache.attention.cpu_bf16 import Bf16Plan, precompile
         except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
             log.warning("attention in bfloat16 is slow here: %s", error)
         else:
             heads, dim, page_size = layout.held.heads, layout.head_dim, layout.page_size
-            compiled(heads, group, dim, page_size)
+            precompile(heads, group, dim, page_size)
             return partial(Bf16Plan, kv_heads=heads, group=group, dim=dim, page_size=page_size)
     return partial(StablePlan, page_size=layout.page_size, group=group, device=device)

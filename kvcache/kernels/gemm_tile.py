@@ -1,8 +1,9 @@
-"""Tiles of a product in bfloat16, on processors with AVX-512 BF16: as fast as oneDNN's, in place.
+"""Register tiles of bfloat16 matrix products (AVX-512 BF16): as fast as oneDNN's, and in place.
 
-A tile is a few rows by `WIDTH` columns, all of it in registers: in a step, pairs of numbers of each
-row are multiplied with pairs of each column, and added in float32 (`vdpbf16ps`). So the right side
-has to lie in pairs: `[depth / 2, WIDTH, 2]`.
+A tile is up to `ROWS` rows by `WIDTH` columns of the product, accumulated in registers. Each step
+multiplies a pair of consecutive elements of each row with a pair of each column and adds the
+products in float32 (VDPBF16PS). The right-hand side is therefore stored in pairs:
+`[depth / 2, WIDTH, 2]`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from kvcache.kernels.avx512_bf16 import (
     I64,
     INTS,
     LANES,
-    add_pairs,
-    everywhere,
+    broadcast,
+    dpbf16,
     load,
     numba_ir,
     prefetch,
@@ -29,15 +30,18 @@ from kvcache.kernels.avx512_bf16 import (
 
 __all__ = ["ROWS", "WIDTH", "accumulate", "multiply", "multiply_add"]
 
-ROWS = 6  # 6 · 4 sums, a row's pair and 4 columns' are 29 of the processor's 32 registers
+ROWS = 6  # 6 · 4 sums, one row's pair and 4 vectors of columns take 29 of 32 registers
 WIDTH = 64
 
 
 def accumulate(
     builder: Any, sums: list[Any], rows: list[Any], b: Any, depth: Any, ahead: int = 0
 ) -> None:
-    """To variables of `[rows, WIDTH / LANES]` sums, rows of `depth` numbers times b, as above; rows
-    and b are addresses. With `ahead`, of b so many steps are fetched before their turn."""
+    """Add rows · b to `sums`, float32 vector variables `[rows, WIDTH / LANES]`.
+
+    `rows` are addresses of rows of `depth` bfloat16, `b` is the address of `[depth / 2, WIDTH, 2]`.
+    With `ahead`, b is prefetched that many steps in advance.
+    """
     with numba_ir.for_range(builder, builder.lshr(depth, I64(1)), intp=I64) as loop:
         step = builder.add(b, builder.mul(loop.index, I64(4 * WIDTH)))
         columns = []
@@ -48,17 +52,18 @@ def accumulate(
             columns.append(load(builder, place, INTS))
         pair = builder.mul(loop.index, I64(4))
         for m, row in enumerate(rows):
-            mine = everywhere(builder, load(builder, builder.add(row, pair), I32))
+            row_pair = broadcast(builder, load(builder, builder.add(row, pair), I32))
             for n, column in enumerate(columns):
-                add_pairs(builder, sums[m * len(columns) + n], mine, column)
+                dpbf16(builder, sums[m * len(columns) + n], row_pair, column)
 
 
-def _tile(*, add: bool) -> Any:
-    """A function (a, b, c, depth, a_row, c_row; and with `add` scale): c = a · b.
+def _gemm_tile(*, add: bool) -> Any:
+    """Return a numba function (a, b, c, depth, a_row, c_row) that computes c = a · b.
 
-    a is `[ROWS, depth]`, b `[depth / 2, WIDTH, 2]`, both bfloat16, and c `[ROWS, WIDTH]` float32:
-    addresses, with bytes between the rows of a and c; depth is even. With `add` it is
-    c · scale + a · b, scale `[ROWS]` float32.
+    a, b and c are addresses: a of `[ROWS, depth]` and b of `[depth / 2, WIDTH, 2]`, both bfloat16,
+    c of `[ROWS, WIDTH]` float32. `a_row` and `c_row` are the row strides of a and c in bytes;
+    depth is even. With `add`, the function takes `scale` too, the address of `[ROWS]` float32, and
+    computes c = c · scale + a · b, row by row.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -71,9 +76,9 @@ def _tile(*, add: bool) -> Any:
             for place in places:
                 value = ir.Constant(FLOATS, None)
                 if add:
-                    by = everywhere(builder, load(builder, builder.add(scale[0], I64(4 * m)), I32))
-                    value = load(builder, place, FLOATS)
-                    value = builder.fmul(value, builder.bitcast(by, FLOATS))
+                    factor = load(builder, builder.add(scale[0], I64(4 * m)), I32)
+                    factors = builder.bitcast(broadcast(builder, factor), FLOATS)
+                    value = builder.fmul(load(builder, place, FLOATS), factors)
                 total = numba_ir.alloca_once_value(builder, value)
                 sums.append((total, place))
         accumulate(builder, [total for total, _ in sums], rows, b, depth)
@@ -98,5 +103,5 @@ def _tile(*, add: bool) -> Any:
     return tile
 
 
-multiply = _tile(add=False)
-multiply_add = _tile(add=True)
+multiply = _gemm_tile(add=False)
+multiply_add = _gemm_tile(add=True)

@@ -1,8 +1,8 @@
-"""What numba needs to work on torch's memory in place, bfloat16 among it.
+"""Numba kernels that work in place on torch's memory, bfloat16 included.
 
-Kernels take addresses, not arrays: a call costs a microsecond then, whatever it is given. They
-trust their callers with sizes, as torch's own do. Import this where its kernels are wanted only:
-numba takes half a second.
+Kernels take addresses instead of arrays, so a call costs a microsecond whatever its arguments. Like
+torch's own kernels, they do not check sizes. Import this module lazily, where kernels are needed:
+importing numba takes half a second.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 __all__ = [
-    "Shared",
-    "bf16",
+    "ParallelKernel",
+    "bf16_to_f32",
+    "drop_stale_cache",
     "exp",
-    "f32",
     "f32_at",
     "f32_bits",
-    "forget_stale",
+    "f32_from_bits",
+    "f32_to_bf16",
+    "fmax",
     "i32_at",
     "i64_at",
-    "inlined",
-    "larger",
-    "native",
+    "inline_jit",
+    "jit",
     "next_item",
-    "to_bf16",
     "u16_at",
     "u32_at",
 ]
@@ -44,78 +44,88 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
-COMMON = [Path(__file__).with_name(name) for name in ("jit.py", "gemm_tile.py", "avx512_bf16.py")]
-QUICK: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "cache": True}
+# Modules whose code is compiled into the kernels of others.
+COMMON_SOURCES = [
+    Path(__file__).with_name(name) for name in ("jit.py", "gemm_tile.py", "avx512_bf16.py")
+]
+FAST_OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "cache": True}
 
 
 @cache
-def forget_stale(file: str) -> None:
-    """Drop what numba has kept of a module's kernels from before a change to what is compiled into
-    them from elsewhere: it looks whether the module itself has changed, and at nothing else."""
-    changed = max(path.stat().st_mtime for path in COMMON)
+def drop_stale_cache(file: str) -> None:
+    """Delete numba's cache index of a module if it is older than the `COMMON_SOURCES`.
+
+    Numba itself only checks whether the module with the kernel has changed, not the modules whose
+    code is compiled into the kernel.
+    """
+    changed = max(path.stat().st_mtime for path in COMMON_SOURCES)
     for index in (Path(file).parent / "__pycache__").glob(f"{Path(file).stem}.*.nbi"):
-        with suppress(OSError):  # another process was first, or they are not ours
+        with suppress(OSError):  # another process deleted it first, or another user owns it
             if index.stat().st_mtime < changed:
                 index.unlink()
 
 
-def native(function: F) -> F:
-    """Compile `function`. Sums may be reordered, so that they are vectors; nothing is checked."""
-    forget_stale(function.__code__.co_filename)
-    return cast(F, numba.njit(nogil=True, **QUICK)(function))
+def jit(function: F) -> F:
+    """Compile `function`. Sums may be reordered, for vectorization; indices are not checked."""
+    drop_stale_cache(function.__code__.co_filename)
+    return cast(F, numba.njit(nogil=True, **FAST_OPTIONS)(function))
 
 
-def inlined(function: F) -> F:
-    """Have it compiled into each caller: loops over what a caller knows are of that length then,
-    and become vectors without ends."""
+def inline_jit(function: F) -> F:
+    """Compile `function` inline into each caller.
+
+    Loop bounds that are constants of the caller are then constants of the loop, which vectorizes
+    without remainder loops.
+    """
     return cast(F, numba.njit(inline="always")(function))
 
 
-class Shared:
-    """A function of an address, compiled, whose work is in items that threads may share.
+class ParallelKernel:
+    """A compiled kernel over numbered work items, which threads claim dynamically.
 
-    At the address are, as int64: the next item, the number of items, and what else it is given.
-    It does items as long as there is a `next_item`. (That it gets no function to call for an item
-    is for numba's sake, which keeps on disk only what refers to nothing but globals and numbers.)
+    `function` takes the address of a block of int64: the next item, the number of items, then the
+    arguments. It processes items until `next_item` returns -1. (It contains the loop, rather than
+    receiving a function per item, because numba caches on disk only code that refers to globals
+    and constants.)
     """
 
     def __init__(self, function: Callable[[Any], None]) -> None:
-        forget_stale(function.__code__.co_filename)
-        work: Any = numba.cfunc(types.void(types.int64), **QUICK)(function)
-        self._work = work
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)(work.address)
+        drop_stale_cache(function.__code__.co_filename)
+        compiled: Any = numba.cfunc(types.void(types.int64), **FAST_OPTIONS)(function)
+        self._compiled = compiled
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(compiled.address)
 
-    def alone(self, count: int, *arguments: int) -> None:
-        """Items 0 to `count`, one after the other."""
-        block = _block(count, arguments)
-        self._alone(ctypes.addressof(block))
+    def run_serial(self, count: int, *arguments: int) -> None:
+        """Process items `[0, count)` on the calling thread."""
+        block = _argument_block(count, arguments)
+        self._call(ctypes.addressof(block))
 
-    def together(self, count: int, *arguments: int) -> None:
-        """By the threads that torch computes with: who is done with an item takes the next."""
-        team = _team()
-        if team is None:
-            return self.alone(count, *arguments)
-        block = _block(count, arguments)
-        team(self._work.address, ctypes.addressof(block), 0, 0)
+    def run_parallel(self, count: int, *arguments: int) -> None:
+        """Process items `[0, count)` on torch's OpenMP team; threads claim items dynamically."""
+        gomp_parallel = _gomp_parallel()
+        if gomp_parallel is None:
+            return self.run_serial(count, *arguments)
+        block = _argument_block(count, arguments)
+        gomp_parallel(self._compiled.address, ctypes.addressof(block), 0, 0)
         return None
 
 
-def _block(count: int, arguments: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
-    """The next item, how many there are, and the arguments."""
+def _argument_block(count: int, arguments: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    """Return the next item (0), the number of items, and the arguments."""
     return (ctypes.c_int64 * (2 + len(arguments)))(0, count, *arguments)
 
 
 @cache
-def _team() -> Any:
-    """`GOMP_parallel` of the OpenMP library that torch has loaded; None if it has no such library.
+def _gomp_parallel() -> Any:
+    """Return `GOMP_parallel` of torch's OpenMP library; None if torch has not loaded one.
 
-    Numba's own threads would be a second team: after each product torch's go on spinning for a
-    while, on the cores that the others want (`bench/LOG.md` has what that costs).
+    Numba's own threads would form a second team. After each matrix product torch's threads keep
+    spinning for a while, on the cores that the second team needs (`bench/LOG.md` has the cost).
     """
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     loaded = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
-    # Others may have brought theirs.
+    # Other packages may have loaded OpenMP libraries of their own; torch's comes first.
     for path in sorted(loaded, key=lambda path: ("torch" not in path, path)):
         if Path(path).name.startswith(("libgomp", "libiomp", "libomp")):
             parallel = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
@@ -123,7 +133,7 @@ def _team() -> Any:
                 parallel.restype = None
                 parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_uint] * 2]
                 return parallel
-    log.warning("torch's threads cannot be found: what lies between its products uses one")
+    log.warning("torch's OpenMP library was not found: kernels outside torch run on one thread")
     return None
 
 
@@ -142,7 +152,7 @@ def _pointer(kind: Any) -> Any:
     return at
 
 
-# An address as a pointer, to be indexed.
+# Convert an address to a typed pointer that kernels can index.
 u16_at = _pointer(types.uint16)
 f32_at = _pointer(types.float32)
 u32_at = _pointer(types.uint32)
@@ -150,64 +160,64 @@ i32_at = _pointer(types.int32)
 i64_at = _pointer(types.int64)
 
 
-def _add_one() -> Any:
+def _fetch_increment() -> Any:
     @intrinsic
-    def claim(typing_context: Any, address: Any) -> Any:
+    def fetch_increment(typing_context: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
             return builder.atomic_rmw("add", pointer, ir.Constant(ir.IntType(64), 1), "monotonic")
 
         return types.int64(types.int64), generate
 
-    return claim
+    return fetch_increment
 
 
-# The number at an address, which is one more afterwards, for whoever asks next.
-_claim = _add_one()
+# Atomically increment the int64 at an address; returns its value from before.
+_fetch_and_increment = _fetch_increment()
 
 
-@native
+@jit
 def next_item(address: Any) -> Any:
-    """The item to do next, of a `Shared` function; -1 at the end."""
-    index = _claim(address)
+    """Claim the next item of a `ParallelKernel`; -1 when none is left."""
+    index = _fetch_and_increment(address)
     return index if index < i64_at(address)[1] else -1
 
 
-def _cast(kind: Any, to: Any, ir_type: Any) -> Any:
+def _bitcast(kind: Any, to: Any, ir_type: Any) -> Any:
     @intrinsic
-    def same_bits(typing_context: Any, value: Any) -> Any:
+    def bitcast(typing_context: Any, value: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.bitcast(arguments[0], ir_type)
 
         return to(kind), generate
 
-    return same_bits
+    return bitcast
 
 
-_as_float = _cast(types.uint32, types.float32, ir.FloatType())
-_as_bits = _cast(types.float32, types.uint32, ir.IntType(32))
+_as_float = _bitcast(types.uint32, types.float32, ir.FloatType())
+_as_bits = _bitcast(types.float32, types.uint32, ir.IntType(32))
 
 
 def f32_bits(value: float) -> int:
-    """A float32 among the integers that a `Shared` is given."""
+    """Return the bits of a float32, as an integer argument for a `ParallelKernel`."""
     return int(np.float32(value).view(np.uint32))
 
 
-@native
-def f32(bits: Any) -> Any:
-    """It, again."""
+@jit
+def f32_from_bits(bits: Any) -> Any:
+    """Return the float32 with the bits of `f32_bits`; for kernels."""
     return _as_float(numba.uint32(bits))
 
 
-@native
-def bf16(bits: Any) -> Any:
-    """A bfloat16, as it lies in memory, in float32."""
+@jit
+def bf16_to_f32(bits: Any) -> Any:
+    """Convert a bfloat16, given as its 16 bits, to float32."""
     return _as_float(numba.uint32(bits) << numba.uint32(16))
 
 
-@native
-def to_bf16(value: Any) -> Any:
-    """The nearest bfloat16, ties to even, of a float32 that is a number."""
+@jit
+def f32_to_bf16(value: Any) -> Any:
+    """Return the bits of the nearest bfloat16, ties to even. NaN is unsupported."""
     bits = _as_bits(numba.float32(value))
     odd = (bits >> numba.uint32(16)) & numba.uint32(1)
     return numba.uint16((bits + numba.uint32(0x7FFF) + odd) >> numba.uint32(16))
@@ -219,7 +229,8 @@ def _maximum() -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * 2)
             name = "llvm.maxnum.f32"
-            function = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
+            module = builder.module
+            function = cgutils.get_or_insert_function(module, kind, name)  # type: ignore[no-untyped-call]
             return builder.call(function, arguments, fastmath=["fast"])
 
         return types.float32(types.float32, types.float32), generate
@@ -227,20 +238,20 @@ def _maximum() -> Any:
     return maximum
 
 
-# The larger of two float32. Loops over Python's `max` are not made vectors of.
-larger = _maximum()
+# The larger of two float32. LLVM does not vectorize loops over Python's `max`.
+fmax = _maximum()
 
 
-# Not `native`: the order of the additions is what rounds.
+# Not `jit`, which may reorder additions: the rounding below relies on their order.
 @numba.njit(nogil=True, cache=True, fastmath={"nnan", "ninf", "nsz", "contract"})
 def exp(x: Any) -> Any:
-    """e^x for x ≤ 0, error 1e-6; 0 below e^-88. A loop over it is made of vectors.
+    """Return e^x for x ≤ 0 with error 1e-6; 0 below e^-88. Loops over it vectorize.
 
-    2^i · 2^f with |f| ≤ 1/2: the first by its bits, the second as a polynomial.
+    Computes 2^i · 2^f with |f| ≤ 1/2: 2^i from its exponent bits, 2^f by a polynomial.
     """
     t = x * np.float32(1.44269504)
     t = np.float32(-127.0) if t < np.float32(-127.0) else t
-    shift = np.float32(1.5 * 2**23)  # added, it leaves an integer in the last bits
+    shift = np.float32(1.5 * 2**23)  # adding it leaves the rounded integer in the lowest bits
     rounded = t + shift
     f = t - (rounded - shift)
     p = np.float32(1.5403530e-4)

@@ -1,4 +1,4 @@
-"""What the kernels read: a run of pages, and the rows that attend to it."""
+"""The work of attention kernels: a run of pages, and the rows that attend to it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["KVSegment"]
 class KVSegment(NamedTuple):
     """Keys `[begin, end)` and their values, for the rows that attend to them.
 
-    `pages` are those of the keys from `begin` on, which is a page's first. Each of `readers` is
-    `(row, limit, piece)`: the row sees the keys before position `limit`, and writes a partial
-    result to `piece`, to be merged; -1 where this segment is all that the row reads.
+    `pages` hold the keys from `begin` on; `begin` is a page boundary. Each reader is
+    `(row, limit, partial)`: the row attends to the keys before position `limit`, and its result is
+    partial result number `partial`, to be merged with others. `partial` is -1 where the row reads
+    no other segment.
     """
 
     readers: list[tuple[int, int, int]]

@@ -23,8 +23,10 @@ class SwappedSequence(Protocol):
         """Whether it is being copied."""
         ...
 
-    def back(self, pages: list[PageId], landed: Callable[[list[PageId], int], None]) -> Future[int]:
-        """Copy it into `pages`, and pass them to `landed` with the length that came back."""
+    def copy_in(
+        self, pages: list[PageId], on_end: Callable[[list[PageId], int], None]
+    ) -> Future[int]:
+        """Copy it into `pages`; at the end pass them to `on_end` with the restored length."""
         ...
 
     def abandon(self) -> None:

@@ -207,7 +207,7 @@ class SequenceTable:
             del self._swapped[seq_id]
             self.put(seq_id, pages, length)
 
-        return swapped.back(self._manager.take(wanted, leaving=len(self)), landed)
+        return swapped.copy_in(self._manager.take(wanted, leaving=len(self)), landed)
 
     def holders(self) -> Iterator[Sequence[PageId]]:
         """Yield the pages that sequences and copies hold, to prove ownership.

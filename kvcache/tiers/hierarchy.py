@@ -1,4 +1,4 @@
-"""The tiers below the device's pool, fastest first: prefixes come back, sequences go and come."""
+"""The tiers below the device's pool, fastest first: promotion of prefixes, swaps of sequences."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvcache.pages.prefix_tree import Tokens
 from kvcache.sequences.swapping import SwappedSequence
 from kvcache.tiers.store import DevicePages, TierStore
 from kvcache.tiers.swap import Swap
-from kvcache.tiers.tier import Level, Move, Tier, TierUse
+from kvcache.tiers.tier import Move, Tier, TierUse, UpperTier
 from kvcache.types import PageId
 
 __all__ = ["Tiers"]
 
 
-class DeviceLevel:
-    """The `Level` of the device's own pages."""
+class DeviceTier:
+    """The device's pages as the `UpperTier` of the first tier."""
 
     def __init__(self, manager: PageManager, pages: DevicePages) -> None:
         self.manager = manager
@@ -33,7 +33,7 @@ class DeviceLevel:
 
 
 class Tiers:
-    """All tiers of one cache, whose lock guards it. Each copies behind from the one above it."""
+    """All tiers of one cache, guarded by the cache's lock. Each is filled from the one above."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Tiers:
         self._all: list[Tier] = []
         for store in stores:
             device = pages()
-            above: Level = self._all[-1] if self._all else DeviceLevel(manager, device)
+            above: UpperTier = self._all[-1] if self._all else DeviceTier(manager, device)
             tier = Tier(store, device, above, page_size, lock)
             above.manager.lower_tier = tier
             self._all.append(tier)
@@ -59,45 +59,45 @@ class Tiers:
         return iter(self._all)
 
     @property
-    def kept(self) -> bool:
-        """Whether one of them outlives the process."""
-        return any(tier.kept for tier in self._all)
+    def persistent(self) -> bool:
+        """Whether the contents of a tier survive the process."""
+        return any(tier.persistent for tier in self._all)
 
     def promote(self, tokens: Tokens, leaving: int) -> Future[int] | None:
-        """See `KVCache.promote`; `leaving` pages of the device stay available."""
+        """Start a promotion; see `KVCache.promote`. Keep `leaving` device pages available."""
         if not self._all:
             return None
         tokens = np.asarray(tokens, dtype=np.int32)
-        here = self._manager.prefix.match(tokens)
-        tier, there = None, here
-        for each in self._all:
-            found = each.manager.prefix.match(tokens)
-            if len(found) > len(there):
-                tier, there = each, found
+        on_device = self._manager.prefix.match(tokens)
+        tier, in_tier = None, on_device
+        for candidate in self._all:
+            found = candidate.manager.prefix.match(tokens)
+            if len(found) > len(in_tier):
+                tier, in_tier = candidate, found
         if tier is None:
             return None
-        key = (tier, there[len(here)])
+        key = (tier, in_tier[len(on_device)])
         if key in self._promoting:
             return self._promoting[key]
-        here = self._manager.share(here)
-        # After sharing, so that taking pages cannot evict what the rest continues.
-        count = min(len(there) - len(here), self._manager.available - leaving)
+        on_device = self._manager.share(on_device)
+        # Take pages after sharing `on_device`, so that this cannot evict the pages they follow.
+        count = min(len(in_tier) - len(on_device), self._manager.available - leaving)
         if count <= 0:
-            self._manager.drop(here)
+            self._manager.drop(on_device)
             return None
         try:
             fresh = self._manager.take(count)
-        except NoCapacity:  # fewer were available than it said
-            self._manager.drop(here)
+        except NoCapacity:  # `available` is an upper bound
+            self._manager.drop(on_device)
             return None
-        slots = tier.manager.share(there[len(here) :][:count])
-        landing = self._landing(tier, tokens, key)
-        move = Move(False, here + fresh, slots, len(here), landing)
+        slots = tier.manager.share(in_tier[len(on_device) :][:count])
+        finish = self._promotion_end(tier, tokens, key)
+        move = Move(False, on_device + fresh, slots, len(on_device), finish)
         self._promoting[key] = move.ended
         tier.move(move)
         return move.ended
 
-    def _landing(
+    def _promotion_end(
         self, tier: Tier, tokens: Tokens, key: tuple[Tier, PageId]
     ) -> Callable[[Move], int]:
         def finish(move: Move) -> int:
@@ -114,9 +114,9 @@ class Tiers:
         return finish
 
     def swap_out(self, pages: list[PageId], length: int) -> Swap:
-        """Copy a sequence's pages, whose references are given, to the fastest tier with room.
+        """Copy a sequence's pages to the fastest tier with room, and take over their references.
 
-        Raises `NoCapacity`, changing nothing.
+        Raises: `NoCapacity` if no tier has room; nothing has changed then.
         """
         for tier in self._all:
             try:
@@ -128,25 +128,25 @@ class Tiers:
         raise NoCapacity(f"no tier has room for {len(pages)} pages")
 
     def forget(self, swap: SwappedSequence) -> None:
-        """A swapped sequence is back, or was let go of."""
+        """Remove a swap whose sequence has returned or was removed."""
         if isinstance(swap, Swap):
             self._swaps.discard(swap)
 
     def use(self) -> list[TierUse]:
-        """Slots by owner, of each tier."""
+        """Return the slots by owner, of each tier."""
         return [tier.use for tier in self._all]
 
     def holders(self) -> Iterator[Sequence[PageId]]:
-        """Pages of the device that are being copied, for the proof of ownership."""
+        """Yield the device pages that moves hold, for the integrity check."""
         for tier in self._all:
             yield from tier.device_holders()
 
     def check(self) -> None:
-        """Prove that every slot is free or held by whom the manager say. Raises `Internal`."""
+        """Check that every slot is free or has exactly its recorded holders. Raises: `Internal`."""
         for tier in self._all:
             tier.check([swap.slots for swap in self._swaps if swap.tier is tier])
 
     def close(self) -> None:
-        """End all copies, each after the page under way. Call it without the lock."""
+        """Stop all copies after the current page of each. Call this without the lock."""
         for tier in self._all:
             tier.close()

@@ -1,7 +1,7 @@
-"""Where pages are copied from and to: the device's pool, and memory of the host.
+"""Sources and targets of page copies: the device's pool and host memory.
 
-A page has one shape wherever it lies outside of the pool: bytes `[layers, bytes of a page in one
-layer]`, contiguous, as it is in the pool.
+Outside the pool, every page is a contiguous array of bytes `[layers, bytes of a page in one
+layer]`, in the same order as in the pool.
 """
 
 from __future__ import annotations
@@ -13,66 +13,74 @@ import numpy.typing as npt
 import torch
 
 from kvcache.memory.layout import KVLayout
-from kvcache.tiers.ledger import Found
+from kvcache.tiers.ledger import StoredPrefix
 from kvcache.types import PageId
 
 __all__ = ["DevicePages", "HostStore", "TierStore", "page_shape"]
 
 
 def page_shape(layout: KVLayout) -> tuple[int, int]:
-    """`(layers, bytes)` of one page outside of the pool."""
+    """Return the shape `(layers, bytes)` of one page outside the pool."""
     return layout.held.layers, layout.page_size * layout.token_bytes
 
 
 class TierStore(Protocol):
-    """Room for `slots` pages, numbered from 1. One thread uses it, but for `fetch` by a reader."""
+    """Storage for `slots` pages, numbered from 1. One thread uses it, except for `fetch`, which the
+    thread of the tier below may call too."""
 
     name: str
     slots: int
 
     @property
-    def kept(self) -> bool:
-        """Whether what is in it outlives the process."""
+    def persistent(self) -> bool:
+        """Whether the contents survive the process."""
         ...
 
-    def found(self) -> list[Found]:
-        """What an earlier process has left in it; asked for once, first. Raises `OSError`."""
+    def load_prefixes(self) -> list[StoredPrefix]:
+        """Return the prefixes of an earlier process. Called once, first. Raises: `OSError`."""
         ...
 
     def buffer(self, slot: PageId) -> torch.Tensor:
-        """Memory to fill with what `slot` shall hold, `page_shape`; `flush` is next."""
+        """Return memory of `page_shape` to fill with the page of `slot`; then call `flush`."""
         ...
 
     def flush(self, slot: PageId, prefix: npt.NDArray[np.int32] | None = None) -> None:
-        """Keep what the buffer of `slot` was filled with: the last page of `prefix`, which may be
-        found again, or, without one, a page of a sequence that ends with us. Raises `OSError`."""
+        """Store the contents of the buffer in `slot`.
+
+        With `prefix`, they are its last page, which a later process may find. Without, they are a
+        page of a swapped sequence, which ends with this process. Raises: `OSError`.
+        """
         ...
 
     def fetch(self, slot: PageId) -> torch.Tensor:
-        """What `slot` holds, `page_shape`, until the next call. Raises `OSError`, as for a page
-        that is not what was written."""
+        """Return the page in `slot`, `page_shape`, valid until the next call.
+
+        Raises: `OSError`, also for a page that does not match its checksum.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of the room."""
+        """Release the storage."""
         ...
 
 
 class HostStore:
-    """Host memory, `[slots, layers, 2, page_size, kv_heads, head_dim]` as bytes; a slot is
-    contiguous. The kernel gives memory to slots when they are first used."""
+    """A `Store` in host memory: `[slots, layers, 2, page_size, kv_heads, head_dim]` as bytes.
+
+    A slot is contiguous. The operating system allocates its memory at the first use.
+    """
 
     name = "host"
-    kept = False
+    persistent = False
 
     def __init__(self, layout: KVLayout, slots: int, *, pinned: bool = False) -> None:
-        """`pinned` for copies to and from a GPU; it takes the memory at once."""
+        """Pinned memory, for copies to and from a GPU, is allocated at once."""
         self.slots = slots
         self._memory = torch.empty(
             (slots, *page_shape(layout)), dtype=torch.uint8, pin_memory=pinned
         )
 
-    def found(self) -> list[Found]:
+    def load_prefixes(self) -> list[StoredPrefix]:
         return []
 
     def buffer(self, slot: PageId) -> torch.Tensor:
@@ -89,7 +97,7 @@ class HostStore:
 
 
 class DevicePages:
-    """The pool's pages, for the copies of one thread. It does not know who holds which."""
+    """The pool's pages, copied by one thread."""
 
     def __init__(self, pool: torch.Tensor) -> None:
         """`pool` is `KVLayout.shape`, on any device."""
@@ -97,20 +105,20 @@ class DevicePages:
         self._stream = _stream(pool.device) if pool.is_cuda else None
 
     def read(self, page: PageId, out: torch.Tensor) -> None:
-        """Copy a page into `out`, `page_shape`, which is complete on return."""
+        """Copy a page into `out`, `page_shape`; return when the copy is complete."""
         self._copy(out, self._pool[:, page])
 
     def write(self, page: PageId, data: torch.Tensor) -> None:
-        """Copy `data`, `page_shape`, into a page, which is complete on return."""
+        """Copy `data`, `page_shape`, into a page; return when the copy is complete."""
         self._copy(self._pool[:, page], data)
 
     def _copy(self, to: torch.Tensor, data: torch.Tensor) -> None:
         if self._stream is None:
-            # NumPy's copy takes this thread only; torch's would wake the step's threads for it.
+            # NumPy copies on this thread; torch would wake the threads that compute steps.
             np.copyto(to.numpy(), data.numpy())
             return
         with torch.cuda.stream(self._stream):
-            # Kernels that wrote the page, or that read what was there before, come first.
+            # Wait for kernels that write the page, or that read its previous contents.
             self._stream.wait_stream(torch.cuda.default_stream(self._pool.device))
             to.copy_(data, non_blocking=True)
             self._stream.synchronize()

@@ -1,4 +1,4 @@
-"""One sequence that is not on the device."""
+"""`Swap`: one sequence whose KV is in a tier instead of on the device."""
 
 from __future__ import annotations
 
@@ -14,43 +14,49 @@ __all__ = ["Swap"]
 
 
 class Swap:
-    """A sequence's KV in a tier, or on its way there or back.
+    """A sequence's KV in a tier, or being copied there or back. Guarded by the cache's lock.
 
-    DistServe, DS5 and DS6: its pages and slots are held while they are copied, and the sequence
-    exists again only when all of it is back. What cannot be copied is cut off: the sequence is
-    shorter then, and the rest is computed again. The cache's lock guards it.
+    DistServe, DS5 and DS6: pages and slots are held while they are copied, and the sequence exists
+    again only once all of it is back. From the first page that cannot be copied on, the KV is
+    dropped; the sequence becomes shorter, and the rest is computed again.
     """
 
     def __init__(
         self, tier: Tier, manager: PageManager, pages: list[PageId], length: int, page_size: int
     ) -> None:
-        """Begin to copy `pages`, the `length` tokens of a sequence, out; they go when that is done.
+        """Start to copy `pages`, the `length` tokens of a sequence, to the tier.
 
-        Raises `NoCapacity`, changing nothing.
+        The references to the pages are dropped at the end of the copy.
+
+        Raises: `NoCapacity` if the tier has no room; nothing has changed then.
         """
         self.tier = tier
         self.length = length
-        self.slots: list[PageId] = []  # while nothing moves; a move holds its own
+        self.slots: list[PageId] = []  # empty during a move, which holds the slots itself
         self._manager = manager
         self._size = page_size
-        move = Move(True, pages, tier.manager.take(len(pages)), 0, self._out)
+        move = Move(True, pages, tier.manager.take(len(pages)), 0, self._end_copy_out)
         self._move: Move | None = move
-        self.out = move.ended  # with the length that is kept
+        self.out = move.ended  # its result is the length that was copied, in tokens
         tier.move(move)
 
     @property
     def moving(self) -> bool:
-        """Whether it is being copied."""
+        """Whether a copy is in progress."""
         return self._move is not None
 
-    def back(self, pages: list[PageId], landed: Callable[[list[PageId], int], None]) -> Future[int]:
-        """Copy it into `pages` of the device, which may be more than it needs.
+    def copy_in(
+        self, pages: list[PageId], on_end: Callable[[list[PageId], int], None]
+    ) -> Future[int]:
+        """Copy the sequence into `pages` of the device, which may be more than it needs.
 
-        The result is its length then, as given to `landed`, which takes the pages. Raises
-        `Internal` while it is being copied.
+        At the end `on_end` takes over the pages and the length in tokens, which is also the
+        future's result.
+
+        Raises: `Internal` while another copy is in progress.
         """
         if self._move is not None:
-            raise Internal("a sequence is swapped in while it is being copied")
+            raise Internal("a sequence cannot be swapped in while it is being copied")
 
         def finish(move: Move) -> int:
             self._move = None
@@ -60,22 +66,22 @@ class Swap:
                 return 0
             self.length = min(self.length, move.done * self._size)
             self.tier.stats.swaps_in += 1
-            landed(move.pages, self.length)
+            on_end(move.pages, self.length)
             return self.length
 
         self._move = move = Move(False, pages, self.slots, 0, finish)
         self.slots = []
-        self.tier.move(move)  # which ends it at once if the tier is closed
+        self.tier.move(move)  # ends the move at once if the tier is closed
         return move.ended
 
     def abandon(self) -> None:
-        """Let go of it: at once, or when the page that is being copied is."""
+        """Release the slots, at once or after the page that is being copied."""
         if self._move is not None:
             self._move.wanted = False
         self.tier.manager.drop(self.slots)
         self.slots = []
 
-    def _out(self, move: Move) -> int:
+    def _end_copy_out(self, move: Move) -> int:
         self._move = None
         self._manager.drop(move.pages)
         keep = move.done if move.wanted else 0

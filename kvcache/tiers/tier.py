@@ -1,13 +1,13 @@
-"""One tier below the device's pool: slots, a prefix tree over them, and the thread that copies.
+"""One tier below the device's pool: slots, a prefix tree over them, and a copying thread.
 
-The thread's unit of work is one page, copied without the lock. Urgent work goes first: moves of
-whole runs of pages, for promotions and swaps. Prefixes that the level above may evict one day are
-copied behind (*write-behind*), so that evicting them is only forgetting them.
+The thread copies one page at a time, without holding the lock. Moves for promotions and swaps have
+priority. In the remaining time the thread copies the prefixes of the tier above (*write-behind*),
+so that the tier above can evict them without a copy.
 
-Page contents are safe (DistServe, DS5) because a move holds its pages and slots until it has ended,
-and because a page that is copied behind, which its tree alone may hold, is not freed while it is
-read (`PagePool.begin_read`). A page that merely waits to be copied is held for nobody: where it is
-evicted first, there is no copy.
+Page contents stay valid during a copy (DistServe, DS5): a move holds its pages and slots until its
+end, and a page read for write-behind, which may be held by its prefix tree alone, is not freed
+while it is read (`PagePool.begin_read`). A page that only waits for write-behind is not held; if it
+is evicted first, it is not copied.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from kvcache.pages.prefix_tree import Tokens
 from kvcache.tiers.store import DevicePages, TierStore
 from kvcache.types import PageId
 
-__all__ = ["Level", "Move", "Tier", "TierStats", "TierUse"]
+__all__ = ["Move", "Tier", "TierStats", "TierUse", "UpperTier"]
 
 log = logging.getLogger(__name__)
 
-OFFERS = 256  # prefixes that wait to be copied; then the oldest are forgotten
-EVICT = 16  # slots freed at once for write-behind: looking for them takes longer than a copy
+MAX_OFFERS = 256  # prefixes that wait for write-behind; beyond it the oldest are dropped
+EVICTION_BATCH = 16  # slots that write-behind evicts at a time: the search costs more than a copy
 
 
-class Level(Protocol):
-    """What lies above a tier: pages, and who holds them."""
+class UpperTier(Protocol):
+    """The tier above another one, or the device: its pages and their bookkeeping."""
 
     manager: PageManager
 
     def read(self, page: PageId, out: torch.Tensor) -> None:
-        """Copy a page into `out`; for the thread of the tier below."""
+        """Copy a page into `out`; called by the thread of the tier below."""
         ...
 
 
@@ -68,17 +68,18 @@ class TierStats:
     swaps_out: int = 0
     swaps_in: int = 0
     bytes_in: int = 0  # written to the tier
-    bytes_out: int = 0
+    bytes_out: int = 0  # copied from the tier to the device
     failures: int = 0  # pages that could not be copied
-    skipped: int = 0  # prefixes that were not copied behind, for want of time or room
+    skipped: int = 0  # prefixes without write-behind, for lack of time or room
 
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """A copy of pages of the device to slots (`out`) or back; it holds both until it ends.
+    """A copy of device pages to slots (`out`) or back; it holds both until its end.
 
-    `pages[first + i]` goes with `slots[i]`. `finish`, under the lock, takes pages and slots over:
-    the first `done` are copied. What it returns is the result of `ended`.
+    `pages[first + i]` corresponds to `slots[i]`. At the end `finish`, called under the lock, takes
+    over pages and slots, of which the first `done` are copied; its return value becomes the result
+    of `ended`.
     """
 
     out: bool
@@ -88,23 +89,23 @@ class Move:
     finish: Callable[[Move], int]
     done: int = 0
     failed: bool = False
-    wanted: bool = True  # if not, it ends after the page that is being copied
+    wanted: bool = True  # if False, the move ends after the page that is being copied
     ended: Future[int] = field(default_factory=Future)
 
 
 class Tier:
-    """Slots for pages. The cache's lock guards all but the copies."""
+    """Slots for pages. The cache's lock guards everything except the copies."""
 
     def __init__(
         self,
         store: TierStore,
         device: DevicePages,
-        above: Level,
+        above: UpperTier,
         page_size: int,
         lock: threading.RLock,
     ) -> None:
         self.name = store.name
-        self.manager = PageManager(store.slots + 1, page_size)  # and slot 0, which is never used
+        self.manager = PageManager(store.slots + 1, page_size)  # slot 0 is never used
         self.stats = TierStats()
         self._store = store
         self._device = device
@@ -113,32 +114,36 @@ class Tier:
         self._work = threading.Condition(lock)
         self._moves: deque[Move] = deque()
         self._offers: deque[npt.NDArray[np.int32]] = deque()
-        self._offer: npt.NDArray[np.int32] | None = None  # the one that is being copied
-        self._filling: list[PageId] = []  # the slot that it is copied into
+        self._offer: npt.NDArray[np.int32] | None = None  # the prefix in write-behind
+        self._filling: list[PageId] = []  # the slot that its page is copied into
         self._closed = False
-        self._find()
+        self._restore()
         self._thread = threading.Thread(target=self._run, name=f"{self.name}-tier", daemon=True)
         self._thread.start()
 
     @property
-    def kept(self) -> bool:
-        """Whether what is in it outlives the process."""
-        return self._store.kept
+    def persistent(self) -> bool:
+        """Whether the contents survive the process."""
+        return self._store.persistent
 
     def offer(self, tokens: Tokens) -> None:
-        """Copy the full pages of `tokens` behind, those that are not here and still above then."""
+        """Queue the full pages of `tokens` for write-behind.
+
+        A page is copied if, when its turn comes, this tier lacks it and the tier above still has
+        it.
+        """
         with self._work:
             if self._closed:
                 return
-            if len(self._offers) == OFFERS:
+            if len(self._offers) == MAX_OFFERS:
                 self._offers.popleft()
                 self.stats.skipped += 1
             self._offers.append(np.array(tokens, dtype=np.int32))
             self._work.notify()
 
     def move(self, move: Move) -> None:
-        """Copy the pages of `move`, soon; after `close`, end it with nothing copied."""
-        move.ended.set_running_or_notify_cancel()  # who waits for it may leave; the copy goes on
+        """Queue the copies of `move`; after `close`, end it without copies."""
+        move.ended.set_running_or_notify_cancel()  # a waiter that gives up does not end the copy
         with self._work:
             self._moves.append(move)
             self._work.notify()
@@ -147,11 +152,11 @@ class Tier:
             self._end(move)
 
     def read(self, page: PageId, out: torch.Tensor) -> None:
-        """See `Level.read`. Raises `OSError`."""
+        """See `UpperTier.read`. Raises: `OSError`."""
         np.copyto(out.numpy(), self._store.fetch(page).numpy())
 
     def close(self) -> None:
-        """End the thread after the page under way; moves end with what is copied by then."""
+        """End the thread after the current page. Moves end with the pages copied so far."""
         with self._work:
             self._closed = True
             self._offers.clear()
@@ -162,7 +167,7 @@ class Tier:
         self._store.close()
 
     @property
-    def quiet(self) -> bool:
+    def idle(self) -> bool:
         """Whether there is nothing to copy."""
         return not (self._moves or self._offers or self._offer is not None)
 
@@ -177,29 +182,29 @@ class Tier:
         return TierUse(self.name, pages.total, pages.free, cached, rest, copying)
 
     def device_holders(self) -> Iterator[Sequence[PageId]]:
-        """Pages of the device that moves hold, for the proof of ownership."""
+        """Return the device pages that moves hold, for the integrity check."""
         return (move.pages for move in self._moves)
 
     def check(self, holders: Sequence[Sequence[PageId]]) -> None:
-        """Prove that the tree, moves and `holders` hold the slots that are not free.
+        """Check that the prefix tree, moves and `holders` hold exactly the slots in use.
 
-        Raises `Internal`.
+        Raises: `Internal`.
         """
         self.manager.check([*holders, *(move.slots for move in self._moves), self._filling])
 
-    def _find(self) -> None:
-        """Begin with what an earlier process has left."""
+    def _restore(self) -> None:
+        """Insert the prefixes that an earlier process left in the store."""
         try:
-            found = self._store.found()
+            prefixes = self._store.load_prefixes()
         except OSError as error:
-            log.warning("the %s tier: %s", self.name, error)
+            log.warning("the %s tier cannot read its store: %s", self.name, error)
             return
-        claimed = self.manager.pool.claim(slot for _, slots in found for slot in slots)
-        for tokens, slots in found:
+        claimed = self.manager.pool.claim(slot for _, slots in prefixes for slot in slots)
+        for tokens, slots in prefixes:
             self.manager.prefix.insert(tokens, slots)
         self.manager.drop(claimed)
         if claimed:
-            log.info("the %s tier has %d pages from before", self.name, len(claimed))
+            log.info("the %s tier restored %d pages", self.name, len(claimed))
 
     # The thread
 
@@ -207,15 +212,15 @@ class Tier:
         while (work := self._next()) is not None:
             try:
                 work()
-            except Exception:  # whatever it is, it must not end the thread, nor come again
-                log.exception("the %s tier", self.name)
+            except Exception:  # an unexpected error must neither end the thread nor repeat
+                log.exception("the %s tier failed to copy", self.name)
                 with self._work:
                     self._offer = None
 
     def _next(self) -> Callable[[], None] | None:
-        """The next page's worth of work; waits for it. None: closed."""
+        """Wait for the next page to copy; return None after `close`."""
         with self._work:
-            self._work.wait_for(lambda: self._closed or not self.quiet)
+            self._work.wait_for(lambda: self._closed or not self.idle)
             if self._closed:
                 return None
             if self._moves:
@@ -238,11 +243,11 @@ class Tier:
             with self._work:
                 self._moves.remove(move)
                 result = move.finish(move)
-        except Exception as error:  # whatever it is, it must not end the thread
-            log.exception("the %s tier", self.name)
+        except Exception as error:  # an unexpected error must not end the thread
+            log.exception("the %s tier failed to finish a move", self.name)
             move.ended.set_exception(error)
         else:
-            move.ended.set_result(result)  # the bookkeeping shows it by now
+            move.ended.set_result(result)  # after `finish` has updated the bookkeeping
 
     def _copy_out(self, page: PageId, slot: PageId) -> None:
         data = self._store.buffer(slot)
@@ -256,9 +261,9 @@ class Tier:
         self.stats.bytes_out += data.nbytes
 
     def _copy_behind(self, tokens: npt.NDArray[np.int32]) -> None:
-        """Copy the first page of `tokens` that is missing here, or be done with them."""
+        """Copy the first page of `tokens` that this tier lacks; without one, end the offer."""
         with self._work:
-            missing = self._missing(tokens)
+            missing = self._take_missing(tokens)
             if missing is None:
                 self._offer = None
                 if self.manager.lower_tier is not None:
@@ -272,9 +277,9 @@ class Tier:
         copied = self._copied(partial(self._copy_from_above, page, slot, prefix, read))
         with self._work:
             self._above.manager.pool.end_read(page)
-            mine = self.manager.prefix.match(tokens[: depth * self._size])
-            if copied and len(mine) == depth:  # else swaps took what it continues
-                self.manager.prefix.insert(prefix, [*mine, slot])
+            before = self.manager.prefix.match(tokens[: depth * self._size])
+            if copied and len(before) == depth:  # else swaps have evicted the pages before it
+                self.manager.prefix.insert(prefix, [*before, slot])
             self._filling.clear()
             self.manager.drop([slot])
             if not copied:
@@ -291,15 +296,18 @@ class Tier:
         self._store.flush(slot, prefix)
         self.stats.bytes_in += data.nbytes
 
-    def _missing(self, tokens: npt.NDArray[np.int32]) -> tuple[int, PageId] | None:
-        """Which page of `tokens` is missing here, and where it is above; takes a slot for it."""
+    def _take_missing(self, tokens: npt.NDArray[np.int32]) -> tuple[int, PageId] | None:
+        """Take a slot for the first page of `tokens` that this tier lacks.
+
+        Return the page's index and its id in the tier above, or None.
+        """
         there = self._above.manager.prefix.match(tokens, use=False)
         here = self.manager.prefix.match(tokens)
         if len(here) >= len(there):
             return None
         if not self.manager.pool.free:
-            self.manager.share(here)  # so that it does not evict what it continues
-            self.manager.prefix.evict(EVICT)
+            self.manager.share(here)  # protects the pages before it from the eviction
+            self.manager.prefix.evict(EVICTION_BATCH)
             self.manager.drop(here)
         if not self.manager.pool.free:
             self.stats.skipped += 1
@@ -308,11 +316,11 @@ class Tier:
         return len(here), there[len(here)]
 
     def _copied(self, copy: Callable[[], None]) -> bool:
-        """Whether a page could be copied: what could not is missing here, and no more than that."""
+        """Run `copy` and return whether it succeeded. A failure loses this one page only."""
         try:
             copy()
         except OSError as error:
-            log.warning("the %s tier: %s", self.name, error)
+            log.warning("the %s tier failed to copy a page: %s", self.name, error)
         except Exception:
             log.exception("the %s tier could not copy a page", self.name)
         else:

@@ -24,7 +24,7 @@ def quiet(cache: KVCache) -> None:
     give_up = monotonic() + PATIENCE_S
     while True:
         with cache.lock:
-            if all(tier.quiet for tier in cache.tiers):
+            if all(tier.idle for tier in cache.tiers):
                 return
         assert monotonic() < give_up, cache.tiers.use()
         threading.Event().wait(0.001)

@@ -1,4 +1,4 @@
-"""A model as it lies at its source, and its way into a `Transformer`."""
+"""`Checkpoint`: a model as stored at its source, and its assembly into a `Transformer`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Checkpoint", "assemble", "digest_files"]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What every source is turned into; tensors have Hugging Face's names and layout."""
+    """The common form of all sources; tensors have Hugging Face's names and layout."""
 
     config: ModelConfig
     tokenization: Tokenization
@@ -31,28 +31,29 @@ class Checkpoint:
 
 
 def assemble(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Transformer:
-    """The transformer with the checkpoint's weights, in `dtype` on `device`.
+    """Return a transformer with the checkpoint's weights, in `dtype` on `device`.
 
-    Everything is compared before any memory is taken, and tensors are then read one at a time.
-    Raises CorruptModel for a tensor that is missing, of another shape, or not finite, and
-    UnsupportedArchitecture for tensors that this architecture has no place for.
+    Names and shapes are checked before memory is allocated. Tensors are then read one at a time.
+
+    Raises: `CorruptModel` if a tensor is missing, has another shape, or is not finite;
+    `UnsupportedArchitecture` if there are tensors that this architecture does not have.
     """
     config, shapes = checkpoint.config, checkpoint.shapes
     layers = _layer_count(shapes)
-    if layers != config.num_layers:  # first, since a damaged count may be huge
+    if layers != config.num_layers:  # checked first, because a damaged count may be huge
         raise CorruptModel(f"the weights have {layers} layers, not {config.num_layers}")
     transformer = Transformer(config, dtype)
-    _compare(_places(transformer), shapes)
+    _check_shapes(_targets(transformer), shapes)
     transformer.allocate(device)
-    for name, place in _places(transformer).items():
-        place.copy_(checkpoint.read(name))
-        if not place.sum(dtype=torch.float32).isfinite():
+    for name, target in _targets(transformer).items():
+        target.copy_(checkpoint.read(name))
+        if not target.sum(dtype=torch.float32).isfinite():
             raise CorruptModel(f"tensor {name} has values that are not finite in {dtype}")
     return transformer
 
 
 def digest_files(paths: Iterable[Path]) -> str:
-    """SHA-256 over the contents of `paths`, in their order (about a second per GB)."""
+    """Return the SHA-256 of the contents of `paths`, in order; takes about a second per GB."""
     digests = []
     for path in paths:
         with path.open("rb") as file:
@@ -62,55 +63,55 @@ def digest_files(paths: Iterable[Path]) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _places(transformer: Transformer) -> dict[str, Tensor]:
-    """Where each tensor goes, by its Hugging Face name: a weight, or a part of a fused one."""
-    places: dict[str, Tensor] = {
+def _targets(transformer: Transformer) -> dict[str, Tensor]:
+    """Return the target of each tensor, by its Hugging Face name: a weight, or part of one."""
+    targets: dict[str, Tensor] = {
         "model.embed_tokens.weight": transformer.embed.weight,
         "model.norm.weight": transformer.norm.weight,
     }
     if transformer.head is not transformer.embed:
-        places["lm_head.weight"] = transformer.head.weight
+        targets["lm_head.weight"] = transformer.head.weight
     for layer in transformer.layers:
         if not isinstance(layer, Layer):
             raise TypeError(f"a layer is a {type(layer)}")
-        for name, place in _places_of_layer(transformer.config, layer).items():
-            places[f"model.layers.{layer.index}.{name}"] = place
-    return places
+        for name, target in _layer_targets(transformer.config, layer).items():
+            targets[f"model.layers.{layer.index}.{name}"] = target
+    return targets
 
 
-def _places_of_layer(config: ModelConfig, layer: Layer) -> dict[str, Tensor]:
-    places: dict[str, Tensor] = {
+def _layer_targets(config: ModelConfig, layer: Layer) -> dict[str, Tensor]:
+    targets: dict[str, Tensor] = {
         "input_layernorm.weight": layer.attention_norm.weight,
         "self_attn.o_proj.weight": layer.out.weight,
         "post_attention_layernorm.weight": layer.mlp_norm.weight,
         "mlp.down_proj.weight": layer.down.weight,
     }
     if layer.out.bias is not None:
-        places["self_attn.o_proj.bias"] = layer.out.bias
+        targets["self_attn.o_proj.bias"] = layer.out.bias
     heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
     rows = [count * config.head_dim for count in heads]
     for kind, fused in layer.qkv.named_parameters():
         for letter, part in zip("qkv", torch.split(fused, rows), strict=True):
-            places[f"self_attn.{letter}_proj.{kind}"] = part
+            targets[f"self_attn.{letter}_proj.{kind}"] = part
     for half, part in zip(("gate", "up"), layer.gate_up.weight.chunk(2), strict=True):
-        places[f"mlp.{half}_proj.weight"] = part
+        targets[f"mlp.{half}_proj.weight"] = part
     if layer.qk_norm is not None:
         for letter, part in zip("qk", torch.split(layer.qk_norm.weight, heads[:2]), strict=True):
-            places[f"self_attn.{letter}_norm.weight"] = part
-    return places
+            targets[f"self_attn.{letter}_norm.weight"] = part
+    return targets
 
 
-def _compare(places: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for name, place in places.items():
+def _check_shapes(targets: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, target in targets.items():
         if name not in shapes:
             raise CorruptModel(f"the weights lack tensor {name}")
         # A head norm's weight [head_dim] is repeated for every head, [heads, head_dim].
-        wanted = tuple(place.shape[-1:] if name.endswith("_norm.weight") else place.shape)
-        if shapes[name] != wanted:
+        expected = tuple(target.shape[-1:] if name.endswith("_norm.weight") else target.shape)
+        if shapes[name] != expected:
             raise CorruptModel(
-                f"tensor {name} has shape {list(shapes[name])}, not {list(wanted)} as configured"
+                f"tensor {name} has shape {list(shapes[name])}, not {list(expected)} as configured"
             )
-    extra = sorted(name for name in shapes if name not in places and not _IGNORED.search(name))
+    extra = sorted(name for name in shapes if name not in targets and not _IGNORED.search(name))
     if extra:
         raise UnsupportedArchitecture(
             f"the weights have {len(extra)} tensors that this architecture lacks, like {extra[0]}"

@@ -1,4 +1,4 @@
-"""Typed reading of a JSON object or of GGUF metadata: a value of another type is a CorruptModel."""
+"""Typed access to JSON objects and GGUF metadata; a value of a wrong type raises CorruptModel."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ __all__ = ["Fields", "read_json"]
 
 
 class Fields:
-    """A mapping with its `origin` (for messages); a value of null counts as absent.
+    """A mapping and its `origin`, which appears in error messages. A null value counts as absent.
 
-    Each getter returns `default` where the key is absent, and without one raises CorruptModel.
+    Each getter returns `default` if the key is absent.
+
+    Raises: `CorruptModel` for an absent key without default, and for a value of a wrong type.
     """
 
     def __init__(self, values: Mapping[str, Any], origin: str) -> None:
@@ -69,7 +71,7 @@ class Fields:
         return [float(item) for item in value]
 
     def fields(self, key: str) -> Fields:
-        """The object under `key`; an empty one where it is absent."""
+        """Return the object under `key`, or an empty one if it is absent."""
         value = self._get(key, {})
         if not isinstance(value, dict):
             raise self._wrong(key, value, "an object")
@@ -88,7 +90,7 @@ class Fields:
 
 
 def read_json(path: Path) -> Fields:
-    """The object in a JSON file; raises CorruptModel if it holds none."""
+    """Return the object in a JSON file. Raises: `CorruptModel` if the file has no object."""
     try:
         value = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
@@ -96,5 +98,5 @@ def read_json(path: Path) -> Fields:
     except OSError as error:
         raise CorruptModel(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise CorruptModel(f"{path} holds no JSON object")
+        raise CorruptModel(f"{path} does not contain a JSON object")
     return Fields(value, str(path))

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: metadata as a configuration, tensors by Hugging Face's names."""
+"""GGUF files as checkpoints: metadata becomes a config, tensors get Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _NAMES = {
 
 
 def open_gguf(path: Path, digest: str | None = None) -> Checkpoint:
-    """`digest` is the file's SHA-256 where it is known already.
+    """Open a GGUF file. `digest` is its SHA-256, if known already.
 
-    Raises MissingFile, CorruptModel, UnsupportedArchitecture or UnsupportedTokenizer.
+    Raises: `MissingFile`, `CorruptModel`, `UnsupportedArchitecture`, `UnsupportedTokenizer`.
     """
     file = GGUFFile(path)
     config = _read_config(file)
@@ -73,15 +73,15 @@ def open_gguf(path: Path, digest: str | None = None) -> Checkpoint:
 
 
 def _unpermute(rows: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's order of q's and k's rows, weight [heads·dim, n] or bias [heads·dim].
+    """Undo llama.cpp's permutation of the rows of q and k: [heads·dim, n] or bias [heads·dim].
 
-    It has the two rows that RoPE pairs side by side, Hugging Face half a head apart.
+    llama.cpp stores the two rows of a RoPE pair side by side, Hugging Face half a head apart.
     """
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _name(stored: str) -> str:
-    """Hugging Face's name of a tensor; a name that has none stays as it is."""
+    """Return Hugging Face's name of a tensor; unknown names are unchanged."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", stored)
     if match is None or match[2] not in _NAMES:
         return stored
@@ -143,7 +143,7 @@ def _rope(file: GGUFFile, name: str, head_dim: int, context: int) -> Rope:
 
 def _factors(file: GGUFFile, head_dim: int) -> FrequencyFactors:
     if file.shapes[_ROPE_FACTORS] != (head_dim // 2,):
-        raise CorruptModel(f"{file.path}: {_ROPE_FACTORS} has not one factor per frequency")
+        raise CorruptModel(f"{file.path}: {_ROPE_FACTORS} does not have one factor per frequency")
     factors = tuple(file.read(_ROPE_FACTORS).tolist())
     if not all(factor > 0 and math.isfinite(factor) for factor in factors):
         raise CorruptModel(f"{file.path}: {_ROPE_FACTORS} has factors that are not positive")

@@ -1,8 +1,8 @@
-"""Reading a GGUF file: metadata, and tensors dequantized one at a time.
+"""A reader of GGUF files: metadata, and tensors dequantized one at a time.
 
-The `gguf` library dequantizes. Its reader is not used: it takes 2 s over SmolLM2's vocabulary (this
-one 0.1 s), more than half of the time that loading takes, and meets a damaged file with whatever
-numpy happens to raise.
+The `gguf` library dequantizes the tensors. Its own reader is not used: it takes 2 s for SmolLM2's
+vocabulary (this one 0.1 s), more than half of the loading time, and raises arbitrary numpy errors
+for damaged files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor as it lies in the file; `shape` is torch's order, rows first."""
+    """A tensor in the file; `shape` is in torch's order, rows first."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -40,39 +40,42 @@ class _Stored:
 
 
 class GGUFFile:
-    """One GGUF file (version 2 or 3, little endian), mapped.
+    """One memory-mapped GGUF file (version 2 or 3, little endian).
 
-    Raises MissingFile if there is none, and CorruptModel if it is not one, truncated, or damaged in
-    a way that can be seen: GGUF has no checksums.
+    Raises: `MissingFile` if the file does not exist; `CorruptModel` if it is not a GGUF file,
+    truncated, or visibly damaged (GGUF has no checksums).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
-                # A private, writable mapping: numpy and torch want writable memory to wrap.
+                # A private, writable mapping, because numpy and torch wrap writable memory only.
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError as error:
-            raise MissingFile(f"there is no file {path}") from error
+            raise MissingFile(f"the file {path} does not exist") from error
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise CorruptModel(f"{path} cannot be read: {error}") from error
         try:
             self._read_header()
         except (CorruptModel, UnicodeDecodeError) as error:
-            raise CorruptModel(f"{path} is not a sound GGUF file: {error}") from error
+            raise CorruptModel(f"{path} is not a valid GGUF file: {error}") from error
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape, by its name in the file."""
+        """The shape of every tensor, by its name in the file."""
         return {name: stored.shape for name, stored in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """One tensor, dequantized to float32; raises UnsupportedDtype if that is not known how."""
+        """Return one tensor, dequantized to float32.
+
+        Raises: `UnsupportedDtype` if the `gguf` library cannot dequantize its type.
+        """
         stored = self._tensors[name]
         rows = math.prod(stored.shape[:-1])
         raw = np.frombuffer(self._data, np.uint8, rows * stored.row_bytes, stored.offset)
         try:
-            with np.errstate(all="ignore"):  # damaged scales overflow; `assemble` looks for that
+            with np.errstate(all="ignore"):  # damaged scales overflow; `assemble` checks for that
                 values = dequantize(raw.reshape(rows, stored.row_bytes), stored.kind)
         except NotImplementedError as error:
             raise UnsupportedDtype(
@@ -121,7 +124,7 @@ class GGUFFile:
 
 
 class _Cursor:
-    """Takes values off the front of the file; CorruptModel where it ends too early."""
+    """Reads values from the front of the file. Raises: `CorruptModel` where it ends too early."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -142,7 +145,7 @@ class _Cursor:
         return self.take(self.scalar("Q")).decode()
 
     def value(self, kind: int) -> Any:
-        """A metadata value: a scalar, a string, or a list of either."""
+        """Read a metadata value: a scalar, a string, or a list of either."""
         if kind == _STRING:
             return self.string()
         if kind in _SCALARS:
@@ -159,7 +162,7 @@ class _Cursor:
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape (rows first), type and offset; the file has the dimensions innermost first."""
+    """Read name, shape (rows first), type and offset. The file stores the innermost size first."""
     name = cursor.string()
     count = cursor.scalar("I")
     if not 1 <= count <= 4:

@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file describes, as a `tokenizer.json`.
+"""Conversion of a GGUF file's tokenizer to `tokenizer.json`.
 
-Two kinds: byte-level BPE ("gpt2"), whose pre-tokenizer goes by a name that llama.cpp made up for
-it, and SentencePiece BPE ("llama"), which has scores instead of merges.
+There are two kinds: byte-level BPE ("gpt2"), with a pre-tokenizer identified by llama.cpp's name
+for it, and SentencePiece BPE ("llama"), which has scores instead of merges.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from engine.models.loading.tokenization import Tokenization
 __all__ = ["read_tokenization"]
 
 _KEY = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of token_type; others are never matched
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of token_type that are used
 
-# Tokens that end a turn by their text: many files name one end token and mean several.
+# Tokens that end a chat turn, by their text. Many files declare one end token but use several.
 _TURN_ENDS = {
     "<|im_end|>",
     "<|eot_id|>",
@@ -41,11 +41,14 @@ _TURN_ENDS = {
 
 
 def read_tokenization(metadata: Fields) -> Tokenization:
-    """Raises UnsupportedTokenizer for a kind that is not built here, CorruptModel for bad data."""
+    """Read the tokenizer from the metadata.
+
+    Raises: `UnsupportedTokenizer` for a kind that is not implemented, `CorruptModel` for bad data.
+    """
     kind = metadata.text(_KEY + "model")
     tokens = metadata.strings(_KEY + "tokens")
     if len(set(tokens)) != len(tokens):
-        raise CorruptModel(f"{metadata.origin}: the vocabulary has a token twice")
+        raise CorruptModel(f"{metadata.origin}: the vocabulary has duplicate tokens")
     types = metadata.integers(_KEY + "token_type", [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise CorruptModel(f"{metadata.origin}: {len(tokens)} tokens have {len(types)} types")
@@ -87,7 +90,7 @@ def read_tokenization(metadata: Fields) -> Tokenization:
 
 
 def _special(metadata: Fields, tokens: list[str], name: str) -> str | None:
-    """The token whose id the file gives under this name, if it gives one."""
+    """Return the token whose id the file declares under this name, if any."""
     key = f"{_KEY}{name}_token_id"
     if key not in metadata:
         return None
@@ -98,7 +101,7 @@ def _special(metadata: Fields, tokens: list[str], name: str) -> str | None:
 
 
 def _byte_level(metadata: Fields, tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether BOS is prepended where the file does not say."""
+    """Return byte-level BPE, and whether BOS is prepended if the file does not specify it."""
     pre = metadata.text(_KEY + "pre", "default")
     if pre not in _SPLITS:
         raise UnsupportedTokenizer(
@@ -110,9 +113,9 @@ def _byte_level(metadata: Fields, tokens: list[str]) -> tuple[Tokenizer, bool]:
     for merge in metadata.strings(_KEY + "merges"):
         left, _, right = merge.partition(" ")
         if not (left in vocab and right in vocab and left + right in vocab):
-            raise CorruptModel(f"{metadata.origin}: merge {merge!r} is not of the vocabulary")
+            raise CorruptModel(f"{metadata.origin}: merge {merge!r} is not in the vocabulary")
         merges.append((left, right))
-    llama3_like = pre in ("llama-bpe", "tekken")  # whole words first, and BOS before a text
+    llama3_like = pre in ("llama-bpe", "tekken")  # whole words bypass merges; BOS is prepended
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=llama3_like))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -122,7 +125,7 @@ def _byte_level(metadata: Fields, tokens: list[str]) -> tuple[Tokenizer, bool]:
 
 
 def _sentencepiece(metadata: Fields, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
-    """SentencePiece BPE: whichever neighbours make the piece of the highest score merge first."""
+    """Return SentencePiece BPE, whose merges are ordered by the score of the merged piece."""
     scores = metadata.numbers(_KEY + "scores")
     if len(scores) != len(tokens):
         raise CorruptModel(f"{metadata.origin}: {len(tokens)} tokens have {len(scores)} scores")
@@ -181,9 +184,9 @@ def _regex(pattern: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
     return build
 
 
-# What llama.cpp's name of a pre-tokenizer stands for (`llama_vocab::impl::load` there).
+# Pre-tokenizers by llama.cpp's names (`llama_vocab::impl::load` in llama.cpp).
 _SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "default": _gpt2,  # written by converters before these names, when GPT-2's was the only one
+    "default": _gpt2,  # written by converters older than these names, which knew GPT-2's only
     "gpt-2": _gpt2,
     "smollm": _digits_then_gpt2,
     "starcoder": _digits_then_gpt2,

@@ -1,4 +1,4 @@
-"""`config.json` of a Hugging Face folder, as transformers before and since version 5 writes it."""
+"""Reader of Hugging Face's `config.json`, in the formats before and since transformers 5."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MODEL_CLASSES: dict[str, Architecture] = {
 
 
 def read_config(config: Fields) -> ModelConfig:
-    """The model's shape; absent keys have transformers' defaults.
+    """Return the model's configuration; absent keys have the defaults of transformers.
 
-    Raises UnsupportedArchitecture for another architecture or a setting that is not built here,
-    and CorruptModel for values that make no sense.
+    Raises: `UnsupportedArchitecture` for an architecture or a setting that is not implemented,
+    `CorruptModel` for invalid values.
     """
     architecture = _architecture(config)
     _refuse_unsupported(config)
@@ -72,22 +72,22 @@ def _architecture(config: Fields) -> Architecture:
 
 
 def _refuse_unsupported(config: Fields) -> None:
-    """Settings that would change the result and have no code here."""
-    wrong = {
+    """Raise `UnsupportedArchitecture` for settings that would need code not implemented here."""
+    unsupported = {
         "hidden_act": config.text("hidden_act", "silu") != "silu",
         "mlp_bias": config.flag("mlp_bias", False),
         "quantization_config": "quantization_config" in config,
         "partial_rotary_factor": config.number("partial_rotary_factor", 1.0) != 1.0,
     }
-    for key, is_wrong in wrong.items():
-        if is_wrong:
+    for key, is_set in unsupported.items():
+        if is_set:
             raise UnsupportedArchitecture(
                 f"{config.origin}: {key} = {str(config.values[key])[:80]} is not supported"
             )
 
 
 def _sliding_window(config: Fields, architecture: Architecture) -> int | None:
-    """The window that some layer really uses. Only Qwen has a switch besides the number."""
+    """Return the sliding window if layers use it. Qwen has a switch in addition to the size."""
     if architecture == "llama" or "sliding_window" not in config:
         return None
     if architecture != "mistral" and not config.flag("use_sliding_window", False):
@@ -96,7 +96,7 @@ def _sliding_window(config: Fields, architecture: Architecture) -> int | None:
 
 
 def _rope(config: Fields, context: int) -> Rope:
-    """`rope_parameters` since transformers 5; before, `rope_theta` beside `rope_scaling`."""
+    """Read `rope_parameters` (since transformers 5), or `rope_theta` and `rope_scaling`."""
     new = "rope_parameters" in config
     rope = config.fields("rope_parameters" if new else "rope_scaling")
     theta = (rope if "rope_theta" in rope else config).number("rope_theta", 10_000.0)
@@ -145,7 +145,7 @@ def _yarn(rope: Fields, context: int) -> YarnScaling:
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's temperature of attention, as a factor of cos and sin (arXiv 2309.00071, eq. 22)."""
+    """Return YaRN's attention temperature as a factor of cos and sin (arXiv 2309.00071, eq. 22)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

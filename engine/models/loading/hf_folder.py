@@ -1,4 +1,4 @@
-"""A model folder in Hugging Face's layout: config, safetensors (sharded or not), tokenizer."""
+"""Model folders in Hugging Face's layout: config, safetensors (sharded or not), tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def open_folder(folder: Path) -> Checkpoint:
-    """Raises MissingFile, CorruptModel, UnsupportedArchitecture or UnsupportedDtype."""
+    """Open a model folder.
+
+    Raises: `MissingFile`, `CorruptModel`, `UnsupportedArchitecture`, `UnsupportedDtype`.
+    """
     config = read_json(_required(folder, "config.json"))
     model_config = read_config(config)
     paths = _shards(folder)
@@ -37,7 +40,7 @@ def open_folder(folder: Path) -> Checkpoint:
 
 
 class _Shard:
-    """One safetensors file, mapped; its tensors are read one at a time."""
+    """One memory-mapped safetensors file; its tensors are read one at a time."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -65,7 +68,7 @@ class _Shard:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The weight files, in a fixed order."""
+    """Return the weight files in a fixed order."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return [_required(folder, "model.safetensors")]
@@ -104,7 +107,7 @@ def _tokenization(folder: Path, config: Fields) -> Tokenization:
         bos_token=bos,
         eos_token=eos,
         eos_token_ids=tuple(dict.fromkeys(ids)),
-        # tokenizer.json says what is put before a text; `add_bos_token` beside it is often stale.
+        # tokenizer.json decides what precedes a text; `add_bos_token` is often outdated.
         add_bos=bos is not None and prefix == [tokenizer.token_to_id(bos)],
     )
 
@@ -122,21 +125,24 @@ def _text(path: Path) -> str:
 
 
 def _token(value: object) -> str | None:
-    """A special token: its text, or an object with its `content`."""
+    """Return the text of a special token, given as text or as an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
 
 
 def _ids(fields: Fields, key: str) -> list[int]:
-    """No id, one id, or a list of them."""
+    """Return the ids under `key`, which may be absent, one id, or a list."""
     if key not in fields:
         return []
     return fields.integers(key) if isinstance(fields.values[key], list) else [fields.integer(key)]
 
 
 def _chat_template(folder: Path, settings: Fields) -> str | None:
-    """A file of its own since transformers 4.51; before, a setting: one, or several by name."""
+    """Return the chat template.
+
+    Since transformers 4.51 it is a file; before, it is a setting: one template, or several by name.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
         return _text(path)

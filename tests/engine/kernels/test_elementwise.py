@@ -44,13 +44,13 @@ def test_add_norm(fast: Ops, plain: Ops, rows: int, width: int):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_turn(fast: Ops, plain: Ops, rows: int):
+def test_rotate(fast: Ops, plain: Ops, rows: int):
     x = random(rows, 7, 32)
     angles = torch.rand(rows, 16) * 100
     before = x.clone()
-    expected = plain.turn(x[:, :5].float(), angles.cos(), angles.sin())
-    turned = fast.turn(x[:, :5], angles.cos(), angles.sin())
-    torch.testing.assert_close(turned.float(), expected, atol=0.01, rtol=2**-7)
+    expected = plain.rotate(x[:, :5].float(), angles.cos(), angles.sin())
+    rotated = fast.rotate(x[:, :5], angles.cos(), angles.sin())
+    torch.testing.assert_close(rotated.float(), expected, atol=0.01, rtol=2**-7)
     assert torch.equal(x[:, 5:], before[:, 5:])
 
 

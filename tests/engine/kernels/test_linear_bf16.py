@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import linear_bf16 as packed
+from engine.kernels import linear_bf16
 from engine.models import load_model
-from engine.models.linear import Linear, OneDnnLinear, PackedLinear
-from engine.models.linear import packed as fastest
+from engine.models.linear import Linear, OneDnnLinear, PackedLinear, pack
 from kvcache.kernels.avx512_bf16 import available
 
 CPU = torch.device("cpu")
-needs = pytest.mark.skipif(not packed.fits(64, 2), reason="this processor has no AVX-512 BF16")
+needs = pytest.mark.skipif(
+    not linear_bf16.supports(64, 2), reason="this processor has no AVX-512 BF16"
+)
 
 
 def linear(outputs: int, inputs: int, *, bias: bool = False) -> Linear:
@@ -33,7 +34,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 2, True), (192, 70, False)])
 def test_a_product(outputs: int, inputs: int, bias: bool, rows: int):
     plain = linear(outputs, inputs, bias=bias)
-    ours = fastest(plain)
+    ours = pack(plain)
     assert isinstance(ours, PackedLinear)
     # Rows that are not dense: what is between them is nobody's.
     x = random(rows, 2 * inputs, seed=2)[:, :inputs]
@@ -48,7 +49,7 @@ def test_a_product(outputs: int, inputs: int, bias: bool, rows: int):
 
 @needs
 def test_a_row_has_the_same_bits_among_others():
-    ours = fastest(linear(128, 576))
+    ours = pack(linear(128, 576))
     x = random(40, 576, seed=3)
     whole = ours(x)
     for rows in (1, 2, 4, 5, 6, 9):
@@ -59,21 +60,21 @@ def test_a_row_has_the_same_bits_among_others():
 def test_rows_are_those_of_the_weight():
     plain = linear(192, 6)
     indices = torch.tensor([191, 0, 64, 63, 64])
-    assert torch.equal(fastest(plain).rows(indices), plain.weight[indices])
+    assert torch.equal(pack(plain).rows(indices), plain.weight[indices])
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(63, 64), (64, 3)])
 def test_what_is_not_made_of_blocks_is_onednn_s(outputs: int, inputs: int):
-    assert isinstance(fastest(linear(outputs, inputs)), OneDnnLinear)
+    assert isinstance(pack(linear(outputs, inputs)), OneDnnLinear)
 
 
 @pytest.mark.parametrize(("feature", "there"), [("amx-bf16", True), ("avx512bf16", False)])
 def test_so_is_what_this_processor_has_something_else_for(monkeypatch, feature, there):
     has = {"avx512bf16": True, "amx-bf16": False} | {feature: there}
-    monkeypatch.setattr(packed, "available", lambda: has["avx512bf16"])
-    monkeypatch.setattr(packed, "has", has.__getitem__)
+    monkeypatch.setattr(linear_bf16, "available", lambda: has["avx512bf16"])
+    monkeypatch.setattr(linear_bf16, "has_feature", has.__getitem__)
     plain = linear(64, 64, bias=True)
-    theirs = fastest(plain)
+    theirs = pack(plain)
     assert isinstance(theirs, OneDnnLinear)
     x = random(5, 64, seed=2)
     torch.testing.assert_close(theirs(x), torch.nn.functional.linear(x, plain.weight, plain.bias))

@@ -76,7 +76,7 @@ def test_what_is_left_is_what_the_definitions_say(
     ],
 )  # fmt: skip
 def test_a_real_vocabulary(options: dict[str, Any]):
-    """Up to a token on the very edge, for float32 sums of this many do not end in the same bits."""
+    """Except for a token exactly at the threshold: float32 sums of many terms differ in bits."""
     rows = logits_of(3, 2, vocab=49152)
     sampling = Sampling(temperature=1.2, **options)
     for row, found in zip(rows, kept(rows, [sampling] * 2), strict=True):

@@ -228,7 +228,7 @@ class Steps:
                 self.cache.remove_sequence(job.seq_id)
         assert self.step() == set()
         give_up = monotonic() + 20
-        while not all(tier.quiet for tier in self.cache.tiers):
+        while not all(tier.idle for tier in self.cache.tiers):
             assert monotonic() < give_up
         self.cache.check_integrity()
         use = self.cache.page_use()

@@ -224,7 +224,7 @@ async def test_a_grammar_that_takes_too_long_is_refused(
     refused = asyncio.create_task(
         engine.start_generate(start(PROMPT, structure=structure("regex", "slow")))
     )
-    while not engine.generations._grammars._kept:  # noqa: ASYNC110
+    while not engine.generations._grammars._cache:  # noqa: ASYNC110
         await asyncio.sleep(0)
     behind = asyncio.create_task(written(engine, structure("regex", "b"), request_id="behind"))
     try:
@@ -253,10 +253,10 @@ async def test_without_xgrammar_the_refusal_names_the_extra(monkeypatch: pytest.
 
 
 async def test_only_so_many_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(grammar_module, "MOST_KEPT", 2)
+    monkeypatch.setattr(grammar_module, "MAX_CACHED", 2)
     tokenizer = Tokenizer.from_str(tiny().tokenizer_json)
     grammars = Grammars(tokenizer, VOCAB, tiny().eos_token_ids)
     for source in "abca":
         matcher = await grammars.matcher(Structure(kind="regex", source=source), [])
         assert matcher.allowed().sum() == 1
-    assert len(grammars._kept) == 2
+    assert len(grammars._cache) == 2

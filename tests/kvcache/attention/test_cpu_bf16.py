@@ -15,7 +15,7 @@ from kvcache.attention.cpu_bf16 import Bf16Plan
 
 @pytest.fixture(params=[0, 10**9], ids=["parallel", "serial"], autouse=True)
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_bf16, "TOGETHER", request.param)
+    monkeypatch.setattr(attention_bf16, "PARALLEL_KEYS", request.param)
 
 
 @pytest.fixture(params=[16, 64])
@@ -118,7 +118,7 @@ def test_sequences_that_begin_alike(page_size: int, kv_heads: int, group: int, d
 
 def test_a_long_sequence_among_more_threads(monkeypatch: pytest.MonkeyPatch, dim: int):
     """It is cut, and what belongs together is merged: of a decode, and of a chunk."""
-    monkeypatch.setattr(attention_bf16, "ITEMS", 16)
+    monkeypatch.setattr(attention_bf16, "ITEMS_PER_THREAD", 16)
     one = world([1000], dim=dim)
     one.step([(0, 0, 900)])
     out = torch.cat([one.step([(0, 900, 1)])[0], one.step([(0, 901, 99)])[0]])

@@ -16,7 +16,7 @@ import torch
 from attention_world import CPU, World
 
 from kvcache.attention import flashinfer as attention_flashinfer
-from kvcache.attention.flashinfer import FlashInfer, Ragged
+from kvcache.attention.flashinfer import FlashInfer, RaggedBatch
 from kvcache.attention.select import planner_for
 from kvcache.attention.stable import StablePlan
 from kvcache.memory.layout import KVLayout
@@ -64,7 +64,7 @@ def test_what_sequences_share_is_read_by_levels(
 ):
     """One page table that parts ways twice, one that ends where it does, and one of its own; some
     decode, and some have a chunk to compute."""
-    monkeypatch.setattr(attention_flashinfer, "SHARE", share)
+    monkeypatch.setattr(attention_flashinfer, "MIN_SAVING", share)
     lengths = [420, 417, 200, 290, 300, 177]
     common = [0, 384, 160, 256, 0, 160]
     alike = world(lengths)
@@ -96,7 +96,7 @@ def test_padding_rows_are_numbers():
 
 def test_the_arrays():
     pages = [PageId(page) for page in (7, 3, 9)]
-    ragged = Ragged.of([(5, pages, 32), (1, pages[1:], 1), (2, pages, 33)], 16)
+    ragged = RaggedBatch.of([(5, pages, 32), (1, pages[1:], 1), (2, pages, 33)], 16)
     assert [array.tolist() for array in ragged] == [
         [0, 5, 6, 8], [0, 2, 3, 6], [7, 3, 3, 7, 3, 9], [16, 1, 1],
     ]  # fmt: skip

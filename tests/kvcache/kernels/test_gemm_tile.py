@@ -9,7 +9,7 @@ import torch
 
 from kvcache.kernels.avx512_bf16 import available
 from kvcache.kernels.gemm_tile import ROWS, WIDTH, multiply, multiply_add
-from kvcache.kernels.jit import Shared, i64_at, next_item
+from kvcache.kernels.jit import ParallelKernel, i64_at, next_item
 
 pytestmark = pytest.mark.skipif(
     not available(), reason="this processor has no AVX-512 BF16: tiles are not used on it"
@@ -30,7 +30,7 @@ def product_added(address: Any) -> None:
 
 @pytest.mark.parametrize("depth", [2, 64, 126])
 def test_products(depth: int) -> None:
-    """Of a part of a larger matrix, into a part of another one, of which nothing else changes."""
+    """Of a part of a fmax matrix, into a part of another one, of which nothing else changes."""
     generator = torch.Generator().manual_seed(depth)
     a = torch.randn(ROWS, depth + 10, generator=generator).bfloat16()
     b = torch.randn(depth, WIDTH, generator=generator).bfloat16()
@@ -40,12 +40,12 @@ def test_products(depth: int) -> None:
     strides = depth, 2 * (depth + 10), 4 * (WIDTH + 3)
     wanted = c.clone()
     wanted[:ROWS, :WIDTH] = a[:, :depth].float() @ b.float()
-    Shared(product).alone(1, a.data_ptr(), pairs.data_ptr(), c.data_ptr(), *strides)
+    ParallelKernel(product).run_serial(1, a.data_ptr(), pairs.data_ptr(), c.data_ptr(), *strides)
     torch.testing.assert_close(c, wanted, atol=1e-5, rtol=1e-5)
 
     # c = a·b by now: c · scale + a·b is that.
     wanted[:ROWS, :WIDTH] *= 1 + scale[:, None]
-    Shared(product_added).alone(
+    ParallelKernel(product_added).run_serial(
         1, a.data_ptr(), pairs.data_ptr(), c.data_ptr(), *strides, scale.data_ptr()
     )
     torch.testing.assert_close(c, wanted, atol=1e-4, rtol=1e-4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.kernels import jit as native
+from kvcache.kernels import jit
 
 pytestmark = pytest.mark.usefixtures("common")
 
@@ -18,7 +18,7 @@ def common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "common.py"
     file.touch()
     os.utime(file, (1000, 1000))
-    monkeypatch.setattr(native, "COMMON", [file])
+    monkeypatch.setattr(jit, "COMMON_SOURCES", [file])
     return file
 
 
@@ -29,7 +29,7 @@ def test_what_was_compiled_before_a_change_is_forgotten(tmp_path: Path, age: int
     for name in ("kernels.f-1.py311.nbi", "kernels.f-1.py311.1.nbc", "others.f-1.py311.nbi"):
         (folder / name).touch()
         os.utime(folder / name, (age, age))
-    native.forget_stale(str(tmp_path / "kernels.py"))
+    jit.drop_stale_cache(str(tmp_path / "kernels.py"))
     left = {path.name for path in folder.iterdir()}
     # Without its index numba does not look at the code; another module's is its own affair.
     assert left - {"kernels.f-1.py311.nbi"} == {"kernels.f-1.py311.1.nbc", "others.f-1.py311.nbi"}
@@ -37,4 +37,4 @@ def test_what_was_compiled_before_a_change_is_forgotten(tmp_path: Path, age: int
 
 
 def test_a_module_without_any_is_none_of_our_business(tmp_path: Path):
-    native.forget_stale(str(tmp_path / "kernels.py"))
+    jit.drop_stale_cache(str(tmp_path / "kernels.py"))

@@ -89,7 +89,7 @@ def test_a_damaged_page_is_no_page(disk: DiskStore, byte: int):
     with Path(f"/proc/self/fd/{disk.fd}").open("r+b") as file:
         file.seek(LAYOUT.page_bytes + byte)
         file.write(b"\x55")
-    with pytest.raises(OSError, match="not what was written"):
+    with pytest.raises(OSError, match="does not match its checksum"):
         disk.fetch(PageId(2))
     assert torch.equal(disk.fetch(PageId(1)), filled(1))
 
@@ -98,12 +98,12 @@ def test_a_page_that_is_cut_off_is_no_page(disk: DiskStore):
     disk.buffer(PageId(4)).copy_(filled(0))
     disk.flush(PageId(4))
     os.truncate(f"/proc/self/fd/{disk.fd}", 4 * LAYOUT.page_bytes - 1)
-    with pytest.raises(OSError, match="not what was written"):
+    with pytest.raises(OSError, match="does not match its checksum"):
         disk.fetch(PageId(4))
 
 
 def test_a_slot_that_was_never_written_is_no_page(disk: DiskStore):
-    with pytest.raises(OSError, match="not what was written"):
+    with pytest.raises(OSError, match="does not match its checksum"):
         disk.fetch(PageId(1))
 
 

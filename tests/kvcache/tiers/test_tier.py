@@ -17,7 +17,7 @@ from kvcache.cache import KVCache
 from kvcache.errors import NoCapacity
 from kvcache.tiers.disk_store import DiskStore
 from kvcache.tiers.store import HostStore
-from kvcache.tiers.tier import OFFERS
+from kvcache.tiers.tier import MAX_OFFERS
 from kvcache.types import SeqId
 
 LAYOUT = small_layout(1)
@@ -264,7 +264,7 @@ def test_a_prompt_that_does_not_fit_is_kept_in_part(new: Callable[..., KVCache])
 def test_too_many_prefixes_at_once_are_not_all_copied(cache: KVCache, store: GatedStore):
     store.gate.shut()
     (tier,) = cache.tiers
-    for number in range(OFFERS + 10):
+    for number in range(MAX_OFFERS + 10):
         cached(cache, 1, [number % 3] * SIZE)
     assert tier.stats.skipped >= 9
     cached(cache, 1, PROMPT)

@@ -365,7 +365,7 @@ def test_a_killed_sender_ends_its_quarantine(
 
 @pytest.mark.parametrize("wire", ["tcp"], indirect=True)
 def test_a_killed_senders_last_bytes_land_nowhere(peers: Callable[..., Peer]):
-    """Killed while megabytes of it wait for the receiver; they come in with the news of its end."""
+    """Killed while megabytes wait for the receiver; they arrive with the end of the connection."""
     layout, end = KVLayout(2, 801, 16, 4, 64, torch.float32), 390 * 16
     receiver, sender = peers("r"), peers("s")
     for peer in (receiver, sender):

@@ -210,4 +210,4 @@ def test_corrupt_message_has_no_traceback_of_others(write):
     with pytest.raises(CorruptModel) as caught:
         load(path)
     assert "\n" not in str(caught.value)
-    assert re.match(r".*m\.gguf is not a sound GGUF file: ", str(caught.value))
+    assert re.match(r".*m\.gguf is not a valid GGUF file: ", str(caught.value))

