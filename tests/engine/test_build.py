@@ -45,7 +45,9 @@ def test_what_weights_are_in(
     assert _dtype(config) == dtype
 
 
-@pytest.mark.parametrize(("there", "said"), [(False, "finds no GPU"), (True, "no transport yet")])
+@pytest.mark.parametrize(
+    ("there", "said"), [(False, "finds no GPU"), (True, "no transport supports")]
+)
 def test_an_engine_on_a_gpu_is_refused(there: bool, said: str, monkeypatch: pytest.MonkeyPatch):
     """See `docs/gpu.md`."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
