@@ -118,7 +118,10 @@ class Conflict(MicroserveError):
 
 
 class StartFailed(Exception):
-    """A child process ended before it was ready; the message has the end of its log."""
+    """A child process ended before it was ready; the message has the end of its log.
+
+    Outside the tree: it belongs to no request, and no client receives it.
+    """
 
 
 def root_cause(error: BaseException) -> BaseException:

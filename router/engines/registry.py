@@ -70,7 +70,7 @@ class Registry:
         return iter(self._backends.values())
 
     def __getitem__(self, id: str) -> Backend:
-        """Raises `NotFound`."""
+        """Return the engine with this id. Raises `NotFound`."""
         for backend in self:
             if backend.id == id:
                 return backend

@@ -156,7 +156,7 @@ class StrategyRun:
             if self._supervised.ending:
                 raise
             self._violation("cleanup", "CancelledError in its cleanup")
-        except Exception as wrong:  # noqa: BLE001
+        except Exception as wrong:  # noqa: BLE001  any error of the user's code
             what = f"{type(wrong).__name__}: {wrong}"
             if isinstance(wrong, RuntimeError) and "GeneratorExit" in str(wrong):
                 what = "yields"

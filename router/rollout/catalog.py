@@ -41,7 +41,7 @@ class Catalog:
                 log.warning("the entry point %s is no strategy: %r", entry.value, found)
 
     def __getitem__(self, name: str) -> Strategy:
-        """Raises `NotFound`, naming the known strategies."""
+        """Return the strategy of this name. Raises `NotFound`, naming the known ones."""
         found = self._loaded.get(name) or self._installed.get(name)
         if found is None:
             known = ", ".join(sorted({**self._installed, **self._loaded}))

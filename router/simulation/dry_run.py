@@ -207,7 +207,7 @@ async def simulated_router(
             registry.add(engine.url)
         try:
             # Reading the model takes a thread, so real time: meanwhile no virtual time may pass.
-            while any(backend.status != "up" for backend in registry):  # noqa: ASYNC110
+            while any(backend.status != "up" for backend in registry):  # noqa: ASYNC110  see above
                 await asyncio.sleep(0)
             runtime = Runtime(CONFIG, registry, Releaser(tasks, 2.0), metrics, tasks)
             execution = Execution(runtime, AdmissionQueue(8), RetryBudget(1.0), relocations)

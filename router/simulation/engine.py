@@ -193,7 +193,7 @@ class SimulatedEngine:
     async def model(self) -> ModelInfo:
         return ModelInfo(
             name="simulated", context_length=CONTEXT, vocab_size=VOCAB, eos_token_ids=[0],
-            bos_token=None, eos_token="w0", tokenizer_json=TOKENIZER,  # noqa: S106
+            bos_token=None, eos_token="w0", tokenizer_json=TOKENIZER,  # noqa: S106  no password
             chat_template="{% for m in messages %}{{ m.content }} {% endfor %}",
             fingerprint="simulated", page_size=PAGE, kv_bytes_per_token=1,
         )  # fmt: skip

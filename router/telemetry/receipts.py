@@ -216,7 +216,7 @@ class Receipts:
             self._receipts.popitem(last=False)
 
     def __getitem__(self, request_id: str) -> Receipt:
-        """Raises `NotFound`."""
+        """Return the receipt of this request. Raises `NotFound`."""
         try:
             return self._receipts[request_id]
         except KeyError:
