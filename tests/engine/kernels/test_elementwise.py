@@ -1,4 +1,4 @@
-"""One pass over memory is what torch computes in a dozen, to a rounding."""
+"""The fused kernels agree with torch's separate operations up to one rounding."""
 
 from __future__ import annotations
 

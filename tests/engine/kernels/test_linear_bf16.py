@@ -1,4 +1,4 @@
-"""Products in bfloat16 with weights laid out for them: ours, and oneDNN's where ours cannot be."""
+"""bfloat16 products with packed weights, and oneDNN's where the kernel does not apply."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_product(outputs: int, inputs: int, bias: bool, rows: int):
     plain = linear(outputs, inputs, bias=bias)
     ours = pack(plain)
     assert isinstance(ours, PackedLinear)
-    # Rows that are not dense: what is between them is nobody's.
+    # Strided rows: the kernel must not use the elements between them.
     x = random(rows, 2 * inputs, seed=2)[:, :inputs]
     expected = x.double() @ plain.weight.double().T
     if plain.bias is not None:

@@ -1,4 +1,4 @@
-"""What the tests of models share: caches to attend with, a way to run, small models on disk."""
+"""Helpers for tests of models: caches, functions that run a model, small models on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class StepCache(AttentionCache, Protocol):
-    """A cache of one sequence: `begin` declares how many rows of the step are no padding."""
+    """A cache of one sequence; `begin` declares how many rows of the step are not padding."""
 
     def begin(self, rows: int) -> None: ...
 
@@ -35,7 +35,7 @@ class StepCache(AttentionCache, Protocol):
 
 
 class DenseCache:
-    """The reference: keys and values in a list of tensors per layer, plain causal attention."""
+    """The reference: a list of key and value tensors per layer, and plain causal attention."""
 
     def __init__(self, config: ModelConfig) -> None:
         empty = torch.empty(0, config.num_kv_heads, config.head_dim)
@@ -64,7 +64,7 @@ class DenseCache:
 
 
 class PagedCache:
-    """The engine's own cache, with its free pages in random order."""
+    """The engine's cache, with its free pages in random order."""
 
     PAGES = 32
 
@@ -102,7 +102,7 @@ def load(name: str | Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 @torch.inference_mode()
 def run(model: Transformer, cache: StepCache, tokens: Sequence[int], start: int) -> Tensor:
-    """Logits [len(tokens), vocab] of one step, padded to a multiple of four rows."""
+    """Return logits [len(tokens), vocab] of one step, padded to a multiple of four rows."""
     padding = [0] * (-len(tokens) % 4)
     positions = [*range(start, start + len(tokens)), *padding]
     cache.begin(len(tokens))
@@ -112,7 +112,7 @@ def run(model: Transformer, cache: StepCache, tokens: Sequence[int], start: int)
 
 
 def run_in_steps(model: Transformer, cache: StepCache, tokens: Sequence[int]) -> Tensor:
-    """Logits of all of `tokens`: a prefill, decodes, a second prefill chunk, more decodes."""
+    """Return the logits of `tokens`: a prefill, decodes, a second prefill chunk, more decodes."""
     parts, start = [], 0
     for count in (len(tokens) // 2, 1, 1, 1, len(tokens) // 4, 1, len(tokens)):
         step = tokens[start : start + count]
@@ -123,7 +123,7 @@ def run_in_steps(model: Transformer, cache: StepCache, tokens: Sequence[int]) ->
 
 
 def greedy(model: Transformer, cache: StepCache, prompt: Sequence[int], count: int) -> list[int]:
-    """`count` greedy tokens after `prompt`, whatever they are."""
+    """Return `count` greedy tokens after `prompt`, without regard to end tokens."""
     step, start, out = list(prompt), 0, []
     for _ in range(count):
         token = int(run(model, cache, step, start)[-1].argmax())
@@ -134,7 +134,7 @@ def greedy(model: Transformer, cache: StepCache, prompt: Sequence[int], count: i
 
 
 def hf_model(kind: str, **settings: Any) -> Any:
-    """A small random transformers model; every weight is random, biases and norms included."""
+    """Return a small random transformers model; biases and norms are random too."""
     import transformers
 
     torch.manual_seed(0)
@@ -161,7 +161,7 @@ def hf_model(kind: str, **settings: Any) -> Any:
 
 
 def save_folder(model: Any, folder: Path, **options: Any) -> Path:
-    """The model as a Hugging Face folder, with the tokenizer of `tiny`."""
+    """Write the model as a Hugging Face folder, with the tokenizer of `tiny`."""
     model.save_pretrained(folder, **options)
     (folder / "tokenizer.json").write_text(open_tiny().tokenization.tokenizer_json)
     return folder
@@ -186,7 +186,7 @@ _STORED = {
 
 
 def gguf_tensors(model: Any, arch: str) -> dict[str, np.ndarray]:
-    """A transformers model's weights as llama.cpp's converter stores them."""
+    """Return a transformers model's weights as llama.cpp's converter stores them."""
     config, tensors = model.config, {}
     for name, weight in model.state_dict().items():
         array = weight.numpy()
@@ -210,7 +210,7 @@ def gguf_tensors(model: Any, arch: str) -> dict[str, np.ndarray]:
 def write_gguf(
     path: Path, tensors: dict[str, np.ndarray], config: Any, arch: str, **metadata: Any
 ) -> Path:
-    """A GGUF file of these tensors; `metadata` overrides values by key (dots as __), None drops."""
+    """Write a GGUF file; `metadata` overrides values by key (dots as __), None removes them."""
     values: dict[str, Any] = {
         f"{arch}.block_count": config.num_hidden_layers,
         f"{arch}.context_length": config.max_position_embeddings,

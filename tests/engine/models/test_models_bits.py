@@ -16,7 +16,7 @@ swiglu = ops_for(torch.float32, torch.device("cpu")).swiglu
 
 
 class RowwiseCache:
-    """Stands in for attention with something that mixes q, k and v of a row and no two rows."""
+    """Replaces attention by a function that mixes q, k and v of one row, but no two rows."""
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group = q.shape[1] // k.shape[1]
@@ -33,7 +33,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @torch.inference_mode()
 def assert_rows_independent(model: Transformer) -> None:
-    """One row, as the first of four with padding, and at several places among more rows."""
+    """Compare one row as the first of four with padding and at several places among more rows."""
     generator = torch.Generator().manual_seed(3)
     vocab, context = model.config.vocab_size, model.config.context_length
     token, position = 17, context - 1
@@ -73,7 +73,7 @@ def test_smollm2(threads, smollm2):
 
 
 def test_swiglu_does_not_depend_on_where_an_element_lies(threads):
-    """Torch's `silu` does: about 4 % of elements have other bits in the tail of a loop."""
+    """Torch's `silu` violates this: about 4 % of elements differ in the remainder of a loop."""
     gate, up = torch.randn(2, 64 * 1000, generator=torch.Generator().manual_seed(0)).mul(3)
     whole = swiglu(torch.cat((gate, up))[None])[0]
     for size in (1, 3, 37, 1000):

@@ -1,4 +1,4 @@
-"""Weights in int8: how far they are off, that none is forgotten, and what is made of them."""
+"""int8 weights: their error, that all are quantized, and the products with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def quantized(name: str) -> LoadedModel:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """As it is loaded: in bfloat16."""
+    """The bfloat16 layer as it is loaded."""
     outputs, inputs = weight.shape
     plain = Linear(inputs, outputs, bias=bias is not None, dtype=torch.bfloat16)
     plain.weight = torch.nn.Parameter(weight.bfloat16(), requires_grad=False)
@@ -51,7 +51,7 @@ def test_a_weight_is_off_by_half_a_scale_at_most(outputs, inputs, exponent, seed
     weight, scale = plain.weight.double(), int8.scale.double()[:, None]
     assert int8.weight.dtype == torch.int8 and int8.weight.abs().max() <= 127
     assert ((int8.weight * scale - weight).abs() <= scale / 2).all()
-    # A scale is what the largest one of the row needs, to a rounding.
+    # A scale fits the largest weight of its row, up to one rounding.
     assert (scale <= weight.abs().amax(1, keepdim=True) / 127 * (1 + 2**-8) + 1e-37).all()
 
 
@@ -74,7 +74,7 @@ def test_a_product_is_that_of_the_rounded_weights(outputs: int, inputs: int, row
     assert int8.bias is not None
     weight, bias = int8.weight.double() * int8.scale.double()[:, None], int8.bias.double()
     product = x.double() @ weight.T
-    # Rounded when it is added up, multiplied by the scale, and added to the bias.
+    # Three roundings: after the sum, the scale and the bias.
     rounding = 2**-8 * (3 * product.abs() + bias.abs())
     adding = 1e-5 * x.abs().double() @ weight.abs().T
     assert ((ours.double() - product - bias).abs() <= rounding + adding).all()

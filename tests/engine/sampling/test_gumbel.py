@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def uniform(noise: Floats) -> Floats:
-    """What Gumbel noise is the image of."""
+    """Return the uniform variables that map to this Gumbel noise."""
     return np.exp(-np.exp(-noise))
 
 
@@ -55,7 +55,7 @@ def test_tokens_and_draws_are_independent(draws: list[tuple[int, int, int]]):
 
 
 def test_the_most_of_a_group_is_that_of_one_of_its_members():
-    """Of any of them alike."""
+    """Each member is equally likely to have it."""
     noise = Gumbel(SEEDS, 6 * GROUPS)
     of_groups = of_all(SEEDS, 6 * GROUPS).reshape(len(SEEDS), 6, GROUPS)
     assert (noise.group_maxima() == of_groups.max(1)).all()

@@ -1,4 +1,4 @@
-"""Each question of both kinds, against torch's plain operations; torch's kind on the CPU too."""
+"""Both kinds of rows against plain torch operations; `DeviceRows` runs on the CPU here."""
 
 from __future__ import annotations
 

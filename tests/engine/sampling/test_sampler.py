@@ -39,7 +39,7 @@ def draw(logits: torch.Tensor, **sampling: Any) -> int:
 
 
 def several(count: int) -> list[Generation]:
-    """Generations of all kinds, each with a seed and a position of its own."""
+    """Return generations of all kinds, each with its own seed and position."""
     return [
         generation(n, [1] * (n + 1), output=[5, 6], seed=n, **KINDS[n % len(KINDS)])
         for n in range(count)
@@ -90,7 +90,7 @@ def test_each_of_seed_choice_and_position_matters(other: dict[str, Any]):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_is_drawn_as_if_it_were_alone(threads: int):
-    """To the bit, in batches of any size and order; on one thread and on two."""
+    """The bits agree in batches of any size and order, on one thread and on two."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -116,7 +116,7 @@ def test_from_logits_on_another_device_the_same_is_drawn():
 
 
 def test_the_token_with_the_highest_score_is_drawn():
-    """However few are looked at: against all scores, in vocabularies of any shape."""
+    """The pruned search agrees with all scores, in vocabularies of any size."""
     for vocab in (1, 40, 2047, 2048, 2049, 5000, 3 * 2048):
         for temperature in (0.01, 0.5, 1.0, 3.0, 100.0):
             rows = logits_of(vocab, 20, vocab)
@@ -128,7 +128,7 @@ def test_the_token_with_the_highest_score_is_drawn():
 
 
 def test_a_draw_among_few_is_the_one_among_all_if_it_is_theirs():
-    """Noise belongs to a token: leaving others out does not change it."""
+    """The noise of a token does not depend on which other tokens pass the filters."""
     row = logits_of(6)
     for seed in range(50):
         token = draw(row, temperature=1.0, seed=seed)
@@ -163,7 +163,7 @@ def test_a_last_bit_does_not_change_a_draw():
 
 
 def test_the_penalties_and_the_bias_have_their_values():
-    """Logprobs are raw, so the adjusted logits show only in what wins; each case is on the edge."""
+    """Logprobs are raw, so adjustments show only in the winner; each case is at the threshold."""
     row = torch.zeros(1, 4)
     row[0] = torch.tensor([2.0, 1.0, -1.0, -5.0])
     seen = {"output": [0, 0, 0]}

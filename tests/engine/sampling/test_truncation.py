@@ -20,14 +20,14 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
 
 
 def kept(rows: torch.Tensor, samplings: list[Sampling]) -> list[set[int]]:
-    """The tokens that are left of each row."""
+    """Return the tokens of each row that pass the filters."""
     least = least_logits(rows_of(rows), rows.amax(-1, keepdim=True).numpy(), samplings)
     left = rows.numpy() >= least
     return [set(row.nonzero()[0].tolist()) for row in left]
 
 
 def naive(row: list[float], sampling: Sampling) -> set[int]:
-    """The tokens that may be drawn: min_p, then top_k, then top_p of what is left."""
+    """Return the tokens that pass min_p, then top_k, then top_p."""
     most = max(row)
     p = {i: math.exp((x - most) / sampling.temperature) for i, x in enumerate(row)}
     kept = {i for i, x in p.items() if x >= sampling.min_p}
@@ -60,7 +60,7 @@ SAMPLING = st.builds(
 def test_what_is_left_is_what_the_definitions_say(
     seed: int, samplings: list[Sampling], widths: tuple[int, ...]
 ):
-    """In batches of all kinds, wherever they are looked for first."""
+    """In batches of all kinds, for every initial width of the search."""
     rows = logits_of(seed, len(samplings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.sampling.truncation.WIDTHS", widths)

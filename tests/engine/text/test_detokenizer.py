@@ -17,7 +17,7 @@ TEXT = "Hi 😀! naïve 日本語 – e\u0301 👩‍👩‍👧 \ufffd end"
 
 
 def byte_pairs() -> Tokenizer:
-    """A byte-level tokenizer whose tokens begin and end within characters."""
+    """A byte-level tokenizer whose tokens begin and end inside characters."""
     from tokenizers import decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -37,7 +37,7 @@ PAIRS = byte_pairs()
 
 
 def stream(detokenizer: Detokenizer, tokens: Sequence[int], *, ends: bool = True) -> list[Released]:
-    """What each token releases, until a stop string; the last one ends the output."""
+    """Return what each token releases, up to a stop string; the last token ends the output."""
     released = []
     for index, token in enumerate(tokens):
         released.append(detokenizer.push(Sampled(token), last=ends and index == len(tokens) - 1))
@@ -72,7 +72,7 @@ def test_text_comes_out_as_the_tokenizer_decodes_it(text: str):
 @given(st.lists(st.integers(0, 275), min_size=1, max_size=30), st.booleans())
 @example([128, 128, 240 - 1, 159], True)
 def test_tokens_of_no_text_come_out_as_the_tokenizer_decodes_them(tokens: list[int], pairs: bool):
-    """Random tokens: bytes that are no characters, special ones, pieces of several characters."""
+    """Random tokens: invalid bytes, special tokens, pieces of several characters."""
     tokenizer = PAIRS if pairs else TOKENIZER
     released = stream(Detokenizer(tokenizer, []), tokens)
     assert text_of(released) == tokenizer.decode(tokens)
@@ -99,7 +99,7 @@ def test_bytes_that_are_no_characters_swallow_none(raw: bytes):
 def test_a_stream_resumes_at_any_border_that_was_released(
     prompt: list[int], tokens: list[int], stop: list[str]
 ):
-    """Another engine has the tokens that were emitted, and emits what this one still would have."""
+    """Another engine continues behind the released tokens with the same text."""
     whole = stream(Detokenizer(TOKENIZER, prompt, stop=stop), tokens)
     for cut in range(1, len(whole)):
         emitted = ids_of(whole[:cut])
@@ -187,7 +187,7 @@ def test_a_stop_string_in_the_prompt_does_not_count():
 )
 def test_stop_strings_agree_with_a_naive_search(text: str, stop: list[str], include: bool):
     found = [(at, s) for s in stop if (at := text.find(s)) >= 0]
-    # The first to be complete ends the output: nothing beyond it has been drawn then.
+    # The stop string that is complete first ends the output; no later token is sampled.
     first_end = min((at + len(s) for at, s in found), default=len(text))
     seen = text[:first_end]
     found = [(at, s) for s in stop if (at := seen.find(s)) >= 0]

@@ -1,4 +1,4 @@
-"""Structured outputs: masks that a grammar gives, in an engine and by themselves."""
+"""Structured outputs: the masks of grammars, in an engine and alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def engine() -> AsyncIterator[MicroserveEngine]:
 
 
 async def written(engine: MicroserveEngine, wanted: dict[str, str], **fields: object) -> str:
-    """The text of an output that has to follow `wanted`, and ends by itself."""
+    """Return the text of an output that must follow `wanted` and ends by itself."""
     options = {"max_tokens": 300, "temperature": 1.0, "structure": wanted, **fields}
     events = await collect(await engine.start_generate(start(PROMPT, **options)))
     assert events[-1].finish_reason == "stop"
@@ -56,7 +56,7 @@ async def written(engine: MicroserveEngine, wanted: dict[str, str], **fields: ob
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("greedy", [False, True])
 async def test_outputs_follow_their_grammar(engine: MicroserveEngine, seed: int, greedy: bool):
-    """The model is random: whatever is right here, the masks have made so."""
+    """The model is random, so only the masks can make its output valid."""
     drawn = {"temperature": 0.0 if greedy else 1.0, "seed": seed}
     text = await written(engine, structure("json_schema", SCHEMA), **drawn)
     value = json.loads(text)
@@ -83,7 +83,7 @@ async def test_the_options_of_sampling_hold_within_a_grammar(engine: MicroserveE
 
 
 async def test_the_end_of_a_grammar_is_an_end(engine: MicroserveEngine):
-    """Whatever else is asked for: nothing can follow it."""
+    """Whatever other parameters the request has, nothing can follow."""
     three = structure("regex", "abc")
     for fields in ({}, {"ignore_eos": True}, {"min_tokens": 50}, {"ignore_eos": False}):
         assert await written(engine, three, **fields) == "abc"

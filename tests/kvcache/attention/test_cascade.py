@@ -1,4 +1,4 @@
-"""What rows read together: every key of every row, once, and nothing else."""
+"""Shared segments cover every key of every row exactly once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def row_of(row: int, pages: list[int], length: int) -> Row:
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[Row]:
-    """Page tables that part ways, and lengths that end anywhere."""
+    """Page tables with common prefixes, and lengths that end anywhere."""
     tables = draw(st.lists(st.lists(st.integers(0, 1), min_size=6, max_size=6), max_size=6))
     return [
         row_of(
@@ -68,7 +68,7 @@ def test_little_is_not_worth_it_but_what_it_leads_to_may_be() -> None:
 
 
 def test_a_page_that_fills_up_is_not_shared() -> None:
-    """A chunk's tokens see different parts of its last page."""
+    """The tokens of a chunk see different parts of its last page."""
     rows = [row_of(at, [1, 2], 5 + at) for at in range(4)]
     assert numbers(segments_of(rows, PAGE, min_saving=1)) == [
         ([0], 4, 5),

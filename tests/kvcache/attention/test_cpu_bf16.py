@@ -1,4 +1,4 @@
-"""Attention in bfloat16: by row, by tiles (heads of 64 and 128) and by torch, and the reference."""
+"""bfloat16 attention by rows, by register tiles (heads of 64 and 128) and by torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=[16, 64])
 def dim(request: pytest.FixtureRequest) -> int:
-    """Of a head: without tiles, and with them where the processor has them."""
+    """Head dimensions without and, if the processor supports them, with register tiles."""
     value: int = request.param
     return value
 
@@ -32,12 +32,12 @@ def world(lengths: list[int], **shape: Any) -> World:
 
 
 def near(ours: torch.Tensor, reference: torch.Tensor) -> None:
-    """Within two steps of bfloat16, of which there are 2^-8 to a doubling."""
+    """Compare within two units of bfloat16's precision, 2^-8."""
     assert ours.dtype == torch.bfloat16
     torch.testing.assert_close(ours.float(), reference, atol=0.01, rtol=0.01)
 
 
-# Few, for each is compiled.
+# Few shapes, because each is compiled.
 SHAPES = [(16, 2, 3, 16), (1, 1, 1, 16), (32, 3, 8, 64), (4, 1, 5, 128)]
 
 
@@ -80,7 +80,7 @@ def test_a_mixed_step(dim: int):
 
 @pytest.mark.parametrize("count", [1, 10])
 def test_scores_that_differ_by_much(count: int, dim: int):
-    """The running maximum rises late, and weights vanish."""
+    """The running maximum rises late, and earlier weights vanish."""
     one = world([80], dim=dim)
     sequence = one.sequences[0]
     sequence.k[77] *= 100
@@ -100,7 +100,7 @@ def test_what_a_reused_page_held_never_shows(dim: int):
 
 @pytest.mark.parametrize(("page_size", "kv_heads", "group", "dim"), SHAPES)
 def test_sequences_that_begin_alike(page_size: int, kv_heads: int, group: int, dim: int):
-    """One page table that parts ways twice, and one that has nothing to do with it."""
+    """Page tables with prefixes in common at two depths, and an unrelated one."""
     lengths = [420, 417, 200, 290, 300, 161]
     alike = world(lengths, page_size=page_size, kv_heads=kv_heads, group=group, dim=dim)
     first = alike.sequences[0]
@@ -117,7 +117,7 @@ def test_sequences_that_begin_alike(page_size: int, kv_heads: int, group: int, d
 
 
 def test_a_long_sequence_among_more_threads(monkeypatch: pytest.MonkeyPatch, dim: int):
-    """It is cut, and what belongs together is merged: of a decode, and of a chunk."""
+    """It is split, and the partial results are merged, for a decode and for a chunk."""
     monkeypatch.setattr(attention_bf16, "ITEMS_PER_THREAD", 16)
     one = world([1000], dim=dim)
     one.step([(0, 0, 900)])

@@ -102,7 +102,7 @@ def test_the_arrays():
     ]  # fmt: skip
 
 
-# Which attention a pool gets
+# Selection of attention for a pool
 
 
 def test_a_gpu_gets_flashinfer(monkeypatch: pytest.MonkeyPatch):
@@ -128,7 +128,7 @@ def test_what_flashinfer_cannot_do_is_torch_s(monkeypatch, caplog, dtype, dim, s
     assert said in caplog.text and bool(said) == bool(caplog.text)
 
 
-# What we call is there
+# The calls match the real package
 
 
 @pytest.mark.skipif(
@@ -144,7 +144,7 @@ def test_what_flashinfer_cannot_do_is_torch_s(monkeypatch, caplog, dtype, dim, s
     ],
 )
 def test_the_fake_has_the_arguments_of_the_real_one(file: str, name: str):
-    """Its source is read: to import it takes CUDA."""
+    """Reads the source, because importing the package requires CUDA."""
     spec = importlib.util.find_spec("flashinfer")
     assert spec is not None and spec.origin is not None
     tree = ast.parse((Path(spec.origin).parent / file).read_text())

@@ -122,7 +122,7 @@ def test_bits_of_a_decode_do_not_depend_on_how_many_decode(batch: int):
 
 
 def test_what_a_reused_page_held_never_shows():
-    """Unwritten slots are NaN in `World`; here also infinite, and in the very next position."""
+    """Unwritten slots are NaN in `World`; here they are also infinite, up to the next position."""
     world = World([100, 40])
     clean = world.step([(0, 0, 90)])[0], world.step([(0, 90, 1)])[0]
     for garbage in (torch.inf, -torch.inf, torch.nan, 3.4e38):

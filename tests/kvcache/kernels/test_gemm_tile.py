@@ -1,4 +1,4 @@
-"""Tiles of a product in bfloat16, against torch's in float32."""
+"""Register tiles of bfloat16 products against torch's products in float32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def product_added(address: Any) -> None:
 
 @pytest.mark.parametrize("depth", [2, 64, 126])
 def test_products(depth: int) -> None:
-    """Of a part of a fmax matrix, into a part of another one, of which nothing else changes."""
+    """Multiply a part of a larger matrix into a part of another one, whose rest is unchanged."""
     generator = torch.Generator().manual_seed(depth)
     a = torch.randn(ROWS, depth + 10, generator=generator).bfloat16()
     b = torch.randn(depth, WIDTH, generator=generator).bfloat16()
@@ -43,7 +43,7 @@ def test_products(depth: int) -> None:
     ParallelKernel(product).run_serial(1, a.data_ptr(), pairs.data_ptr(), c.data_ptr(), *strides)
     torch.testing.assert_close(c, wanted, atol=1e-5, rtol=1e-5)
 
-    # c = a·b by now: c · scale + a·b is that.
+    # c = a·b now, so c · scale + a·b = (1 + scale) · a·b.
     wanted[:ROWS, :WIDTH] *= 1 + scale[:, None]
     ParallelKernel(product_added).run_serial(
         1, a.data_ptr(), pairs.data_ptr(), c.data_ptr(), *strides, scale.data_ptr()

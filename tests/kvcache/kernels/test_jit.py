@@ -1,4 +1,4 @@
-"""What numba keeps on disk is the code that is here."""
+"""Numba's disk cache never holds kernels older than the sources compiled into them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("common")
 
 @pytest.fixture
 def common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What is compiled into all kernels, changed at time 1000."""
+    """A source that is compiled into all kernels, changed at time 1000."""
     file = tmp_path / "common.py"
     file.touch()
     os.utime(file, (1000, 1000))
@@ -31,7 +31,7 @@ def test_what_was_compiled_before_a_change_is_forgotten(tmp_path: Path, age: int
         os.utime(folder / name, (age, age))
     jit.drop_stale_cache(str(tmp_path / "kernels.py"))
     left = {path.name for path in folder.iterdir()}
-    # Without its index numba does not look at the code; another module's is its own affair.
+    # Without the index numba ignores the code files; other modules' indices stay.
     assert left - {"kernels.f-1.py311.nbi"} == {"kernels.f-1.py311.1.nbc", "others.f-1.py311.nbi"}
     assert ("kernels.f-1.py311.nbi" in left) is kept
 

@@ -1,4 +1,4 @@
-"""A tier in a file with a name: what is cached outlives the process, and is right or not there."""
+"""A persistent tier: the cache survives the process, and damaged pages are not found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kept(folder: Path, slots: int = SLOTS, fingerprint: str = "same") -> DiskSto
 
 @pytest.fixture
 def life(tmp_path: Path) -> Iterator[Callable[..., KVCache]]:
-    """Another life of the same engine: the cache of the one before is closed."""
+    """Restart the engine: close the previous cache and open another."""
     before: list[KVCache] = []
 
     def begin(slots: int = SLOTS, fingerprint: str = "same") -> KVCache:
@@ -57,7 +57,7 @@ def computed(cache: KVCache, *prompts: list[int]) -> None:
 
 
 def back(cache: KVCache, prompt: list[int]) -> int:
-    """How much of `prompt` comes back, to the last bit."""
+    """Return how many tokens of `prompt` are restored, bit for bit."""
     promotion = cache.promote(prompt)
     tokens = 0 if promotion is None else promotion.result(20)
     length = cache.add_sequence(SeqId(9), prompt)
@@ -123,7 +123,7 @@ def test_sequences_that_were_swapped_out_are_not_found(life: Callable[..., KVCac
 
 
 def test_a_slot_that_a_sequence_took_is_not_found(life: Callable[..., KVCache]):
-    """It had a page of a prefix before."""
+    """The slot held a page of a prefix before."""
     cache = life(slots=4)
     computed(cache, PROMPT)
     cache.add_sequence(SeqId(2))
@@ -136,7 +136,7 @@ def test_a_slot_that_a_sequence_took_is_not_found(life: Callable[..., KVCache]):
 
 
 def records(folder: Path) -> Iterator[tuple[int, bytes]]:
-    """Where the records are that say something."""
+    """Return the positions of the records that are not blank."""
     width = 8 + 16 + 16 + 4 * SIZE
     data = (folder / "a.kv").read_bytes()
     for at in range(4096, 4096 + SLOTS * width, width):
@@ -146,7 +146,7 @@ def records(folder: Path) -> Iterator[tuple[int, bytes]]:
 
 @pytest.mark.parametrize("offset", [0, 8, 24, 40, 55])
 def test_a_damaged_record_is_none(life: Callable[..., KVCache], tmp_path: Path, offset: int):
-    """And what continues it is not found either: of four pages, as many as come before it."""
+    """The pages after it are not found either: of four pages, only those before it are."""
     computed(life(), PROMPT)
     places = list(records(tmp_path))
     assert len(places) == 4
@@ -224,7 +224,7 @@ for number in itertools.count():
 
 
 def prompts() -> list[list[int]]:
-    """More than there is room for, with common beginnings."""
+    """More prompts than fit, with common prefixes."""
     rng = random.Random(1)
     stems = [[rng.randrange(9) for _ in range(3 * SIZE)] for _ in range(3)]
     return [
@@ -235,7 +235,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.slow
 def test_killed_at_any_moment_what_is_found_is_right(tmp_path: Path):
-    """A process that writes all the time, SIGKILLed again and again."""
+    """A process that writes continuously and is killed repeatedly."""
     rng = random.Random(2)
     found = 0
     for number in range(5):

@@ -45,7 +45,7 @@ def test_each_slot_keeps_its_page(store: TierStore):
 
 
 def test_a_page_survives_the_way_there_and_back(store: TierStore):
-    """Whatever the dtype; only this page is written."""
+    """For every dtype, only this page is written."""
     for dtype in (torch.float32, torch.bfloat16):
         layout = KVLayout(2, 4, 4, 2, 8 if dtype == torch.float32 else 16, dtype)
         pool = torch.randn(layout.shape).to(dtype)
@@ -82,7 +82,7 @@ def test_a_closed_store_is_gone(tmp_path: Path):
 
 @pytest.mark.parametrize("byte", [0, 777, LAYOUT.page_bytes - 1])
 def test_a_damaged_page_is_no_page(disk: DiskStore, byte: int):
-    """Through the descriptor table, as another program would, or a bad disk."""
+    """Damage the file through the descriptor table, as another program or a bad disk would."""
     for slot in (1, 2):
         disk.buffer(PageId(slot)).copy_(filled(slot))
         disk.flush(PageId(slot))
@@ -139,7 +139,7 @@ except Exception as error:
 
 @pytest.mark.slow
 def test_a_full_disk_is_an_error_of_the_page(tmp_path: Path):
-    """A real limit, in a process of its own: writes beyond it fail as on a full disk."""
+    """A real size limit, in a separate process: writes beyond it fail as on a full disk."""
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60
     )

@@ -67,7 +67,7 @@ def test_out_and_in_again(cache: KVCache):
 
 
 def assert_content_of(cache: KVCache, seq_id: SeqId, tokens: list[int]) -> None:
-    """As `assert_content`, whatever room the sequence has beyond."""
+    """Like `assert_content`, whatever capacity the sequence has beyond its length."""
     cache.check_integrity()
     assert_content(cache, seq_id, tokens)
 
@@ -88,7 +88,7 @@ USES: dict[str, Callable[[KVCache], Any]] = {
 
 @pytest.mark.parametrize("use", list(USES))
 def test_nothing_is_done_with_a_sequence_that_is_away(cache: KVCache, store: GatedStore, use: str):
-    """On its way out, out, and on its way in."""
+    """While it is copied out, while it is out, and while it is copied in."""
     store.gate.shut()
     out = cache.swap_out(ONE)
     for _ in range(2):
@@ -189,7 +189,7 @@ def test_removed_at_any_moment(cache: KVCache, store: GatedStore, when: str):
 
 
 def test_swaps_and_prefixes_take_turns(cache: KVCache):
-    """Prefixes make way for swaps, and no swap for a prefix."""
+    """Swaps evict prefixes, but prefixes never evict swaps."""
     cached(cache, 2, list(range(4 * SIZE)))
     quiet(cache)
     assert cache.tier_use()[0].cached == 4
@@ -296,7 +296,7 @@ def test_what_cannot_be_read_is_cut_off(new: Callable[..., KVCache], tmp_path: P
 
 
 def assert_content_of_prefix(cache: KVCache, kept: int) -> None:
-    """What is left of `ONE` is right, and the rest can be computed again."""
+    """The remaining KV of `ONE` is right, and the rest can be computed again."""
     assert cache.length(ONE) == kept
     compute(cache, ONE, TOKENS[kept:])
     assert_content_of(cache, ONE, TOKENS)

@@ -1,4 +1,4 @@
-"""Prefixes that outlive their pages: copied behind, and promoted, at every interleaving."""
+"""Write-behind and promotion of prefixes, at every interleaving."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def promoted(future: Future[int] | None) -> int:
 
 
 def evicted(cache: KVCache, tokens: list[int] = PROMPT) -> None:
-    """`tokens` are in tiers only."""
+    """Put `tokens` into tiers only."""
     cached(cache, 1, tokens)
     quiet(cache)
     evict_all(cache)
@@ -97,7 +97,7 @@ def test_nothing_known_is_nothing_promoted(cache: KVCache):
 
 
 def test_a_commit_is_copied_behind(new: Callable[..., KVCache], store: GatedStore):
-    """What a peer has put counts like what was computed here."""
+    """KV that a peer put is treated like KV that was computed here."""
     cache = new(store, pages=16)
     lease, _ = cache.prep_recv("r", PROMPT, 0, 0, 10.0)
     assert cache.commit(lease.lease_id) == 0
@@ -170,7 +170,7 @@ def test_running_sequences_keep_a_page_to_grow_into(cache: KVCache):
 
 
 def test_a_promotion_that_finds_less_room_than_it_thought_leaves_nothing(cache: KVCache):
-    """A cached page that nobody else has stays while somebody has the one behind it."""
+    """A cached page that no sequence holds stays while a sequence holds the page after it."""
     evicted(cache)
     prompt = OTHER[: 3 * SIZE]
     for number in (1, 2):  # both compute the first two pages, and each has its own
@@ -204,7 +204,7 @@ def test_pages_in_a_promotion_are_nobody_elses(cache: KVCache, store: GatedStore
 
 
 def test_pages_that_wait_to_be_copied_can_be_evicted(cache: KVCache, store: GatedStore):
-    """They count as cached, and are not copied once they are gone."""
+    """They count as cached, and are not copied after their eviction."""
     store.gate.shut()
     cached(cache, 1, PROMPT)
     store.gate.one()
@@ -323,7 +323,7 @@ def test_the_disk_has_what_the_host_has_forgotten(new: Callable[..., KVCache], t
 
 
 def test_a_slot_that_the_disk_reads_is_not_freed(new: Callable[..., KVCache], tmp_path: Path):
-    """The tier above is held to what the device is held to."""
+    """The same guarantees hold for the tier above as for the device."""
 
     class Slow(DiskStore):
         def buffer(self, slot):  # type: ignore[no-untyped-def]
@@ -347,7 +347,7 @@ def test_a_slot_that_the_disk_reads_is_not_freed(new: Callable[..., KVCache], tm
 
 
 def test_many_threads_at_once(new: Callable[..., KVCache], tmp_path: Path):
-    """Prompts that come and go in a pool that is too small for two of them."""
+    """Prompts alternate in a pool that is too small for two of them."""
     cache = new(HostStore(LAYOUT, 12), DiskStore(LAYOUT, 40, tmp_path), pages=9)
     prompts = [[1000 * n + i for i in range(4 * SIZE)] for n in range(5)]
 

@@ -75,7 +75,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def new(kind: str) -> Iterator[NewCache]:
-    """Makes caches of one transport, each of which must account for its pages in the end."""
+    """Makes caches of one transport, and checks the pages of each at the end."""
     network, made, clock = MemoryNetwork(), [], Clock()
 
     def make(name: str, epoch: int = 1, pages: int = PAGES) -> KVCache:
@@ -105,7 +105,7 @@ def nothing_stays_in_dev_shm() -> Iterator[None]:
 
 
 def _named_memory() -> set[str]:
-    """All but semaphores, which other programs come and go with."""
+    """Everything but semaphores, which other programs create and remove."""
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
@@ -180,7 +180,7 @@ def test_an_engine_that_is_gone_is_unreachable(new: NewCache, kind: str):
 
 
 def _with_endpoint(receiver: KVCache, endpoint: str, prompt: list[int]) -> str:
-    """An address, rightly signed, of an engine that is reached at `endpoint`."""
+    """Return a correctly signed address of an engine at `endpoint`."""
     lease, address = receiver.prep_recv("r", prompt, 20, 0, 10.0)
     receiver.release(lease.lease_id)
     return replace(KVAddress.verify(address, b"secret"), endpoint=endpoint).sign(b"secret")
@@ -218,7 +218,7 @@ def test_a_held_right_times_out(new: NewCache, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_start_meets_a_writer(new: NewCache):
-    """The lease, and the put, go on as if nothing had happened."""
+    """The lease and the put continue normally."""
     sender, receiver = new("s"), new("r")
     lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 20)
@@ -250,14 +250,14 @@ def test_memory_of_dead_peers_is_let_go(new: NewCache, peers: Callable[..., Peer
 
 
 def _memories() -> int:
-    """How many caches' memory this process maps."""
+    """Return how many caches' memory this process maps."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return len({line.split()[4] for line in maps if "microserve-kv" in line})
 
 
 class Later:
-    """A plan whose kernels only start on the device, as on a GPU; each waits for one of `gates`."""
+    """A plan whose kernels run asynchronously, as on a GPU; each waits for one of `gates`."""
 
     def __init__(self, plan: Plan, region: DeviceRegion, gates: Iterator[threading.Event]) -> None:
         self._plan, self._region, self._gates = plan, region, gates
@@ -299,7 +299,7 @@ def test_what_a_device_computes_is_put_layer_by_layer_once_it_is_there(new: NewC
     def landed() -> int:
         return int(receiver.transport.region.slots[lease.slot, LANDED])
 
-    # Another put of the same worker goes on meanwhile.
+    # Meanwhile, another put of the same worker continues.
     claimed = sender.open_put(elsewhere, PROMPT, 0, 8)
     claimed.close().result(10)
     for layer, gate in enumerate(gates):
@@ -319,7 +319,7 @@ def test_what_a_device_computes_is_put_layer_by_layer_once_it_is_there(new: NewC
 
 @pytest.mark.parametrize("kind", ["device"])
 def test_a_put_that_is_cancelled_is_over_once_the_device_is(new: NewCache):
-    """Before, the sender's pages may still be written, and are nobody else's."""
+    """Before that, the device may still write the pages, so they are not reused."""
     sender, receiver = new("s"), new("r")
     gate, planner = threading.Event(), sender.store.planner
     sender.store.planner = lambda spans: Later(
@@ -407,19 +407,19 @@ def test_who_takes_over_fences_all_workers_of_the_sender_before(new: NewCache):
     assert_content(receiver, ONE, PROMPT[:20])
 
 
-# Few and short holds of the right
+# The write right is held rarely and briefly
 
 
 @pytest.fixture
 def deep(new: NewCache, monkeypatch: pytest.MonkeyPatch) -> NewCache:
-    """As `new`, with caches of 30 layers."""
+    """Like `new`, with caches of 30 layers."""
     layout = replace(small_layout(PAGES), layers=30)
     monkeypatch.setattr(sys.modules[new.__module__], "small_layout", lambda pages: layout)
     return new
 
 
 def test_a_token_of_many_layers_is_one_copy(deep: NewCache):
-    """DéjàVu's buffered copies: not layers × 2, as if each were copied where it is computed."""
+    """DéjàVu's buffered copies: one, instead of one per layer and half."""
     sender, receiver = deep("s"), deep("r")
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 20)
@@ -436,7 +436,7 @@ def test_a_token_of_many_layers_is_one_copy(deep: NewCache):
 
 
 def test_what_waits_goes_together(deep: NewCache):
-    """Layer by layer, as a step computes them, behind a put of the same engine that takes long."""
+    """Layer by layer, as a step computes them, behind a slow put of the same engine."""
     sender, receiver = deep("s"), deep("r")
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 20)
@@ -466,7 +466,7 @@ def test_a_large_put_lets_go_of_the_right_again_and_again(
 
 
 def watched(put: Put) -> list[str]:
-    """The calls of the put's target from now on."""
+    """Record the calls of the put's target from now on."""
     target, calls = put._target, []  # type: ignore[attr-defined]
 
     def watch(name: str) -> None:
@@ -488,7 +488,7 @@ def watched(put: Put) -> list[str]:
 
 @pytest.fixture
 def peers() -> Iterator[Callable[..., Peer]]:
-    """Starts processes, which are killed afterwards, whatever state they are in."""
+    """Starts processes and kills them afterwards, whatever their state."""
     started: list[Peer] = []
 
     def start(name: str, epoch: int = 1) -> Peer:
@@ -559,7 +559,7 @@ def test_a_restarted_receiver_is_stale_or_unreachable(here: KVCache, peers: Call
 
 @pytest.fixture
 def stopped(here: KVCache, peers: Callable[..., Peer]) -> tuple[Peer, ReceiveLease, str]:
-    """A sender that is stopped while it holds the write right of a lease of `here`."""
+    """A sender that is stopped while it holds the write right of one of `here`'s leases."""
     sender = peers("s")
     lease, address = here.prep_recv("r", PROMPT, 21, 0, 60.0)
     sender.tell("send_and_stop_within", address, PROMPT, 21)
@@ -579,7 +579,7 @@ def test_a_stopped_sender_keeps_the_pages_from_others(
     with pytest.raises(LeaseExpired):
         here.lease(lease.lease_id)
 
-    # All other pages get new owners; the late write then changes none of them.
+    # All other pages get new owners; the late write changes none of them.
     other = sequence(here, 1, list(range(500, 500 + 26 * 4)))
     assert here.page_use().free == 0
     assert not set(pages_of(here, other)) & set(lease.own)

@@ -52,7 +52,7 @@ TCP: Mapping[str, str] = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 SHARED: Mapping[str, str] = {"UCX_TLS": "tcp,cma,posix,sysv", "UCX_NET_DEVICES": "lo"}
 WAIT_S = 20.0
 
-# The suite of all transports, collected here too, and run with the fixtures of this module.
+# The suite of all transports, collected here and run with the fixtures of this module.
 deep = suite.deep
 nothing_stays_in_dev_shm = suite.nothing_stays_in_dev_shm
 stopped = suite.stopped
@@ -90,7 +90,7 @@ test_who_takes_over_fences_all_workers_of_the_sender_before = (
 
 @pytest.fixture(params=["tcp", "shared"])
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
-    """What UCX may use, as its own environment variables say; for this process too."""
+    """The networks that UCX may use, by its environment variables, in this process too."""
     wire = TCP if request.param == "tcp" else SHARED
     for name, value in wire.items():
         monkeypatch.setenv(name, value)
@@ -107,7 +107,7 @@ def nixl_cache(
 
 @pytest.fixture
 def new(wire: Mapping[str, str]) -> Iterator[Callable[..., KVCache]]:
-    """As in test_transport; each cache at an address of its own."""
+    """As in test_transport, with a separate address for each cache."""
     made: list[KVCache] = []
     clock = Clock()
 
@@ -132,7 +132,7 @@ def flags(cache: KVCache) -> torch.Tensor:
 
 @pytest.fixture
 def peers(wire: Mapping[str, str]) -> Iterator[Callable[..., Peer]]:
-    """Starts processes at the other address, which are killed afterwards, whatever state."""
+    """Starts processes at the other address and kills them afterwards, whatever their state."""
     started: list[Peer] = []
 
     def start(name: str, epoch: int = 1, port: int = 0) -> Peer:
@@ -168,7 +168,7 @@ def another(wire: Mapping[str, str]) -> Iterator[Callable[[str], KVCache]]:
 
 
 def until(what: Callable[[], bool]) -> None:
-    """Wait for what other threads and processes are about to do."""
+    """Wait for a condition that other threads or processes will fulfil."""
     give_up = time.monotonic() + WAIT_S
     while not what():
         assert time.monotonic() < give_up
@@ -176,7 +176,7 @@ def until(what: Callable[[], bool]) -> None:
 
 
 def swept(cache: KVCache) -> bool:
-    """Whether quarantine is over."""
+    """Return whether the quarantine has ended."""
     cache.sweep()
     return cache.page_use().quarantined == 0
 
@@ -382,7 +382,7 @@ def test_a_killed_senders_last_bytes_land_nowhere(peers: Callable[..., Peer]):
 
 
 def full(receiver: Peer) -> bool:
-    """Whether much has come for a stopped process; if not, it goes on for a moment."""
+    """Return whether much data waits for a stopped process; if not, resume it for a moment."""
     time.sleep(0.02)
     waiting = sum(
         int(line.split()[4].partition(":")[2], 16)
@@ -460,7 +460,7 @@ def test_a_stopped_receiver_times_out_over_tcp(
 
 @pytest.mark.parametrize("wire", ["shared"], indirect=True)
 def test_a_put_completes_while_the_receiver_is_stopped(here: KVCache, peers: Callable[..., Peer]):
-    """Within a host, once the two have met."""
+    """On one host, after the handshake."""
     receiver = peers("r")
     _, address = receiver.call("prep_recv", PROMPT, 21)
     send(here, address, PROMPT, 0, 21)
@@ -487,7 +487,7 @@ def test_a_vanished_senders_flags_fall(here: KVCache, peers: Callable[..., Peer]
 
 @pytest.fixture
 def namespace() -> Iterator[tuple[str, str, str, str]]:
-    """Another network namespace and a cable to it: its name, our end, our address and its own."""
+    """A network namespace on a veth pair: its name, our interface, our address, its address."""
     if os.geteuid() or shutil.which("ip") is None:
         pytest.skip("a network namespace takes root and ip")
     name = f"ms{secrets.token_hex(3)}"

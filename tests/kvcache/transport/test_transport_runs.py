@@ -1,4 +1,4 @@
-"""What is copied, byte for byte: between pages, and between different parts of a model."""
+"""The copied bytes, between pages and between different shards of a model."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def part(data: st.DataObject, layers: int, heads: int) -> Shard:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_just_the_span_of_what_both_have_is_copied_once(data: st.DataObject):
-    """Any two parts of a model, any pages, any positions, some of the layers, small batches."""
+    """Any two shards of a model, any pages, any positions, some layers, small batches."""
     layers, heads, length = (data.draw(st.integers(1, most)) for most in (4, 4, 30))
     count = -(-length // SIZE)
     begin = data.draw(st.integers(0, length - 1))
     end = data.draw(st.integers(begin + 1, length))
-    # Positions up to here were matched by the receiver, which has no pages of its own for them.
+    # The receiver matched the positions before this one; the lease has no pages for them.
     first = data.draw(st.integers(0, begin // SIZE))
     whole = KVLayout(layers, count + 1, SIZE, heads, 2, torch.float32)
     source = LocalRegion(replace(whole, shard=part(data, layers, heads)))
@@ -127,7 +127,7 @@ def test_nothing_in_common_is_nothing_to_copy(shard: Shard):
 
 
 def test_other_workers_layers_are_left_out():
-    """Asked for layers of which the receiver has some: those go, into its own count of them."""
+    """Of the requested layers, those of the receiver are copied, by its own layer indices."""
     ours, theirs = replace(WHOLE, shard=Shard(0, 2, 0, 2)), replace(WHOLE, shard=Shard(1, 3, 0, 2))
     route = Route(ours, theirs, [PageId(2)], 0)
     ((runs, _),) = route.batches(range(2), [PageId(1)], 0, 4, 1 << 20)

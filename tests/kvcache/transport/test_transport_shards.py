@@ -41,7 +41,7 @@ Make = Callable[[int], Transport]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its two splits as (pp, tp), and the positions to put, in two chunks."""
+    """A model, two splits of it as (pp, tp), and the positions to put, in two chunks."""
 
     layers: int
     heads: int
@@ -123,7 +123,7 @@ def reshard(make: Make, case: Case) -> None:
             wanted = torch.full_like(receiver.store.pool, UNTOUCHED)
             fill(wanted, held, lease.own, case.end)
             assert torch.equal(receiver.store.pool, wanted)
-            # All is there, and no byte more was written than is there: so each of them once.
+            # Everything arrived, and no more bytes were written: so each byte was written once.
             there = case.end * held.layers * receiver.layout.token_bytes
             assert sum(put.bytes_sent for put in puts) == there
             for sender, put in zip(senders, puts, strict=True):
@@ -137,13 +137,13 @@ def shards(case: Case, parts: tuple[int, int]) -> list[Shard]:
 
 
 def open_all(senders: list[Transport], address: KVAddress) -> list[Put]:
-    """The first claims, the others join."""
+    """The first worker claims the lease, the others join."""
     lead = senders[0].open(address, 0)
     return [lead, *(sender.open(address, 0, join=lead.claim) for sender in senders[1:])]
 
 
 def fill(pool: torch.Tensor, held: Shard, pages: list[PageId], end: int | None = None) -> None:
-    """Write what a worker has of the positions up to `end`: each number is in the model once."""
+    """Write a worker's part of the positions up to `end`; each value occurs once in the model."""
     end = len(pages) * SIZE if end is None else end
     for layer in range(held.layers):
         for position in range(end):
