@@ -1,4 +1,4 @@
-"""The router as a server: listens, says so, and stops when told."""
+"""The router as a server: the composition root. Listens, prints its URL, stops on a signal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from router.supervision.watchdog import Watchdog
 __all__ = ["Server", "listen", "run", "serving"]
 
 FIRST_LOOK_S = 5.0
-LAST_WORDS_S = 1.0  # for answers that are being written when the requests have ended
+LAST_WORDS_S = 1.0  # for responses still being written when the requests have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Server:
 
 @asynccontextmanager
 async def serving(config: RouterConfig) -> AsyncIterator[Server]:
-    """Serve while the body runs. On leaving, the router still listens, to say that it is draining,
-    for as long as requests run, `shutdown_s` at most; then they are cancelled, which ends their
-    leases and generations.
+    """Serve while the body runs. On leaving, the router still listens and reports that it drains
+    while requests run, for `shutdown_s` at most. Then it cancels them, which ends their leases and
+    generations.
 
-    Raises `OSError` if the address is taken, `BadRequest` if certificate and key are no good, and
+    Raises `OSError` if the address is taken, `BadRequest` if certificate or key are unusable, and
     what `assembled` raises.
     """
     tls = server_context(config.tls_cert, config.tls_key)
@@ -70,7 +70,7 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
                         watch.cancel()
             finally:
                 server.close()
-                # Streams of events have no end of their own: nobody waits for them.
+                # Streams of events do not end by themselves, so they are not waited for.
                 router.events.close()
                 await connections.close(min(LAST_WORDS_S, config.shutdown_s))
 
@@ -82,7 +82,7 @@ async def run(config: RouterConfig) -> None:
     shutdowns: list[Shutdown] = []
 
     def tell() -> None:
-        """Once: finish. Twice: at once."""
+        """First signal: finish the running requests. Second: cancel them."""
         if stop.is_set():
             for shutdown in shutdowns:
                 shutdown.hurry()
@@ -99,15 +99,16 @@ async def run(config: RouterConfig) -> None:
 
 
 def _spare_the_collector() -> None:
-    """What is here now stays. Of what comes, little is in cycles: looking for those less often
-    saves some percent of the CPU."""
+    """Exempt what exists now from garbage collection, and collect less often. Requests leave few
+    cycles, so that this saves some percent of the CPU."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to an address. Raises `OSError`, `OverflowError` for a port out of range."""
+    """Return a socket bound to an address. Raises `OSError`, and `OverflowError` for a port out of
+    range."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -126,7 +127,7 @@ def _url(scheme: str, host: str, port: int) -> str:
 
 
 class _watching:
-    """Set `stop` when the process `pid` ends; nothing for 0."""
+    """Sets `stop` when the process `pid` ends. Does nothing for pid 0."""
 
     def __init__(self, pid: int, stop: asyncio.Event) -> None:
         self._pid = pid

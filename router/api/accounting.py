@@ -1,5 +1,4 @@
-"""What is done around each request to the model, whatever becomes of it: its deadline, its end in
-the receipt, and all that is counted, logged and traced of it then."""
+"""The scope of each request to the model: its deadline, its receipt's end, metrics, log, trace."""
 
 from __future__ import annotations
 
@@ -24,34 +23,32 @@ _PRIORITY = re.compile(r"-?[0-9]{1,9}")
 log = logging.getLogger(__name__)
 
 
-def deadline_s(config: RouterConfig, http: HttpRequest, asked: float | None) -> float:
-    """How long the request may take: as the client asks, but not longer than configured.
-
-    A header that is no positive number is as good as none.
-    """
+def deadline_s(config: RouterConfig, http: HttpRequest, requested: float | None) -> float:
+    """Return the request's time limit in seconds: the least of the configured limit, the body's
+    `requested` and `X-Request-Timeout`. A header that is not a positive number is ignored."""
     limit = config.request_timeout_s
     try:
         header = float(http.headers.get("x-request-timeout", "inf"))
     except ValueError:
         header = limit
-    wished = [seconds for seconds in (asked, header) if seconds is not None and seconds > 0]
+    wished = [seconds for seconds in (requested, header) if seconds is not None and seconds > 0]
     return min([limit, *wished])
 
 
-def priority_of(http: HttpRequest, asked: int | None) -> int:
-    """Its place in the queue, lower is earlier: as the body says, else as `X-Priority` does, else
-    0. A header that is no small number is as good as none."""
-    if asked is not None:
-        return asked
+def priority_of(http: HttpRequest, requested: int | None) -> int:
+    """Return the request's priority in the queue, lower is earlier: the body's `requested`, else
+    `X-Priority`, else 0. A header that is not an integer of at most 9 digits is ignored."""
+    if requested is not None:
+        return requested
     header = http.headers.get("x-priority", "")
     return int(header) if _PRIORITY.fullmatch(header) else 0
 
 
 class accounted:
-    """Around the work on one request, cancelled `timeout_s` after it `arrived` (loop time).
+    """Scope of the work on one request, cancelled `timeout_s` after it `arrived` (loop time).
 
-    Raises `Timeout` then, naming what it was doing. `tally` is called at the end, to fill in what
-    was emitted. Everything else raises through.
+    Raises `Timeout` then, naming the phase that it was in. Calls `tally` at the end, to note in the
+    receipt what was written. Other exceptions pass through.
     """
 
     __slots__ = (
@@ -131,5 +128,5 @@ class accounted:
             log.info("request %s", receipt.status, extra={"receipt": receipt.summary()})
 
     def _expire(self) -> None:
-        self._phase = self._receipt.phase  # now: all of its legs are about to end
+        self._phase = self._receipt.phase  # read now: its legs are about to end
         self._scope.cancel()

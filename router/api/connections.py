@@ -32,7 +32,7 @@ class Connections:
             proxy_headers=False,  # who may use the admin API depends on the true address
             server_header=False,
             date_header=False,
-            reset_contextvars=True,  # a request must not see what the one before it has left
+            reset_contextvars=True,  # a request must not see the context of the one before it
         )
         self._config.load()
         self._state = ServerState()

@@ -1,4 +1,4 @@
-"""The one place where errors become OpenAI error objects."""
+"""Turns errors into OpenAI error objects; the only module that does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.base.errors import MethodNotAllowed, NoEngines
 
 __all__ = ["ErrorObject", "complaint", "error_headers", "error_json", "error_object", "invalid"]
 
-# Clients know these types by their status; everything else keeps the name of our tree.
+# OpenAI's types by status; other errors keep the names of our own tree.
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -34,13 +34,13 @@ class ErrorDetail(TypedDict):
 
 
 class ErrorObject(TypedDict):
-    """The body of every reply that is an error."""
+    """The body of every response that is an error."""
 
     error: ErrorDetail
 
 
 def error_object(error: MicroserveError) -> ErrorObject:
-    """`{"error": {"message", "type", "param", "code"}}`."""
+    """Return `{"error": {"message", "type", "param", "code"}}`."""
     named = error.type not in ("bad_request", "internal")
     return {
         "error": {
@@ -53,11 +53,12 @@ def error_object(error: MicroserveError) -> ErrorObject:
 
 
 def error_json(error: MicroserveError) -> bytes:
+    """Return the error object as JSON."""
     return orjson.dumps(error_object(error))
 
 
 def error_headers(error: MicroserveError) -> dict[str, str]:
-    """`Retry-After`, in whole seconds, where trying again is what to do; `Allow`."""
+    """Return `Retry-After`, in whole seconds, where a retry may help, or `Allow`."""
     if isinstance(error, MethodNotAllowed):
         return {"Allow": ", ".join(error.allowed)}
     if isinstance(error, NoCapacity):

@@ -1,8 +1,8 @@
-"""Clients that do not read their answers, or do not say what they want, are dropped.
+"""Drops clients that do not read their responses, or do not send a request.
 
-What a client does not read is bounded: 64 KiB here (its handler waits then, and with it the stream
-of its request) and what the kernel buffers. But its request holds pages on an engine for as long as
-it likes. So the connections are looked at now and then, off the path of the tokens.
+A client that does not read buffers little: 64 KiB here, where the task of its request waits, and
+the kernel's buffers. But its request would hold pages on an engine without a limit in time. So all
+connections are checked now and then, off the path of the tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from router.telemetry.metrics import Metrics
 __all__ = ["SlowClients"]
 
 log = logging.getLogger(__name__)
-LOOKS = 4  # in the time that a client has
+CHECKS = 4  # per time limit
 
 
 class SlowClients:
-    """Watches the connections of a server. One whose unread bytes have not changed in number for
-    `stall_s` seconds is aborted, which cancels its request; so is one from which no whole head of a
-    request has come `head_s` seconds after it was opened, or began with one. One that has been
-    served, and asks for nothing more, is closed."""
+    """Watches the connections of a server.
+
+    A connection is aborted, which cancels its request, if its number of unread bytes has not
+    changed for `stall_s` seconds, or if a request's head is not complete `head_s` seconds after the
+    connection was opened or the head began.
+    """
 
     def __init__(self, metrics: Metrics, *, stall_s: float, head_s: float) -> None:
         self._metrics = metrics
@@ -35,14 +37,14 @@ class SlowClients:
         ] = {}  # bytes, and since when so many
 
     async def watch(self, connections: Collection[BoundedHttpProtocol]) -> None:
-        """Until cancelled."""
+        """Check `connections` until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(min(self._stall_s, self._head_s) / LOOKS)
-            self.look(list(connections), loop.time())
+            await asyncio.sleep(min(self._stall_s, self._head_s) / CHECKS)
+            self.check(list(connections), loop.time())
 
-    def look(self, connections: Iterable[BoundedHttpProtocol], now: float) -> None:
-        """Drop those of `connections` that are too slow at `now` (seconds)."""
+    def check(self, connections: Iterable[BoundedHttpProtocol], now: float) -> None:
+        """Drop the connections that are too slow at `now` (loop time)."""
         before, self._unread = self._unread, {}
         for connection in connections:
             transport, since = connection.transport, connection.waiting_since
@@ -53,7 +55,7 @@ class SlowClients:
             elif unread := transport.get_write_buffer_size():
                 seen, since = before.get(connection, (-1, now))
                 if seen != unread:
-                    since = now  # growing is moving too: it stops at the limit
+                    since = now  # growth counts as progress: it ends at the limit
                 self._unread[connection] = (unread, since)
                 if now - since >= self._stall_s:
                     self._drop(connection, "unread")

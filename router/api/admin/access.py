@@ -17,16 +17,16 @@ __all__ = ["Body", "check_admin", "same_key"]
 
 
 class Body(BaseModel):
-    """Base of what the admin API is sent."""
+    """Base of the bodies of the admin API."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
 def check_admin(router: Router, http: HttpRequest, given: str | None) -> None:
-    """Let an admin pass, and note who it is: by the key, or without one from this machine itself.
+    """Check that an admin calls, and note who: by the key, or from loopback if there is no key.
 
-    Raises `Unauthorized` or `Forbidden`. A web page in a browser on this machine is not this
-    machine: its calls carry another origin, or (DNS rebinding) another host name.
+    Raises `Unauthorized` or `Forbidden`. Calls by a web page in a browser on this machine are
+    refused: they carry another origin or, with DNS rebinding, another host name.
     """
     if key := router.config.admin_key:
         if not same_key(given, key):
@@ -45,7 +45,7 @@ def same_key(given: str | None, key: str) -> bool:
     """Compare in constant time."""
     if given is None:
         return False
-    # Headers are bytes: what is no UTF-8 in them comes as surrogates.
+    # Bytes of a header that are not UTF-8 are surrogates here.
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
 
 

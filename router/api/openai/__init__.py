@@ -1,1 +1,1 @@
-"""The OpenAI API: reading requests, writing answers."""
+"""The OpenAI API: parses requests, runs them, formats responses."""

@@ -1,4 +1,4 @@
-"""From an HTTP request to its answer: reads it, drives its choices, writes what they emit."""
+"""From an HTTP request to its response: parses it, runs its choices, writes their chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.api.errors import error_json
 from router.api.http import HttpRequest, HttpResponse, HttpStream, off_loop
 from router.api.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, Format
 from router.api.openai.models import served_name
-from router.api.openai.parsing import Ask, read_chat, read_completion
+from router.api.openai.parsing import ParsedRequest, read_chat, read_completion
 from router.api.parts import Router
 from router.base.errors import root_cause
 from router.base.request import Chunk, Request
@@ -24,8 +24,8 @@ from router.telemetry.receipts import Receipt
 
 __all__ = ["chat_completions", "completions"]
 
-# Tokens that an engine gathers for a client who waits for all of them. If it dies, so many are
-# computed again.
+# Tokens that an engine gathers into one chunk where the client waits for the whole response. If the
+# engine dies, as many are computed again.
 WHOLE_CHUNK = 64
 EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -47,14 +47,14 @@ async def chat_completions(router: Router, http: HttpRequest) -> HttpResponse | 
 async def _answer(
     router: Router,
     http: HttpRequest,
-    read: Callable[[bytes, ServedModel, str], Ask],
+    read: Callable[[bytes, ServedModel, str], ParsedRequest],
     shape: type[Format],
 ) -> HttpResponse | None:
     arrived, began = asyncio.get_running_loop().time(), time.monotonic()
     body = await http.read()
     model = router.registry.model
     name = served_name(router)
-    ask = await off_loop(len(body), read, body, model, name)
+    parsed = await off_loop(len(body), read, body, model, name)
     revision = router.revisions.enter()
     try:
         receipt = Receipt(
@@ -62,8 +62,8 @@ async def _answer(
             generation=revision.number,
             strategy=revision.bound.strategy.name,
             params=revision.bound.shown,
-            seed=ask.samplings[0].seed,
-            prompt_tokens=sum(map(len, ask.prompts)),
+            seed=parsed.samplings[0].seed,
+            prompt_tokens=sum(map(len, parsed.prompts)),
             key=http.caller.name if http.caller is not None else "",
             began=began,
         )
@@ -74,21 +74,21 @@ async def _answer(
             receipt=receipt,
             headers=_trace(router, http),
             arrived=arrived,
-            priority=priority_of(http, ask.priority),
+            priority=priority_of(http, parsed.priority),
         )
         written = shape(
             receipt.id,
             name,
             model.system_fingerprint,
-            with_logprobs=ask.samplings[0].logprobs is not None,
-            with_ids=ask.return_token_ids,
-            with_usage=ask.include_usage,
-            echoes=_echoes(ask, model) if ask.echo else (),
+            with_logprobs=parsed.samplings[0].logprobs is not None,
+            with_ids=parsed.return_token_ids,
+            with_usage=parsed.include_usage,
+            echoes=_echoes(parsed, model) if parsed.echo else (),
         )
-        answer = _Answer(router, http, ask, receipt, runner, written)
+        answer = _Answer(router, http, parsed, receipt, runner, written)
         router.rollout.begun(revision, receipt)
         try:
-            if ask.stream:
+            if parsed.stream:
                 await answer.stream()
                 return None
             return await answer.whole()
@@ -99,18 +99,18 @@ async def _answer(
 
 
 def _trace(router: Router, http: HttpRequest) -> dict[str, str]:
-    """What is passed on to the engines on every leg. The request's span begins here."""
+    """Return the headers of every leg, and begin the request's span."""
     trace = http.trace = router.tracing.begin(http.headers)
     return {"X-Request-Id": http.id, **trace.headers}
 
 
-def _echoes(ask: Ask, model: ServedModel) -> list[str]:
-    """The prompt of each choice, as text."""
-    return [text for prompt in ask.prompts for text in [model.decode(prompt)] * ask.n]
+def _echoes(parsed: ParsedRequest, model: ServedModel) -> list[str]:
+    """Return the prompt of each choice, as text."""
+    return [text for prompt in parsed.prompts for text in [model.decode(prompt)] * parsed.n]
 
 
 class _WholeWriter(ChoiceWriter):
-    """Gathers a choice that is answered in one piece."""
+    """Gathers a choice of a whole response."""
 
     __slots__ = ("choice",)
 
@@ -123,7 +123,7 @@ class _WholeWriter(ChoiceWriter):
 
 
 class _StreamWriter(ChoiceWriter):
-    """Writes a choice to the client as it comes."""
+    """Writes the chunks of a choice to the client as they arrive."""
 
     __slots__ = ("_events", "_format", "_index", "_opened")
 
@@ -145,40 +145,40 @@ class _StreamWriter(ChoiceWriter):
 
 
 class _Answer:
-    """One answer in the making."""
+    """The response to one request, whole or streamed."""
 
     def __init__(
         self,
         router: Router,
         http: HttpRequest,
-        ask: Ask,
+        parsed: ParsedRequest,
         receipt: Receipt,
         runner: ChoiceRunner,
         written: Format,
     ) -> None:
         self._router = router
         self._http = http
-        self._ask = ask
+        self._parsed = parsed
         self._receipt = receipt
         self._runner = runner
         self._format = written
         self._writers: Sequence[ChoiceWriter] = ()  # prompt by prompt, choice by choice
-        self._choices = [Choices(ask.n) if ask.n > 1 else None for _ in ask.prompts]
+        self._choices = [Choices(parsed.n) if parsed.n > 1 else None for _ in parsed.prompts]
 
     async def whole(self) -> HttpResponse:
-        """The answer in one piece. Raises what went wrong; nothing has been sent then."""
+        """Return the whole response. Raises what failed; nothing has been sent then."""
         writers = [_WholeWriter(self._receipt) for _ in self._indices()]
         await self._run(writers)
-        prompts = [self._ask.prompts[index // self._ask.n] for index in self._indices()]
+        prompts = [self._parsed.prompts[index // self._parsed.n] for index in self._indices()]
         choices = [writer.choice for writer in writers]
         body = self._format.whole(choices, self._usage(), prompts)
         return HttpResponse(body)
 
     async def stream(self) -> None:
-        """The answer as it comes.
+        """Send the response chunk by chunk.
 
-        Raises what goes wrong before the first chunk, so that it has an HTTP status; later it is
-        an error event, and the stream has no proper end.
+        Raises what fails before the first chunk, so that it becomes an HTTP status. A later failure
+        becomes an error event, and `[DONE]` is not sent.
         """
         events = self._http.stream(EVENTS)
         try:
@@ -193,27 +193,28 @@ class _Answer:
                 raise
             await events.end(b"data: %b\n\n" % error_json(error))
             return
-        last = self._format.usage(self._usage()) if self._ask.include_usage else b""
+        last = self._format.usage(self._usage()) if self._parsed.include_usage else b""
         await events.end(last + self._timing() + DONE)
 
     def _timing(self) -> bytes:
-        """Where the time went, as a comment, for clients that say that they read event streams.
+        """Return where the time went, as a comment, for clients that accept event streams.
 
-        By the standard it is skipped; but many clients take each line for JSON, and do not say.
+        The standard says that comments are skipped. Many clients parse every line as JSON instead,
+        and do not send this `Accept`.
         """
         if "text/event-stream" not in self._http.headers.get("accept", ""):
             return b""
         return f": server-timing {self._receipt.timings().server_timing()}\n\n".encode()
 
     def _indices(self) -> range:
-        """Number the choices of all prompts."""
-        return range(len(self._ask.prompts) * self._ask.n)
+        """Return the indices of the choices of all prompts."""
+        return range(len(self._parsed.prompts) * self._parsed.n)
 
     async def _run(self, writers: Sequence[ChoiceWriter]) -> None:
         """Run every choice of every prompt; the first failure cancels the others and is raised."""
         self._writers = writers
         router, http, runner = self._router, self._http, self._runner
-        timeout_s = deadline_s(router.config, http, self._ask.timeout)
+        timeout_s = deadline_s(router.config, http, self._parsed.timeout)
         with accounted(router, http, runner.receipt, runner.arrived, timeout_s, tally=self._tally):
             await self._run_all()
 
@@ -229,15 +230,15 @@ class _Answer:
             raise root_cause(errors) from errors
 
     async def _run_choice(self, index: int) -> None:
-        prompt, choice = divmod(index, self._ask.n)
-        sampling, choices = self._ask.samplings[prompt], self._choices[prompt]
+        prompt, choice = divmod(index, self._parsed.n)
+        sampling, choices = self._parsed.samplings[prompt], self._choices[prompt]
         request = Request(
             id=self._receipt.id,
-            prompt=self._ask.prompts[prompt],
+            prompt=self._parsed.prompts[prompt],
             sampling=sampling.model_copy(update={"choice": choice}) if choice else sampling,
             session=self._http.headers.get("x-session-id"),
             priority=self._runner.priority,
-            chunk_tokens=1 if self._ask.stream else WHOLE_CHUNK,
+            chunk_tokens=1 if self._parsed.stream else WHOLE_CHUNK,
         )
         try:
             await self._runner.run(request, self._writers[index], choices)
@@ -252,10 +253,10 @@ class _Answer:
         """
         receipt = self._receipt
         receipt.completion_tokens = sum(len(writer.tokens) for writer in self._writers)
-        firsts = self._writers[:: self._ask.n]
+        firsts = self._writers[:: self._parsed.n]
         receipt.cached_tokens = sum(
             min(writer.usage.cached_tokens, len(tokens))
-            for writer, tokens in zip(firsts, self._ask.prompts, strict=True)
+            for writer, tokens in zip(firsts, self._parsed.prompts, strict=True)
             if writer.usage is not None
         )
 

@@ -1,6 +1,6 @@
-"""Writing answers: the two shapes of a streamed chunk and of a whole answer.
+"""Formats responses of both endpoints: streamed chunks and whole responses.
 
-A chunk is written once per step and sequence: all of it that does not change is bytes already.
+A chunk is formatted once per step and sequence, so the parts that do not change are bytes already.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["DONE", "ChatFormat", "Choice", "CompletionFormat", "Format"]
 
 DONE = b"data: [DONE]\n\n"
 
-# Line ends of Unicode that are none of server-sent events: many clients split at them all the same.
+# Unicode line ends that do not end a line of server-sent events, though many clients split at them.
 _LINE_ENDS = {
     char.encode(): b"\\u%04x" % ord(char) for char in ("\N{NEXT LINE}", "\u2028", "\u2029")
 }
@@ -28,7 +28,7 @@ _LINE_ENDS = {
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of a whole answer, as it grows."""
+    """One choice of a whole response, as it grows."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -37,6 +37,7 @@ class Choice:
     stop_reason: int | str | None = None
 
     def add(self, chunk: Chunk) -> None:
+        """Append a chunk."""
         self.texts.append(chunk.text)
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs or []
@@ -45,10 +46,10 @@ class Choice:
 
 
 class Format(ABC):
-    """What both shapes share.
+    """What both endpoints share.
 
-    `with_logprobs`, `with_ids`: asked for by the client; `echoes`: a text per choice that comes
-    before its answer.
+    `with_logprobs`, `with_ids`: the client asked for them. `echoes`: a text per choice, which
+    precedes its output.
     """
 
     object_whole: str
@@ -80,11 +81,11 @@ class Format(ABC):
         self._offsets: dict[int, _Offset] = {}
 
     def opening(self, index: int) -> bytes:
-        """What comes before the first chunk of choice `index`."""
+        """Return what precedes the first chunk of choice `index`."""
         return self._text(index, self._echoes[index]) if self._echoes else b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """The event for one chunk; nothing where there is nothing to tell yet."""
+        """Return the event for one chunk; empty if it has nothing for the client."""
         if chunk.finish_reason is None and not self._logprobs and not self._ids:
             return self._text(index, chunk.text) if chunk.text else b""
         choice: dict[str, Any] = {"index": index, **self.delta(chunk.text)}
@@ -97,14 +98,14 @@ class Format(ABC):
         return b'data: %b,"choices":[%b]%b' % (self._head, _line(choice), self._tail)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event after all choices, for `stream_options.include_usage`."""
+        """Return the event after all choices, for `stream_options.include_usage`."""
         body = {**self._base, "object": self.object_chunk, "choices": [], "usage": usage}
         return b"data: %b\n\n" % orjson.dumps(body)
 
     def whole(
         self, choices: list[Choice], usage: dict[str, Any], prompts: list[list[int]]
     ) -> bytes:
-        """The whole answer; `prompts`: one of token ids per choice."""
+        """Return the whole response. `prompts`: the token ids of each choice's prompt."""
         written = []
         for index, choice in enumerate(choices):
             text = "".join((*self._echoes[index : index + 1], *choice.texts))
@@ -122,26 +123,28 @@ class Format(ABC):
 
     @abstractmethod
     def delta(self, text: str) -> dict[str, Any]:
-        """What a streamed chunk says of `text`."""
+        """Return the fields of a streamed chunk that hold `text`."""
 
     @abstractmethod
     def content(self, text: str) -> dict[str, Any]:
-        """What a whole answer says of `text`."""
+        """Return the fields of a whole response that hold `text`."""
 
     @abstractmethod
     def add_prompt_ids(self, body: dict[str, Any], prompts: list[list[int]]) -> None:
-        """Say in a whole answer which tokens its prompts were: where vLLM says it."""
+        """Add the token ids of the prompts to a whole response, where vLLM has them."""
 
     @abstractmethod
     def logprobs(self, index: int, logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-        """Log probabilities in the form of this endpoint."""
+        """Return log probabilities in the form of this endpoint."""
 
     @abstractmethod
     def _text(self, index: int, text: str) -> bytes:
-        """The part of a streamed chunk that holds `text`."""
+        """Return the event of a chunk that has only `text`."""
 
 
 class ChatFormat(Format):
+    """Of `/v1/chat/completions`."""
+
     object_whole = "chat.completion"
     object_chunk = "chat.completion.chunk"
     prefix = "chatcmpl"
@@ -184,6 +187,8 @@ class ChatFormat(Format):
 
 
 class CompletionFormat(Format):
+    """Of `/v1/completions`."""
+
     object_whole = "text_completion"
     object_chunk = "text_completion"
     prefix = "cmpl"
@@ -199,7 +204,7 @@ class CompletionFormat(Format):
             choice["prompt_token_ids"] = prompt
 
     def logprobs(self, index: int, logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-        """Parallel lists; `text_offset` counts characters of the answer, over all its chunks."""
+        """Return parallel lists; `text_offset` counts characters over all chunks of a choice."""
         if logprobs is None:
             return None
         offset = self._offsets.setdefault(index, _Offset())
@@ -224,7 +229,7 @@ class CompletionFormat(Format):
 
 
 def _line(value: object) -> bytes:
-    """`value` as JSON that is one line to everybody."""
+    """Return `value` as JSON that every client reads as one line."""
     text = orjson.dumps(value)
     if not text.isascii():
         for end, escaped in _LINE_ENDS.items():
@@ -233,7 +238,7 @@ def _line(value: object) -> bytes:
 
 
 def _name(token: dict[str, Any]) -> str:
-    """A token's text; of a part of a character its bytes, by which it can be told from others."""
+    """Return a token's text, or its bytes if it is only a part of a character."""
     text: str = token["token"]
     if "\ufffd" not in text:
         return text
@@ -241,16 +246,16 @@ def _name(token: dict[str, Any]) -> str:
 
 
 class _Offset:
-    """Where in the text tokens begin: one may be a part of a character only."""
+    """Counts where in the text tokens begin; a token may be only a part of a character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at = 0
 
     def next(self, token: bytes) -> int:
-        """The offset of `token`, which follows those before it."""
+        """Return the offset of `token`, which follows those before it."""
         goes_on = bool(token) and 0x80 <= token[0] < 0xC0
-        # A part of a character that does not go on is one by itself.
+        # An incomplete character that this token does not continue counts as one character.
         at = self._at + (bool(self._decoder.getstate()[0]) and not goes_on)
         self._at += len(self._decoder.decode(token))
         return at

@@ -1,4 +1,4 @@
-"""`/v1/models`: the one model that is served, by the name it is served as."""
+"""`/v1/models`: the one model that is served, by its served name."""
 
 from __future__ import annotations
 

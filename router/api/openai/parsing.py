@@ -1,6 +1,6 @@
-"""Reading the bodies of `/v1/completions` and `/v1/chat/completions`: from bytes to token ids.
+"""Parses the bodies of `/v1/completions` and `/v1/chat/completions`: from bytes to token ids.
 
-What is asked for and cannot be given is refused, never ignored; fields that nobody knows are.
+Known fields that the engines do not support are refused, never ignored. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.base.errors import ModelNotFound
 from router.model.served import ServedModel
 
 __all__ = [
-    "Ask",
+    "ParsedRequest",
     "check_model",
     "load",
     "read_body",
@@ -34,30 +34,30 @@ MAX_SEQUENCES = 1024  # prompts × n of one request
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request, understood. Choice `i` of prompt `p` has the index `p * n + i`."""
+class ParsedRequest:
+    """A client's request. Choice `i` of prompt `p` has the index `p * n + i`."""
 
     prompts: list[list[int]]
-    samplings: list[Sampling]  # one a prompt: `max_tokens` may depend on its length
+    samplings: list[Sampling]  # one per prompt: `max_tokens` may depend on its length
     n: int
     stream: bool
     include_usage: bool
     return_token_ids: bool
     echo: bool = False
     priority: int | None = None  # in the queue: lower is earlier
-    timeout: float | None = None  # seconds that it may take in all
+    timeout: float | None = None  # seconds for the whole request
 
 
 B = TypeVar("B", bound=BaseModel)
 
-# The fields that mean the same in `Sampling`.
+# Fields with the same meaning in `Sampling`.
 _SAMPLING = frozenset({
     "min_tokens", "temperature", "top_p", "min_p", "seed", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "presence_penalty",
     "frequency_penalty", "repetition_penalty",
 })  # fmt: skip
 
-# Asked for, these would change the answer, and are not done here: name → what may be said anyway.
+# Fields that are not supported and would change the answer: name → whether a value is harmless.
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "suffix": lambda value: value == "",
     "tools": lambda value: value == [],
@@ -78,7 +78,7 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 
 
 def load(body: bytes) -> dict[str, Any]:
-    """A JSON object. Raises `BadRequest`."""
+    """Return a JSON object. Raises `BadRequest` for anything else."""
     try:
         fields = orjson.loads(body)
     except ValueError as error:
@@ -89,47 +89,49 @@ def load(body: bytes) -> dict[str, Any]:
 
 
 def read_body(kind: type[B], fields: dict[str, Any]) -> B:
-    """Raises `BadRequest`, naming the first bad field."""
+    """Return the validated body. Raises `BadRequest`, naming the first bad field."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise invalid(error) from None
 
 
-def check_model(asked: str | None, served: str) -> None:
-    """Raises `ModelNotFound`. None asks for whatever is served."""
-    if asked is not None and asked != served:
-        message = f"the model {asked!r} is not served here, but {served!r} is"
+def check_model(requested: str | None, served: str) -> None:
+    """Raise `ModelNotFound` if `requested` is another model. None means whichever is served."""
+    if requested is not None and requested != served:
+        message = f"the model {requested!r} is not served here, but {served!r} is"
         raise ModelNotFound(message, param="model")
 
 
-def read_completion(body: bytes, model: ServedModel, name: str) -> Ask:
-    """`name` is what the model is served as. Takes as long as the prompt is.
+def read_completion(body: bytes, model: ServedModel, name: str) -> ParsedRequest:
+    """Parse a body. `name` is what the model is served as. The time grows with the prompt.
 
     Raises `BadRequest` and `ModelNotFound`.
     """
     fields = load(body)
-    asked = _read(CompletionRequest, fields, name)
-    n = asked.n or 1
-    if asked.best_of is not None and asked.best_of != n:
+    request = _read(CompletionRequest, fields, name)
+    n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
         raise _unsupported("best_of", "best_of other than n is not supported")
-    if asked.echo and asked.logprobs is not None:
+    if request.echo and request.logprobs is not None:
         raise _unsupported("echo", "echo is not supported together with logprobs")
-    prompts = _prompts(asked.prompt, model)
-    return _ask(asked, model, prompts, asked.max_tokens or 16, asked.logprobs, echo=asked.echo)
+    prompts = _prompts(request.prompt, model)
+    return _parsed(
+        request, model, prompts, request.max_tokens or 16, request.logprobs, echo=request.echo
+    )
 
 
-def read_chat(body: bytes, model: ServedModel, name: str) -> Ask:
-    """`name` is what the model is served as. Takes as long as the prompt is.
+def read_chat(body: bytes, model: ServedModel, name: str) -> ParsedRequest:
+    """Parse a body. `name` is what the model is served as. The time grows with the prompt.
 
     Raises `BadRequest` and `ModelNotFound`.
     """
     fields = load(body)
-    asked = _read(ChatRequest, fields, name)
-    if asked.top_logprobs is not None and not asked.logprobs:
+    request = _read(ChatRequest, fields, name)
+    if request.top_logprobs is not None and not request.logprobs:
         raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    limit, other = asked.max_completion_tokens, asked.max_tokens
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    limit, other = request.max_completion_tokens, request.max_tokens
     if limit is not None and other is not None and limit != other:
         raise BadRequest(
             "max_tokens is the old name of max_completion_tokens: give one of them",
@@ -139,10 +141,10 @@ def read_chat(body: bytes, model: ServedModel, name: str) -> Ask:
     tokens = read_messages(
         fields,
         model,
-        add_generation_prompt=asked.add_generation_prompt,
-        template_kwargs=asked.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt,
+        template_kwargs=request.chat_template_kwargs,
     )
-    return _ask(asked, model, [tokens], limit or other, logprobs)
+    return _parsed(request, model, [tokens], limit or other, logprobs)
 
 
 def read_messages(
@@ -152,7 +154,7 @@ def read_messages(
     add_generation_prompt: bool,
     template_kwargs: dict[str, Any] | None,
 ) -> list[int]:
-    """The token ids of a conversation that has been validated. Raises `BadRequest`."""
+    """Return the token ids of a validated conversation. Raises `BadRequest`."""
     messages = [_message(message, at) for at, message in enumerate(fields["messages"])]
     tokens = model.encode_chat(
         messages, **{**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
@@ -166,68 +168,68 @@ def _read(kind: type[B], fields: dict[str, Any], name: str) -> B:
         harmless = _UNSUPPORTED.get(field)
         if harmless is not None and value is not None and not harmless(value):
             raise _unsupported(field, f"{field} is not supported")
-    asked = read_body(kind, fields)
-    check_model(getattr(asked, "model", None), name)
-    return asked
+    request = read_body(kind, fields)
+    check_model(getattr(request, "model", None), name)
+    return request
 
 
 def _unsupported(field: str, message: str) -> BadRequest:
     return BadRequest(message, param=field, code="unsupported_parameter")
 
 
-def _ask(
-    asked: GenerateRequest,
+def _parsed(
+    request: GenerateRequest,
     model: ServedModel,
     prompts: list[list[int]],
     max_tokens: int | None,
     logprobs: int | None,
     *,
     echo: bool | None = None,
-) -> Ask:
-    n = asked.n or 1
+) -> ParsedRequest:
+    n = request.n or 1
     if len(prompts) * n > MAX_SEQUENCES:
         raise BadRequest(f"more than {MAX_SEQUENCES} answers at once", param="n")
-    if asked.stream_options is not None and not asked.stream:
+    if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options needs stream: true", param="stream_options")
     wanted = {
         name: value
-        for name in asked.model_fields_set & _SAMPLING
-        if (value := getattr(asked, name)) is not None
+        for name in request.model_fields_set & _SAMPLING
+        if (value := getattr(request, name)) is not None
     }
     wanted.setdefault("seed", random.getrandbits(63))
-    if asked.top_k is not None:
-        wanted["top_k"] = max(asked.top_k, 0)  # -1 and 0 both say "all" in the field
-    if asked.logit_bias:
-        wanted["logit_bias"] = _logit_bias(asked.logit_bias, model)
-    if asked.stop_token_ids:
-        model.check(asked.stop_token_ids, param="stop_token_ids")
-    param = "messages" if isinstance(asked, ChatRequest) else "prompt"
+    if request.top_k is not None:
+        wanted["top_k"] = max(request.top_k, 0)  # -1 and 0 both say "all" in the field
+    if request.logit_bias:
+        wanted["logit_bias"] = _logit_bias(request.logit_bias, model)
+    if request.stop_token_ids:
+        model.check(request.stop_token_ids, param="stop_token_ids")
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
     rooms = [model.room(len(tokens), max_tokens, param=param) for tokens in prompts]
-    if asked.min_tokens is not None and asked.min_tokens > min(rooms):
+    if request.min_tokens is not None and request.min_tokens > min(rooms):
         raise BadRequest("min_tokens is above max_tokens", param="min_tokens")
-    wanted["structure"] = read_structure(asked)
+    wanted["structure"] = read_structure(request)
     try:
         one = Sampling(**wanted, logprobs=logprobs, max_tokens=rooms[0])
     except ValidationError as error:
         raise invalid(error) from None
-    return Ask(
+    return ParsedRequest(
         prompts=prompts,
         samplings=[
             one if room == one.max_tokens else one.model_copy(update={"max_tokens": room})
             for room in rooms
         ],
         n=n,
-        stream=bool(asked.stream),
-        include_usage=bool(asked.stream_options and asked.stream_options.include_usage),
-        return_token_ids=bool(asked.return_token_ids),
+        stream=bool(request.stream),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        return_token_ids=bool(request.return_token_ids),
         echo=bool(echo),
-        priority=asked.priority,
-        timeout=asked.timeout,
+        priority=request.priority,
+        timeout=request.timeout,
     )
 
 
 def _prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
-    """`prompt` as OpenAI allows it: a string, token ids, or a list of either."""
+    """Return the token ids of each prompt. `prompt` is a string, token ids, or a list of either."""
     many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
     entries = prompt if many else [prompt]
     prompts = []
@@ -245,7 +247,7 @@ def _prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
 
 
 def _message(message: dict[str, Any], at: int) -> dict[str, Any]:
-    """A message with its content as one string, which is what chat templates read."""
+    """Return a message with its content as one string, as chat templates expect."""
     role, content = message["role"], message.get("content")
     if isinstance(content, list):
         parts = []

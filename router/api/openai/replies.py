@@ -1,4 +1,4 @@
-"""What whole answers look like: the types that `/openapi.json` shows, and tests hold answers to."""
+"""Types of whole responses. `/openapi.json` shows them, and tests hold responses to them."""
 
 from __future__ import annotations
 

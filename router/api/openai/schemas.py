@@ -1,7 +1,7 @@
-"""The bodies that clients send: what is here validates them, and is what `/openapi.json` shows.
+"""Models of the bodies that clients send. They validate the bodies and describe them.
 
-Fields that nobody knows are ignored, as vLLM does, since clients of many servers send them.
-Marked `SkipValidation` is what the reading looks at itself: prompts may be long.
+Unknown fields are ignored, as in vLLM, since clients of many servers send them. The parser checks
+fields marked `SkipValidation` itself: prompts may be long.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class StructuredOutputs(_Body):
 
 
 class GenerateRequest(_Body):
-    """What completions and chat have in common. Left out and null are the same."""
+    """What completions and chat have in common. A null field counts as left out."""
 
     model: str | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower: earlier")
@@ -150,7 +150,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn. Whatever else it has is passed on to the model's chat template."""
+    """One message. Its other fields are passed on to the model's chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

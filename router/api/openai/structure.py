@@ -1,4 +1,4 @@
-"""What an output has to look like: OpenAI's `response_format` and vLLM's extensions, as one."""
+"""Structured outputs: reads OpenAI's `response_format` and vLLM's extensions as a `Structure`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ _FORMATS: dict[str, type[BaseModel]] = {
 }
 
 
-def read_structure(asked: GenerateRequest) -> Structure | None:
-    """The one structure that is asked for, None for plain text. Raises `BadRequest`."""
+def read_structure(request: GenerateRequest) -> Structure | None:
+    """Return the structure that `request` asks for, None for plain text.
+
+    Raises `BadRequest` if it asks for several, or for none that exists.
+    """
     found = [
         structure
         for name, read in _READERS.items()
-        if name in asked.model_fields_set
-        and (value := getattr(asked, name)) is not None
+        if name in request.model_fields_set
+        and (value := getattr(request, name)) is not None
         and (structure := read(value, name)) is not None
     ]
     if len(found) > 1:
@@ -62,7 +65,7 @@ def _structured_outputs(value: Any, name: str) -> Structure | None:
     read = _read(StructuredOutputs, value, name)
     given = {key for key, one in read.model_dump().items() if one is not None and one is not False}
     if read.json_ is False:
-        given.add("json_")  # a schema, of nothing
+        given.add("json_")  # the schema that nothing satisfies
     if len(given) != 1:
         raise BadRequest(f"{name}: give one kind of structure, not {len(given)}", param=name)
     if read.regex is not None:

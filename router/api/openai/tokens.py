@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them."""
+"""`/tokenize` and `/detokenize`, compatible with vLLM."""
 
 from __future__ import annotations
 
@@ -59,31 +59,31 @@ def routes(router: Router) -> APIRouter:
 
 def _tokenize(body: bytes, model: ServedModel, name: str) -> Tokenized:
     fields = load(body)
-    asked: TokenizeRequest | TokenizeChatRequest
+    request: TokenizeRequest | TokenizeChatRequest
     if "messages" in fields:
-        asked = read_body(TokenizeChatRequest, fields)
-        check_model(asked.model, name)
+        request = read_body(TokenizeChatRequest, fields)
+        check_model(request.model, name)
         tokens = read_messages(
             fields,
             model,
-            add_generation_prompt=asked.add_generation_prompt,
-            template_kwargs=asked.chat_template_kwargs,
+            add_generation_prompt=request.add_generation_prompt,
+            template_kwargs=request.chat_template_kwargs,
         )
     else:
-        asked = read_body(TokenizeRequest, fields)
-        check_model(asked.model, name)
-        tokens = model.encode(asked.prompt, special=asked.add_special_tokens)
+        request = read_body(TokenizeRequest, fields)
+        check_model(request.model, name)
+        tokens = model.encode(request.prompt, special=request.add_special_tokens)
     return {
         "count": len(tokens),
         "max_model_len": model.info.context_length,
         "tokens": tokens,
-        "token_strs": model.pieces(tokens) if asked.return_token_strs else None,
+        "token_strs": model.pieces(tokens) if request.return_token_strs else None,
     }
 
 
 def _detokenize(body: bytes, model: ServedModel, name: str) -> Detokenized:
-    asked = read_body(DetokenizeRequest, load(body))
-    check_model(asked.model, name)
-    if asked.tokens:
-        model.check(asked.tokens, param="tokens")
-    return {"prompt": model.decode(asked.tokens)}
+    request = read_body(DetokenizeRequest, load(body))
+    check_model(request.model, name)
+    if request.tokens:
+        model.check(request.tokens, param="tokens")
+    return {"prompt": model.decode(request.tokens)}
