@@ -1,9 +1,9 @@
-"""The tree of errors that a client can be told of; each carries the wire name of its type.
+"""The errors that clients can see; each carries the wire name of its type.
 
     MicroserveError
     ├── BadRange          400  a range that does not lie in the prompt
-    ├── BadRequest        400  a body or parameter that makes no sense
-    ├── Unauthorized      401  no or a wrong API key
+    ├── BadRequest        400  an invalid body or parameter
+    ├── Unauthorized      401  a missing or wrong API key
     ├── BadAddress        401  a kv_addr that is forged, malformed, or for other weights or prompt
     ├── UnknownLease      404  no such lease here
     ├── LeaseExpired      410  the lease has ended
@@ -11,14 +11,14 @@
     ├── KVIncomplete      409  fewer tokens have landed than the call relies on
     ├── StaleEpoch        409  the engine was restarted since the address was made
     ├── TooLarge          413  a body over the limit
-    ├── NoCapacity        429  no pages or no queue slot just now; carries retry_after_s
+    ├── NoCapacity        429  no pages or no queue slot now; carries retry_after_s
     ├── PeerUnreachable   502  the other engine cannot be reached
     ├── Draining          503  this engine takes no new work
     ├── Timeout           504  a deadline passed
-    └── Internal          500  a defect here; logged with its traceback
+    └── Internal          500  a defect in this process; logged with its traceback
 
-The KV cache raises some of these itself, so the tree lives in the lowest layer; `engine.protocol`
-gives it to the router, and maps it to and from HTTP.
+The KV cache raises some of these, so the tree is in the lowest layer. `engine.protocol` exports it
+to the router and maps it to and from HTTP.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TooLarge(MicroserveError):
 
 
 class NoCapacity(MicroserveError):
-    """No room now; ask again in `retry_after_s` seconds, which travels as `Retry-After`."""
+    """No room now. Retry in `retry_after_s` seconds, which travels as `Retry-After`."""
 
     type = "no_capacity"
     status = 429

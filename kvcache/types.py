@@ -1,4 +1,4 @@
-"""Names for the integers and strings that this field keeps mixing up."""
+"""Types for ids that are plain integers and strings otherwise."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NewType
 
 __all__ = ["EngineId", "LeaseId", "PageId", "PageName", "SeqId", "SlotIndex", "TokenPos"]
 
-PageId = NewType("PageId", int)  # which page of the pool; 0 is the scratch page
-PageName = NewType("PageName", str)  # of a page of a prefix, which says all tokens up to its end
-SlotIndex = NewType("SlotIndex", int)  # which token's place within a page, TokenPos % page_size
+PageId = NewType("PageId", int)  # a page of the pool; 0 is the scratch page
+PageName = NewType("PageName", str)  # a page of a prefix; identifies all tokens up to its end
+SlotIndex = NewType("SlotIndex", int)  # a token's place within its page: TokenPos % page_size
 TokenPos = NewType("TokenPos", int)  # absolute position in a sequence
 SeqId = NewType("SeqId", int)  # a sequence of this engine's cache
 LeaseId = NewType("LeaseId", str)  # a receive lease of this engine

@@ -1,4 +1,4 @@
-"""`kv_addr`: where a peer may put, signed by the engine that owns the memory."""
+"""`kv_addr`: the signed address of a receive lease."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MAC_BYTES = 16
 
 
 def prompt_digest(tokens: Sequence[int]) -> str:
-    """A digest of token ids; the content that an address is good for."""
+    """Return a digest of token ids; an address is valid for one prompt only."""
     raw = np.asarray(tokens, dtype=np.int64).tobytes()
     return hashlib.blake2b(raw, digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class KVAddress:
-    """Room for the KV of `prompt[begin:end]` and of what follows it, up to `room` tokens in all.
+    """Room for the KV of `prompt[begin:end]` and its continuation, `room` tokens in total.
 
     `begin` is a multiple of the page size. `runs` are `[first page, count]` pairs: the pages of
     positions `begin`, `begin + page_size`, …
@@ -37,25 +37,25 @@ class KVAddress:
 
     engine_id: EngineId
     epoch: int
-    url: str  # where the owner is asked for more room; empty: nowhere
-    endpoint: str  # how the owner's transport is reached, as in "shm:<pid>:<fd>"
+    url: str  # of the owner's HTTP API, to extend the lease; empty if there is none
+    endpoint: str  # of the owner's transport, as in "shm:<pid>:<fd>"
     lease_id: LeaseId
-    slot: int  # which word group of the owner's control block is the lease's
-    nonce: int  # what stands there while the lease lives
+    slot: int  # of the lease, in the owner's control block
+    nonce: int  # in that slot while the lease is live
     begin: int
     end: int
     room: int
     runs: tuple[tuple[int, int], ...]
     fingerprint: str
     digest: str  # of prompt[:end]
-    shard: Shard | None = None  # the part of the model that the owner's pool is for; None: all
+    shard: Shard | None = None  # the part of the model in the owner's pool; None: all
 
     def pages(self) -> list[PageId]:
-        """The pages, one by one."""
+        """Return the pages one by one."""
         return [PageId(first + i) for first, count in self.runs for i in range(count)]
 
     def sign(self, secret: bytes) -> str:
-        """One URL-safe string: the fields, and an HMAC-SHA256 of them under the cluster secret."""
+        """Return a URL-safe string: the fields and their HMAC-SHA256 under the cluster secret."""
         body = json.dumps(list(asdict(self).values()), separators=(",", ":")).encode()
         return base64.urlsafe_b64encode(_mac(secret, body) + body).decode().rstrip("=")
 
@@ -81,7 +81,7 @@ class KVAddress:
 
 
 def page_runs(pages: Sequence[PageId]) -> tuple[tuple[int, int], ...]:
-    """Consecutive pages as `(first, count)`."""
+    """Return runs of consecutive pages as `(first, count)`."""
     runs: list[tuple[int, int]] = []
     for page in pages:
         if runs and page == runs[-1][0] + runs[-1][1]:

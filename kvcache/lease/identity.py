@@ -1,4 +1,4 @@
-"""Which engine this is, in which life, of which cluster, and whose KV it takes."""
+"""The identity of an engine, as its addresses state it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Identity"]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What an engine's addresses say of it; fixed for the life of the process."""
+    """The fields of an engine that its addresses carry; fixed for the life of the process."""
 
     engine_id: EngineId
-    epoch: int  # another one each time the engine starts
-    secret: bytes  # the cluster's: signs addresses
-    fingerprint: str  # of layout and weights: equal iff KV can travel (`KVLayout`)
-    url: str = ""  # of its HTTP API; empty: it has none
+    epoch: int  # differs each time the engine starts
+    secret: bytes  # of the cluster; signs addresses
+    fingerprint: str  # of layout and weights; equal iff KV can travel (`KVLayout`)
+    url: str = ""  # of its HTTP API; empty if it has none

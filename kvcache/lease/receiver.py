@@ -1,4 +1,4 @@
-"""The receiver's side: from `prep_recv` to a sequence, to the prefix cache, or to nothing."""
+"""The receiving side: leases from `prep_recv` until they start, are committed or end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvcache.types import LeaseId, PageId, SeqId
 
 __all__ = ["LeaseReceiver"]
 
-STALL_S = 1.0  # a gap between sweeps beyond which the time did not count for any sender
+STALL_S = 1.0  # a longer gap between sweeps counts for no sender: this process stood still
 
 
 class LeaseReceiver:
@@ -61,7 +61,7 @@ class LeaseReceiver:
         self._admit(wanted, wanted, "end")
         matched = self._manager.share(matched)
         try:
-            # After sharing, so that taking pages cannot evict what was matched.
+            # After sharing: taking pages cannot evict the matched ones then.
             own = self._take(wanted)
             try:
                 lease = self.leases.open(
@@ -115,7 +115,7 @@ class LeaseReceiver:
         if lease.begin < len(tokens):
             length = min(length, len(tokens) - 1)
         else:
-            # All is matched, and its last page, which others share, must not be written.
+            # Everything is matched. The last page is shared, so it must not be written.
             matched, shared = matched[:-1], matched[-1:]
             self._manager.drop(shared)
             length = len(matched) * self._page_size
@@ -155,13 +155,13 @@ class LeaseReceiver:
         return late
 
     def holders(self) -> Iterator[Sequence[PageId]]:
-        """Every page that a lease or quarantine holds, for the proof of ownership."""
+        """Yield the pages that leases and quarantine hold, to prove ownership."""
         return self.leases.holders()
 
     def _admit(self, wanted: int, pages: int, param: str) -> None:
-        """Whether a lease may take `wanted` pages, to have `pages` of its own.
+        """Check that a lease may take `wanted` more pages and have `pages` of its own then.
 
-        Raises `BadRequest` if never, `NoCapacity` if not now.
+        Raises `BadRequest` if it never may, `NoCapacity` if it may not now.
         """
         limit = self._manager.total // 2
         if pages > limit:
@@ -171,7 +171,10 @@ class LeaseReceiver:
             raise NoCapacity(f"{wanted} pages wanted; leases hold {held} of at most {limit}")
 
     def _take(self, count: int) -> list[PageId]:
-        """Pages for a lease, if every running sequence keeps one to grow into."""
+        """Take pages for a lease if every running sequence keeps one to grow into.
+
+        Raises `NoCapacity` otherwise.
+        """
         if self._manager.available < count + len(self._sequences):
             raise NoCapacity(f"{count} pages wanted, {self._manager.available} available")
         return self._manager.take(count)
@@ -196,7 +199,7 @@ class LeaseReceiver:
         ).sign(identity.secret)
 
     def _fenced(self, lease: ReceiveLease) -> list[PageId]:
-        """Pages with what has landed of a lease, which no writer can reach; ends the lease."""
+        """End a lease; return pages with what has landed, which no writer can reach."""
         safe, rest = divmod(lease.landed - lease.begin, self._page_size)
         fresh = self._manager.take(len(lease.own) - safe)
         if rest:

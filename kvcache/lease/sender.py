@@ -1,4 +1,4 @@
-"""The sender's side: from an address to a claimed lease, and what is put there."""
+"""The sending side: claims a lease by its address, and mirrors sequences into leases."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ class PutOpener(Protocol):
 
 
 class Mirror:
-    """The KV of one sequence, kept up to date in a lease on another engine (DéjàVu's token
-    streaming). The cache's lock guards it.
+    """A replica of one sequence's KV in a lease on another engine (DéjàVu's token streaming).
 
-    One write is under way at a time: all layers of what is new, then the watermark. Its pages are
-    held until it has drained, whatever becomes of the sequence.
+    One write is in flight at a time: all layers of the new tokens, then the watermark. The mirror
+    holds the pages of the write until it has drained, even if the sequence is removed. The cache's
+    lock guards it.
     """
 
     def __init__(self, address: KVAddress) -> None:
         self.address = address
-        self.begin = address.begin  # the first position that is sent
-        self.landed = address.begin  # tokens whose KV is known to be there
-        self.sent = address.begin  # tokens whose KV is there or under way
+        self.begin = address.begin  # first position to send
+        self.landed = address.begin  # tokens whose KV is known to have landed
+        self.sent = address.begin  # tokens whose KV has landed or is in flight
         self.put: Put | None = None
-        self.held: list[PageId] = []  # what the write under way reads
+        self.held: list[PageId] = []  # pages of the write in flight
         self.failure: MicroserveError | None = None
         self.closed = False
 
     @property
     def room(self) -> int:
-        """Tokens that the lease has room for."""
+        """Tokens for which the lease has room."""
         return self.address.room
 
     def renew(self) -> None:
-        """Show the receiver that the sender lives."""
+        """Show the receiver that this sender is alive."""
         if self.put is not None and not self.closed:
             self.put.renew()
 
@@ -107,10 +107,10 @@ class Sender:
         if (address.lease_id, address.nonce) != (mirror.address.lease_id, mirror.address.nonce):
             raise BadAddress("kv_addr is for another lease", param="kv_addr")
         with self._lock:
-            put, mirror.put = mirror.put, None  # nothing is written meanwhile
+            put, mirror.put = mirror.put, None  # `advance` skips a mirror without a put
         if put is None:
             raise Internal("the mirror is being extended already")
-        put.close().result()  # at most what was under way: the new claim begins at the watermark
+        put.close().result()  # the new claim must begin at the watermark
         claimed = self._claim(address, mirror.sent)
         with self._lock:
             mirror.address, mirror.put = address, claimed
@@ -143,12 +143,12 @@ class Sender:
             mirror.put.close()
 
     def holders(self) -> Iterator[Sequence[PageId]]:
-        """Every page that a mirror holds, for the proof of ownership."""
+        """Yield the pages that mirrors hold, to prove ownership."""
         for mirror in self._writing:
             yield mirror.held
 
     def _drained(self, mirror: Mirror, done: Future[None]) -> None:
-        """A write is over, one way or the other. On the transport's thread."""
+        """Release the pages of a finished or failed write. Runs on the transport's thread."""
         error = done.exception()
         with self._lock:
             self._writing.discard(mirror)

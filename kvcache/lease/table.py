@@ -1,12 +1,12 @@
-"""Receive leases: who may write where, until when, and what happens to the pages afterwards.
+"""Receive leases: which sender may write which pages, until when, and what follows.
 
     prep_recv ──► RESERVED ──► LANDED ──► start / commit: the pages go to a sequence or the tree
                      │            │
                      └────────────┴─────► release / expiry: the pages are free, or QUARANTINED
                                           until the write right proves that no put is in flight
 
-A lease that ends is closed in memory first (`nonce` cleared): every later write is refused, while
-a write under way holds the slot's write right. Quarantine ends by that proof, never by time.
+Ending a lease first clears its `nonce` in the control slot. Every later write is refused then; a
+write in flight holds the slot's write right. Quarantine ends by that proof, never by time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvcache.types import LeaseId, PageId
 
 __all__ = ["LeaseTable", "ReceiveLease", "Watch"]
 
-REMEMBERED = 4096  # ended leases whose ids still answer lease_expired rather than unknown_lease
+REMEMBERED = 4096  # ended leases that still answer lease_expired instead of unknown_lease
 
 
 @dataclass(slots=True)
 class ReceiveLease:
-    """Room for the KV of `tokens` and of what will follow them, `room` tokens in all.
+    """Room for the KV of `room` tokens: `tokens` and their continuation.
 
-    The first `begin` were here already.
+    The KV of the first `begin` was cached already.
     """
 
     lease_id: LeaseId
@@ -44,9 +44,9 @@ class ReceiveLease:
     matched: list[PageId]  # pages of tokens[:begin], held, shared with the prefix cache
     own: list[PageId]  # pages from `begin` on, reserve included; peers write into them
     lease_s: float
-    deadline: float  # on the clock that the caller of `sweep` reads
-    landed: int = field(default=0)  # as last seen
-    renewals: int = field(default=0)  # as last seen
+    deadline: float  # on the cache's clock, seconds
+    landed: int = field(default=0)  # as last read
+    renewals: int = field(default=0)  # as last read
 
     @property
     def end(self) -> int:
@@ -58,7 +58,7 @@ class ReceiveLease:
 
 
 class Watch:
-    """Some leases as they stand in memory, all read in one operation; needs no lock."""
+    """A reader of several leases' words, in one numpy operation and without the lock."""
 
     def __init__(self, slots: ControlSlots, leases: Sequence[ReceiveLease]) -> None:
         self._control = slots
@@ -66,7 +66,7 @@ class Watch:
         self._nonces = np.array([lease.nonce for lease in leases], dtype=np.uint64)
 
     def read(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-        """Watermarks, and which of the leases live; those of ended ones mean nothing."""
+        """Return the watermarks, and which leases are live; ignore the watermarks of others."""
         words = self._control.slots[self._slots]
         return words[:, LANDED], words[:, NONCE] == self._nonces
 
@@ -82,11 +82,11 @@ class LeaseTable:
         self._quarantine: list[tuple[int, list[PageId]]] = []
 
     def committed(self, lease_id: LeaseId) -> int | None:
-        """How many tokens were published of a lease that was committed; None if it was not."""
+        """Return the tokens published of a committed lease; None if it was not committed."""
         return self._ended.get(lease_id)
 
     def commit(self, lease: ReceiveLease, tokens: int) -> list[PageId]:
-        """`take_over`, and remember how many tokens are published of it."""
+        """Take a lease over, and remember how many of its tokens are published."""
         own = self.take_over(lease)
         self._ended[lease.lease_id] = tokens
         return own
@@ -102,7 +102,7 @@ class LeaseTable:
         lease_s: float,
         now: float,
     ) -> ReceiveLease:
-        """A new lease over pages that the caller has taken. Raises `NoCapacity` without a slot."""
+        """Open a lease over pages that the caller has taken. Raises `NoCapacity` without a slot."""
         if not self._slots:
             raise NoCapacity(f"{SLOTS} receive leases are open")
         slot = self._slots.pop()
@@ -128,25 +128,25 @@ class LeaseTable:
         return lease
 
     def get(self, lease_id: LeaseId) -> ReceiveLease:
-        """A live lease, its watermark reread. Raises `LeaseExpired` or `UnknownLease`."""
+        """Return a live lease, its watermark reread. Raises `LeaseExpired` or `UnknownLease`."""
         lease = self._live.get(lease_id)
         if lease is None:
             if lease_id in self._ended:
                 raise LeaseExpired(f"lease {lease_id} has ended", param="lease_id")
             raise UnknownLease(f"there is no lease {lease_id}", param="lease_id")
-        # No sender of ours raises it further than there is room; none of another kind is believed.
+        # A put never raises it beyond the room; do not believe a faulty writer that does.
         lease.landed = min(int(self._control.slots[lease.slot, LANDED]), lease.room)
         return lease
 
     def watch(self, leases: Sequence[ReceiveLease]) -> Watch:
-        """Look at these leases again and again."""
+        """Return a reader of these leases' watermarks."""
         return Watch(self._control, leases)
 
     def close(self, lease: ReceiveLease) -> list[PageId]:
-        """End a lease; no byte is written on its behalf from now on, but by a put under way.
+        """End a lease: no write on its behalf can begin any more.
 
-        Returns its own pages if no put is under way; otherwise they are in quarantine and come out
-        of `sweep` one day. The matched pages are the caller's to drop.
+        Return its own pages if no put is in flight. Otherwise they go to quarantine, and a later
+        `sweep` returns them. The caller drops the matched pages.
         """
         self._end(lease)
         if self._writer_is_gone(lease.slot):
@@ -156,8 +156,11 @@ class LeaseTable:
         return []
 
     def take_over(self, lease: ReceiveLease) -> list[PageId]:
-        """End a lease and go on using its own pages, which are returned. Raises `KVIncomplete` if a
-        put is under way; the lease lives on then, and that put never notices."""
+        """End a lease, and return its own pages for further use.
+
+        Raises `KVIncomplete` if a put is in flight; the lease lives on then, and the put does not
+        notice.
+        """
         if not self._control.try_right(lease.slot):
             raise KVIncomplete("a sender is still writing into this lease")
         try:
@@ -168,7 +171,7 @@ class LeaseTable:
         return lease.own
 
     def expired(self, now: float) -> list[ReceiveLease]:
-        """Leases whose time is up; a sign of life since the last look renews a lease instead."""
+        """Return the leases whose time is up. A renewal since the last call extends a lease."""
         late = []
         for lease in self._live.values():
             words = self._control.slots[lease.slot]
@@ -181,7 +184,7 @@ class LeaseTable:
         return late
 
     def sweep(self) -> list[PageId]:
-        """Pages that have come out of quarantine."""
+        """Return the pages that have left quarantine."""
         free: list[PageId] = []
         waiting = []
         for slot, pages in self._quarantine:
@@ -204,11 +207,11 @@ class LeaseTable:
         return sum(len(pages) for _, pages in self._quarantine)
 
     def live(self) -> list[ReceiveLease]:
-        """The live leases, their watermarks reread."""
+        """Return the live leases, their watermarks reread."""
         return [self.get(lease_id) for lease_id in self._live]
 
     def holders(self) -> Iterator[list[PageId]]:
-        """Every page that a lease or quarantine holds, for the proof of ownership."""
+        """Yield the pages that leases and quarantine hold, to prove ownership."""
         for lease in self._live.values():
             yield lease.matched
             yield lease.own
@@ -223,7 +226,7 @@ class LeaseTable:
             del self._ended[next(iter(self._ended))]
 
     def _writer_is_gone(self, slot: int) -> bool:
-        """Whether no put into a closed slot is under way; none can begin any more."""
+        """Whether no put into a closed slot is in flight; none can begin any more."""
         if not self._control.try_right(slot):
             return False
         self._control.drop_right(slot)

@@ -1,7 +1,7 @@
-"""Which cached pages may be evicted, and in which order: policy, apart from the tree's mechanism.
+"""The eviction policy of the prefix tree: which cached pages may be evicted, in which order.
 
-Two policies meet here (§3.5): the engine's own, least recently used first, and the router's, who
-pins prefixes that it knows to matter.
+It combines two policies (§3.5): the engine's own, least recently used first, and the router's,
+which pins prefixes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["EvictionPolicy"]
 
 
 class EvictionPolicy:
-    """Pinned pages never go; of the others, those of the branch used longest ago go first.
+    """Pinned pages stay. Of the others, those of the least recently used branch go first.
 
     At most half of the pool may be pinned, so that there is always room to work. The cache's lock
     guards it.
@@ -33,11 +33,11 @@ class EvictionPolicy:
         self._clock = count(1)
 
     def stamp(self) -> int:
-        """When something is used: later stamps are larger, and evicted later."""
+        """Return a time of use. Later stamps are larger, and evicted later."""
         return next(self._clock)
 
     def pin(self, key: bytes, pages: Sequence[PageId]) -> None:
-        """Keep `pages`, those of the prefix `key`; instead of what `key` kept before, if anything.
+        """Pin `pages` for the prefix `key`, in place of the pages that `key` pinned before.
 
         Raises `NoCapacity` beyond the limit, changing nothing.
         """
@@ -53,21 +53,21 @@ class EvictionPolicy:
             raise NoCapacity(f"{len(pages)} pages wanted; at most {self._limit} may be pinned")
 
     def unpin(self, key: bytes) -> int:
-        """Keep the prefix `key` no longer; returns how many pages it kept. Idempotent."""
+        """Remove the pin of `key`; return how many pages it kept. Idempotent."""
         pages = self._pinned.pop(key, [])
         self._pins[pages] -= 1
         return len(pages)
 
     @property
     def pinned(self) -> int:
-        """Pages that may not go."""
+        """Number of pinned pages."""
         return int(np.count_nonzero(self._pins))
 
     def pages(self, key: bytes) -> list[PageId]:
-        """The pages that the pin of `key` keeps."""
+        """Return the pages that the pin of `key` keeps."""
         return list(self._pinned.get(key, []))
 
     def unpinned(self, pages: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-        """Whether each of `pages` may go."""
+        """Return for each of `pages` whether no pin keeps it."""
         unpinned: npt.NDArray[np.bool_] = self._pins[pages] == 0
         return unpinned

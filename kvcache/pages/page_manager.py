@@ -21,29 +21,29 @@ class LowerTier(Protocol):
     """The tier below: it keeps copies of prefixes that may be evicted here."""
 
     def offer(self, tokens: Tokens) -> None:
-        """The full pages of `tokens` are in the prefix tree now."""
+        """Note that the full pages of `tokens` have entered the prefix tree."""
         ...
 
 
 class PageManager:
-    """Free pages, counted pages, and the prefix tree, which gives pages back under pressure.
+    """Free pages, referenced pages, and the prefix tree, which returns pages under pressure.
 
     Sequences, leases, quarantine and the tree hold one reference on each of their pages. The
     cache's lock guards it.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
-        """`pages` of `page_size` tokens, of which page 0 is set aside."""
+        """Manage `pages` of `page_size` tokens; page 0 is reserved."""
         self.pool = PagePool(pages)
         self.policy = EvictionPolicy(pages)
         self.prefix = PrefixTree(self.pool, page_size, self.policy)
         self.lower_tier: LowerTier | None = None
 
     def take(self, count: int, *, leaving: int = 0) -> list[PageId]:
-        """`count` pages, each now held once; cached ones make way.
+        """Take `count` pages, one reference each; evict cached ones where too few are free.
 
-        Raises `NoCapacity`, also where fewer than `leaving` pages would be available afterwards.
-        What can never be had evicts nothing: one that waits for room asks again at each step.
+        Raises `NoCapacity`, also if fewer than `leaving` pages would be available afterwards. A
+        request that cannot be met evicts nothing, because waiting jobs retry at each step.
         """
         if leaving and self.available < count + leaving:
             raise NoCapacity(f"{count} pages wanted, {self.available} available")
@@ -55,23 +55,23 @@ class PageManager:
         return self.pool.take(count)
 
     def share(self, pages: Sequence[PageId]) -> list[PageId]:
-        """Hold each of `pages` once more; returns them as a list of one's own."""
+        """Add a reference to each of `pages`; return a copy of the list."""
         self.pool.share(pages)
         return list(pages)
 
     def drop(self, pages: Sequence[PageId]) -> None:
-        """Hold each of `pages` once less; the last to let go frees it."""
+        """Drop a reference to each of `pages`; a page without references is free."""
         self.pool.drop(pages)
 
     def publish(self, tokens: Tokens, pages: Sequence[PageId]) -> None:
-        """Let the prefix tree share full pages, and the tier below keep a copy of them."""
+        """Enter full pages into the prefix tree, and offer them to the tier below."""
         self.prefix.insert(tokens, pages)
         if self.lower_tier is not None:
             self.lower_tier.offer(tokens)
 
     @property
     def refs(self) -> npt.NDArray[np.int32]:
-        """How often each page is held."""
+        """References to each page."""
         return self.pool.refs
 
     @property
@@ -83,8 +83,8 @@ class PageManager:
     def available(self) -> int:
         """Pages that are free or can be made so by eviction, at most.
 
-        It may be fewer: what nobody else holds cannot go while somebody holds what continues it,
-        as a sequence does that has a duplicate of the former.
+        Fewer can be had where a page that only the tree holds is continued by one that is in use.
+        That happens when a sequence has a duplicate of the former.
         """
         return self.pool.free + self.prefix.evictable
 

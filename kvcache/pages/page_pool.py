@@ -1,4 +1,4 @@
-"""Which pages are free, and how often each of the others is held."""
+"""Free pages, and the references to the others."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SCRATCH_PAGE = PageId(0)
 
 
 class PagePool:
-    """Reference counts and the free list of `pages` pages, of which page 0 is set aside.
+    """Reference counts and the free list of `pages` pages; page 0 is reserved.
 
-    Holders (sequences, leases, the prefix cache, quarantine) count one reference a page each; one
-    whose last reference goes is free again. Not thread-safe: the cache's lock guards it.
+    Holders (sequences, leases, the prefix tree, quarantine) have one reference per page. A page
+    without references is free. Not thread-safe: the cache's lock guards it.
     """
 
     def __init__(self, pages: int) -> None:
@@ -41,7 +41,7 @@ class PagePool:
         return len(self._free)
 
     def take(self, count: int) -> list[PageId]:
-        """`count` free pages, each now held once. Raises `NoCapacity`, taking none."""
+        """Take `count` free pages, one reference each. Raises `NoCapacity`, taking none."""
         if count > len(self._free):
             raise NoCapacity(f"{count} pages wanted, {len(self._free)} free")
         if count == 0:
@@ -52,7 +52,7 @@ class PagePool:
         return pages
 
     def claim(self, pages: Iterable[PageId]) -> list[PageId]:
-        """Take just these, each now held once. Raises `Internal` if one of them is not free."""
+        """Take these pages, one reference each. Raises `Internal` if one of them is not free."""
         wanted = set(pages)
         free = [page for page in self._free if page not in wanted]
         if len(free) + len(wanted) != len(self._free):
@@ -109,20 +109,20 @@ class PagePool:
         return bool(self._evictable[page] and self.refs[page] == 1)
 
     def begin_read(self, page: PageId, wait: Callable[[], object]) -> None:
-        """Let `page`, which somebody holds, be read without the lock, until `end_read`.
+        """Let a held page be read without the lock, until `end_read`.
 
-        Whoever frees the page in between calls `wait`, which returns when the page has been read.
-        So a page that is being copied is neither freed nor reused (DistServe, DS5), and still
-        counts as what it is to everybody else: a cached page can be evicted at any moment, at the
-        cost of one page's copy at most. The reader must not need the lock to finish. A page has
-        one reader at a time. Raises `Internal` if nobody holds the page.
+        If the page is freed before, freeing it calls `wait`, which returns when the page has been
+        read. So a page that is being copied is neither freed nor reused (DistServe, DS5), and
+        keeps its state otherwise: a cached page can be evicted at any moment, at the cost of one
+        page's copy at most. The reader must not need the lock to finish. A page has one reader at
+        a time. Raises `Internal` for a free page.
         """
         if self.refs[page] <= 0:
             raise Internal(f"page {page} is read while nobody holds it")
         self._readers[page] = wait
 
     def end_read(self, page: PageId) -> None:
-        """Freeing `page` waits no longer; it may have been freed already."""
+        """End the read of a page, which may have been freed already."""
         self._readers.pop(page, None)
 
     def check(self, holders: Iterable[Sequence[PageId]]) -> None:

@@ -7,10 +7,10 @@ so that following a path is one `memcmp` a node, whatever its length:
                                      └─ "pages 4..5 of prompt B"      children by their first page
 
 The tree holds one reference on each page in it. A page that only the tree holds can be evicted, in
-the order that the policy says, and from the ends of the branches inwards.
+the order of the policy and from the ends of the branches inwards.
 
-Others can follow what is in the tree: from then on each page has a name, which says all tokens up
-to its end, and they are told of the names that come and go.
+A follower receives the names of pages that enter and leave the tree. A page's name identifies all
+tokens up to its end.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["Namer", "PrefixTree", "Tell", "Tokens"]
 
 TOKEN_BYTES = 4
 Tokens = Sequence[int] | npt.NDArray[np.int32]
-# Of the page before it ("" for none) and of its own tokens, int32, the name of a page.
+# Names a page, given the name of the page before it ("" for none) and its own int32 tokens.
 Namer = Callable[[PageName, bytes], PageName]
-Tell = Callable[[Sequence[PageName], Sequence[PageName]], None]  # which came, which went
+Tell = Callable[[Sequence[PageName], Sequence[PageName]], None]  # names entered, names left
 
 
 class _Node:
@@ -44,13 +44,13 @@ class _Node:
         self.key = key
         self.pages = pages
         self.used = used
-        self.queued = False  # whether the queue of leaves has it; a parked leaf is not queued
-        self.names: list[PageName] = []  # of the pages; none where nobody follows
+        self.queued = False  # whether the heap of leaves has it
+        self.names: list[PageName] = []  # of the pages; empty without a follower
         self.children: dict[bytes, _Node] = {}
 
 
 class PrefixTree:
-    """Finds and keeps the pages of prompts seen before. The cache's lock guards it."""
+    """The pages of earlier prompts, found by their tokens. The cache's lock guards it."""
 
     def __init__(self, pool: PagePool, page_size: int, policy: EvictionPolicy) -> None:
         self._pool = pool
@@ -61,16 +61,16 @@ class PrefixTree:
         self._held = np.zeros(len(pool.refs), dtype=bool)
         self._name: Namer | None = None
         self._tell: Tell | None = None
-        # Leaves by their last use as it was when they were queued: a later use is found out when
-        # the leaf comes up. Each leaf is here once, or parked.
+        # A heap by last use as of queueing; `evict` requeues a leaf that was used since. Each leaf
+        # is here once, or parked.
         self._leaves: list[tuple[int, int, _Node]] = []
-        self._parked: dict[PageId, _Node] = {}  # leaves whose last page, the key, cannot go now
+        self._parked: dict[PageId, _Node] = {}  # leaves by their last page, in use or pinned
         self._ages = count()
 
     def match(self, tokens: Tokens, *, use: bool = True) -> list[PageId]:
-        """The full pages of the longest cached prefix of `tokens`; none is held for you.
+        """Return the full pages of the longest cached prefix of `tokens`, without references.
 
-        Unless it is only looked at, it counts as just used.
+        With `use`, the prefix counts as just used.
         """
         pages: list[PageId] = []
         used = self._policy.stamp()
@@ -81,9 +81,9 @@ class PrefixTree:
         return pages
 
     def insert(self, tokens: Tokens, pages: Sequence[PageId]) -> None:
-        """Keep `pages`, the KV of `tokens`, from now on; only full pages.
+        """Add `pages`, the KV of `tokens`; only full pages.
 
-        Where the tree has a prefix already, its own pages stay and the given ones are not kept.
+        Where the tree has a prefix of `tokens` already, it keeps its own pages.
         """
         key = self._key(tokens)
         used = self._policy.stamp()
@@ -105,7 +105,7 @@ class PrefixTree:
                 child.names = self._names(node, tail)
                 node.children[tail[: self._page_key]] = node = child
                 self._queue(child)
-            else:  # what comes piece by piece must not make a node of each piece
+            else:  # a prompt published piece by piece stays one node
                 self._unpark(node.pages[-1])
                 node.names += self._names(node, tail)
                 node.key += tail
@@ -114,7 +114,7 @@ class PrefixTree:
                 self._tell(node.names[-len(rest) :], ())
 
     def cut(self, tokens: Tokens, keep: int) -> None:
-        """Forget page number `keep` of `tokens`, from 0, and all that continues it."""
+        """Remove page number `keep` of `tokens`, from 0, and everything that continues it."""
         done = 0
         for node, shared in self._walk(self._key(tokens)):
             if done + shared > keep:
@@ -125,7 +125,7 @@ class PrefixTree:
             done += shared
 
     def evict(self, wanted: int) -> int:
-        """Let go of up to `wanted` pages that nobody else holds; return how many became free.
+        """Evict up to `wanted` pages that nobody else holds; return how many became free.
 
         Takes O(log leaves) per page, and per leaf that was used, or became blocked, since the last
         call.
@@ -168,9 +168,9 @@ class PrefixTree:
         return freed
 
     def follow(self, name: Namer, tell: Tell) -> list[PageName]:
-        """The names of all pages that are here; `tell` is called for those that come and go.
+        """Return the names of all pages; call `tell` for those that enter and leave from now on.
 
-        One follower at a time: the latest. Names are made once, when there is a first follower.
+        There is one follower, the latest. Names are computed from the first follower on.
         """
         if self._name is None:
             self._name = name
@@ -182,7 +182,7 @@ class PrefixTree:
 
     @property
     def evictable(self) -> int:
-        """Pages that only the tree holds, and that may go."""
+        """Pages that only the tree holds and no pin keeps."""
         return self._pool.evictable
 
     @property
@@ -196,9 +196,9 @@ class PrefixTree:
         return int(np.count_nonzero(self._held)) * self._page_size
 
     def pin(self, tokens: Sequence[int]) -> int:
-        """Keep what is cached of a prefix from eviction; returns its tokens. Raises `NoCapacity`.
+        """Protect what is cached of a prefix from eviction; return its tokens.
 
-        Again for the same prefix: keep what is cached of it now.
+        A second call for the same prefix protects what is cached of it then. Raises `NoCapacity`.
         """
         pages, key = self.match(tokens), self._key(tokens)
         before = self._policy.pages(key)
@@ -207,7 +207,7 @@ class PrefixTree:
         return len(pages) * self._page_size
 
     def unpin(self, tokens: Sequence[int]) -> int:
-        """Keep a prefix no longer; returns the tokens that this pin kept. Idempotent."""
+        """Remove the pin of a prefix; return the tokens that it kept. Idempotent."""
         key = self._key(tokens)
         before = self._policy.pages(key)
         unpinned = self._policy.unpin(key)
@@ -215,7 +215,7 @@ class PrefixTree:
         return unpinned * self._page_size
 
     def holders(self) -> Iterator[list[PageId]]:
-        """The pages of each node, for the proof of ownership. Raises `Internal` if broken."""
+        """Yield the pages of each node, to prove ownership. Raises `Internal` for a broken node."""
         for node in self._nodes():
             if len(node.key) != len(node.pages) * self._page_key or not node.pages:
                 raise Internal("a node's key and pages differ in length")
@@ -231,7 +231,7 @@ class PrefixTree:
         return np.asarray(tokens[:full], dtype=np.int32).tobytes()
 
     def _walk(self, key: bytes) -> Iterator[tuple[_Node, int]]:
-        """Nodes along `key` and how many pages of each agree; only the last may agree in part."""
+        """Yield the nodes along `key` and how many of their pages match: all, but for the last."""
         step = self._page_key
         node, at = self._root, 0
         while (child := node.children.get(key[at : at + step])) is not None:
@@ -246,7 +246,7 @@ class PrefixTree:
             node, at = child, at + len(child.key)
 
     def _split(self, node: _Node, pages: int) -> None:
-        """Cut `node` after `pages` pages; it keeps the head, so that a walk may go on from it."""
+        """Split `node` after `pages` pages. It keeps the head, so a walk can continue from it."""
         at = pages * self._page_key
         tail = _Node(node, node.key[at:], node.pages[pages:], node.used)
         tail.children, node.children = node.children, {node.key[at:][: self._page_key]: tail}
@@ -307,7 +307,7 @@ class PrefixTree:
         self._pool.drop(pages)
 
     def _names(self, before: _Node, key: bytes) -> list[PageName]:
-        """The names of the pages of `key`, which continues `before`."""
+        """Return the names of the pages of `key`, which continues `before`."""
         names: list[PageName] = []
         if self._name is not None:
             last = before.names[-1] if before.names else PageName("")

@@ -359,7 +359,7 @@ async def stuck(source: MicroserveEngine, replica: MicroserveEngine) -> None:
     taken.set()
     await until(lambda: len(source.cache._sender._writing) == 1)
     (mirror,) = source.cache._sender._writing
-    assert mirror.held and (source.cache._manager.refs[mirror.held] > 1).all()
+    assert mirror.held and (source.cache.bookkeeping.pages.refs[mirror.held] > 1).all()
     seen.set()
     part = Part()
     for event in await collect(stream):

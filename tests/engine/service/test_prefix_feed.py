@@ -116,7 +116,7 @@ async def test_a_commit_and_a_cut_are_told():
         reply = engine.prep_recv(prep(prompt, 32, "commit"))
         assert engine.commit(reply.lease_id) == 32
         with engine.cache.lock:
-            engine.cache._manager.prefix.cut(prompt, 1)
+            engine.cache.bookkeeping.pages.prefix.cut(prompt, 1)
         await router.right(engine, [prompt])
         assert router.known == {page_names(prompt, PAGE)[0]}
 
