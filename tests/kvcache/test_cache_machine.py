@@ -727,7 +727,7 @@ class TwoCaches(RuleBasedStateMachine):
             cache.close()
 
 
-TestTwoCaches = TwoCaches.TestCase
+TestTwoCaches = pytest.mark.slow(TwoCaches.TestCase)
 TestTwoCaches.settings = settings(
     settings.default,
     max_examples=max(settings.default.max_examples, 200),

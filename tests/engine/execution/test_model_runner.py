@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from engine.execution.model_runner import ModelRunner, bucket
@@ -22,6 +23,7 @@ def test_few_numbers_of_rows_and_none_much_larger():
     assert len(set(sizes)) < 60
 
 
+@pytest.mark.slow
 def test_rows_that_are_added_change_nothing():
     """In bfloat16: 9 rows become 12, and 3 sequences of different lengths need logits."""
     model = load_model("tiny", dtype=torch.bfloat16, device=torch.device("cpu"))

@@ -81,6 +81,7 @@ def test_so_is_what_this_processor_has_something_else_for(monkeypatch, feature, 
 
 
 @needs
+@pytest.mark.slow
 def test_tied_embeddings_are_there_once():
     model = load_model("smollm2", dtype=torch.bfloat16, device=CPU).transformer
     assert model is not None and model.embed is model.head

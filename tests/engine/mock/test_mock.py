@@ -28,6 +28,7 @@ def tokens(events: list[dict[str, object]]) -> list[int]:
     return [token for event in events for token in event["token_ids"]]
 
 
+@pytest.mark.slow
 def test_tokens_depend_on_the_position_alone(mocks: list[EngineProcess]):
     events = mocks[0].generate(PROMPT, max_tokens=50)
     text = "".join(event["text"] for event in events)
@@ -77,6 +78,7 @@ def test_it_tells_what_is_cached(mocks: list[EngineProcess]):
     assert change == {"added": page_names(prompt, 16), "removed": []}
 
 
+@pytest.mark.slow
 def test_it_keeps_its_pace():
     engine = EngineProcess("--step-ms", "20", "--prefill-tokens-per-ms", "1", model="mock")
     try:
@@ -104,6 +106,7 @@ def test_completions_for_other_routers(mocks: list[EngineProcess]):
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "bad_request")
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_ends_its_completion():
     engine = EngineProcess("--step-ms", "10", model="mock")
     try:

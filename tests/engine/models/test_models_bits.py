@@ -50,6 +50,7 @@ def assert_rows_independent(model: Transformer) -> None:
             assert torch.equal(model.logits(hidden)[place], alone_logits), (rows, place)
 
 
+@pytest.mark.slow
 def test_tiny(threads):
     assert_rows_independent(load("tiny").transformer)
 
@@ -63,6 +64,7 @@ def test_tiny(threads):
         ("Qwen3", {"head_dim": 32}),
     ],
 )
+@pytest.mark.slow
 def test_architectures(kind, settings, threads, tmp_path):
     assert_rows_independent(load(save_folder(hf_model(kind, **settings), tmp_path)).transformer)
 

@@ -103,6 +103,7 @@ async def test_a_choice_that_is_aborted_harms_no_other(victim: int, after: int):
         await at_rest(engine)
 
 
+@pytest.mark.slow
 async def test_choices_under_pressure_take_turns_and_are_the_same():
     prompt = PROMPT[:40]
     async with running() as alone:

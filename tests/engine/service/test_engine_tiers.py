@@ -70,6 +70,7 @@ def stats(engine: MicroserveEngine) -> list[tuple[int, int]]:
 # Under pressure
 
 
+@pytest.mark.slow
 async def test_tokens_do_not_depend_on_swaps(alone: list[list[int]]):
     async with running(pages=12, stores=[HostStore(LAYOUT, 64)]) as engine:
         assert await together(engine) == alone

@@ -139,6 +139,7 @@ async def goes_on(
 
 
 @pytest.mark.parametrize("style", STYLES)
+@pytest.mark.slow
 async def test_a_mirror_goes_on_as_if_nothing_had_happened(pair: Pair, style: str):
     source, _ = pair
     options = {"max_tokens": 40, **STYLES[style]}
@@ -164,6 +165,7 @@ async def test_a_stop_string_ends_it_on_the_mirror_too(pair: Pair, cut: int):
 
 
 @pytest.mark.parametrize("every", [1, 3, 8])
+@pytest.mark.slow
 async def test_after_any_number_of_tokens_little_is_computed_again(pair: Pair, every: int):
     source, _ = pair
     whole = await read(source, "whole", max_tokens=26)
@@ -202,6 +204,7 @@ async def test_only_what_is_new_is_sent(pair: Pair):
 
 
 @pytest.mark.parametrize("reserve", [0, 1, 30])
+@pytest.mark.slow
 async def test_more_room_is_asked_for_before_it_is_used_up(reserve: int):
     network = MemoryNetwork()
     async with (
@@ -330,6 +333,7 @@ async def test_a_bad_address_is_the_callers_mistake(pair: Pair):
     replica.release(Release(lease_id=got.lease_id))
 
 
+@pytest.mark.slow
 async def test_a_mirror_that_is_stuck_keeps_its_pages_and_delays_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ):

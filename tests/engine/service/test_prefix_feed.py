@@ -70,6 +70,7 @@ def test_a_name_says_all_tokens_up_to_the_end_of_its_page():
     assert names == ["26ec4e1c03e59b30", "dc925506c471bf63"]
 
 
+@pytest.mark.slow
 async def test_a_reader_knows_what_prompts_have_left_and_what_had_to_make_way():
     """Run 40 prompts with shared prefixes through a pool that holds a part of them."""
     draw = random.Random(5)

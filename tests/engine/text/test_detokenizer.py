@@ -60,6 +60,7 @@ def encode(text: str, tokenizer: Tokenizer = TOKENIZER) -> list[int]:
 
 @given(st.text(max_size=60))
 @example(TEXT)
+@pytest.mark.slow
 def test_text_comes_out_as_the_tokenizer_decodes_it(text: str):
     for tokenizer in (TOKENIZER, PAIRS):
         tokens = encode(text, tokenizer)

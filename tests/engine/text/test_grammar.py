@@ -99,6 +99,7 @@ async def test_min_tokens_holds_where_the_grammar_lets_it(engine: MicroserveEngi
 
 
 @pytest.mark.parametrize("cut", [1, 9, 20])
+@pytest.mark.slow
 async def test_a_structured_output_goes_on_elsewhere(engine: MicroserveEngine, cut: int):
     options = {
         "structure": structure("json_schema", SCHEMA), "max_tokens": 300, "temperature": 1.0,

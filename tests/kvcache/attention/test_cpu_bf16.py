@@ -42,6 +42,7 @@ SHAPES = [(16, 2, 3, 16), (1, 1, 1, 16), (32, 3, 8, 64), (4, 1, 5, 128)]
 
 
 @pytest.mark.parametrize(("page_size", "kv_heads", "group", "dim"), SHAPES)
+@pytest.mark.slow
 def test_decodes_of_many_lengths(page_size: int, kv_heads: int, group: int, dim: int):
     lengths = [1, 2, 15, 16, 17, 130, 257, 31]
     many = world(lengths, page_size=page_size, kv_heads=kv_heads, group=group, dim=dim)
@@ -59,6 +60,7 @@ def test_a_decode_at_every_position():
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [16], [100, 131], [7, 8, 9, 140]])
+@pytest.mark.slow
 def test_a_prefill_in_chunks(cuts: list[int], dim: int):
     one = world([150], dim=dim)
     borders = [0, *cuts, 150]
@@ -99,6 +101,7 @@ def test_what_a_reused_page_held_never_shows(dim: int):
 
 
 @pytest.mark.parametrize(("page_size", "kv_heads", "group", "dim"), SHAPES)
+@pytest.mark.slow
 def test_sequences_that_begin_alike(page_size: int, kv_heads: int, group: int, dim: int):
     """Page tables with prefixes in common at two depths, and an unrelated one."""
     lengths = [420, 417, 200, 290, 300, 161]

@@ -46,6 +46,7 @@ def near(ours: torch.Tensor, reference: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.slow
 def test_a_mixed_step(dtype: torch.dtype):
     lengths = [300, 1, 129, 70, 33, 200, 16]
     mixed = world(lengths, dtype)
@@ -59,6 +60,7 @@ def test_a_mixed_step(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(("share", "levels"), [(1, 4), (300, 2), (10**9, 1)])
+@pytest.mark.slow
 def test_what_sequences_share_is_read_by_levels(
     monkeypatch: pytest.MonkeyPatch, share: int, levels: int
 ):

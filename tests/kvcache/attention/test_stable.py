@@ -74,6 +74,7 @@ def chunked(world: World, index: int, cuts: Sequence[int]) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_chunks():
     lengths, rng = [301], random.Random(3)
     whole = chunked(World(lengths), 0, [])
@@ -111,6 +112,7 @@ def test_bits_do_not_depend_on_the_batch():
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("batch", [2, 3, 8, 33])
+@pytest.mark.slow
 def test_bits_of_a_decode_do_not_depend_on_how_many_decode(batch: int):
     lengths = [(37 * index) % 280 + 2 for index in range(batch)]
     world = World(lengths, kv_heads=3)

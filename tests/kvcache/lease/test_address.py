@@ -83,6 +83,7 @@ def test_a_flipped_bit_is_refused(data: st.DataObject):
 
 
 @given(st.text(max_size=200))
+@pytest.mark.slow
 def test_any_text_is_refused(text: str):
     with pytest.raises(BadAddress):
         KVAddress.verify(text, SECRET)

@@ -238,6 +238,7 @@ def test_a_start_meets_a_writer(new: NewCache):
 
 
 @pytest.mark.parametrize("kind", ["shm"])
+@pytest.mark.slow
 def test_memory_of_dead_peers_is_let_go(new: NewCache, peers: Callable[..., Peer]):
     sender, dead, alive = new("s"), peers("dead"), peers("alive")
     before = _memories()

@@ -42,10 +42,13 @@ from kvcache.transport.nixl.listener import FlaggedRegion
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.types import SeqId
 
-pytestmark = pytest.mark.skipif(
-    not any(importlib.util.find_spec(package) for package in nixl_agent.PACKAGES),
-    reason="NIXL is not installed: pip install 'microserve[nixl]'",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not any(importlib.util.find_spec(package) for package in nixl_agent.PACKAGES),
+        reason="NIXL is not installed: pip install 'microserve[nixl]'",
+    ),
+]
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 TCP: Mapping[str, str] = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}

@@ -37,6 +37,7 @@ def part(data: st.DataObject, layers: int, heads: int) -> Shard:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
+@pytest.mark.slow
 def test_just_the_span_of_what_both_have_is_copied_once(data: st.DataObject):
     """Any two shards of a model, any pages, any positions, some layers, small batches."""
     layers, heads, length = (data.draw(st.integers(1, most)) for most in (4, 4, 30))
