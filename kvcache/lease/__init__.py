@@ -1,1 +1,1 @@
-"""."""
+"""Receive leases: slots, addresses, receiving and sending. Imports no torch."""

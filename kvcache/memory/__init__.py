@@ -1,1 +1,1 @@
-"""."""
+"""The memory of pages: layout, regions that peers can write, write rights, prefaulting."""

@@ -1,1 +1,1 @@
-"""."""
+"""Sequences, their block tables, and descriptions of steps. Imports no torch."""
