@@ -55,7 +55,7 @@ def test_all_recipes_are_found():
 
 
 def test_the_recipes_work(tmp_path: Path):
-    """All of them in one tree and one run of pytest: to import torch takes longer than the tests."""
+    """Follow all in one tree and one run: importing torch takes longer than the tests."""
     ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
     for part in COPIED:
         source = ROOT / part
