@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+WORKERS ?= 2
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help demo serve test test-fast conformance fuzz soak check bench-strategies bench-put \
@@ -21,11 +22,11 @@ serve: $(VENV)/demo.stamp  ## start the same to play with, at http://127.0.0.1:8
 
 ##@ Test
 
-test: $(VENV)/test.stamp  ## run all tests but the conformance suite (PYTEST=: further arguments)
-	@$(RUN) -m pytest $(PYTEST)
+test: $(VENV)/test.stamp  ## run all tests but the conformance suite (WORKERS=2, PYTEST=tests/kvcache)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
 
 test-fast: $(VENV)/test.stamp  ## run the tests that need neither a second nor a process of their own
-	@$(RUN) -m pytest -m "not slow and not processes and not conformance" $(PYTEST)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not processes and not conformance" $(PYTEST)
 
 check: $(VENV)/test.stamp  ## check style, types, layers and dependencies
 	@$(RUN) -m ruff format --check .

@@ -6,6 +6,7 @@ Hypothesis draws the same examples in every run, so that a passing suite keeps p
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Any
 
@@ -15,6 +16,10 @@ from process_marks import starts_processes
 
 # A shell ignores SIGINT in background jobs, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several test processes with a thread per core each would wait for each other's threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("deterministic", derandomize=True, deadline=None)
 settings.register_profile("fuzz", max_examples=5000, deadline=None, print_blob=True)

@@ -105,8 +105,9 @@ def nothing_stays_in_dev_shm() -> Iterator[None]:
 
 
 def _named_memory() -> set[str]:
-    """Everything but semaphores, which other programs create and remove."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
+    """Return all names but those of semaphores and of UCX, which other processes create."""
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    return {name for name in names if not name.startswith(("sem.", "ucx_"))}
 
 
 def test_a_put_lands(new: NewCache):
