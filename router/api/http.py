@@ -87,9 +87,9 @@ class HttpRequest:
     """
 
     __slots__ = (
-        "_body", "_max_body", "_receive", "_send", "_state", "begun", "caller", "close", "complete",
-        "connection", "extra_headers", "headers", "id", "method", "path", "receipt", "route",
-        "scope", "status", "trace", "who",
+        "_body", "_max_body", "_send", "_state", "begun", "caller", "close", "complete",
+        "connection", "extra_headers", "headers", "id", "method", "path", "receipt", "receive",
+        "route", "scope", "status", "trace", "who",
     )  # fmt: skip
 
     def __init__(
@@ -124,7 +124,7 @@ class HttpRequest:
         self.trace: Trace | None = None
         self._max_body = max_body
         self._body = b""
-        self._receive, self._send = receive, send
+        self.receive, self._send = receive, send
 
     @property
     def remote(self) -> str:
@@ -148,13 +148,13 @@ class HttpRequest:
             return self._body
         if int(self.headers.get("content-length", 0)) > self._max_body:
             raise TooLarge("the body is too large")
-        message = await self._receive()
+        message = await self.receive()
         body: bytes = message.get("body", b"")
         if message.get("more_body", False) or message["type"] != "http.request":
             parts = bytearray(body)
             while message.get("more_body", False):
                 self._check(len(parts))
-                message = await self._receive()
+                message = await self.receive()
                 parts += message.get("body", b"")
             body = bytes(parts)
         self._check(len(body))
@@ -187,7 +187,7 @@ class HttpRequest:
             self.connection.half_close()
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while (await self._receive()).get("more_body", False):
+                while (await self.receive()).get("more_body", False):
                     pass
         if self.connection is not None:
             self.connection.abort()

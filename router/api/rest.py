@@ -45,10 +45,12 @@ def reply(body: Any, *, status: int = 200) -> Response:
 
 async def call_api(api: FastAPI, http: HttpRequest) -> None:
     """Serve `http`, whose body has been read, by `api`."""
-    body = await http.read()
+    bodies = [await http.read()]
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
+    async def receive() -> Any:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        return await http.receive()  # waits for the client to disconnect
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":

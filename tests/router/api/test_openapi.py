@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import jsonschema_rs
 import pytest
@@ -31,8 +32,19 @@ async def test_every_route_is_described(route_real):
                 assert operation["summary"].endswith("."), (path, "has no docstring")
                 if method in ("post", "put", "patch") and path != "/admin/rollback":
                     assert "requestBody" in operation, (method, path)
+
+
+async def test_the_docs_page_needs_no_other_host(route, fake):
+    async with route(fake("a"), api_key="k") as r:
         async with r.http.get(r.server.url + "/docs") as page:
-            assert "/openapi.json" in await page.text()
+            html = await page.text()
+        assert "/openapi.json" in html
+        assets = re.findall(r'(?:src|href)="([^"]+)"', html)
+        assert len(assets) >= 3 and all(asset.startswith("/docs/") for asset in assets)
+        async with asyncio.timeout(10):
+            for asset in assets:
+                async with r.http.get(r.server.url + asset) as response:
+                    assert response.status == 200 and len(await response.read()) > 1000
 
 
 ACCEPTED = [
