@@ -1,1 +1,1 @@
-"""Measurements: each module is a command that prints a table and, as its last line, one JSON."""
+"""Measurements. Each module is a command that prints tables and ends with one line of JSON."""

@@ -1,11 +1,11 @@
-"""NVIDIA's AIPerf, unmodified, against the router: does a stranger's client find what it expects?
+"""NVIDIA's AIPerf, unmodified, against the router: does an independent client work with it?
 
-Purpose: load tools are the strictest users of an OpenAI-style API. AIPerf measures streams of chat
-and of completions, counts tokens both by itself and by the server's `usage`, and reports errors.
+Purpose: load tools use an OpenAI-style API most strictly. AIPerf measures streams of chat and of
+completions, counts tokens by itself and by the server's `usage`, and reports errors.
 
 How: `microserve up tiny` with two engines; AIPerf in an environment of its own (`make peers`), with
 the model's tokenizer, `REQUESTS` requests of each kind, `CONCURRENCY` at a time. AIPerf's own
-figures are shown; what counts is that each request succeeded with as many tokens as were asked for.
+figures are shown. The run passes if each request succeeded with the number of tokens requested.
 
 Run: `make bench-aiperf`, or `python -m bench.aiperf [--save]`; exits 1 if a request failed.
 """
@@ -34,7 +34,7 @@ START_S = 120.0
 
 @contextmanager
 def deployment(folder: Path) -> Iterator[dict[str, Any]]:
-    """Two engines and a router; yields what its state file says."""
+    """Start two engines and a router, and yield the contents of the state file."""
     state = folder / "state.json"
     command = [sys.executable, "-m", "router", "up", "tiny", "--engines", "2", "--port", "0"]
     with subprocess.Popen(
@@ -53,7 +53,7 @@ def deployment(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def save_tokenizer(engine: str, folder: Path) -> None:
-    """What transformers needs to load the model's tokenizer from `folder`."""
+    """Write what transformers needs to load the model's tokenizer from `folder`."""
     model = httpx.get(f"{engine}/microserving/model").json()
     folder.mkdir()
     (folder / "tokenizer.json").write_text(model["tokenizer_json"])
@@ -62,7 +62,7 @@ def save_tokenizer(engine: str, folder: Path) -> None:
 
 
 def profile(router: str, kind: str, folder: Path) -> dict[str, Any]:
-    """Run AIPerf on one endpoint; returns the document that it writes."""
+    """Run AIPerf on one endpoint and return the document it writes."""
     out = folder / kind
     subprocess.run(
         [
@@ -82,7 +82,7 @@ def profile(router: str, kind: str, folder: Path) -> dict[str, Any]:
 
 
 def figures(document: dict[str, Any]) -> dict[str, float]:
-    """What matters of AIPerf's document."""
+    """Select the main figures from AIPerf's document."""
     errors = sum(error["count"] for error in document.get("error_summary") or [])
     return {
         "succeeded": document["request_count"]["avg"],

@@ -1,31 +1,31 @@
 """Disaggregation under load: Figures 10 and 11 of the microserving paper, scaled down.
 
-Purpose: see where data parallel, prefill-decode disaggregation and its balanced form each are best,
-and whether `balanced` with `ratio=auto` finds by itself what the best fixed ratio is.
+Purpose: find out where data parallel, prefill-decode disaggregation and its balanced form are best,
+and whether `balanced` with `ratio=auto` finds the best fixed ratio by itself.
 
 Theory: two engines on a core each, one thread, are two devices. Under data parallel each engine's
 decodes wait for its prefills. 1P1D keeps them apart, but has one engine for all prefills and one
-for all decodes: with long prompts the first is the bottleneck (Figure 11), with short ones the
-second (Figure 10), where nothing can be moved and data parallel stays the strongest. `balanced`
-moves a part of each prefill to the decode engine. `strategies/controller.py` has the rule of
-`auto`, which learns from scratch in each run here.
+for all decodes. With long prompts the prefill engine is the bottleneck (Figure 11). With short ones
+the decode engine is (Figure 10); nothing can be moved there, and data parallel stays the best.
+`balanced` moves a part of each prefill to the decode engine. `strategies/controller.py` has the
+rule of `auto`, which learns from scratch in each run here.
 
 How: SmolLM2 in bfloat16; prompts of 384 tokens and 12 out (Figure 11: 3000 and 100), and 26 in and
 32 out (Figure 10: about 200 and 260). Open loop, Poisson arrivals, at three rates: shares of what
-two engines do under data parallel with as many requests as they like, measured at the start. All
-strategies get the same arrivals, and prompts of the same lengths that nobody has cached. They take
-turns at each rate of each repeat, in another order each time, so that what else happens on the
-machine hits all of them. Of each run: mean and P90 of JCT (job completion time), TTFT and TPOT;
+the throughput of two saturated engines under data parallel, measured at the start. All strategies
+get the same arrivals, and prompts of the same lengths that are in no cache. They alternate at each
+rate of each repeat, in a different order each time, so that other load on the machine affects all
+of them. Of each run: mean and P90 of JCT (job completion time), TTFT and TPOT;
 published are medians over the repeats, with the spread.
 
-`auto_vs_best_fixed`: mean JCT of `auto` over that of the best ratio for that workload and rate (0,
-which is 1P1D, 0.1, 0.2, 0.3), chosen in hindsight by its median; the median of the repeats' ratios,
-for what differs most is the arrivals. `others_cpu`: how many cores other processes
-took meanwhile. The router and the load generator share the cores with the engines.
+`auto_vs_best_fixed`: mean JCT of `auto` over that of the best fixed ratio for that workload and
+rate (0, which is 1P1D, 0.1, 0.2, 0.3), chosen in hindsight by its median. It is the median of the
+repeats' ratios, because arrivals vary most. `others_cpu`: number of cores that other processes used
+meanwhile. The router and the load generator share the cores with the engines.
 
-With `--mock` the engines are real processes that compute nothing and sleep as long as a step would
-take. That tells how requests queue on a machine whose cores others use as well, where the real
-thing tells nothing. It is published by another name.
+With `--mock` the engines are real processes that sleep for the time of a step instead of computing.
+This shows how requests queue on a machine whose cores are shared, where real engines would show
+nothing. It is published under another name.
 
 Run: `make bench-balance`, or `python -m bench.balance [--save] [--requests 60] [--repeats 3]
 [--mock] [--from 3]`, which gives the arrivals of the repeats after the first three.
@@ -56,10 +56,10 @@ from router.load.workload import LoadRequest, fixed
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
 CONNECT_S = 30.0
 MODEL = ("smollm2", "--dtype", "bfloat16")
-# As long as SmolLM2 takes on a quiet core of an AMD EPYC.
+# The times of SmolLM2 on a quiet core of an AMD EPYC.
 MOCK = ("mock", "--step-ms", "36", "--prefill-tokens-per-ms", "0.7")
 WORKLOADS = {"figure 11": (384, 12), "figure 10": (26, 32)}
-RATES = (0.5, 0.7, 0.9)  # of what data parallel can do
+RATES = (0.5, 0.7, 0.9)  # shares of data parallel's throughput
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "data parallel": ("data_parallel", {}),
     "1P1D": ("prefill_decode", {}),
@@ -69,7 +69,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "balanced auto": ("balanced", {"ratio": "auto"}),
 }
 FIXED = ("1P1D", "balanced 0.1", "balanced 0.2", "balanced 0.3")
-FULL = 24  # requests at any time, of those that measure what can be done
+FULL = 24  # concurrent requests when measuring the saturated throughput
 FIGURES: dict[str, Callable[[Outcome], float | None]] = {
     "jct": lambda outcome: outcome.end_s,
     "ttft": lambda outcome: outcome.first_token_s,
@@ -178,7 +178,7 @@ async def measure(
 
 
 async def _rates(target: Target, deployment: Deployment, lengths: tuple[int, int]) -> list[float]:
-    """Shares of the requests/s that data parallel does when it always has plenty."""
+    """Return shares of data parallel's saturated throughput (requests/s)."""
     deployment.use("data_parallel")
     await closed_loop(target, _requests(lengths, FULL // 4), FULL // 4)  # warm
     began = time.perf_counter()
@@ -211,7 +211,7 @@ async def _run(
 
 
 def _requests(lengths: tuple[int, int], count: int) -> Iterator[LoadRequest]:
-    """Prompts that no cache has."""
+    """Yield prompts that are in no cache."""
     return itertools.islice(fixed(next(seeds), *lengths), count)
 
 
@@ -221,7 +221,7 @@ def _check(outcomes: list[Outcome]) -> None:
 
 
 def summarize(repeats: list[Run]) -> dict[str, dict[str, float]]:
-    """Each figure's median over the repeats, with the spread."""
+    """Return each figure's median over the repeats, with the spread."""
     return {figure: spread([run[figure] for run in repeats]) for figure in repeats[0]}
 
 
@@ -234,7 +234,7 @@ def _jct(figures: dict[str, dict[str, float]]) -> float:
 
 
 def auto_over_best_fixed(by_name: dict[str, list[Run]]) -> float:
-    """Of mean JCTs, with the same arrivals."""
+    """Return the ratio of mean JCTs with the same arrivals."""
     means = {name: [run["jct_mean_ms"] for run in repeats] for name, repeats in by_name.items()}
     best = min((means[name] for name in FIXED), key=statistics.median)
     ratios = [auto / fixed for auto, fixed in zip(means["balanced auto"], best, strict=True)]
@@ -242,12 +242,12 @@ def auto_over_best_fixed(by_name: dict[str, list[Run]]) -> float:
 
 
 def strongest(by_name: dict[str, dict[str, dict[str, float]]]) -> str:
-    """The strategy with the least mean JCT."""
+    """Return the strategy with the lowest mean JCT."""
     return min(by_name, key=lambda name: _jct(by_name[name]))
 
 
 def show(workload: str, by_rate: dict[str, dict[str, dict[str, dict[str, float]]]]) -> None:
-    """The table of one workload. The least mean JCT of each rate is marked."""
+    """Print the table of one workload. The lowest mean JCT of each rate is marked."""
     tokens_in, tokens_out = WORKLOADS[workload]
     rows = []
     for rate, by_name in by_rate.items():

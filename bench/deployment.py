@@ -1,4 +1,4 @@
-"""A deployment to measure: `microserve up`, from when it is ready until it is left."""
+"""Runs `microserve up` for a measurement."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Deployment:
     engines: list[str]  # their URLs
 
     def use(self, strategy: str, **params: object) -> None:
-        """Make it the strategy of all that is asked from now on: a new generation."""
+        """Activate a strategy for further requests, as a new generation."""
         headers = {"Authorization": f"Bearer {self.admin_key}"} if self.admin_key else {}
         body = {"name": strategy, "params": params}
         reply = httpx.put(f"{self.url}/admin/strategy", json=body, headers=headers, timeout=30)
         reply.raise_for_status()
 
     def cpu_s(self) -> float:
-        """CPU seconds of its processes, and of this one, so far."""
+        """Return the CPU seconds used so far by its processes and this one."""
         return sum(map(cpu_s, [*self.pids, os.getpid()]))
 
 
 @contextmanager
 def deployed(*arguments: str) -> Iterator[Deployment]:
-    """`microserve up ARGUMENTS…`, on free ports. SIGTERM ends it as well."""
+    """Run `microserve up ARGUMENTS…` on free ports. SIGTERM to this process ends it too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as folder:
         state_file = Path(folder) / "state.json"
@@ -69,13 +69,13 @@ def deployed(*arguments: str) -> Iterator[Deployment]:
 
 
 def machine_cpu_s() -> float:
-    """CPU seconds that all processes of this machine have taken, so far."""
+    """Return the CPU seconds used so far by all processes of this machine."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     user, nice, system, _, _, irq, softirq = map(int, fields[:7])
     return (user + nice + system + irq + softirq) / TICKS
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process, user and system, so far."""
+    """Return the CPU seconds used so far by a process, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS

@@ -1,12 +1,12 @@
-"""What it costs to compute in one place and go on in another, and what a replica costs.
+"""The cost of prefilling on one engine and decoding on another, and of a replica.
 
 Purpose: the claims of the microserving paper about KV that moves (§4.2, Figure 12, Table 3), and
 those of DéjàVu about KV that is replicated, on two engines with a core each.
 
 How: SmolLM2, engines with one thread on a core of their own, called as a router calls them but
-without one. Everything is measured in turns: within a repeat each figure's two sides come one right
-after the other, the engines change places from repeat to repeat, and a ratio is the median of the
-repeats' own ratios, so that what else happens on the machine hits both sides.
+without one. Measurements alternate: within a repeat the two sides of each figure run one right
+after the other, the engines swap roles from repeat to repeat, and a ratio is the median of the
+repeats' own ratios. So other load on the machine affects both sides.
 
 - `ttft_1p1d_vs_single`: time to first token of 1000 tokens that nobody has cached: prefill on one
   engine and decode on the other, over all on one. Theory: the KV is put while the layers after it
@@ -64,7 +64,7 @@ Sample = dict[str, float]
 
 
 class Engine:
-    """The microserving calls of one engine process."""
+    """Makes the microserving calls to one engine process."""
 
     def __init__(self, url: str, pid: int) -> None:
         self.pid = pid
@@ -78,7 +78,7 @@ class Engine:
         return answer
 
     def generate(self, prompt: list[int], count: int, **fields: Any) -> list[float]:
-        """When each token came, in ms since the call."""
+        """Return the arrival time of each token, in ms since the call."""
         body = {
             "request_id": _id(), "prompt": prompt, "max_tokens": count, "temperature": 0,
             "ignore_eos": True, **fields,
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def first_token(sender: Engine, receiver: Engine) -> Sample:
-    """The time to first token, split and not (ms)."""
+    """Return the time to first token, disaggregated and not (ms)."""
     with timed(sender, receiver) as single:
         receiver.generate(_tokens(TTFT_TOKENS), 1)
     prompt, request_id = _tokens(TTFT_TOKENS), _id()
@@ -168,7 +168,7 @@ def first_token(sender: Engine, receiver: Engine) -> Sample:
 def send(
     sender: Engine, receiver: Engine, request_id: str, prompt: list[int], end: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`prep_recv` and `remote_send`, of what the receiver lacks; both replies."""
+    """Call `prep_recv` and `remote_send` for what the receiver lacks. Return both replies."""
     lease = receiver.call("prep_recv", request_id=request_id, prompt=prompt, end=end)
     sent = sender.call(
         "remote_send",
@@ -212,7 +212,7 @@ def moved(sender: Engine, receiver: Engine, length: int) -> Sample:
 
 
 def mirrored(runner: Engine, replica: Engine) -> Sample:
-    """Time per output token without a mirror and with one (ms)."""
+    """Return the time per output token without a mirror and with one (ms)."""
     samples = {}
     kinds = ["alone", "mirrored"]
     source.shuffle(kinds)
@@ -237,7 +237,7 @@ def mirrored(runner: Engine, replica: Engine) -> Sample:
 
 @contextmanager
 def timed(*engines: Engine) -> Iterator[Sample]:
-    """How long the body takes, and how much CPU time of the engines (`ms`, `cpu_ms`)."""
+    """Measure the time of the body and the engines' CPU time (`ms`, `cpu_ms`)."""
     sample: Sample = {}
     cpu, began = sum(cpu_s(engine.pid) for engine in engines), time.perf_counter()
     yield sample
@@ -254,12 +254,12 @@ def _named(**samples: Sample) -> Sample:
 
 
 def ratio(samples: list[Sample], over: str, under: str) -> float:
-    """The median of each sample's own ratio."""
+    """Return the median of the samples' ratios."""
     return round(statistics.median(sample[over] / sample[under] for sample in samples), 3)
 
 
 def overlap(sample: Sample) -> float:
-    """The share of a transfer that was hidden behind compute."""
+    """Return the share of a transfer that was hidden behind compute."""
     return max(0.0, 1 - sample["put_exposed"] / sample["put_alone"])
 
 
@@ -297,7 +297,7 @@ def show(firsts: list[Sample], moves: dict[int, list[Sample]], mirrors: list[Sam
 
 
 def _tokens(count: int) -> list[int]:
-    """That nobody has cached."""
+    """Return a prompt that is in no cache."""
     return [source.randrange(1000, 40000) for _ in range(count)]
 
 

@@ -1,15 +1,15 @@
-"""How fast one engine computes, against vLLM on the same cores with the same weights.
+"""Speed of one engine, against vLLM on the same cores with the same weights.
 
-Purpose: a programmable layer is worth its price only if the engine below it is as fast as the best.
+Purpose: a programmable layer is only worth its cost if the engine below it is as fast as the best.
 
 Theory: at batch 1 a decode step reads all weights once, so memory bandwidth is the limit; at batch
-32 and in a prefill the matrix products are. What differs is all the rest: attention, the sampler,
-Python between the kernels, and how tokens get out of the process.
+32 and in a prefill the matrix products are. Engines differ in the rest: attention, the sampler,
+Python between the kernels, and the way of tokens out of the process.
 
 How: SmolLM2-135M in bfloat16 on all cores, one server process each: our engine
 (`start_generate`) and vLLM's OpenAI-style server, measured by the same client over HTTP, streamed.
-They take turns, `REPEATS` times, and whoever's turn it is not is stopped (SIGSTOP): vLLM's threads
-spin. Prompts are random token ids, fresh each time, so that nothing is cached.
+They alternate, `REPEATS` times. The waiting server is stopped (SIGSTOP), because vLLM's threads
+spin. Prompts are random token ids, drawn anew each time, so that nothing is cached.
 
 - `decode_bB`: B sequences of 32 tokens of prompt (`_ctx1000`: 1000; `_shared2000`: and before them
   2000 that are the same for all), tokens per second between the last sequence's first token and the
@@ -67,13 +67,13 @@ PREFILLS = {"prefill_1024": 1024, "prefill_3000": 3000}
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """So many sequences that decode at once."""
+    """A batch of sequences that decode together."""
 
     batch: int
     prompt: int = 32
     shared: int = 0  # tokens before the prompt, the same for all
     sampled: bool = False
-    tokens: int = 128  # of each; enough for all to decode together for most of it
+    tokens: int = 128  # of each; enough that all decode together most of the time
 
 
 DECODES = {
@@ -88,7 +88,7 @@ DECODES = {
 
 @dataclass(slots=True)
 class Server:
-    """One side: where it listens, and how it is asked for a stream of token ids."""
+    """One of the two servers: its address, and the format of its requests and events."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -97,7 +97,7 @@ class Server:
     figures: dict[str, list[float]] = field(default_factory=dict)
 
     def body(self, prompt: list[int], tokens: int, sampled: bool) -> dict[str, Any]:
-        """A request for exactly so many tokens, greedy or not."""
+        """Return a request for exactly `tokens` tokens, greedy or sampled."""
         asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
         if sampled:
             asked |= {"temperature": 0.8, "top_p": 0.95, "seed": next(_numbers)}
@@ -106,13 +106,13 @@ class Server:
         return {**asked, "model": "peer", "stream": True, "return_token_ids": True}
 
     def token_ids(self, event: dict[str, Any]) -> list[int]:
-        """Those of one event of its stream."""
+        """Return the token ids of one event of its stream."""
         ids: list[int] = (event if self.name == "ours" else event["choices"][0])["token_ids"]
         return ids or []
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """While the body runs, this process and its children do; afterwards they are stopped."""
+        """Let this server's processes run during the body, and stop them afterwards."""
         os.killpg(self.process.pid, signal.SIGCONT)
         try:
             yield
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 async def measure(server: Server, name: str, repeat: int) -> float:
-    """One figure, tokens per second."""
+    """Measure one figure in tokens per second."""
     draw = random.Random(f"{name} {repeat}")
     client = HttpClient(server.url)
     try:
@@ -175,7 +175,7 @@ async def measure(server: Server, name: str, repeat: int) -> float:
 
 
 async def seconds(server: Server) -> tuple[float, float]:
-    """Of our engine: in steps, and of these in the model, since it began."""
+    """Return our engine's seconds in steps, and in the model within them, since its start."""
     if server.name != "ours":
         return 0.0, 0.0
     async with httpx.AsyncClient() as http:
@@ -188,7 +188,7 @@ async def seconds(server: Server) -> tuple[float, float]:
 
 
 def idle(pid: int) -> float:
-    """Seconds of CPU for a second in which nobody asks for anything."""
+    """Return the CPU seconds per second of an idle process."""
     before = _cpu_s(pid)
     time.sleep(IDLE_S)
     return round((_cpu_s(pid) - before) / IDLE_S, 4)
@@ -200,7 +200,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def memory(pid: int) -> dict[str, int]:
-    """MiB that are no file's, of a process; what it has them for; and the rest."""
+    """Return the anonymous memory of a process by use, and the rest (MiB)."""
     status = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )
@@ -220,7 +220,7 @@ def memory(pid: int) -> dict[str, int]:
 
 
 async def warm_up(server: Server) -> None:
-    """Whatever is compiled or allocated at first use."""
+    """Run everything once that compiles or allocates at first use."""
     for name in (*PREFILLS, *DECODES):
         await measure(server, name, -1)
 
@@ -232,7 +232,7 @@ async def _stream(
     tokens: int,
     sampled: bool = False,
 ) -> list[tuple[float, int]]:
-    """When tokens came, and how many. Raises `RuntimeError` if they are not as many as asked."""
+    """Return arrival times and numbers of tokens. Raises `RuntimeError` for a wrong total."""
     came: list[tuple[float, int]] = []
 
     def note(event: dict[str, Any], now: float) -> None:
@@ -251,7 +251,7 @@ def _prompt(draw: random.Random, count: int) -> list[int]:
 
 @contextmanager
 def servers() -> Iterator[list[Server]]:
-    """Our engine and, where it is installed, vLLM; both stopped, ready for their turns."""
+    """Start our engine and, if it is installed, vLLM. Both are stopped until their turns."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / MODEL
         port = _free_port()
@@ -269,7 +269,7 @@ def servers() -> Iterator[list[Server]]:
 
 @contextmanager
 def _started(name: str, command: list[str], port: int) -> Iterator[Server]:
-    """A server in a process group of its own, stopped as soon as it answers."""
+    """Start a server in a process group of its own, and stop it as soon as it answers."""
     with tempfile.TemporaryFile() as log, subprocess.Popen(
         command, stdout=log, stderr=log, env=peer_vllm.environment(), start_new_session=True
     ) as process:  # fmt: skip
@@ -297,7 +297,7 @@ async def _ready(server: Server) -> None:
 
 
 def show(sides: list[Server], overhead: list[float], extra: dict[str, Any]) -> None:
-    """The table, and the document."""
+    """Print the table and publish the JSON."""
     ours, theirs = sides[0].figures, sides[1].figures if len(sides) > 1 else {}
     rows, ratios = [], {}
     for name, figures in ours.items():

@@ -1,14 +1,14 @@
-"""Engines that die and hang under load: what their clients see of it, which should be nothing.
+"""Engines that die and hang under load, unnoticed by their clients.
 
 Purpose: `replicate` promises that a request survives its engine. This breaks engines for minutes,
-one after the other, under streams of all kinds, and compares every answer with that of an engine
-that nobody disturbs.
+one after the other, under streams of all kinds, and compares every answer with that of an
+undisturbed engine.
 
 How: three engines of the model `tiny` behind a router with `replicate`, `--streams` clients, each
 with one request after the other: prompts of 5 to 600 tokens, 60 to 300 new ones, greedy, seeded,
 with penalties, with stop strings. Every few seconds an engine is killed (SIGKILL) and started again
 on its port, or stopped (SIGSTOP) and later continued, or killed while it is stopped. The next fault
-waits until the router has seen the engine again. What became of each request is in its receipt.
+waits until the router uses the engine again. The receipts tell how each request went.
 
 Theory: a replica gets `k` tokens at a time, and one write is under way at a time. So it lags by 2 k
 at most where a write takes less than k steps, and with the token that each resumption has to
@@ -57,7 +57,7 @@ class Fault:
 
 @dataclass
 class Case:
-    """A request, and what an undisturbed engine answers."""
+    """A request, and the answer of an undisturbed engine."""
 
     prompt: list[int]
     sampling: dict[str, Any]
@@ -78,7 +78,7 @@ class Tally:
     false_alarms: list[str] = field(default_factory=list)
 
     def read(self, receipt: dict[str, Any]) -> None:
-        """What became of a request whose engine died."""
+        """Count what the receipt of a request says about engines that died."""
         legs = [leg for leg in receipt["legs"] if leg["call"] == "start_generate"]
         for lost, after in itertools.pairwise(legs):
             ended = receipt["created"] + (lost["start_ms"] + (lost["ms"] or 0.0)) / 1e3
@@ -232,7 +232,7 @@ async def _ask(
 async def _break(
     http: httpx.AsyncClient, router: str, engines: list[Engine], tally: Tally, for_s: float
 ) -> None:
-    """One fault after the other, each when the one before is over."""
+    """Inject one fault at a time, each after the previous one is over."""
     source = random.Random(0)
     give_up = time.monotonic() + for_s
     await asyncio.sleep(PAUSE_S[1])
@@ -256,7 +256,7 @@ async def _break(
 
 
 async def _listen(http: httpx.AsyncClient, router: str, tally: Tally) -> None:
-    """Note where the router takes an engine for lost that is not broken."""
+    """Note engines that the router takes for lost although they are not broken."""
     async with http.stream("GET", f"{router}/admin/events", timeout=None) as reply:
         async for data in _events(reply):
             event = json.loads(data)

@@ -1,4 +1,4 @@
-"""The processes of `bench.faults`: engines that are broken on purpose, and a router before them."""
+"""The processes of `bench.faults`: engines that are broken on purpose, and a router."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NAMES = ("a", "b", "c")
 PAGES = 1024
 UP_S = 60.0
 REQUEST_S = 300.0
-REST_S = 60.0  # leases that nobody ends go after 30 s
+SETTLE_S = 60.0  # abandoned leases expire after 30 s
 
 
 @dataclass
 class Engine:
-    """An engine process; another one takes its place on the same port."""
+    """An engine that can be killed and restarted on the same port."""
 
     name: str
     secret: str
@@ -54,7 +54,7 @@ class Engine:
 async def deployed(
     every: int,
 ) -> AsyncIterator[tuple[list[Engine], str, httpx.AsyncClient]]:
-    """Three engines, the URL of a router that replicates on them, and a client."""
+    """Start three engines and a replicating router. Yield the engines, its URL and a client."""
     secret = secrets.token_hex(16)
     engines = [Engine(name, secret) for name in NAMES]
     router: ForkedProcess | None = None
@@ -77,7 +77,7 @@ async def deployed(
 
 @asynccontextmanager
 async def oracle() -> AsyncIterator[str]:
-    """The URL of an engine that nobody disturbs."""
+    """Start an engine that stays undisturbed, and yield its URL."""
     one = Engine("oracle", secrets.token_hex(16))
     one.start()
     try:
@@ -87,7 +87,7 @@ async def oracle() -> AsyncIterator[str]:
 
 
 async def until_up(http: httpx.AsyncClient, router: str) -> None:
-    """Wait until the router takes all engines for well."""
+    """Wait until the router sees all engines up."""
     async with asyncio.timeout(UP_S):
         while True:
             engines = (await http.get(f"{router}/admin/engines")).json()["engines"]
@@ -97,8 +97,11 @@ async def until_up(http: httpx.AsyncClient, router: str) -> None:
 
 
 async def leaked_pages(http: httpx.AsyncClient, one: Engine) -> int:
-    """Pages that are neither free nor cached once nothing runs; the books must prove the rest."""
-    give_up = time.monotonic() + REST_S
+    """Return the number of pages that stay neither free nor cached after the last request.
+
+    Ends the bench if an engine's bookkeeping is inconsistent.
+    """
+    give_up = time.monotonic() + SETTLE_S
     while True:
         pages = (await http.get(f"{one.url}/microserving/state")).json()["pages"]
         leaked = int(pages["total"] - pages["free"] - pages["cached"])
@@ -107,5 +110,5 @@ async def leaked_pages(http: httpx.AsyncClient, one: Engine) -> int:
         await asyncio.sleep(0.1)
     reply = await http.get(f"{one.url}/microserving/integrity")
     if reply.status_code != 200:
-        raise SystemExit(f"the books of engine {one.name} do not agree: {reply.text}")
+        raise SystemExit(f"the page bookkeeping of engine {one.name} is inconsistent: {reply.text}")
     return leaked

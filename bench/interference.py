@@ -1,8 +1,8 @@
-"""What decodes notice of prompts that are computed beside them, and short prompts of long ones.
+"""How prefills slow down decodes on the same engine, and long prompts delay short ones.
 
-Purpose: a stream that stutters whenever somebody else's prompt comes is what disaggregation is sold
-against. An engine can do much about it by itself: compute a prompt in pieces that hardly lengthen
-the steps of the decodes (`--decode-slowdown`), and let short prompts pass long ones.
+Purpose: disaggregation promises streams that do not stutter when other prompts arrive. An engine
+can avoid most of that by itself: it computes a prompt in chunks that hardly lengthen the steps of
+the decodes (`--decode-slowdown`), and lets short prompts overtake long ones.
 
 Theory: a step of 16 decodes lasts D; with n tokens of prompts it lasts D + n·c, where c grows with
 what is before them. An engine that keeps (D + n·c) / D at s computes prompts at about 1 - 1/s of
@@ -47,12 +47,12 @@ from engine.scheduling.chunk_budget import MIN_TOKENS
 FLAGS = ("smollm2", "--engines", "2", "--dtype", "bfloat16", "--pool-pages", "2048",
          "--threads", str(len(os.sched_getaffinity(0))))  # fmt: skip
 PHASES = ("alone", "prefills", "sends", "both")
-TIMES = 4  # that a short prompt comes behind a long one
+TIMES = 4  # repetitions of a short prompt behind a long one
 GOAL = 2.0
 
 
 async def measure(engines: list[str], rounds: int) -> dict[str, Any]:
-    """All phases `rounds` times, then the times to first token."""
+    """Measure all phases `rounds` times, then the times to first token."""
     phases: dict[str, list[Figures]] = {name: [] for name in PHASES}
     long_s: dict[str, list[float]] = {name: [] for name in PHASES[1:]}
     firsts: dict[str, list[float]] = {
@@ -85,7 +85,7 @@ async def measure(engines: list[str], rounds: int) -> dict[str, Any]:
 
 
 def _over_alone(phases: dict[str, list[Figures]], key: str) -> dict[str, dict[str, float]]:
-    """A figure of each phase over that of `alone` in the same round."""
+    """Divide a figure of each phase by that of `alone` in the same round."""
     return {
         name: spread([a[key] / b[key] for a, b in zip(found, phases["alone"], strict=True)])
         for name, found in phases.items()
@@ -94,7 +94,7 @@ def _over_alone(phases: dict[str, list[Figures]], key: str) -> dict[str, dict[st
 
 
 def bounds(result: dict[str, Any], *, paced: bool) -> Figures:
-    """What a short prompt's time to first token is to stay below (ms)."""
+    """Return the upper bounds for a short prompt's time to first token (ms)."""
     step = result["phases"]["prefills"]["tpot_p99_ms"]["median"]
     steps = 1 + (math.ceil(SHORT / (MIN_TOKENS // 2)) if paced else 1)
     return {
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def show(name: str, result: dict[str, Any]) -> None:
-    """The tables of one setting."""
+    """Print the tables of one setting."""
     rows = []
     for phase, figures in result["phases"].items():
         ratios = [

@@ -1,4 +1,4 @@
-"""The engines of `bench.interference`: what is asked of them, and when it came."""
+"""The requests of `bench.interference` to its engines, and the arrival times of the replies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Figures = dict[str, float]
 
 @dataclass(slots=True)
 class Stream:
-    """When the events of one generation came (`perf_counter`), and how many tokens they had."""
+    """Arrival times of one generation's events (`perf_counter`), and its number of tokens."""
 
     times: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -37,7 +37,7 @@ class Stream:
 
 
 class Engines:
-    """The one that computes, and the one that only receives."""
+    """An engine that computes, and one that only receives."""
 
     def __init__(self, sender: str, receiver: str) -> None:
         self._sender, self._receiver = HttpClient(sender), HttpClient(receiver)
@@ -53,9 +53,9 @@ class Engines:
         self._receiver.close()
 
     async def prepare(self) -> None:
-        """A text for decodes to go on with: one in letters, of which each token is an event.
+        """Choose a text for decodes to continue, and run everything that compiles at first use.
 
-        And whatever is compiled or allocated at first use.
+        The text is in letters, so that each generated token is an event.
         """
         model = orjson.loads(await _get(self._sender, "/microserving/model"))
         tokenizer = Tokenizer.from_str(model["tokenizer_json"])
@@ -66,7 +66,7 @@ class Engines:
             await self.first_token(self.random(SHORT))
 
     async def phase(self, name: str) -> tuple[Figures, list[float]]:
-        """Its figures (ms), and the time of each prefill or send that was completed (s)."""
+        """Run a phase. Return its figures (ms), and the times of its prefills and sends (s)."""
         disturb: list[Callable[[], Coroutine[Any, Any, Any]]] = []
         if name in ("prefills", "both"):
             disturb.append(lambda: self.first_token(self.random(LONG)))
@@ -97,7 +97,7 @@ class Engines:
         }, took
 
     async def behind(self, *, decodes: bool) -> float:
-        """Time to first token (ms) of a short prompt that comes in the midst of a long one."""
+        """Return the time to first token (ms) of a short prompt that arrives during a long one."""
         if decodes:
             async with self.decoding():
                 return await self.behind(decodes=False)
@@ -110,19 +110,19 @@ class Engines:
             await asyncio.wait([long])
 
     async def longest_step(self) -> float:
-        """How long the last `BUDGET` tokens of a long prompt take (ms)."""
+        """Return the time of the last `BUDGET` tokens of a long prompt (ms)."""
         context = self.random(LONG - BUDGET)
         await self.first_token(context)
         return await self.first_token(context + self.random(BUDGET))
 
     async def first_token(self, prompt: list[int]) -> float:
-        """Milliseconds until the first token of `prompt` comes, the only one."""
+        """Return the time until the only token generated for `prompt` (ms)."""
         stream, began = Stream(), time.perf_counter()
         await self._generate(prompt, 1, stream)
         return 1e3 * (stream.times[0] - began)
 
     async def send(self) -> None:
-        """Have `LONG` tokens computed and put to the other engine, and forgotten there."""
+        """Compute `LONG` tokens, put their KV to the other engine, and release it there."""
         prompt, request_id = self.random(LONG), f"bench-{next(self._numbers)}"
         asked = {"request_id": request_id, "prompt": prompt}
         lease = await self._call(self._receiver, "prep_recv", **asked, end=LONG)
@@ -132,7 +132,7 @@ class Engines:
 
     @asynccontextmanager
     async def decoding(self) -> AsyncIterator[list[Stream]]:
-        """Inside, `DECODES` generations decode; afterwards they are aborted."""
+        """Keep `DECODES` generations decoding during the body; abort them afterwards."""
         streams = [Stream() for _ in range(DECODES)]
         tasks = []
         for number, stream in enumerate(streams):
@@ -179,10 +179,10 @@ class Engines:
                     break
                 await asyncio.sleep(0.05)
             else:
-                raise RuntimeError(f"{engine.url} does not come to rest")
+                raise RuntimeError(f"{engine.url} does not become idle")
 
     async def _computed(self) -> float:
-        """Prompt tokens that the engine has computed so far, for prefills and sends."""
+        """Return the prompt tokens that the engine has computed so far, for prefills and sends."""
         lines = (await _get(self._sender, "/metrics")).decode().splitlines()
         return next(float(ln.split()[-1]) for ln in lines if ln.startswith("vllm:prompt_tokens_t"))
 

@@ -1,8 +1,7 @@
-"""A load generator that costs little itself: HTTP/1.1 over connections that stay open.
+"""A load generator with little CPU cost: HTTP/1.1 on persistent connections.
 
-It speaks just enough of HTTP to know where an answer ends, and does not parse what is in it: what
-it takes of the machine is missing to what it measures. One connection carries one request at a
-time, as the connections of a client's pool do.
+It parses just enough of HTTP to find the end of an answer, since the CPU that it uses is missing to
+the server under test. One connection carries one request at a time, as in a client's pool.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether the body of the answer has begun to come."""
+        """Whether the body of the answer has begun to arrive."""
         return bool(self._body)
 
     def close(self) -> None:
@@ -109,7 +108,7 @@ class Connection(asyncio.Protocol):
 
 
 def post(url: str, path: str, body: bytes, **headers: str) -> bytes:
-    """The bytes of a request."""
+    """Return the bytes of a request."""
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n{lines}"
@@ -128,7 +127,7 @@ def _closing(connections: Sequence[Connection]) -> Iterator[None]:
 
 
 async def connected(url: str, count: int) -> list[Connection]:
-    """So many connections to the server at `url`."""
+    """Open `count` connections to the server at `url`."""
     loop, parts = asyncio.get_running_loop(), urlsplit(url)
     return [
         (await loop.create_connection(Connection, parts.hostname, parts.port))[1]
@@ -139,7 +138,7 @@ async def connected(url: str, count: int) -> list[Connection]:
 async def closed_loop(
     url: str, requests: Callable[[int], bytes], *, count: int, connections: int
 ) -> list[Answer]:
-    """`count` requests, the number `n` being `requests(n)`; each connection has always one."""
+    """Send `count` requests, `requests(n)` for n = 0, 1, …; each connection always has one."""
     pool = await connected(url, connections)
     numbers = iter(range(count))
     answers: list[Answer] = []

@@ -1,4 +1,4 @@
-"""vLLM on the same cores: its environment, the model as it wants it, its server."""
+"""vLLM on the same cores: its environment, model folder and server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def save_folder(model: str, folder: Path) -> None:
 
 
 def serve(folder: Path, port: int, context: int) -> list[str]:
-    """The command of its OpenAI-style server: bfloat16, both cores, compiled, as by default."""
+    """Return the command of its OpenAI-style server: bfloat16, all cores, compiled, by default."""
     return [
         *(str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
         *("--served-model-name", "peer", "--host", "127.0.0.1", "--port", str(port)),
@@ -59,7 +59,7 @@ def serve(folder: Path, port: int, context: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Of its processes: no hub, and room for KV as ours has."""
+    """Return its processes' environment: no hub, and as much room for KV as ours."""
     return {
         **os.environ,
         "HF_HUB_OFFLINE": "1",

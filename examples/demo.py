@@ -1,11 +1,11 @@
-"""Two engines, one question, two strategies, and a hot swap in the middle of a stream.
+"""Shows two strategies on two engines, and a strategy swap in the middle of a stream.
 
-Purpose: see in a minute what microserve is. It runs `microserve up` on the CPU in float32, asks a
-question under `data_parallel`, swaps to `prefill_decode` while another answer is streaming, asks
-both again, and compares the tokens. The time lines are the router's own receipts.
+It runs `microserve up` on the CPU in float32 and asks a question under `data_parallel`. While a
+second answer is streaming, it swaps the strategy to `prefill_decode`. Then it asks both questions
+again and compares the tokens. The tables are the router's own receipts.
 
-Run: `make demo`, or `python examples/demo.py [MODEL]`. The last line is `demo ok`, else it says
-what went wrong and the exit status is 1.
+Run: `make demo`, or `python examples/demo.py [MODEL]`. The last line is `demo ok`. Otherwise the
+last line says what went wrong, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ console = Console(highlight=False)
 
 
 class DemoError(Exception):
-    """Something is not as it should be."""
+    """The demonstration did not go as it should."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Answer:
 
 @contextmanager
 def cluster(model: str) -> Iterator[str]:
-    """`microserve up` on a free port; gives the router's URL, and leaves no process behind."""
+    """Run `microserve up` on a free port and yield the router's URL. No process is left behind."""
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state.json"
         up = subprocess.Popen(  # noqa: S603  our own program
@@ -79,7 +79,10 @@ def ask(
     max_tokens: int,
     after: tuple[int, Callable[[], None]] | None = None,
 ) -> Answer:
-    """Stream an answer to the terminal. `after`: what to do once so many tokens have come."""
+    """Stream an answer to the terminal.
+
+    `after` is a number of tokens, and a function to call once they have arrived.
+    """
     answer = Answer(request_id)
     body = {
         "messages": [{"role": "user", "content": prompt}],
@@ -120,7 +123,7 @@ def call(client: httpx.Client, method: str, path: str, body: Any = None) -> Any:
 
 
 def time_line(client: httpx.Client, answer: Answer) -> dict[str, Any]:
-    """Print what was done for `answer`, leg by leg; returns the receipt."""
+    """Print the legs of a request in a table, and return its receipt."""
     receipt: dict[str, Any] = call(client, "GET", f"/admin/requests/{answer.request_id}")
     table = Table(
         title=f"{answer.request_id}: {receipt['strategy']}, generation {receipt['generation']}",
@@ -159,8 +162,8 @@ def time_line(client: httpx.Client, answer: Answer) -> dict[str, Any]:
     return receipt
 
 
-def same(first: Answer, second: Answer) -> None:
-    """Say whether two answers have the same tokens. Raises `DemoError` if not."""
+def check_same(first: Answer, second: Answer) -> None:
+    """Check that two answers have the same tokens. Raises `DemoError` if not."""
     pair = f"{first.request_id} and {second.request_id}"
     if not first.token_ids or first.token_ids != second.token_ids:
         raise DemoError(f"{pair} differ: {first.token_ids} and {second.token_ids}")
@@ -168,7 +171,7 @@ def same(first: Answer, second: Answer) -> None:
 
 
 def show(url: str) -> None:
-    """The demonstration itself, against a router at `url`."""
+    """Run the demonstration on a router at `url`."""
     with httpx.Client(base_url=url, timeout=60.0) as client:
 
         def swap() -> None:
@@ -181,19 +184,19 @@ def show(url: str) -> None:
         story = ask(client, "story-1", STORY, 48, after=(12, swap))
         receipt = time_line(client, story)
         if receipt["generation"] != 1:
-            raise DemoError("the story changed its strategy in mid-stream")
+            raise DemoError("the strategy of the story changed in mid-stream")
 
         console.rule("prefill_decode", align="left")
         story_again = ask(client, "story-2", STORY, 48)
         receipt = time_line(client, story_again)
         if not any(leg["bytes"] for leg in receipt["legs"]):
-            raise DemoError("prefill_decode put nothing")
+            raise DemoError("prefill_decode transferred no KV")
         question_again = ask(client, "question-2", QUESTION, 16)
         time_line(client, question_again)
 
         console.rule(align="left")
-        same(question, question_again)
-        same(story, story_again)
+        check_same(question, question_again)
+        check_same(story, story_again)
 
 
 def main() -> int:
@@ -201,7 +204,9 @@ def main() -> int:
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     try:
         with cluster(model) as url:
-            console.print(f"two engines and a router, after {time.monotonic() - began:.1f} s")
+            console.print(
+                f"two engines and a router are ready after {time.monotonic() - began:.1f} s"
+            )
             show(url)
     except (DemoError, httpx.HTTPError, OSError) as error:
         console.print(f"\ndemo failed: {error}", style="red", markup=False)
@@ -209,7 +214,7 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("\ndemo interrupted")
         return 130
-    console.print(f"{time.monotonic() - began:.1f} s in all")
+    console.print(f"{time.monotonic() - began:.1f} s in total")
     console.print("demo ok")
     return 0
 
