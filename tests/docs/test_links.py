@@ -109,7 +109,8 @@ def test_files_folders_and_modules_exist(page: Path):
 @pages
 def test_names_beside_a_module_are_in_it(page: Path):
     """A table row that begins with modules lists names of them in its second column."""
-    for row in re.findall(r"^\| (`[\w/]+\.py`(?:, `[\w/]+\.py`)*) \| (.*?) \|", prose(page), re.M):
+    rows = r"^\| (`\w+/[\w/]+\.py`(?:, `\w+/[\w/]+\.py`)*) \| (.*?) \|"
+    for row in re.findall(rows, prose(page), re.M):
         modules = [ROOT / path for path in CODE.findall(row[0])]
         known = {name for module in modules for name in names(module)}
         for name in CODE.findall(row[1]):
