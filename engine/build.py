@@ -27,11 +27,10 @@ from engine.service.metrics import EngineMetrics
 from engine.service.mirrors import Mirrors
 from engine.service.readings import engine_readings
 from kvcache.cache import KVCache
-from kvcache.lease.identity import Identity
-from kvcache.memory.layout import KVLayout
-from kvcache.page_store.torch_store import TorchPageStore
-from kvcache.tiers.disk_store import DiskStore
-from kvcache.tiers.store import HostStore, TierStore
+from kvcache.lease import Identity
+from kvcache.memory import KVLayout
+from kvcache.page_store import TorchPageStore
+from kvcache.tiers import DiskStore, HostStore, TierStore
 from kvcache.transport import make_transport
 from kvcache.types import EngineId
 

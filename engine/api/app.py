@@ -21,6 +21,7 @@ from engine.api.stream_routes import add_stream_routes
 from engine.api.streaming import event_stream
 from engine.protocol import (
     Commit,
+    EngineConfig,
     EngineState,
     Extend,
     ExtendReply,
@@ -42,8 +43,7 @@ from engine.protocol import (
     error_body,
     parse,
 )
-from engine.protocol.config import EngineConfig
-from engine.service.engine import MicroserveEngine
+from engine.service import MicroserveEngine
 
 __all__ = ["build_app"]
 

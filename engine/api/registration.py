@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import httpx
 
-from engine.protocol.config import EngineConfig
+from engine.protocol import EngineConfig
 
 __all__ = ["announce", "read_labels"]
 

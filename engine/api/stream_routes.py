@@ -5,8 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from engine.api.streaming import LiveResponse
-from engine.service.event_mux import EventMuxes
-from engine.service.prefix_feed import PrefixFeed
+from engine.service import EventMuxes, PrefixFeed
 
 __all__ = ["add_stream_routes"]
 

@@ -8,7 +8,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.protocol import Event, MicroserveError, error_body
-from engine.service.generation_stream import GenerationStream
+from engine.service import GenerationStream
 
 __all__ = ["LiveResponse", "event_stream"]
 

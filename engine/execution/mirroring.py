@@ -14,7 +14,7 @@ import asyncio
 
 from engine.protocol import LeaseExpired, MicroserveError
 from kvcache.cache import KVCache
-from kvcache.lease.sender import Mirror
+from kvcache.lease import Mirror
 from kvcache.types import LeaseId, SeqId
 
 __all__ = ["Mirroring"]

@@ -9,7 +9,7 @@ import torch
 
 from engine.models import LoadedModel
 from engine.protocol import Internal
-from engine.scheduling.chunk import Chunk
+from engine.scheduling import Chunk
 from kvcache.cache import KVCache
 
 __all__ = ["ModelRunner", "bucket", "stable_row_multiple"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol, TypeVar
 
-from engine.scheduling.chunk import Chunk
-from kvcache.lease.put import Put
-from kvcache.sequences.interface import SequenceCache
+from engine.scheduling import Chunk
+from kvcache.lease import Put
+from kvcache.sequences import SequenceCache
 from kvcache.types import SeqId
 
 __all__ = ["Runner", "StepCache"]

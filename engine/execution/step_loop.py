@@ -13,7 +13,7 @@ import torch
 from engine.execution.step_output import StepStats
 from engine.execution.stepper import Stepper
 from engine.protocol import Internal
-from engine.scheduling.jobs import Generation, Job
+from engine.scheduling import Generation, Job
 
 __all__ = ["StepLoop"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.scheduling.jobs import Generation, Job, KVMirror
+from engine.scheduling import Generation, Job, KVMirror
 
 __all__ = ["StepMirrors"]
 

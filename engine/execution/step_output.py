@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from engine.protocol import MicroserveError
-from engine.scheduling.jobs import Generation
+from engine.scheduling import Generation
 
 if TYPE_CHECKING:
     from engine.sampling.sampled import Sampled

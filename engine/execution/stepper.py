@@ -18,10 +18,7 @@ from engine.execution.runner import Runner, StepCache
 from engine.execution.step_mirrors import StepMirrors
 from engine.execution.step_output import StepOutput, StepResult, StepStats
 from engine.protocol import Internal, MicroserveError, RemoteSendReply
-from engine.scheduling.chunk import Chunk
-from engine.scheduling.jobs import Generation, Job, Send
-from engine.scheduling.parallel_sampling import ParallelSampling
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling import Chunk, Generation, Job, ParallelSampling, Scheduler, Send
 
 if TYPE_CHECKING:
     from engine.sampling.sampled import Sampled

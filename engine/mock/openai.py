@@ -17,10 +17,8 @@ from pydantic import BaseModel, ConfigDict
 
 from engine.api.app import build_app
 from engine.api.streaming import event_stream
-from engine.protocol import MicroserveError, StartGenerate, Usage, error_body, parse
-from engine.protocol.config import EngineConfig
-from engine.service.engine import MicroserveEngine
-from engine.service.generation_stream import GenerationStream
+from engine.protocol import EngineConfig, MicroserveError, StartGenerate, Usage, error_body, parse
+from engine.service import GenerationStream, MicroserveEngine
 
 __all__ = ["build_mock_app"]
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from engine.models.loading.mock import mock_tokens
 from engine.protocol import BadRequest
 from engine.sampling.sampled import Sampled
-from engine.scheduling.chunk import Chunk
-from engine.scheduling.jobs import Generation
+from engine.scheduling import Chunk, Generation
 from kvcache.cache import KVCache
 
 __all__ = ["MockRunner", "mock_sample"]

@@ -24,7 +24,7 @@ from engine.sampling.gumbel import GROUPS, Gumbel
 from engine.sampling.logits import Rows, rows_of
 from engine.sampling.sampled import Sampled
 from engine.sampling.truncation import least_logits
-from engine.scheduling.jobs import Generation
+from engine.scheduling import Generation
 
 __all__ = ["sample"]
 

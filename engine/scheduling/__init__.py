@@ -3,3 +3,10 @@
 May import `engine.protocol` and the torch-free parts of `kvcache`. Imports no torch, starts no
 thread and reads no wall clock.
 """
+
+from engine.scheduling.chunk import Chunk
+from engine.scheduling.jobs import Generation, Job, KVMirror, Send
+from engine.scheduling.parallel_sampling import ParallelSampling
+from engine.scheduling.scheduler import Scheduler
+
+__all__ = ["Chunk", "Generation", "Job", "KVMirror", "ParallelSampling", "Scheduler", "Send"]

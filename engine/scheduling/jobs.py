@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from engine.protocol import MicroserveError, RemoteSendReply, Sampling
-from kvcache.lease.put import Put
+from kvcache.lease import Put
 from kvcache.types import LeaseId, SeqId
 
 if TYPE_CHECKING:

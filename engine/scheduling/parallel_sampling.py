@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from engine.scheduling.jobs import Generation
 from engine.scheduling.scheduler import Scheduler
 from kvcache.errors import NoCapacity
-from kvcache.sequences.interface import SequenceCache
+from kvcache.sequences import SequenceCache
 
 __all__ = ["ParallelSampling"]
 

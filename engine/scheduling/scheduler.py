@@ -39,7 +39,7 @@ from engine.scheduling.chunk import Chunk
 from engine.scheduling.chunk_budget import ChunkBudget
 from engine.scheduling.jobs import Generation, Job, Send
 from kvcache.errors import NoCapacity
-from kvcache.sequences.interface import SequenceCache
+from kvcache.sequences import SequenceCache
 
 __all__ = ["Scheduler"]
 

@@ -2,3 +2,10 @@
 
 May import `engine.execution`, `engine.text` and below. Most classes live on one asyncio event loop.
 """
+
+from engine.service.engine import MicroserveEngine
+from engine.service.event_mux import EventMuxes
+from engine.service.generation_stream import GenerationStream
+from engine.service.prefix_feed import PrefixFeed
+
+__all__ = ["EventMuxes", "GenerationStream", "MicroserveEngine", "PrefixFeed"]

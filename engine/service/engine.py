@@ -34,7 +34,7 @@ from engine.protocol import (
     StartGenerate,
     UnknownLease,
 )
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling import Scheduler
 from engine.service.event_mux import EventMuxes
 from engine.service.generation_stream import GenerationStream
 from engine.service.generations import Generations
@@ -45,7 +45,7 @@ from engine.service.prefix_feed import PrefixFeed
 from engine.service.promotion import promote
 from engine.service.released_ids import ReleasedIds
 from engine.service.sends import Sends
-from engine.text.grammar import Grammars
+from engine.text import Grammars
 from kvcache.cache import KVCache
 from kvcache.types import LeaseId, SeqId
 

@@ -20,9 +20,9 @@ from engine.protocol import (
     error_body,
 )
 from engine.sampling.sampled import Sampled
-from engine.scheduling.jobs import Generation
+from engine.scheduling import Generation
 from engine.service.metrics import EngineMetrics
-from engine.text.detokenizer import Detokenizer, Released, token_bytes
+from engine.text import Detokenizer, Released, token_bytes
 
 __all__ = ["GenerationStream"]
 

@@ -18,7 +18,7 @@ from engine.protocol import (
     NoCapacity,
     StartGenerate,
 )
-from engine.scheduling.jobs import Generation
+from engine.scheduling import Generation
 from engine.service.generation_stream import GenerationStream
 from engine.service.kv_arrival import KVArrivals
 from engine.service.limits import Limits, resolve
@@ -26,7 +26,7 @@ from engine.service.metrics import EngineMetrics
 from engine.service.mirrors import Mirrors
 from engine.service.promotion import promote
 from engine.service.released_ids import ReleasedIds
-from engine.text.grammar import Grammars
+from engine.text import Grammars
 from kvcache.cache import KVCache
 from kvcache.types import LeaseId, SeqId
 

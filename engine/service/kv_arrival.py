@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.protocol import KVIncomplete
-from engine.scheduling.jobs import Generation
+from engine.scheduling import Generation
 from kvcache.cache import KVCache
-from kvcache.lease.table import ReceiveLease
+from kvcache.lease import ReceiveLease
 from kvcache.types import LeaseId
 
 __all__ = ["KVArrivals"]

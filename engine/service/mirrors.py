@@ -19,7 +19,7 @@ from engine.protocol import (
     error_from_body,
     parse,
 )
-from engine.scheduling.jobs import Generation
+from engine.scheduling import Generation
 from engine.service.metrics import EngineMetrics
 from kvcache.cache import KVCache
 

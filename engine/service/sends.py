@@ -16,12 +16,12 @@ from engine.protocol import (
     RemoteSend,
     RemoteSendReply,
 )
-from engine.scheduling.jobs import Send
+from engine.scheduling import Send
 from engine.service.limits import Limits, resolve
 from engine.service.metrics import EngineMetrics
 from engine.service.promotion import promote
 from kvcache.cache import KVCache
-from kvcache.lease.put import Put
+from kvcache.lease import Put
 from kvcache.types import SeqId
 
 __all__ = ["Sends"]

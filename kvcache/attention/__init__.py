@@ -1,1 +1,10 @@
-"""."""
+"""Attention over paged KV: a plan for a step, and its backends.
+
+May import `memory` and the rooms below it.
+"""
+
+from kvcache.attention.plan import Plan, Planner
+from kvcache.attention.select import planner_for
+from kvcache.attention.stable import BLOCK
+
+__all__ = ["BLOCK", "Plan", "Planner", "planner_for"]

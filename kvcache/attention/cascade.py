@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.sequences.block_table import PageIds
+from kvcache.sequences import PageIds
 
 __all__ = ["Row", "Segment", "segments_of"]
 

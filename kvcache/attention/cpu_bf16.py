@@ -42,7 +42,7 @@ from kvcache.kernels.jit import (
 )
 from kvcache.kernels.prefill_attention import PrefillAttention
 from kvcache.kernels.segments import KVSegment
-from kvcache.sequences.step import Span
+from kvcache.sequences import Span
 
 __all__ = ["Bf16Plan", "precompile"]
 

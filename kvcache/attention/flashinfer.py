@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from kvcache.attention.cascade import Row, Segment, segments_of
-from kvcache.memory.layout import KVLayout
-from kvcache.sequences.block_table import PageIds
-from kvcache.sequences.step import Span
+from kvcache.memory import KVLayout
+from kvcache.sequences import PageIds, Span
 
 __all__ = ["FlashInfer", "FlashInferPlan", "RaggedBatch", "supports"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.sequences.step import Span
+from kvcache.sequences import Span
 
 __all__ = ["Plan", "Planner", "row_slots"]
 

@@ -9,7 +9,7 @@ import torch
 
 from kvcache.attention.plan import Planner
 from kvcache.attention.stable import StablePlan
-from kvcache.memory.layout import KVLayout
+from kvcache.memory import KVLayout
 
 __all__ = ["planner_for"]
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from kvcache.attention.plan import row_slots
-from kvcache.pages.page_pool import SCRATCH_PAGE
-from kvcache.sequences.step import Span
+from kvcache.pages import SCRATCH_PAGE
+from kvcache.sequences import Span
 from kvcache.types import PageId
 
 __all__ = [

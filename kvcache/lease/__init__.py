@@ -1,1 +1,24 @@
 """Receive leases: slots, addresses, receiving and sending. Imports no torch."""
+
+from kvcache.lease.address import KVAddress
+from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, WORDS, ControlSlots
+from kvcache.lease.identity import Identity
+from kvcache.lease.put import PageTable, Put
+from kvcache.lease.sender import Mirror
+from kvcache.lease.table import ReceiveLease
+
+__all__ = [
+    "CLAIM",
+    "LANDED",
+    "NONCE",
+    "RENEWALS",
+    "SLOTS",
+    "WORDS",
+    "ControlSlots",
+    "Identity",
+    "KVAddress",
+    "Mirror",
+    "PageTable",
+    "Put",
+    "ReceiveLease",
+]

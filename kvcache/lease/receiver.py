@@ -16,8 +16,8 @@ from kvcache.lease.address import KVAddress, page_runs, prompt_digest
 from kvcache.lease.control_slots import ControlSlots
 from kvcache.lease.identity import Identity
 from kvcache.lease.table import LeaseTable, ReceiveLease
-from kvcache.pages.page_manager import PageManager
-from kvcache.sequences.table import SequenceTable
+from kvcache.pages import PageManager
+from kvcache.sequences import SequenceTable
 from kvcache.shard import Shard
 from kvcache.types import LeaseId, PageId, SeqId
 

@@ -11,8 +11,8 @@ from kvcache.errors import BadAddress, BadRange, Internal, MicroserveError, Stal
 from kvcache.lease.address import KVAddress, prompt_digest
 from kvcache.lease.identity import Identity
 from kvcache.lease.put import Put
-from kvcache.pages.page_manager import PageManager
-from kvcache.sequences.step import PagedSequence
+from kvcache.pages import PageManager
+from kvcache.sequences import PagedSequence
 from kvcache.types import PageId
 
 __all__ = ["Mirror", "PutOpener", "Sender"]

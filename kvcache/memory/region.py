@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache.errors import PeerUnreachable, StaleEpoch
-from kvcache.lease.control_slots import SLOTS, WORDS, ControlSlots
+from kvcache.lease import SLOTS, WORDS, ControlSlots
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.write_rights import WriteRights
 

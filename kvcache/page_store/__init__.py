@@ -1,1 +1,5 @@
 """Page stores: they own the memory of pages and execute step descriptions."""
+
+from kvcache.page_store.torch_store import TorchPageStore
+
+__all__ = ["TorchPageStore"]

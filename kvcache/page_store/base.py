@@ -7,12 +7,10 @@ from typing import Protocol
 
 import torch
 
-from kvcache.lease.control_slots import ControlSlots
-from kvcache.lease.put import Put
-from kvcache.memory.layout import KVLayout
-from kvcache.sequences.block_table import PageIds
-from kvcache.sequences.step import PageCopy, StepDescription
-from kvcache.tiers.store import DevicePages
+from kvcache.lease import ControlSlots, Put
+from kvcache.memory import KVLayout
+from kvcache.sequences import PageCopy, PageIds, StepDescription
+from kvcache.tiers import DevicePages
 
 __all__ = ["PageStore"]
 

@@ -6,19 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache.attention.plan import Plan, Planner
-from kvcache.attention.select import planner_for
-from kvcache.attention.stable import BLOCK
+from kvcache.attention import BLOCK, Plan, Planner, planner_for
 from kvcache.errors import BadRequest, Internal
-from kvcache.lease.control_slots import ControlSlots
-from kvcache.lease.put import Put
-from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import Region
-from kvcache.pages.page_pool import SCRATCH_PAGE
-from kvcache.sequences.block_table import PageIds
-from kvcache.sequences.step import PageCopy, StepDescription
-from kvcache.tiers.store import DevicePages
-from kvcache.transport.base import Transport
+from kvcache.lease import ControlSlots, Put
+from kvcache.memory import KVLayout, Region
+from kvcache.pages import SCRATCH_PAGE
+from kvcache.sequences import PageCopy, PageIds, StepDescription
+from kvcache.tiers import DevicePages
+from kvcache.transport import Transport
 
 __all__ = ["TorchPageStore"]
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvcache.errors import BadRange, Internal
-from kvcache.pages.page_manager import PageManager
+from kvcache.pages import PageManager
 from kvcache.sequences.block_table import BlockTable
 from kvcache.sequences.step import (
     PageCopy,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache.errors import BadRequest
-from kvcache.memory.layout import KVLayout
+from kvcache.memory import KVLayout
 from kvcache.tiers.ledger import Ledger, StoredPrefix
 from kvcache.tiers.store import page_shape
 from kvcache.types import PageId

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from kvcache.errors import NoCapacity
-from kvcache.pages.page_manager import PageManager
-from kvcache.pages.prefix_tree import Tokens
-from kvcache.sequences.swapping import SwappedSequence
+from kvcache.pages import PageManager, Tokens
+from kvcache.sequences import SwappedSequence
 from kvcache.tiers.store import DevicePages, TierStore
 from kvcache.tiers.swap import Swap
 from kvcache.tiers.tier import Move, Tier, TierUse, UpperTier

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.memory.layout import KVLayout
+from kvcache.memory import KVLayout
 from kvcache.tiers.ledger import StoredPrefix
 from kvcache.types import PageId
 

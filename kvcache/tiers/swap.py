@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from kvcache.errors import Internal
-from kvcache.pages.page_manager import PageManager
+from kvcache.pages import PageManager
 from kvcache.tiers.tier import Move, Tier
 from kvcache.types import PageId
 

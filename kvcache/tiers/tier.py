@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.pages.page_manager import PageManager
-from kvcache.pages.prefix_tree import Tokens
+from kvcache.pages import PageManager, Tokens
 from kvcache.tiers.store import DevicePages, TierStore
 from kvcache.types import PageId
 

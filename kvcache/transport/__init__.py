@@ -1,21 +1,11 @@
 """Transports: one small protocol, one implementation for each kind of memory."""
 
 from kvcache.errors import BadRequest
-from kvcache.lease.put import Put
+from kvcache.lease import Put
 from kvcache.transport.base import Transport
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.transport.shm import ShmTransport
-
-__all__ = [
-    "MemoryNetwork",
-    "MemoryTransport",
-    "NixlTransport",
-    "Put",
-    "ShmTransport",
-    "Transport",
-    "make_transport",
-]
 
 
 def make_transport(name: str, epoch: int, *, secret: bytes, host: str) -> Transport:
@@ -29,3 +19,14 @@ def make_transport(name: str, epoch: int, *, secret: bytes, host: str) -> Transp
         case "nixl":
             return NixlTransport(epoch, secret=secret, host=host)
     raise BadRequest(f"there is no transport {name}", param="transport")
+
+
+__all__ = [
+    "MemoryNetwork",
+    "MemoryTransport",
+    "NixlTransport",
+    "Put",
+    "ShmTransport",
+    "Transport",
+    "make_transport",
+]

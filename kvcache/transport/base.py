@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Generic, Protocol, TypeVar
 
 from kvcache.errors import Internal, PeerUnreachable
-from kvcache.lease.address import KVAddress
-from kvcache.lease.put import Put
-from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import Region
+from kvcache.lease import KVAddress, Put
+from kvcache.memory import KVLayout, Region
 
 __all__ = ["Registered", "Transport", "strip_scheme"]
 

@@ -10,8 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import Region, Slots
+from kvcache.memory import KVLayout, Region, Slots
 from kvcache.transport.runs import Runs
 from kvcache.transport.target import HostTarget
 

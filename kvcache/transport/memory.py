@@ -5,10 +5,8 @@ from __future__ import annotations
 from itertools import count
 
 from kvcache.errors import PeerUnreachable, StaleEpoch
-from kvcache.lease.address import KVAddress
-from kvcache.lease.put import Put
-from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import LocalRegion, Region
+from kvcache.lease import KVAddress, Put
+from kvcache.memory import KVLayout, LocalRegion, Region
 from kvcache.transport.base import Registered
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut

@@ -18,10 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import BadRange, Internal, LeaseExpired, MicroserveError, Timeout
-from kvcache.lease.address import KVAddress
-from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS
-from kvcache.lease.put import PageTable
-from kvcache.memory.layout import KVLayout
+from kvcache.lease import CLAIM, LANDED, NONCE, RENEWALS, KVAddress, PageTable
+from kvcache.memory import KVLayout
 from kvcache.transport.runs import Route, Runs
 from kvcache.transport.target import Target
 from kvcache.transport.worker import Worker

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.memory.layout import KVLayout
+from kvcache.memory import KVLayout
 from kvcache.shard import Overlap, overlap
 from kvcache.types import PageId
 

@@ -8,11 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvcache.errors import PeerUnreachable
-from kvcache.lease.address import KVAddress
-from kvcache.lease.put import Put
-from kvcache.memory.layout import KVLayout
-from kvcache.memory.prefault import Prefaulter
-from kvcache.memory.region import Region, SharedRegion
+from kvcache.lease import KVAddress, Put
+from kvcache.memory import KVLayout, Prefaulter, Region, SharedRegion
 from kvcache.transport.base import Registered, strip_scheme
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.memory.layout import KVLayout
+from kvcache.memory import KVLayout
 from kvcache.transport.runs import Runs
 
 __all__ = ["HostTarget", "Target"]

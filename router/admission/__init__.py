@@ -2,3 +2,22 @@
 
 Imports `strategy` and the rooms below it.
 """
+
+from router.admission.keys import ANYBODY, Key, Keys, bearer
+from router.admission.queue import AdmissionQueue, Place
+from router.admission.rate_limit import RateLimits
+from router.admission.retry_budget import Claim, RetryBudget
+from router.admission.shutdown import Shutdown
+
+__all__ = [
+    "ANYBODY",
+    "AdmissionQueue",
+    "Claim",
+    "Key",
+    "Keys",
+    "Place",
+    "RateLimits",
+    "RetryBudget",
+    "Shutdown",
+    "bearer",
+]

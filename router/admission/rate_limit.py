@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.admission.keys import ANYBODY, Key
-from router.base.errors import RateLimited
+from router.base import RateLimited
 
 __all__ = ["Bucket", "RateLimits"]
 

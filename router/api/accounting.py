@@ -9,13 +9,11 @@ from collections.abc import Callable
 from types import TracebackType
 
 from engine.protocol import MicroserveError, Timeout
-from router.admission.keys import ANYBODY
+from router.admission import ANYBODY
 from router.api.http import HttpRequest
 from router.api.parts import Router
-from router.base.cancel_scope import CancelScope
-from router.base.config import RouterConfig
-from router.telemetry.logs import serves
-from router.telemetry.receipts import Receipt
+from router.base import CancelScope, RouterConfig
+from router.telemetry import Receipt, serves
 
 __all__ = ["accounted", "deadline_s", "priority_of"]
 

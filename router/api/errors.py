@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from typing_extensions import TypedDict
 
 from engine.protocol import BadRequest, Draining, MicroserveError, NoCapacity
-from router.base.errors import MethodNotAllowed, NoEngines
+from router.base import MethodNotAllowed, NoEngines
 
 __all__ = ["ErrorObject", "complaint", "error_headers", "error_json", "error_object", "invalid"]
 

@@ -12,14 +12,14 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from engine.protocol import Draining, Internal, MicroserveError
-from router.admission.keys import Key, bearer
+from router.admission import Key, bearer
 from router.api.admin.access import check_admin
 from router.api.errors import error_headers, error_object
 from router.api.http import Handler, HttpRequest, HttpResponse, json_response
 from router.api.openapi import DOCS
 from router.api.parts import Router
 from router.api.rest import call_api
-from router.base.errors import RateLimited, SlowClient
+from router.base import RateLimited, SlowClient
 
 __all__ = ["Gate"]
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 import orjson
 
 from engine.protocol import BadRequest, TooLarge
-from router.admission.keys import Key
+from router.admission import Key
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from router.telemetry.receipts import Receipt
-    from router.telemetry.trace import Trace
+    from router.telemetry import Receipt, Trace
 
 __all__ = [
     "ClientConnection",

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.admission.keys import Keys
-from router.admission.queue import AdmissionQueue
-from router.admission.rate_limit import RateLimits
-from router.admission.shutdown import Shutdown
-from router.base.config import RouterConfig
-from router.engines.registry import Registry
-from router.execution.choice_runner import Execution
-from router.rollout.catalog import Catalog
-from router.rollout.revisions import Revisions
-from router.rollout.rollout import Rollout
-from router.telemetry.events import Events
-from router.telemetry.metrics import Metrics
-from router.telemetry.receipts import Receipts
-from router.telemetry.trace import Tracing
+from router.admission import AdmissionQueue, Keys, RateLimits, Shutdown
+from router.base import RouterConfig
+from router.engines import Registry
+from router.execution import Execution
+from router.rollout import Catalog, Revisions, Rollout
+from router.telemetry import Events, Metrics, Receipts, Tracing
 
 __all__ = ["Router"]
 

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from engine.protocol import BadRequest, Internal, MicroserveError
 from router.api.errors import complaint, error_headers, error_object
 from router.api.http import HttpRequest
-from router.base.errors import MethodNotAllowed, NotFound
+from router.base import MethodNotAllowed, NotFound
 
 __all__ = ["Http", "Sent", "call_api", "catch_errors", "reply"]
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Iterable
 
 from router.api.protocol import BoundedHttpProtocol
-from router.telemetry.metrics import Metrics
+from router.telemetry import Metrics
 
 __all__ = ["SlowClients"]
 

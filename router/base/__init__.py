@@ -1,1 +1,64 @@
 """Errors, ids, configuration and small helpers. Imports no other room."""
+
+from router.base.cancel_scope import CancelScope
+from router.base.config import RouterConfig
+from router.base.environment import PREFIX, child_environment, drop_service_links, hide_keys
+from router.base.errors import (
+    Conflict,
+    EngineUnreachable,
+    Forbidden,
+    MethodNotAllowed,
+    ModelNotFound,
+    Moved,
+    NobodyListens,
+    NoEngines,
+    NotFound,
+    RateLimited,
+    SlowClient,
+    StartFailed,
+    StrategyBlocked,
+    StrategyError,
+    StrategyStalled,
+    root_cause,
+)
+from router.base.ids import EngineId, EngineRequestId, LeaseId, RevisionNumber
+from router.base.request import Chunk, Mirrored, Request
+from router.base.sse import DONE, EventSplitter
+from router.base.tls import server_context
+from router.base.watched_file import changes_of
+
+__all__ = [
+    "DONE",
+    "PREFIX",
+    "CancelScope",
+    "Chunk",
+    "Conflict",
+    "EngineId",
+    "EngineRequestId",
+    "EngineUnreachable",
+    "EventSplitter",
+    "Forbidden",
+    "LeaseId",
+    "MethodNotAllowed",
+    "Mirrored",
+    "ModelNotFound",
+    "Moved",
+    "NoEngines",
+    "NobodyListens",
+    "NotFound",
+    "RateLimited",
+    "Request",
+    "RevisionNumber",
+    "RouterConfig",
+    "SlowClient",
+    "StartFailed",
+    "StrategyBlocked",
+    "StrategyError",
+    "StrategyStalled",
+    "changes_of",
+    "child_environment",
+    "drop_service_links",
+    "hide_keys",
+    "root_cause",
+    "server_context",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from router.base.environment import PREFIX, drop_service_links, hide_keys
+from router.base import PREFIX, drop_service_links, hide_keys
 from router.cli.bench import bench
 from router.cli.chat import chat
 from router.cli.serve import engine, router

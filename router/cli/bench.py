@@ -15,11 +15,25 @@ from rich.console import Console
 
 from engine.protocol import BadRequest, MicroserveError
 from router.cli.options import GroupedCommand, option
-from router.engines.http_client import HttpClient
-from router.load.arrivals import evenly, poisson
-from router.load.client import Outcome, Target, closed_loop, open_loop
-from router.load.report import Slo, show, summarize
-from router.load.workload import WORKLOADS, LoadRequest, fixed, jsonl, long, mooncake, sharegpt
+from router.engines import HttpClient
+from router.load import (
+    WORKLOADS,
+    LoadRequest,
+    Outcome,
+    Slo,
+    Target,
+    closed_loop,
+    evenly,
+    fixed,
+    jsonl,
+    long,
+    mooncake,
+    open_loop,
+    poisson,
+    sharegpt,
+    show,
+    summarize,
+)
 
 __all__ = ["bench"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import httpx
 
-from router.base.sse import DONE, EventSplitter
+from router.base import DONE, EventSplitter
 from router.cli.options import GroupedCommand, option
 
 __all__ = ["chat"]

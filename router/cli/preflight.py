@@ -12,11 +12,10 @@ from typing import Any
 import click
 
 from engine.protocol import MicroserveError
-from router.base.errors import StartFailed, root_cause
-from router.base.tls import server_context
-from router.conformance.suite import ALL, run_checks, set_up
+from router.base import StartFailed, root_cause, server_context
+from router.conformance import ALL, run_checks, set_up
 from router.server import listen
-from router.simulation.dry_run_process import dry_run_strategy
+from router.simulation import dry_run_strategy
 
 __all__ = ["Mistake", "check_address", "check_folder", "check_strategy", "check_tls"]
 

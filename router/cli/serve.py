@@ -10,13 +10,12 @@ from typing import Any
 import click
 
 from engine.protocol import EngineConfig, MicroserveError
-from router.base.config import RouterConfig
-from router.base.environment import PREFIX, child_environment
+from router.base import PREFIX, RouterConfig, child_environment
 from router.cli.options import GroupedCommand, config_options, given, option, read_params
 from router.cli.preflight import Mistake, check_address, check_strategy
 from router.server import run
-from router.supervisor.fleet import as_arguments
-from router.telemetry.logs import set_up_logging
+from router.supervisor import as_arguments
+from router.telemetry import set_up_logging
 
 __all__ = ["engine", "router"]
 

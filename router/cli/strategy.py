@@ -11,11 +11,11 @@ import click
 import httpx
 
 from engine.protocol import MicroserveError
-from router.base.watched_file import changes_of
+from router.base import changes_of
 from router.cli.options import GroupedCommand, option, read_params
 from router.cli.preflight import check_conformance, check_strategy
-from router.conformance.suite import ALL
-from router.rollout.catalog import read_source
+from router.conformance import ALL
+from router.rollout import read_source
 
 __all__ = ["strategy"]
 

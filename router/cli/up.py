@@ -10,11 +10,10 @@ from typing import Any
 import click
 
 from engine.protocol import EngineConfig
-from router.base.config import RouterConfig
-from router.base.errors import StartFailed, root_cause
+from router.base import RouterConfig, StartFailed, root_cause
 from router.cli.options import GroupedCommand, config_options, given, option, read_params
 from router.cli.preflight import check_address, check_folder, check_strategy, check_tls
-from router.supervisor.fleet import Fleet, FleetConfig, as_arguments
+from router.supervisor import Fleet, FleetConfig, as_arguments
 
 __all__ = ["up"]
 

@@ -5,3 +5,7 @@ checks ──request──► router process ──► proxy ──► engine pr
    │                                   │ be killed, or the client can leave, at that moment
    └─────request──► router process ─────────────► engine process   the oracle, undisturbed
 """
+
+from router.conformance.suite import ALL, run_checks, set_up
+
+__all__ = ["ALL", "run_checks", "set_up"]

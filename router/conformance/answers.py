@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import orjson
 
-from router.base.sse import DONE, EventSplitter
+from router.base import DONE, EventSplitter
 
 __all__ = ["Answer", "RequestFailed", "complete", "difference"]
 

@@ -22,8 +22,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from router.base.environment import child_environment
-from router.base.errors import StartFailed
+from router.base import StartFailed, child_environment
 
 __all__ = ["ForkedProcess", "Program", "run_engine", "run_microserve"]
 

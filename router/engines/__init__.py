@@ -2,3 +2,23 @@
 
 Imports `model`, `telemetry` and `base`.
 """
+
+from router.engines.api import ChunkStream, Headers
+from router.engines.backend import Backend, Role, guard
+from router.engines.engines_file import engine_url
+from router.engines.http_client import HttpClient
+from router.engines.prefix_index import NOTHING, Expected
+from router.engines.registry import Registry
+
+__all__ = [
+    "NOTHING",
+    "Backend",
+    "ChunkStream",
+    "Expected",
+    "Headers",
+    "HttpClient",
+    "Registry",
+    "Role",
+    "engine_url",
+    "guard",
+]

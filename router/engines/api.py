@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from engine.protocol import EngineState, ModelInfo, PrefixChange, PrepRecvReply, RemoteSendReply
-from router.base.request import Chunk
+from router.base import Chunk
 
 __all__ = ["ChunkStream", "EngineCalls", "Headers"]
 

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from engine.protocol import EngineState, ModelInfo
-from router.base.cancel_scope import CancelScope
-from router.base.errors import EngineUnreachable
-from router.base.ids import EngineId
+from router.base import CancelScope, EngineId, EngineUnreachable
 from router.engines.api import ChunkStream, EngineCalls
 from router.engines.circuit_breaker import CircuitBreaker
 

@@ -18,7 +18,7 @@ from engine.protocol import (
     RemoteSendReply,
     error_from_body,
 )
-from router.base.errors import EngineUnreachable
+from router.base import EngineUnreachable
 from router.engines.api import Headers
 from router.engines.http_client import HttpClient, Reply
 from router.engines.token_mux import Delivery, TokenMux

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from router.base.errors import EngineUnreachable, NobodyListens
+from router.base import EngineUnreachable, NobodyListens
 
 __all__ = ["HttpClient", "Reply"]
 

@@ -20,7 +20,7 @@ from contextlib import aclosing
 from types import TracebackType
 
 from engine.protocol import Internal, MicroserveError, PageName
-from router.base.request import Request
+from router.base import Request
 from router.engines.backend import Backend, guard
 
 __all__ = ["NOTHING", "Expected", "PrefixIndex"]

@@ -10,17 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from engine.protocol import EngineState, MicroserveError, ModelInfo, Timeout
-from router.base.config import RouterConfig
-from router.base.errors import Conflict, NobodyListens, NoEngines, NotFound
-from router.base.ids import EngineId
+from router.base import Conflict, EngineId, NobodyListens, NoEngines, NotFound, RouterConfig
 from router.engines.api import EngineCalls
 from router.engines.backend import Backend, Role, Source
 from router.engines.circuit_breaker import BREAKER_STATES, CircuitBreaker
 from router.engines.engines_file import EngineEntry
 from router.engines.prefix_index import PrefixIndex
-from router.model.served import ServedModel
-from router.telemetry.events import Events
-from router.telemetry.metrics import Metrics
+from router.model import ServedModel
+from router.telemetry import Events, Metrics
 
 __all__ = ["Registry"]
 

@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 
 from engine.protocol import Internal, MicroserveError, Usage, error_from_body
-from router.base.errors import EngineUnreachable
-from router.base.request import Chunk
+from router.base import Chunk, EngineUnreachable
 from router.engines.http_client import HttpClient
 
 __all__ = ["Delivery", "MuxStream", "TokenMux"]

@@ -23,22 +23,16 @@ from engine.protocol import (
     TooLarge,
     Unauthorized,
 )
-from router.admission.queue import AdmissionQueue, Place
-from router.admission.retry_budget import Claim, RetryBudget
-from router.base.errors import EngineUnreachable, Moved, NoEngines, StrategyError
-from router.base.request import Chunk, Request
-from router.engines.backend import Backend
+from router.admission import AdmissionQueue, Claim, Place, RetryBudget
+from router.base import Chunk, EngineUnreachable, Moved, NoEngines, Request, StrategyError
+from router.engines import Backend
 from router.execution.choice_writer import ChoiceWriter
 from router.execution.relocation import Relocations, relocated
 from router.execution.strategy_run import StrategyRun
-from router.legs.attempt import Attempt, Running, Runtime
-from router.legs.choices import Choices
-from router.legs.replica import Replicas
-from router.legs.token_stream import TokenStream
-from router.rollout.revisions import Revision
-from router.strategy.cluster import Cluster
-from router.strategy.engine import Engine
-from router.telemetry.receipts import Receipt
+from router.legs import Attempt, Choices, Replicas, Running, Runtime, TokenStream
+from router.rollout import Revision
+from router.strategy import Cluster, Engine
+from router.telemetry import Receipt
 
 __all__ = ["ChoiceRunner", "Execution"]
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 
 from engine.protocol import Usage
-from router.base.request import Chunk
-from router.telemetry.receipts import Receipt
+from router.base import Chunk
+from router.telemetry import Receipt
 
 __all__ = ["ChoiceWriter"]
 

@@ -8,14 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.protocol import BadRequest, Sampling
-from router.base.errors import EngineUnreachable
-from router.base.ids import EngineRequestId, RevisionNumber
-from router.base.request import Request
-from router.engines.backend import Backend, guard
-from router.legs.attempt import Attempt, Runtime
-from router.legs.replica import Replicas
-from router.strategy.engine import Engine
-from router.telemetry.receipts import Receipt
+from router.base import EngineRequestId, EngineUnreachable, Request, RevisionNumber
+from router.engines import Backend, guard
+from router.legs import Attempt, Replicas, Runtime
+from router.strategy import Engine
+from router.telemetry import Receipt
 
 __all__ = ["Migrated", "migrate_prefix"]
 

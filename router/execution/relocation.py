@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from types import TracebackType
 
-from router.base.cancel_scope import CancelScope
-from router.base.errors import Moved
-from router.base.request import Chunk, Request
-from router.engines.backend import Backend
-from router.legs.attempt import Attempt, Running
-from router.strategy.cluster import Cluster
-from router.strategy.engine import Engine
+from router.base import CancelScope, Chunk, Moved, Request
+from router.engines import Backend
+from router.legs import Attempt, Running
+from router.strategy import Cluster, Engine
 
 __all__ = ["Relocations", "relocated"]
 

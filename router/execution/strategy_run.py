@@ -9,16 +9,12 @@ from functools import partial
 from typing import Any
 
 from engine.protocol import MicroserveError
-from router.base.errors import StrategyBlocked, StrategyError, StrategyStalled, root_cause
-from router.base.request import Chunk, Request
+from router.base import Chunk, Request, StrategyBlocked, StrategyError, StrategyStalled, root_cause
 from router.execution.choice_writer import ChoiceWriter
-from router.legs.attempt import Attempt
-from router.rollout.revisions import Revision
-from router.strategy.cluster import Cluster
-from router.supervision.child_tasks import ChildTasks
-from router.supervision.supervised import Interrupted, Supervised
-from router.supervision.user_frames import line_in, waits_at
-from router.supervision.violations import ViolationKind
+from router.legs import Attempt
+from router.rollout import Revision
+from router.strategy import Cluster
+from router.supervision import ChildTasks, Interrupted, Supervised, ViolationKind, line_in, waits_at
 
 __all__ = ["StrategyRun"]
 

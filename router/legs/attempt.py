@@ -13,20 +13,13 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from engine.protocol import Draining, Internal, MicroserveError, PeerUnreachable, Timeout
-from router.base.config import RouterConfig
-from router.base.errors import EngineUnreachable, Moved
-from router.base.ids import EngineRequestId
-from router.base.request import Request
-from router.engines.api import ChunkStream
-from router.engines.backend import Backend, guard
-from router.engines.prefix_index import Expected
-from router.engines.registry import Registry
+from router.base import EngineRequestId, EngineUnreachable, Moved, Request, RouterConfig
+from router.engines import Backend, ChunkStream, Expected, Registry, guard
 from router.legs.choices import Choices
 from router.legs.grant import LeaseGrant
 from router.legs.releaser import Releaser
 from router.legs.replica import MirrorPlan, Replicas
-from router.telemetry.metrics import Metrics
-from router.telemetry.receipts import Call, Leg, Receipt
+from router.telemetry import Call, Leg, Metrics, Receipt
 
 __all__ = ["Attempt", "Method", "Running", "Runtime"]
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from router.base.ids import EngineRequestId
-from router.engines.backend import Backend
+from router.base import EngineRequestId
+from router.engines import Backend
 from router.legs.replica import MirrorPlan
 
 __all__ = ["Choices", "Origin"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from router.base.ids import LeaseId
-from router.engines.backend import Backend
-from router.engines.prefix_index import NOTHING, Expected
+from router.base import LeaseId
+from router.engines import NOTHING, Backend, Expected
 from router.legs.replica import Replica
 
 __all__ = ["LeaseGrant"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.protocol import MicroserveError
-from router.engines.backend import Backend
+from router.engines import Backend
 
 __all__ = ["Releaser"]
 

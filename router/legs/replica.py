@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from router.base.ids import LeaseId
-from router.engines.backend import Backend
+from router.base import LeaseId
+from router.engines import Backend
 from router.legs.releaser import Releaser
-from router.telemetry.receipts import Leg
+from router.telemetry import Leg
 
 __all__ = ["MirrorPlan", "Rank", "Replica", "Replicas"]
 

@@ -10,12 +10,11 @@ import logging
 from typing import Any
 
 from engine.protocol import MicroserveError, Timeout
-from router.base.errors import EngineUnreachable
-from router.base.request import Chunk, Mirrored, Request
-from router.engines.backend import Backend, guard
+from router.base import Chunk, EngineUnreachable, Mirrored, Request
+from router.engines import Backend, guard
 from router.legs.attempt import Attempt
 from router.legs.replica import MirrorPlan, Replica
-from router.telemetry.receipts import Leg
+from router.telemetry import Leg
 
 __all__ = ["ReplicaUpkeep"]
 

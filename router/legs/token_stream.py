@@ -6,18 +6,14 @@ import asyncio
 from typing import Any
 
 from engine.protocol import BadAddress, LeaseExpired, MicroserveError, UnknownLease
-from router.base.errors import EngineUnreachable
-from router.base.ids import EngineRequestId
-from router.base.request import Chunk, Request
-from router.engines.api import ChunkStream
-from router.engines.backend import Backend
-from router.engines.prefix_index import NOTHING, Expected
+from router.base import Chunk, EngineRequestId, EngineUnreachable, Request
+from router.engines import NOTHING, Backend, ChunkStream, Expected
 from router.legs.attempt import Attempt
 from router.legs.choices import Origin
 from router.legs.grant import LeaseGrant
 from router.legs.replica import MirrorPlan
 from router.legs.replica_upkeep import ReplicaUpkeep
-from router.telemetry.receipts import Leg
+from router.telemetry import Leg
 
 __all__ = ["TokenStream"]
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import orjson
 
-from router.base.errors import EngineUnreachable
-from router.base.sse import DONE, EventSplitter
-from router.engines.http_client import HttpClient
+from router.base import DONE, EngineUnreachable, EventSplitter
+from router.engines import HttpClient
 from router.load.workload import LoadRequest
 
 __all__ = ["Outcome", "Target", "closed_loop", "open_loop"]

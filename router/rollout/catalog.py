@@ -14,8 +14,8 @@ from types import CodeType
 from typing import Any
 
 from engine.protocol import BadRequest
-from router.base.errors import Conflict, NotFound, root_cause
-from router.strategy.definition import Strategy
+from router.base import Conflict, NotFound, root_cause
+from router.strategy import Strategy
 
 __all__ = ["Catalog", "read_source"]
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.base.errors import Conflict
-from router.base.ids import RevisionNumber
+from router.base import Conflict, RevisionNumber
 from router.rollout.canary import Canary
-from router.strategy.definition import Bound
-from router.supervision.violations import ViolationKind
+from router.strategy import Bound
+from router.supervision import ViolationKind
 
 __all__ = ["OnViolation", "Revision", "Revisions"]
 

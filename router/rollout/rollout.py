@@ -8,16 +8,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from router.base.errors import Conflict
+from router.base import Conflict
 from router.rollout.audit_log import AuditLog
 from router.rollout.canary import Canary, CanaryRules, Verdict
 from router.rollout.catalog import Catalog
 from router.rollout.revisions import Revision, Revisions
-from router.strategy.definition import Bound, Strategy
-from router.supervision.violations import ViolationKind
-from router.telemetry.events import Events
-from router.telemetry.metrics import Metrics
-from router.telemetry.receipts import Receipt
+from router.strategy import Bound, Strategy
+from router.supervision import ViolationKind
+from router.telemetry import Events, Metrics, Receipt
 
 __all__ = ["Rollout"]
 

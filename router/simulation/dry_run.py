@@ -15,29 +15,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from engine.protocol import MicroserveError, Sampling
-from router.admission.queue import AdmissionQueue
-from router.admission.retry_budget import RetryBudget
-from router.base.config import RouterConfig
-from router.base.errors import StrategyError, root_cause
-from router.base.ids import RevisionNumber
-from router.base.request import Chunk, Request
-from router.engines.backend import Role
-from router.engines.registry import Registry
-from router.execution.choice_runner import ChoiceRunner, Execution
-from router.execution.choice_writer import ChoiceWriter
-from router.execution.relocation import Relocations
-from router.legs.attempt import Runtime
-from router.legs.releaser import Releaser
-from router.rollout.revisions import Revision
+from router.admission import AdmissionQueue, RetryBudget
+from router.base import Chunk, Request, RevisionNumber, RouterConfig, StrategyError, root_cause
+from router.engines import Registry, Role
+from router.execution import ChoiceRunner, ChoiceWriter, Execution, Relocations
+from router.legs import Releaser, Runtime
+from router.rollout import Revision
 from router.simulation.engine import SimulatedEngine, tokens_after
 from router.simulation.virtual_time import VirtualLoop
-from router.strategy.definition import Bound
-from router.supervision.child_tasks import adopting
-from router.supervision.violations import ViolationKind
-from router.supervision.watchdog import Watchdog
-from router.telemetry.events import Events
-from router.telemetry.metrics import Metrics
-from router.telemetry.receipts import Receipt
+from router.strategy import Bound
+from router.supervision import ViolationKind, Watchdog, adopting
+from router.telemetry import Events, Metrics, Receipt
 
 __all__ = ["DryRunFailed", "SimulatedRouter", "dry_run", "simulated_router"]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.protocol import BadRequest, MicroserveError
-from router.base.environment import child_environment
-from router.rollout.catalog import Catalog, read_source
+from router.base import child_environment
+from router.rollout import Catalog, read_source
 from router.simulation.dry_run import dry_run
 
 __all__ = ["dry_run_source", "dry_run_strategy"]

@@ -27,8 +27,8 @@ from engine.protocol import (
     UnknownLease,
     page_names,
 )
-from router.base.errors import NobodyListens
-from router.engines.api import Headers
+from router.base import NobodyListens
+from router.engines import Headers
 from router.simulation.stream import (
     VOCAB,
     Latency,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.protocol import Usage
-from router.base.errors import EngineUnreachable
-from router.base.request import Chunk, Mirrored
+from router.base import Chunk, EngineUnreachable, Mirrored
 
 __all__ = [
     "VOCAB", "Latency", "SimulatedLease", "SimulatedMirror", "SimulatedStream", "tokens_after",

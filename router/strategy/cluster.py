@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from router.base.request import Request
-from router.engines.backend import Role
-from router.legs.attempt import Attempt
-from router.legs.grant import LeaseGrant
+from router.base import Request
+from router.engines import Role
+from router.legs import Attempt, LeaseGrant
 from router.strategy.engine import Engine, Lease
 
 __all__ = ["Cluster", "Pool"]

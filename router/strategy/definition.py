@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_jsonable_python
 
 from engine.protocol import BadRequest
-from router.base.request import Chunk, Request
+from router.base import Chunk, Request
 from router.strategy.params import Params
 
 if TYPE_CHECKING:

@@ -12,14 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.protocol import BadRange, NoCapacity, RemoteSendReply
-from router.base.ids import EngineId, LeaseId
-from router.base.request import Request
-from router.engines.backend import Backend, Role
-from router.legs.attempt import Attempt, Method
-from router.legs.choices import Origin
-from router.legs.grant import LeaseGrant
-from router.legs.replica import MirrorPlan
-from router.legs.token_stream import TokenStream
+from router.base import EngineId, LeaseId, Request
+from router.engines import Backend, Role
+from router.legs import Attempt, LeaseGrant, Method, MirrorPlan, Origin, TokenStream
 
 __all__ = ["Engine", "Lease", "Mirror"]
 

@@ -2,3 +2,20 @@
 
 Imports `strategy` and the rooms below it.
 """
+
+from router.supervision.child_tasks import ChildTasks, adopting
+from router.supervision.supervised import Interrupted, Supervised
+from router.supervision.user_frames import line_in, waits_at
+from router.supervision.violations import ViolationKind
+from router.supervision.watchdog import Watchdog
+
+__all__ = [
+    "ChildTasks",
+    "Interrupted",
+    "Supervised",
+    "ViolationKind",
+    "Watchdog",
+    "adopting",
+    "line_in",
+    "waits_at",
+]

@@ -34,7 +34,7 @@ from types import FrameType
 
 from router.supervision.supervised import Holder, Interrupted, Supervised
 from router.supervision.user_frames import at, is_user
-from router.telemetry.metrics import Metrics
+from router.telemetry import Metrics
 
 __all__ = ["Watchdog"]
 

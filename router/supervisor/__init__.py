@@ -1,1 +1,8 @@
-"""."""
+"""`microserve up`: engines and a router as child processes, restarted when they die.
+
+May import `base`.
+"""
+
+from router.supervisor.fleet import Fleet, FleetConfig, as_arguments
+
+__all__ = ["Fleet", "FleetConfig", "as_arguments"]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 
-from router.base.errors import StartFailed
+from router.base import StartFailed
 
 __all__ = ["ChildProcess"]
 

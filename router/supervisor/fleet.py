@@ -23,8 +23,7 @@ from typing import Any
 import httpx
 import orjson
 
-from router.base.environment import child_environment
-from router.base.errors import StartFailed
+from router.base import StartFailed, child_environment
 from router.supervisor.child_process import ChildProcess
 
 __all__ = ["Fleet", "FleetConfig"]

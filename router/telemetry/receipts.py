@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from engine.protocol import MicroserveError
-from router.base.errors import NotFound
-from router.base.ids import EngineId, EngineRequestId, RevisionNumber
+from router.base import EngineId, EngineRequestId, NotFound, RevisionNumber
 from router.telemetry.timings import Timings
 
 __all__ = ["Leg", "Receipt", "Receipts"]

@@ -1,1 +1,4 @@
-"""."""
+"""`nixl`: puts between hosts. NIXL itself is imported on first use.
+
+May import what `transport` may.
+"""

@@ -24,9 +24,8 @@ from typing import Final
 import numpy as np
 
 from kvcache.errors import MicroserveError, NoCapacity
-from kvcache.lease.control_slots import SLOTS, WORDS
-from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import LocalRegion
+from kvcache.lease import SLOTS, WORDS
+from kvcache.memory import KVLayout, LocalRegion
 from kvcache.transport.nixl.agent import Agent
 from kvcache.transport.nixl.handshake import RemoteRegion, accept_handshake, enable_keepalive
 

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import MicroserveError, PeerUnreachable
-from kvcache.lease.control_slots import WORDS
-from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import Region
+from kvcache.lease import WORDS
+from kvcache.memory import KVLayout, Region
 from kvcache.transport.nixl.agent import Agent
 from kvcache.transport.nixl.handshake import (
     HANDSHAKE_TIMEOUT_S,

@@ -18,10 +18,8 @@ from dataclasses import replace
 from functools import partial
 
 from kvcache.errors import BadRequest, Internal, MicroserveError, PeerUnreachable
-from kvcache.lease.address import KVAddress
-from kvcache.lease.put import Put
-from kvcache.memory.layout import KVLayout
-from kvcache.memory.region import Region
+from kvcache.lease import KVAddress, Put
+from kvcache.memory import KVLayout, Region
 from kvcache.transport.base import Registered, strip_scheme
 from kvcache.transport.nixl.agent import Agent, load_nixl, restrict_to_loopback
 from kvcache.transport.nixl.listener import FlaggedRegion, SenderListener

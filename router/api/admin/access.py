@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from engine.protocol import Unauthorized
 from router.api.http import HttpRequest
 from router.api.parts import Router
-from router.base.errors import Forbidden
+from router.base import Forbidden
 
 __all__ = ["Body", "check_admin", "same_key"]
 

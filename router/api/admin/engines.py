@@ -11,8 +11,7 @@ from router.api.admin.access import Body
 from router.api.openapi import api_router
 from router.api.parts import Router
 from router.api.rest import reply
-from router.engines.backend import Role
-from router.engines.engines_file import engine_url
+from router.engines import Role, engine_url
 
 __all__ = ["AddEngine", "ChangeEngine", "routes"]
 

@@ -15,9 +15,9 @@ from router.api.http import off_loop
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
 from router.api.rest import Http, reply
-from router.base.errors import Conflict, NotFound
-from router.engines.backend import Backend
-from router.execution.prefix_migration import Migrated, migrate_prefix
+from router.base import Conflict, NotFound
+from router.engines import Backend
+from router.execution import Migrated, migrate_prefix
 
 __all__ = ["Migrate", "routes"]
 

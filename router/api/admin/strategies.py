@@ -13,9 +13,9 @@ from router.api.admin.access import Body
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
 from router.api.rest import Http, Sent, reply
-from router.base.errors import Forbidden
-from router.rollout.canary import CanaryRules
-from router.simulation.dry_run_process import dry_run_source
+from router.base import Forbidden
+from router.rollout import CanaryRules
+from router.simulation import dry_run_source
 
 __all__ = ["routes"]
 

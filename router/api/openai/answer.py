@@ -14,13 +14,11 @@ from router.api.openai.formats import DONE, ChatFormat, Choice, CompletionFormat
 from router.api.openai.models import served_name
 from router.api.openai.parsing import ParsedRequest, read_chat, read_completion
 from router.api.parts import Router
-from router.base.errors import root_cause
-from router.base.request import Chunk, Request
-from router.execution.choice_runner import ChoiceRunner
-from router.execution.choice_writer import ChoiceWriter
-from router.legs.choices import Choices
-from router.model.served import ServedModel
-from router.telemetry.receipts import Receipt
+from router.base import Chunk, Request, root_cause
+from router.execution import ChoiceRunner, ChoiceWriter
+from router.legs import Choices
+from router.model import ServedModel
+from router.telemetry import Receipt
 
 __all__ = ["chat_completions", "completions"]
 

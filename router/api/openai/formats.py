@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from router.base.request import Chunk
+from router.base import Chunk
 
 __all__ = ["DONE", "ChatFormat", "Choice", "CompletionFormat", "Format"]
 

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict  # pydantic reads no other before Python
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
 from router.api.rest import reply
-from router.base.errors import ModelNotFound
+from router.base import ModelNotFound
 
 __all__ = ["routes", "served_name"]
 

@@ -17,8 +17,8 @@ from engine.protocol import BadRequest, Sampling
 from router.api.errors import invalid
 from router.api.openai.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from router.api.openai.structure import read_structure
-from router.base.errors import ModelNotFound
-from router.model.served import ServedModel
+from router.base import ModelNotFound
+from router.model import ServedModel
 
 __all__ = [
     "ParsedRequest",

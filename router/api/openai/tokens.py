@@ -12,7 +12,7 @@ from router.api.openai.schemas import DetokenizeRequest, TokenizeChatRequest, To
 from router.api.openapi import api_router, errors, raw_body
 from router.api.parts import Router
 from router.api.rest import Http, reply
-from router.model.served import ServedModel
+from router.model import ServedModel
 
 __all__ = ["routes"]
 
