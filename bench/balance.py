@@ -11,7 +11,7 @@ the decode engine is (Figure 10); nothing can be moved there, and data parallel 
 rule of `auto`, which learns from scratch in each run here.
 
 How: SmolLM2 in bfloat16; prompts of 384 tokens and 12 out (Figure 11: 3000 and 100), and 26 in and
-32 out (Figure 10: about 200 and 260). Open loop, Poisson arrivals, at three rates: shares of what
+32 out (Figure 10: about 200 and 260). Open loop, Poisson arrivals, at three rates: shares of
 the throughput of two saturated engines under data parallel, measured at the start. All strategies
 get the same arrivals, and prompts of the same lengths that are in no cache. They alternate at each
 rate of each repeat, in a different order each time, so that other load on the machine affects all
