@@ -77,7 +77,7 @@ async def test_roles_and_labels(route, fake):
 
 async def test_a_failing_engine_is_left_alone_and_tried_again(route, fake):
     a, b = fake("a", refuse={"start_generate": [Internal("boom")] * 3}), fake("b")
-    async with route(a, b, breaker_failures=3, breaker_open_s=0.3) as r:
+    async with route(a, b, breaker_failures=3, breaker_open_s=30) as r:
         backend = r.server.router.registry["a"]
         while backend.breaker.state == "closed":
             assert (await r.post("/v1/completions", ASK))[0] == 200
@@ -89,7 +89,9 @@ async def test_a_failing_engine_is_left_alone_and_tried_again(route, fake):
         for _ in range(4):
             await r.post("/v1/completions", ASK)
         assert len(a.named("start_generate")) == 3
-        await until(lambda: backend.breaker.state == "half_open")
+        clock = backend.breaker._clock
+        backend.breaker._clock = lambda: clock() + 30
+        assert backend.breaker.state == "half_open"
         while backend.breaker.state != "closed":
             assert (await r.post("/v1/completions", ASK))[0] == 200
         assert len(a.named("start_generate")) == 4
@@ -116,8 +118,9 @@ async def test_retries_have_a_budget_but_a_lost_engine_is_extra(route, fake):
     a, b = fake("a", refuse={"start_generate": [*boom]}), fake("b")
     b.refuse = a.refuse
     async with route(a, b, retry_share=0.0, breaker_failures=1000, attempts=2) as r:
-        with r.server.router.runtime.retries.request() as _:
-            r.server.router.runtime.retries.retrying = 10  # the reserve is in use
+        retries = r.server.router.execution.retries
+        with retries.request() as _:
+            retries.retrying = 10  # the reserve is in use
             assert (await r.post("/v1/completions", ASK, headers={"X-Request-Id": "x"}))[0] == 500
             assert (await r.receipt("x"))["fallbacks"] == ["retry_denied"]
             assert len(boom) - len(a.refuse["start_generate"]) == 1
