@@ -121,7 +121,7 @@ class KVCache:
     def length(self, seq_id: SeqId) -> int:
         """Return the number of tokens whose KV the sequence has."""
         with self.lock:
-            return self._sequences.length(seq_id)
+            return self._sequences[seq_id].length
 
     def publish(self, seq_id: SeqId, tokens: Sequence[int]) -> None:
         """Share the sequence's full pages through the prefix cache; `tokens` are its own."""

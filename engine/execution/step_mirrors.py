@@ -22,6 +22,8 @@ class StepMirrors:
 
     def advance(self, jobs: Iterable[Job]) -> None:
         """Advance the mirrors of jobs that have just computed KV."""
+        if not self._mirrors:
+            return
         for job in jobs:
             if isinstance(job, Generation) and job in self._mirrors:
                 self._mirrors[job].advance(job.seq_id)

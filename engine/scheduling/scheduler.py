@@ -115,11 +115,15 @@ class Scheduler:
         waited = set(self._untouched)
         self._admit()
         chosen: list[tuple[Job, Chunk]] = []
-        for decode in list(self.running):
-            if self._missing(decode) == 1 and self._make_room(decode):
-                chosen.append((decode, self._chunk(decode, 1)))
+        prefills: list[Generation] = []
+        for generation in list(self.running):
+            missing = self._missing(generation)
+            if missing > 1:
+                prefills.append(generation)
+            elif missing == 1 and self._make_room(generation):
+                chosen.append((generation, self._chunk(generation, 1)))
         decodes = len(chosen)
-        for job, count in self._prompts(decodes, waited).items():
+        for job, count in self._prompts(prefills, decodes, waited).items():
             if isinstance(job, Generation):
                 self._untouched.discard(job)
                 self._unpublished.append(job)
@@ -142,9 +146,11 @@ class Scheduler:
                 self._cache.publish(job.seq_id, job.tokens)
         self._unpublished.clear()
 
-    def _prompts(self, decodes: int, waited: set[Generation]) -> dict[Job, int]:
+    def _prompts(
+        self, prefills: Sequence[Generation], decodes: int, waited: set[Generation]
+    ) -> dict[Job, int]:
         """Return how many tokens of which prefills and sends join `decodes` decodes."""
-        prefills = [job for job in self.running if self._missing(job) > 1]
+        prefills = [job for job in prefills if job.started]  # a decode may have preempted some
         sends = [job for job in self.sends if self._missing(job) > 0]
         if not prefills and not sends:
             return {}

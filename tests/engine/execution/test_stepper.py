@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from types import FrameType
 
 import pytest
 from engine_helpers import generation, make_cache
@@ -25,6 +26,7 @@ from kvcache.types import SeqId
 STEP_S = 0.01
 TOKEN_S = 0.001
 PROMPT = list(range(100))
+MAX_CALLS_PER_DECODE = 30  # Python functions, called by one step
 
 
 class Machine:
@@ -115,6 +117,32 @@ def test_prefill_and_decode_take_the_clocks_time(new: Callable[..., Machine]):
     assert (stats.steps, stats.prompt_tokens, stats.generation_tokens) == (4, 99, 3)
     assert stats.step_s == stats.model_s == pytest.approx(4 * STEP_S + 102 * TOKEN_S)
     assert machine.cache.prefix_tokens == 96
+
+
+def test_a_step_of_decodes_costs_few_calls(new: Callable[..., Machine]):
+    """What a step adds to the model is interpreter time: a few dozen calls for each decode."""
+    machine = new()
+    for n in range(16):
+        machine.stepper.submit(generation(n, [n, 1, 2], max_tokens=12))
+    machine.stepper.step()
+    while machine.steps[-1] != [1] * 16:
+        machine.stepper.step()
+    calls = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    steps = len(machine.steps)
+    sys.setprofile(count)
+    try:
+        for _ in range(4):
+            machine.stepper.step()
+    finally:
+        sys.setprofile(None)
+    assert machine.steps[steps:] == [[1] * 16] * 4
+    assert calls / (4 * 16) < MAX_CALLS_PER_DECODE
+    machine.run_until_idle()
 
 
 def test_an_abort_takes_effect_with_the_next_step(new: Callable[..., Machine]):
