@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -100,13 +100,15 @@ class KVCache:
 
         It shares full pages and gets a copy of a partial last one. Raises `BadRange`, `NoCapacity`.
         """
-        with self._copying():
+        with self._copying(child):
             self._sequences.fork_sequence(parent, child, length)
 
     def remove_sequence(self, seq_id: SeqId) -> None:
         """Release a sequence's pages for immediate reuse. Close its put first, if it has one."""
         with self.lock:
+            send = self._sequences.sending(seq_id)
             self._sequences.remove_sequence(seq_id)
+            self._forget_put(send)
 
     def pop(self, seq_id: SeqId, count: int) -> None:
         """Forget the last `count` tokens of a sequence, and the pages that this leaves empty."""
@@ -232,7 +234,7 @@ class KVCache:
         page with the watermark is copied, fresh pages follow it (`NoCapacity` if there are none),
         and the old ones are quarantined. Full pages below the watermark are never written again.
         """
-        with self._copying():
+        with self._copying(seq_id):
             return self._receiver.start(lease_id, seq_id, tokens, begin, fence=fence)
 
     def extend(self, kv_addr: str, reserve: int) -> tuple[ReceiveLease, str]:
@@ -313,7 +315,7 @@ class KVCache:
             sequence = self._sequences[seq_id]
             self._forget_put(sequence.send)
             self.store.add_put(put)
-            sequence.send = SendRange(put.claim, begin, end)
+            self._sequences.send(seq_id, SendRange(put.claim, begin, end))
             present = min(sequence.length, end)
             if begin < present:
                 self.store.send(put.claim, sequence.table.ids, begin, present)
@@ -321,9 +323,8 @@ class KVCache:
     def clear_mark(self, seq_id: SeqId) -> None:
         """Send nothing further of a sequence."""
         with self.lock:
-            sequence = self._sequences[seq_id]
-            self._forget_put(sequence.send)
-            sequence.send = None
+            self._forget_put(self._sequences.sending(seq_id))
+            self._sequences.send(seq_id, None)
 
     # Compute
 
@@ -408,21 +409,28 @@ class KVCache:
 
     def close(self) -> None:
         """End the tiers' copies, then the transport, then the store. Call it without the lock."""
-        self.tiers.close()
-        self.transport.close()
-        self.store.close()
+        with ExitStack() as stack:
+            stack.callback(self.store.close)
+            stack.callback(self.transport.close)
+            stack.callback(self.tiers.close)
 
     @contextmanager
-    def _copying(self) -> Iterator[None]:
-        """Hold the lock, and at the end execute the page copies that bookkeeping has described.
+    def _copying(self, new: SeqId) -> Iterator[None]:
+        """Hold the lock while sequence `new` is made; then execute the copies that fill its pages.
 
-        They do not wait for the next step: what they fill may be sent or swapped before it.
+        They do not wait for the next step, because the pages may be sent or swapped before it. If
+        they fail, the sequence is removed.
         """
         with self.lock:
             yield
             copies = self._sequences.take_copies()
-            if copies:
-                self.store.copy(copies)
+            try:
+                if copies:
+                    self.store.copy(copies)
+            except BaseException:
+                self._sequences.remove_sequence(new)
+                raise
+            finally:
                 self._sequences.copied(copies)
 
     def _forget_put(self, send: SendRange | None) -> None:

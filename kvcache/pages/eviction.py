@@ -43,6 +43,8 @@ class EvictionPolicy:
         """
         before = self._pinned.get(key, [])
         self.unpin(key)
+        if not pages:  # the record would never be removed if its prefix is never unpinned
+            return
         self._pins[list(pages)] += 1
         self._pinned[key] = list(pages)
         if self.pinned > self._limit:

@@ -15,15 +15,14 @@ tokens up to its end.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import Internal
 from kvcache.pages.eviction import EvictionPolicy
+from kvcache.pages.leaf_queue import LeafQueue
 from kvcache.pages.page_pool import PagePool
 from kvcache.types import PageId, PageName
 
@@ -44,9 +43,14 @@ class _Node:
         self.key = key
         self.pages = pages
         self.used = used
-        self.queued = False  # whether the heap of leaves has it
+        self.queued = False  # whether the queue of leaves has it
         self.names: list[PageName] = []  # of the pages; empty without a follower
         self.children: dict[bytes, _Node] = {}
+
+    @property
+    def evictable(self) -> bool:
+        """Whether it is a leaf of the tree, and neither the root nor removed."""
+        return not self.children and self.parent is not None
 
 
 class PrefixTree:
@@ -61,11 +65,7 @@ class PrefixTree:
         self._held = np.zeros(len(pool.refs), dtype=bool)
         self._name: Namer | None = None
         self._tell: Tell | None = None
-        # A heap by last use as of queueing; `evict` requeues a leaf that was used since. Each leaf
-        # is here once, or parked.
-        self._leaves: list[tuple[int, int, _Node]] = []
-        self._parked: dict[PageId, _Node] = {}  # leaves by their last page, in use or pinned
-        self._ages = count()
+        self._leaves: LeafQueue[_Node] = LeafQueue(pool)
 
     def match(self, tokens: Tokens, *, use: bool = True) -> list[PageId]:
         """Return the full pages of the longest cached prefix of `tokens`, without references.
@@ -104,9 +104,9 @@ class PrefixTree:
                 child = _Node(node, tail, rest, used)
                 child.names = self._names(node, tail)
                 node.children[tail[: self._page_key]] = node = child
-                self._queue(child)
+                self._leaves.add(child)
             else:  # a prompt published piece by piece stays one node
-                self._unpark(node.pages[-1])
+                self._leaves.unpark(node.pages[-1])
                 node.names += self._names(node, tail)
                 node.key += tail
                 node.pages += rest
@@ -130,19 +130,10 @@ class PrefixTree:
         Takes O(log leaves) per page, and per leaf that was used, or became blocked, since the last
         call.
         """
-        for page in self._pool.unblocked:
-            self._unpark(page)
-        self._pool.unblocked.clear()
+        self._leaves.unpark_released()
         freed = 0
         went: list[PageName] = []
-        while self._leaves and freed < wanted:
-            used, _, node = heapq.heappop(self._leaves)
-            node.queued = False
-            if node.children or node.parent is None:  # split since, or forgotten
-                continue
-            if node.used != used:
-                self._queue(node)
-                continue
+        while freed < wanted and (node := self._leaves.pop()) is not None:
             keep = len(node.pages)
             while keep and freed < wanted and self._pool.can_evict(node.pages[keep - 1]):
                 keep -= 1
@@ -150,19 +141,15 @@ class PrefixTree:
             gone = node.pages[keep:]
             self._release(gone)
             went += node.names[keep:]
-            parent = node.parent
             if keep == 0:
-                del parent.children[node.key[: self._page_key]]
-                node.parent = None
-                if not parent.children and parent is not self._root:
-                    self._queue(parent)
+                self._detach(node)
                 continue
             del node.pages[keep:], node.names[keep:]
             node.key = node.key[: keep * self._page_key]
             if self._pool.can_evict(node.pages[-1]):
-                self._queue(node)
+                self._leaves.add(node)
             else:
-                self._park(node)
+                self._leaves.park(node)
         if self._tell is not None and went:
             self._tell((), went)
         return freed
@@ -255,50 +242,36 @@ class PrefixTree:
         node.key, node.pages = node.key[:at], node.pages[:pages]
         tail.names, node.names = node.names[pages:], node.names[:pages]
         if not tail.children:
-            self._unpark(tail.pages[-1])
-            self._queue(tail)
+            self._leaves.unpark(tail.pages[-1])
+            self._leaves.add(tail)
 
     def _forget(self, node: _Node) -> None:
         """Remove a node and all below it."""
-        parent = node.parent
-        if parent is not None:
-            del parent.children[node.key[: self._page_key]]
-            if not parent.children and parent is not self._root:
-                self._queue(parent)
+        self._detach(node)
         branch = [node, *self._nodes(node)]
         for gone in branch:
             gone.parent = None
-            self._unpark(gone.pages[-1])
+            self._leaves.unpark(gone.pages[-1])
             self._release(gone.pages)
+        self._leaves.prune()
         if self._tell is not None:
             self._tell((), [each for gone in branch for each in gone.names])
 
-    def _queue(self, leaf: _Node) -> None:
-        """Let `evict` consider a leaf."""
-        if not leaf.queued:
-            leaf.queued = True
-            heapq.heappush(self._leaves, (leaf.used, next(self._ages), leaf))
-
-    def _park(self, leaf: _Node) -> None:
-        """Let `evict` pass over a leaf until its last page may go."""
-        self._parked[leaf.pages[-1]] = leaf
-        self._pool.awaited.add(leaf.pages[-1])
-
-    def _unpark(self, page: PageId) -> None:
-        """Let `evict` consider the leaf that ends with `page`, if it is parked."""
-        self._pool.awaited.discard(page)
-        leaf = self._parked.pop(page, None)
-        if leaf is not None:
-            self._queue(leaf)
+    def _detach(self, node: _Node) -> None:
+        """Take a node out of its parent's children."""
+        parent, node.parent = node.parent, None
+        if parent is not None:
+            del parent.children[node.key[: self._page_key]]
+            if parent.evictable:
+                self._leaves.add(parent)
 
     def _allow_eviction(self, pages: Sequence[PageId]) -> None:
-        """Let pages of the tree go when nobody else holds them, unless they are pinned."""
+        """Allow the eviction of pages of the tree that only the tree holds, unless pinned."""
         ids = np.unique(np.array(pages, dtype=np.intp))
         allowed = self._held[ids] & self._policy.unpinned(ids)
         self._pool.set_evictable(ids[allowed], True)
         self._pool.set_evictable(ids[~allowed], False)
-        for page in self._parked.keys() & set(ids[allowed].tolist()):
-            self._unpark(page)
+        self._leaves.unpark_any(ids[allowed].tolist())
 
     def _release(self, pages: list[PageId]) -> None:
         """Drop the tree's reference to pages."""

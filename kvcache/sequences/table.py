@@ -124,9 +124,14 @@ class SequenceTable:
         full = min(len(tokens), sequence.length) // self.page_size
         self._manager.publish(tokens[: full * self.page_size], sequence.table.pages(0, full))
 
-    def send(self, seq_id: SeqId, what: SendRange | None) -> None:
-        """Send positions of a sequence as steps compute them; None: nothing further."""
-        self[seq_id].send = what
+    def send(self, seq_id: SeqId, positions: SendRange | None) -> None:
+        """Set the positions of a sequence that steps send; None: nothing further."""
+        self[seq_id].send = positions
+
+    def sending(self, seq_id: SeqId) -> SendRange | None:
+        """Return the positions that steps send; None: none, or no such sequence on the device."""
+        sequence = self._all.get(seq_id)
+        return None if sequence is None else sequence.send
 
     # Steps
 

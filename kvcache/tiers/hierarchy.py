@@ -147,5 +147,5 @@ class Tiers:
 
     def close(self) -> None:
         """Stop all copies after the current page of each. Call this without the lock."""
-        for tier in self._all:
+        for tier in reversed(self._all):  # each reads the store of the tier above
             tier.close()

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvcache.errors import NoCapacity
 from kvcache.pages import PageManager, Tokens
 from kvcache.tiers.store import DevicePages, TierStore
 from kvcache.types import PageId
@@ -34,7 +35,6 @@ __all__ = ["Move", "Tier", "TierStats", "TierUse", "UpperTier"]
 log = logging.getLogger(__name__)
 
 MAX_OFFERS = 256  # prefixes that wait for write-behind; beyond it the oldest are dropped
-EVICTION_BATCH = 16  # slots that write-behind evicts at a time: the search costs more than a copy
 
 
 class UpperTier(Protocol):
@@ -304,14 +304,15 @@ class Tier:
         here = self.manager.prefix.match(tokens)
         if len(here) >= len(there):
             return None
-        if not self.manager.pool.free:
-            self.manager.share(here)  # protects the pages before it from the eviction
-            self.manager.prefix.evict(EVICTION_BATCH)
-            self.manager.drop(here)
-        if not self.manager.pool.free:
+        # Branches are evicted from their ends, so holding the last page keeps the ones before it.
+        last = self.manager.share(here[-1:])
+        try:
+            self._filling = self.manager.take(1)
+        except NoCapacity:
             self.stats.skipped += 1
             return None
-        self._filling = self.manager.take(1)
+        finally:
+            self.manager.drop(last)
         return len(here), there[len(here)]
 
     def _copied(self, copy: Callable[[], None]) -> bool:

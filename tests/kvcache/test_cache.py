@@ -345,3 +345,50 @@ def test_a_cancelled_put_lands_nothing_further(pair: tuple[KVCache, KVCache]):
     put.close().result(10)
     assert receiver.lease(lease.lease_id).landed == 0
     assert not receiver.store.pool.count_nonzero()
+
+
+# Stores
+
+
+def test_a_removed_sequence_takes_its_put_out_of_the_store(pair: tuple[KVCache, KVCache]):
+    sender, receiver = pair
+    _, address = receiver.prep_recv("r", PROMPT, 21, 0, 30.0)
+    seq_id = sequence(sender, 1, PROMPT)
+    put = sender.open_put(address, PROMPT, 0, 21)
+    sender.mark_send(seq_id, put, 0, 21)
+    put.close().result(5)
+    sender.remove_sequence(seq_id)
+    assert not sender.store._puts  # type: ignore[attr-defined]
+
+
+def test_a_fork_whose_copy_fails_leaves_nothing(cache: KVCache, monkeypatch: pytest.MonkeyPatch):
+    seq_id = sequence(cache, 1, PROMPT)
+
+    def fail(copies: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    before = cache.page_use()
+    with monkeypatch.context() as broken:
+        broken.setattr(cache.store, "copy", fail)
+        with pytest.raises(RuntimeError):
+            cache.fork_sequence(seq_id, TWO, 10)
+    cache.check_integrity()
+    assert cache.page_use() == before
+    cache.fork_sequence(seq_id, TWO, 10)
+    assert_content(cache, TWO, PROMPT[:10])
+
+
+def test_a_failing_transport_does_not_keep_the_store_open(
+    cache: KVCache, monkeypatch: pytest.MonkeyPatch
+):
+    closed = []
+    monkeypatch.setattr(cache.store, "close", lambda: closed.append("store"))
+
+    def fail() -> None:
+        raise OSError(107, "not connected")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(cache.transport, "close", fail)
+        with pytest.raises(OSError, match="not connected"):
+            cache.close()
+    assert closed == ["store"]

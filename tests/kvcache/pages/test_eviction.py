@@ -89,6 +89,15 @@ def test_what_is_not_cached_cannot_be_pinned(cache: KVCache) -> None:
     assert cache.page_use().pinned == 0
 
 
+def test_a_pin_of_nothing_is_not_remembered() -> None:
+    policy = EvictionPolicy(9)
+    policy.pin(b"a", [PageId(1)])
+    policy.pin(b"a", [])
+    policy.pin(b"b", [])
+    assert policy.pinned == 0
+    assert not policy._pinned
+
+
 def test_at_most_half_of_the_pool_is_pinned() -> None:
     policy = EvictionPolicy(9)
     policy.pin(b"a", [PageId(1), PageId(2), PageId(3)])

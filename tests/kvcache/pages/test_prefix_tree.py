@@ -201,6 +201,14 @@ def test_a_cut_where_nothing_is_does_nothing(tree: Tree):
     assert tree.cache.tokens == 4
 
 
+def test_cuts_leave_nothing_behind(tree: Tree):
+    tree.keep([1, 2, 3, 4])
+    for _ in range(50):
+        tree.keep([5, 6, 7, 8])
+        tree.cache.cut([5, 6, 7, 8], 0)
+    assert len(tree.cache._leaves) <= 2  # the heap of eviction keeps no removed nodes
+
+
 def readable(before: PageName, page: bytes) -> PageName:
     """A name that shows all tokens up to the page's end."""
     return PageName(before + "".join(f"{token}." for token in np.frombuffer(page, np.int32)))

@@ -410,3 +410,23 @@ def test_a_defect_in_one_copy_does_not_end_the_others(
     quiet(cache)
     evicted(cache)
     assert promoted(cache.promote(PROMPT)) == len(PROMPT)
+
+
+def test_a_tier_closes_before_the_one_that_it_reads(monkeypatch: pytest.MonkeyPatch):
+    closed: list[str] = []
+    stores = [HostStore(LAYOUT, 4), HostStore(LAYOUT, 8)]
+    for store, name in zip(stores, ("upper", "lower"), strict=True):
+        monkeypatch.setattr(store, "close", lambda name=name: closed.append(name))
+    tiered(*stores).close()
+    assert closed == ["lower", "upper"]
+
+
+def test_a_prefix_longer_than_a_tier_fills_it(new: Callable[..., KVCache]):
+    cache = new(HostStore(LAYOUT, 3), pages=12)
+    cached(cache, 1, PROMPT)
+    quiet(cache)
+    cached(cache, 2, OTHER)
+    quiet(cache)  # it evicts what is in its way, but not the pages before the one it copies
+    assert cache.tiers.use()[0].cached == 3
+    evict_all(cache)
+    assert promoted(cache.promote(OTHER)) == 3 * SIZE
