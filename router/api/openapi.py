@@ -7,13 +7,14 @@ routes of its kind may.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from importlib import resources
 from typing import Any
 
 import fastapi_offline
-from fastapi import APIRouter, FastAPI, Response
+import orjson
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
@@ -30,6 +31,14 @@ JSON = "application/json"
 # FastAPI passes on fields that it does not know; its own schemas keep no whole number above 2**53.
 RAW_BODY = "x-raw-body"
 REF = "#/components/schemas/{model}"
+
+
+class JsonRequest(Request):
+    """Parses bodies as strictly as the OpenAI API does: no NaN, no half of a surrogate pair."""
+
+    async def json(self) -> Any:
+        """Return the parsed body. Raises `orjson.JSONDecodeError`."""
+        return orjson.loads(await self.body())
 
 
 class Route(APIRoute):
@@ -56,6 +65,15 @@ class Route(APIRoute):
             "operation_id": f"{method} {path_format}",
         }
         super().__init__(path, endpoint, **{**options, **described})
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return FastAPI's handler, given a `JsonRequest`."""
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handler
 
 
 def api_router() -> APIRouter:

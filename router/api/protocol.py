@@ -190,8 +190,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._unparsed = 0
         self.waiting_since = None
-        if self.url == b"*":
-            self.url = b"/"  # OPTIONS of the whole server
+        if not self.url.startswith(b"/"):
+            self.url = _path(self.url)
         version, upgrade = self.parser.get_http_version(), self.parser.should_upgrade()
         _check_head(version, self.url, self.headers, upgrade=upgrade)
         if version == "1.0":
@@ -238,6 +238,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
 
+def _path(target: bytes) -> bytes:
+    """Return path and query of a target that is a whole URL, or `*` (the server itself)."""
+    if target == b"*":
+        return b"/"
+    url = httptools.parse_url(target)
+    return (url.path or b"/") + (b"?" + url.query if url.query else b"")
+
+
 def _check_head(version: str, target: bytes, headers: Headers, *, upgrade: bool) -> None:
     """Check what llhttp lets pass and HTTP does not (RFC 9112, §3.2 and §6.1), and our limits.
     Raises `ValueError`."""
@@ -254,8 +262,8 @@ def _check_head(version: str, target: bytes, headers: Headers, *, upgrade: bool)
         raise ValueError("the request line or a header is too long")
     if version not in ("1.0", "1.1"):
         raise ValueError(f"this is HTTP/1.1, not {version}")
-    if version == "1.1" and not hosts:
-        raise ValueError("there is no Host")
+    if hosts > 1 or (version == "1.1" and not hosts):
+        raise ValueError(f"there are {hosts} Host headers instead of one")
     if codings and (codings != [b"chunked"] or version == "1.0" or upgrade):
         raise ValueError(f"a body in the transfer coding {codings} cannot be read here")
 

@@ -192,6 +192,8 @@ async def test_methods_and_paths(served):
         (get("/nowhere"), 404),
         (get("/%68ealth?x=1"), 200),
         (get("http://elsewhere/health"), 200),
+        (get("http://elsewhere"), 404),
+        (get("http://elsewhere?x=1"), 404),
         (get("*", method="OPTIONS"), 404),
         (get("/admin/requests/a%2Fb"), 404),
     ):
@@ -241,6 +243,7 @@ async def test_an_upgrade_that_is_not_taken_keeps_its_body(served):
     "request_",
     [
         get("/version").replace(b"Host: localhost\r\n", b""),
+        get("/version", "Host: elsewhere"),
         get("/version").replace(b"HTTP/1.1", b"HTTP/2.0"),
         CHUNKED.replace(b"chunked", b"gzip, chunked") + b"0\r\n\r\n",
         CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n",
@@ -252,8 +255,8 @@ async def test_an_upgrade_that_is_not_taken_keeps_its_body(served):
         get("/version", *(f"X{i}: 1" for i in range(200))),
     ],
     ids=[
-        "host", "version", "coding", "old", "upgrade", "lengths", "trailer", "extension", "header",
-        "headers",
+        "host", "hosts", "version", "coding", "old", "upgrade", "lengths", "trailer", "extension",
+        "header", "headers",
     ],
 )  # fmt: skip
 async def test_what_http_does_not_allow(served, request_):

@@ -350,3 +350,22 @@ async def test_strategies_are_loaded_from_source_if_allowed(route, fake):
         assert (await r.get("/admin/strategies"))["active"]["name"] == "mine"
         status, body = await r.post("/admin/rollback", {})
         assert (status, body["name"], body["generation"]) == (200, "data_parallel", 3)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"name": "balanced", "params": {"\ud800": 1}}',  # no text: half a surrogate pair
+        b'{"name": "balanced", "params": {"ratio": NaN}}',
+        b"[" * 100_000,
+        b"\xff",
+        b'{"name": %b}' % (b"1" * 5000),
+    ],
+    ids=["surrogate", "nan", "depth", "utf-8", "digits"],
+)
+async def test_the_admin_api_takes_the_same_json(route, fake, body):
+    async with route(fake("a")) as r:
+        response = await r.http.put(r.server.url + "/admin/strategy", data=body)
+        error = (await response.json())["error"]
+    assert (response.status, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith("the body is not JSON: ")
