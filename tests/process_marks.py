@@ -20,6 +20,7 @@ from forked import ForkedProcess
 TESTS = Path(__file__).parent
 ALWAYS = (TESTS / "e2e", TESTS / "conformance")
 MODULES = (subprocess, multiprocessing)
+_harmless: set[int] = set()  # ids of functions and classes that are known not to
 
 
 def starts_processes(item: pytest.Item) -> bool:
@@ -28,8 +29,11 @@ def starts_processes(item: pytest.Item) -> bool:
         return True
     fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009  not in Item
     functions = [getattr(item, "function", None), *(f.func for defs in fixtures for f in defs)]
-    seen: set[int] = set()
-    return any(_refers(function, seen) for function in functions)
+    seen = set(_harmless)
+    if any(_refers(function, seen) for function in functions):
+        return True
+    _harmless.update(seen)
+    return False
 
 
 def _refers(used: Any, seen: set[int]) -> bool:

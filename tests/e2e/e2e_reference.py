@@ -1,15 +1,21 @@
-"""The oracle: transformers' own models on the same weights, greedy, in float32."""
+"""The oracle: transformers' models with the same weights, greedy, in float32."""
 
 from __future__ import annotations
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from typing import TYPE_CHECKING
 
-NEAR_TIE = 1e-4  # two best logits closer than this may come out either way
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NEAR_TIE = 1e-4  # the order of two best logits this close is left open
 
 
 def hf_tiny() -> PreTrainedModel:
-    """transformers' model with the weights of `tiny`."""
+    """Return transformers' model with the weights of `tiny`."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds to import
+
     from engine.models.loading.tiny import open_tiny
 
     checkpoint = open_tiny()
@@ -34,7 +40,7 @@ def hf_tiny() -> PreTrainedModel:
 
 
 class Reference:
-    """Greedy generation, and a comparison that excuses, and counts, near ties only."""
+    """Generates greedily, and compares tokens. Only near ties are excused, and counted."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -42,7 +48,7 @@ class Reference:
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], new: int) -> list[int]:
-        """`new` tokens after `prompt`; EOS does not end it."""
+        """Generate `new` tokens after `prompt`, beyond EOS."""
         out = self._model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
@@ -56,7 +62,7 @@ class Reference:
 
     @torch.inference_mode()
     def check(self, prompt: list[int], got: list[int], wanted: list[int], what: str = "") -> None:
-        """`got` equals `wanted`, or first differs where the two best logits nearly tie."""
+        """Assert that `got` is `wanted`, or first differs where the two best logits nearly tie."""
         if got == wanted:
             return
         at = next(i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from e2e_deployment import Deployment, Engine
 from e2e_reference import Reference, hf_tiny
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTHS = [1, 2, 3, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 200, 257, 400, 600, 900, 1200, 1500]
 NEW = 16
