@@ -24,7 +24,7 @@ from engine.sampling.sampler import sample
 from engine.scheduling.scheduler import Scheduler
 from engine.service.engine import MicroserveEngine
 from engine.service.metrics import EngineMetrics
-from engine.service.mirrors import Mirrors
+from engine.service.mirror_tasks import MirrorTasks
 from engine.service.readings import engine_readings
 from kvcache.cache import KVCache
 from kvcache.lease import Identity
@@ -96,7 +96,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         metrics,
         max_live=config.max_batch + config.max_waiting,
         lease_ms=config.lease_ms,
-        mirrors=Mirrors(cache, metrics, config.api_key, _peer_tls(config)),
+        mirrors=MirrorTasks(cache, metrics, config.api_key, _peer_tls(config)),
     )
     if model.transformer is not None:
         model_runner = ModelRunner(model, cache)

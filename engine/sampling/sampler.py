@@ -143,12 +143,12 @@ def _draw(rows: Rows, generations: Sequence[Generation]) -> Tokens:
     count, vocab = rows.shape
     samplings = [one.sampling for one in generations]
     temperature = np.array([[sampling.temperature] for sampling in samplings])
-    noise = Gumbel(
+    gumbel = Gumbel(
         [(one.sampling.seed, one.sampling.choice, len(one.tokens)) for one in generations], vocab
     )
     largest = rows.group_maxima(GROUPS)
     least = least_logits(rows, largest.max(-1, keepdims=True), samplings)
-    member = np.arange(noise.members) * GROUPS
+    member = np.arange(gumbel.members) * GROUPS
 
     def members(row: Tokens, group: Tokens) -> tuple[Tokens, Floats]:
         """Return the tokens of (row, group) pairs and their logit/T, -inf for filtered tokens."""
@@ -160,22 +160,22 @@ def _draw(rows: Rows, generations: Sequence[Generation]) -> Tokens:
     # Branch and bound: no member of a group scores above the group's largest logit plus its
     # largest noise. The exact scores of a few groups with high bounds give a lower bound of the
     # maximum; then only groups and tokens that can reach it are scored.
-    max_noise = noise.group_maxima()
+    max_gumbel = gumbel.group_maxima()
     bounds = largest / temperature
-    bounds += max_noise
+    bounds += max_gumbel
     bounds[largest < least] = -np.inf
     row = np.repeat(np.arange(count), SLICES)
     group = bounds.reshape(len(row), -1).argmax(-1)
     group += np.tile(np.arange(0, GROUPS, GROUPS // SLICES), count)
     token, score = members(row, group)
-    score += noise.at(row[:, None], token)
+    score += gumbel.at(row[:, None], token)
     reached = score.reshape(count, -1).max(-1, keepdims=True, initial=LOWEST)
     reached -= SLACK * np.abs(reached)
     row, group = np.divmod(np.flatnonzero(bounds >= reached), GROUPS)
     token, score = members(row, group)
-    candidates = np.nonzero(score + max_noise[row, group, None] >= reached[row])
+    candidates = np.nonzero(score + max_gumbel[row, group, None] >= reached[row])
     row, token, score = row[candidates[0]], token[candidates], score[candidates]
-    score += noise.at(row, token)
+    score += gumbel.at(row, token)
     best = np.full(count, -np.inf)
     np.maximum.at(best, row, score)
     won = score == best[row]

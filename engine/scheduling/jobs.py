@@ -36,7 +36,10 @@ class GrammarMatcher(Protocol):
 
 
 class KVMirror(Protocol):
-    """The replica of one generation's KV on another engine (`engine.execution.mirroring`)."""
+    """The replica of one generation's KV on another engine.
+
+    Implemented by `engine.execution.generation_mirror`.
+    """
 
     @property
     def lease_id(self) -> LeaseId:

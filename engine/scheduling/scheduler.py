@@ -33,11 +33,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort_right
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 from engine.scheduling.chunk import Chunk
 from engine.scheduling.chunk_budget import ChunkBudget
 from engine.scheduling.jobs import Generation, Job, Send
+from engine.scheduling.swapped import SwappedGenerations
 from kvcache.errors import NoCapacity
 from kvcache.sequences import SequenceCache
 
@@ -74,9 +74,7 @@ class Scheduler:
         self._swap = swap
         self._chunk_budget = ChunkBudget(decode_slowdown)
         self._planned = (0, 0)  # decodes and prompt tokens of the latest plan
-        # Preempted generations in `waiting` whose sequences are in a tier or on the way.
-        self._swapping_out: dict[Generation, Future[int]] = {}
-        self._swapping_in: dict[Generation, Future[int]] = {}
+        self._swapped = SwappedGenerations(cache, lambda: self.wake())  # all are in `waiting`
         self._untouched: set[Generation] = set()  # started, without any computed token
         self._unpublished: list[Generation] = []  # prefilled by the latest step
 
@@ -106,8 +104,7 @@ class Scheduler:
                 self._unpublished.remove(job)
         elif job in self.waiting:
             self.waiting.remove(job)
-            if self._swapping_out.pop(job, None) or self._swapping_in.pop(job, None):
-                self._cache.remove_sequence(job.seq_id)
+            self._swapped.remove(job)
 
     def plan(self) -> list[tuple[Job, Chunk]]:
         """Return the next step's chunks, with pages for each; empty if there is nothing to do."""
@@ -172,20 +169,22 @@ class Scheduler:
         for place, job in enumerate([*jobs[:1], *least]):
             if budget <= 0:
                 break
-            worker, count = self._worker(job, jobs, waited)
-            if not self._make_room(worker):
+            leader, missing = self._leader(job, jobs, waited)
+            if not self._make_room(leader):
                 continue
-            count = min(count - chosen.get(worker, 0), budget if place else budget - budget // 2)
-            if count > 0:
-                chosen[worker] = chosen.get(worker, 0) + count
-                budget -= count
+            count = chosen.get(leader, 0)
+            more = min(missing - count, budget if place else budget - budget // 2)
+            if more > 0:
+                chosen[leader] = count + more
+                budget -= more
         return chosen
 
-    def _worker(self, job: Job, jobs: Sequence[Job], waited: set[Generation]) -> tuple[Job, int]:
-        """Return the job that computes what `job` needs next, and how many tokens.
+    def _leader(self, job: Job, jobs: Sequence[Job], waited: set[Generation]) -> tuple[Job, int]:
+        """Return the job that computes what `job` needs next, and how many tokens of it.
 
-        Prompts that arrive together often share a prefix. The first one computes it for all; jobs
-        without any computed token wait for it and then start from the computed prefix.
+        Prompts that arrive together often share a prefix. One job, the leader, computes it for all;
+        jobs without any computed token wait for it and then start from the computed prefix. Those
+        in `waited` have waited for the latest step. A job that shares nothing leads itself.
         """
         if job not in self._untouched or not isinstance(job, Generation):
             return job, self._missing(job)
@@ -211,16 +210,14 @@ class Scheduler:
         return limit
 
     def _admit(self) -> None:
-        for job, swapped_in in list(self._swapping_in.items()):
-            if swapped_in.done():
-                del self._swapping_in[job]
-                self._run(job)
+        for job in self._swapped.returned():
+            self._run(job)
         while self.waiting and not self.full:
             job = self.waiting[0]
-            if job in self._swapping_out:
-                self._bring_back(job)
+            if job in self._swapped:
+                self._swapped.swap_in(job)
                 return
-            if job in self._swapping_in or not self._begin(job):
+            if not self._begin(job):
                 return
             self._run(job)
 
@@ -252,18 +249,6 @@ class Scheduler:
             # Cannot fail: at least as many pages were just freed.
             cache.grow(job.seq_id, job.target)
 
-    def _bring_back(self, job: Generation) -> None:
-        """Swap a generation in if it is out and there is room; it recomputes lost pages."""
-        if not self._swapping_out[job].done():
-            return
-        try:
-            swapped_in = self._cache.swap_in(job.seq_id, job.target)
-        except NoCapacity:
-            return
-        del self._swapping_out[job]
-        self._swapping_in[job] = swapped_in
-        swapped_in.add_done_callback(lambda _: self.wake())
-
     def _missing(self, job: Job) -> int:
         """Return the tokens to compute before the job can sample, or has sent everything."""
         return job.target - self._cache.length(job.seq_id) if job.started else 0
@@ -283,20 +268,15 @@ class Scheduler:
             try:
                 self._cache.grow(job.seq_id, job.target)
             except NoCapacity:
-                if not self.running or self._moving:
+                if not self.running or self._swapped.moving:
                     return False
                 self._preempt(self.running[-1])
             else:
                 return True
         return False
 
-    @property
-    def _moving(self) -> bool:
-        """Whether pages move in either direction: room, or a job to preempt, follows soon."""
-        return bool(self._swapping_in) or not all(out.done() for out in self._swapping_out.values())
-
     def _preempt(self, job: Generation) -> None:
-        if not (self._swap and self._swap_out(job)):
+        if not (self._swap and self._swapped.swap_out(job)):
             self._cache.publish(job.seq_id, job.tokens)
             self._cache.remove_sequence(job.seq_id)
         self.running.remove(job)
@@ -304,15 +284,6 @@ class Scheduler:
         job.started = False
         self.waiting.insert(bisect_left(self.waiting, job.priority, key=_priority), job)
         self.preemptions += 1
-
-    def _swap_out(self, job: Generation) -> bool:
-        try:
-            out = self._cache.swap_out(job.seq_id)
-        except NoCapacity:
-            return False
-        self._swapping_out[job] = out
-        out.add_done_callback(lambda _: self.wake())
-        return True
 
 
 def _priority(job: Job) -> int:

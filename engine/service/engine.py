@@ -40,7 +40,7 @@ from engine.service.generation_stream import GenerationStream
 from engine.service.generations import Generations
 from engine.service.limits import Limits, resolve
 from engine.service.metrics import EngineMetrics
-from engine.service.mirrors import Mirrors
+from engine.service.mirror_tasks import MirrorTasks
 from engine.service.prefix_feed import PrefixFeed
 from engine.service.promotion import promote
 from engine.service.released_ids import ReleasedIds
@@ -70,7 +70,7 @@ class MicroserveEngine:
         *,
         max_live: int,
         lease_ms: int,
-        mirrors: Mirrors | None = None,
+        mirrors: MirrorTasks | None = None,
     ) -> None:
         """Admit at most `max_live` generations, and as many sends, at a time."""
         self.model = model
@@ -78,7 +78,7 @@ class MicroserveEngine:
         self.metrics = metrics
         self.tokenizer: Tokenizer = Tokenizer.from_str(model.tokenizer_json)
         self.draining = False
-        self.mirrors = mirrors or Mirrors(cache, metrics)
+        self.mirrors = mirrors or MirrorTasks(cache, metrics)
         self.muxes = EventMuxes()
         self.prefixes = PrefixFeed(cache)
         self.loop: StepLoop

@@ -23,7 +23,7 @@ from engine.service.generation_stream import GenerationStream
 from engine.service.kv_arrival import KVArrivals
 from engine.service.limits import Limits, resolve
 from engine.service.metrics import EngineMetrics
-from engine.service.mirrors import Mirrors
+from engine.service.mirror_tasks import MirrorTasks
 from engine.service.promotion import promote
 from engine.service.released_ids import ReleasedIds
 from engine.text import Grammars
@@ -41,7 +41,7 @@ class Generations:
         cache: KVCache,
         limits: Limits,
         metrics: EngineMetrics,
-        mirrors: Mirrors,
+        mirrors: MirrorTasks,
         seq_ids: Iterator[SeqId],
         released: ReleasedIds,
         tokenizer: Tokenizer,

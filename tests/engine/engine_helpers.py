@@ -25,7 +25,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.service.engine import MicroserveEngine
 from engine.service.generation_stream import GenerationStream
 from engine.service.metrics import EngineMetrics
-from engine.service.mirrors import Mirrors
+from engine.service.mirror_tasks import MirrorTasks
 from engine.service.readings import engine_readings
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
@@ -115,7 +115,7 @@ async def running(
         metrics,
         max_live=max_live,
         lease_ms=lease_ms,
-        mirrors=Mirrors(cache, metrics, api_key),
+        mirrors=MirrorTasks(cache, metrics, api_key),
     )
     runner = ModelRunner(tiny(), cache)
     stepper = Stepper(cache, scheduler, runner, sample, engine.deliver, time.monotonic)

@@ -102,8 +102,8 @@ def slower_than_its_mirrors(
 
     def busy() -> bool:
         return bool(engine.cache._sender._writing) or any(
-            not mirroring.over and (mirroring._mirror is None or mirroring._extending)
-            for mirroring in list(engine.mirrors._tasks.values())
+            not mirror.over and (mirror._mirror is None or mirror._extending)
+            for mirror in list(engine.mirrors._tasks.values())
         )
 
     def wait_and_run(chunks: Any) -> Any:

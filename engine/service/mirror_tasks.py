@@ -8,7 +8,7 @@ import ssl
 
 import httpx
 
-from engine.execution.mirroring import Mirroring
+from engine.execution.generation_mirror import GenerationMirror
 from engine.protocol import (
     Extend,
     ExtendReply,
@@ -23,14 +23,14 @@ from engine.scheduling import Generation
 from engine.service.metrics import EngineMetrics
 from kvcache.cache import KVCache
 
-__all__ = ["Mirrors"]
+__all__ = ["MirrorTasks"]
 
 log = logging.getLogger(__name__)
 
 EXTEND_TIMEOUT_S = 5.0
 
 
-class Mirrors:
+class MirrorTasks:
     """Runs one task per mirror; `close` ends them all. Lives on one asyncio event loop.
 
     An error of a mirror stops that mirror and nothing else.
@@ -50,7 +50,7 @@ class Mirrors:
         self._cache = cache
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._tasks: dict[asyncio.Task[None], Mirroring] = {}
+        self._tasks: dict[asyncio.Task[None], GenerationMirror] = {}
         self._sent = 0  # tokens sent by ended mirrors
         # An empty context: loading the system trust store would take longer than a call.
         self._http = httpx.AsyncClient(
@@ -62,27 +62,27 @@ class Mirrors:
     @property
     def running(self) -> int:
         """The number of mirrors that have not ended."""
-        return sum(not mirroring.over for mirroring in self._tasks.values())
+        return sum(not mirror.over for mirror in self._tasks.values())
 
     @property
     def sent(self) -> int:
         """Tokens mirrored since the start."""
-        return self._sent + sum(mirroring.sent for mirroring in self._tasks.values())
+        return self._sent + sum(mirror.sent for mirror in self._tasks.values())
 
-    def start(self, generation: Generation, call: Mirror) -> Mirroring:
+    def start(self, generation: Generation, call: Mirror) -> GenerationMirror:
         """Start to mirror a generation; the caller has the step loop advance it.
 
         Raises `BadAddress`.
         """
         address = self._cache.check_address(call.kv_addr, generation.tokens)
         most = generation.prompt_len + generation.sampling.max_tokens
-        mirroring = Mirroring(self._cache, address.lease_id, call.every, most, self._loop)
+        mirror = GenerationMirror(self._cache, address.lease_id, call.every, most, self._loop)
         task = self._loop.create_task(
-            self._look_after(mirroring, address.url, call.kv_addr, list(generation.tokens))
+            self._look_after(mirror, address.url, call.kv_addr, list(generation.tokens))
         )
-        self._tasks[task] = mirroring
+        self._tasks[task] = mirror
         task.add_done_callback(self._forget)
-        return mirroring
+        return mirror
 
     async def close(self) -> None:
         """End all mirrors and wait for their tasks."""
@@ -93,21 +93,21 @@ class Mirrors:
         await self._http.aclose()
 
     async def _look_after(
-        self, mirroring: Mirroring, url: str, kv_addr: str, tokens: list[int]
+        self, mirror: GenerationMirror, url: str, kv_addr: str, tokens: list[int]
     ) -> None:
         try:
             # Claiming the lease may wait for the peer's write right, so it runs on a thread.
-            await asyncio.to_thread(mirroring.open, kv_addr, tokens)
-            while reserve := await mirroring.wait_for_extension():
+            await asyncio.to_thread(mirror.open, kv_addr, tokens)
+            while reserve := await mirror.wait_for_extension():
                 kv_addr = await self._request_extension(url, kv_addr, reserve)
-                await asyncio.to_thread(mirroring.extend, kv_addr)
+                await asyncio.to_thread(mirror.extend, kv_addr)
         except MicroserveError as error:
-            mirroring.stop(error)
+            mirror.stop(error)
         except Exception as error:
             log.exception("a mirror failed")
-            mirroring.stop(Internal(f"the mirror failed: {error}"))
+            mirror.stop(Internal(f"the mirror failed: {error}"))
         finally:
-            mirroring.end()
+            mirror.end()
 
     async def _request_extension(self, url: str, kv_addr: str, reserve: int) -> str:
         """Request room for `reserve` more tokens; return the new address.
@@ -130,7 +130,7 @@ class Mirrors:
         return parse(ExtendReply, reply.content).kv_addr
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        mirroring = self._tasks.pop(task)
-        self._sent += mirroring.sent
-        if mirroring.stopped is not None:
-            self._metrics.mirror_stopped(mirroring.stopped.type)
+        mirror = self._tasks.pop(task)
+        self._sent += mirror.sent
+        if mirror.stopped is not None:
+            self._metrics.mirror_stopped(mirror.stopped.type)

@@ -17,12 +17,12 @@ from kvcache.cache import KVCache
 from kvcache.lease import Mirror
 from kvcache.types import LeaseId, SeqId
 
-__all__ = ["Mirroring"]
+__all__ = ["GenerationMirror"]
 
 EXTEND_TOKENS = 128  # the least number of tokens per request for more room
 
 
-class Mirroring:
+class GenerationMirror:
     """The mirror of one generation. Neither its failure nor its slowness affects the generation.
 
     (The microserving paper's put; DéjàVu's token streaming and replication.)
