@@ -1,4 +1,4 @@
-"""Engines that all strategies here share. Each strategy has a router of its own."""
+"""Engines shared by the tests of all strategies. Each strategy gets its own router."""
 
 from __future__ import annotations
 

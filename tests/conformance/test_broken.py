@@ -1,4 +1,4 @@
-"""Each check fails for a strategy that breaks what it checks, and says what is wrong."""
+"""Each check fails for a strategy with a matching defect, and its message names the defect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def NAME(request, cluster):
 
 @dataclass(frozen=True)
 class Broken:
-    """A data-parallel strategy with one defect. `check` reports it in words that contain `says`."""
+    """A data-parallel strategy with one defect. The check named `check` reports `says`."""
 
     name: str
     check: str
@@ -200,7 +200,7 @@ async def NAME(request, cluster):
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
-async def test_what_is_broken_is_found(
+async def test_each_check_finds_its_defect(
     tiny: Testbed, broken: Broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deployments, "SETTLE_S", 0.5)
@@ -210,10 +210,10 @@ async def test_what_is_broken_is_found(
     async with deployed(tiny.engines, str(file)) as deployment:
         (result,) = [result async for result in run_checks(deployment, tiny.oracle, [check])]
     for engine in tiny.engines if broken.name == "leaves_a_lease" else ():
-        await engine.die()  # or it would keep its lease for half a minute
+        await engine.die()  # otherwise the leaked lease lasts 30 s
         await engine.start()
     assert broken.says.replace("FILE", broken.name) in result.problem
 
 
-async def test_every_check_has_been_seen_to_fail() -> None:
+async def test_every_check_has_a_strategy_that_fails_it() -> None:
     assert {broken.check for broken in BROKEN} == {check.__name__ for check in ALL}

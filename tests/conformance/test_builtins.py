@@ -1,6 +1,6 @@
 """Every installed strategy passes the checks.
 
-`make conformance` runs all of them, and on a real model too.
+An ordinary run makes the quick checks; `make conformance` makes all of them, on SmolLM2 too.
 """
 
 from __future__ import annotations

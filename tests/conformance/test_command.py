@@ -28,7 +28,7 @@ async def mine(request, cluster):
 
 
 class Command:
-    """The command and the processes it starts, recognised by an inherited variable."""
+    """The command and its descendants, which inherit an environment variable unique to it."""
 
     def __init__(self, *arguments: str) -> None:
         self._variable = f"STARTED_BY={uuid.uuid4().hex}".encode()
@@ -46,8 +46,8 @@ class Command:
             if folder.name.isdigit() and self._variable in _environment(folder)
         ]
 
-    def gone(self) -> None:
-        """Wait until all its processes are gone."""
+    def wait_until_gone(self) -> None:
+        """Wait until all its processes have ended."""
         give_up = time.monotonic() + 20
         while running := self.running():
             assert time.monotonic() < give_up, running
@@ -69,7 +69,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 
 def check(*arguments: str) -> tuple[int, list[str]]:
-    """Return its exit code and output lines."""
+    """Run `microserve strategy check` in this process; return its exit code and output lines."""
     result = CliRunner().invoke(strategy, ["check", *arguments])
     return result.exit_code, result.output.splitlines()
 
@@ -84,7 +84,7 @@ def test_a_line_for_each_check(file: Path) -> None:
     assert verdict == f"{file}: ok, 18 requests to engines with tiny"
 
 
-def test_what_only_real_engines_show_is_told_with_exit_code_1(file: Path) -> None:
+def test_a_failure_on_real_engines_exits_with_code_1(file: Path) -> None:
     file.write_text(SOURCE.replace("yield chunk", "chunk.text = ''\n        yield chunk"))
     code, said = check(str(file), "--only", "one_token", "--only", "logprobs")
     assert code == 1, said
@@ -92,20 +92,20 @@ def test_what_only_real_engines_show_is_told_with_exit_code_1(file: Path) -> Non
     assert said[-1].startswith(f"{file}: 2 of 2 checks failed")
 
 
-def test_what_does_not_start_is_a_mistake(file: Path) -> None:
+def test_a_model_that_does_not_load_exits_with_code_2(file: Path) -> None:
     code, said = check(str(file), "--model", "/no/such/model")
     assert code == 2
     assert "/no/such/model" in said[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_whatever_ends_it_ends_all_its_processes(file: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_all_its_processes(file: Path, number: signal.Signals) -> None:
     command = Command(str(file), "--only", "one_token", "--only", "streams_that_break")
     assert command.process.stdout is not None
     while not command.process.stdout.readline().startswith("ok      one_token"):
         assert command.process.poll() is None
     assert len(command.running()) > 6  # itself, four engines, two routers
     command.process.send_signal(number)
-    command.gone()
+    command.wait_until_gone()
     command.process.stdout.close()
     assert command.process.wait(20) != 0

@@ -26,7 +26,7 @@ PAGE = 16
 
 
 def tokenizer_json() -> str:
-    """Words `w0 w1 …`: token id i is the word wi."""
+    """Return a tokenizer with the words `w0 w1 …`: token id i is the word wi."""
     vocab = {f"w{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -52,9 +52,9 @@ def token_at(position: int) -> int:
 class FakeEngine:
     """One scripted engine.
 
-    `refuse[call]` are errors to answer with, in turn, before it succeeds. `break_after` are numbers
-    of events after which the stream of a generation is cut, in turn. A generation waits for `gate`
-    after its first event. `tells` are further fields of each event.
+    `refuse[call]` lists the errors of the next calls, one each; later calls succeed. `break_after`
+    lists for the next generations after how many events their streams break. A generation waits for
+    `gate` after its first event. `tells` holds further fields of each event.
     """
 
     name: str
@@ -77,7 +77,7 @@ class FakeEngine:
     running: int = 0
     silent: bool = False
     tells: dict[str, Any] = field(default_factory=dict)
-    text: str = ""  # of each token; empty: its word
+    text: str = ""  # the text of each token; if empty, its word
     url: str = ""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _lease_of: dict[str, str] = field(default_factory=dict)  # by request id
@@ -347,7 +347,7 @@ Route = Callable[..., AbstractAsyncContextManager[Routed]]
 
 @pytest.fixture
 def route() -> Route:
-    """`async with route(engine, …, strategy=…) as r`: scripted engines with a router in front."""
+    """Start scripted engines and a router: `async with route(engine, …, strategy=…) as r`."""
 
     @asynccontextmanager
     async def start(*engines: FakeEngine, **config: Any) -> AsyncIterator[Routed]:
@@ -400,11 +400,11 @@ def real_engines() -> Iterator[list[str]]:
 
 @pytest.fixture
 def route_real(real_engines: list[str]) -> Route:
-    """As `route`, over the real engines."""
+    """Like `route`, with the two real engines."""
     return lambda **config: routed(real_engines, **config)
 
 
 @pytest.fixture
 def routed_to() -> Route:
-    """As `route`, over running engines, by their URLs."""
+    """Like `route`, with running engines, given by their URLs."""
     return routed

@@ -1,4 +1,4 @@
-"""Deadlines, keys, limits, shutdown, receipts, traces and logs, seen by clients and operators."""
+"""Deadlines, keys, limits, shutdown, receipts, traces and logs, as clients see them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_a_deadline_names_the_phase(route, fake):
         headers = {"X-Request-Timeout": "0.1", "X-Request-Id": "x"}
         events = await r.events("/v1/completions", ASK, headers=headers)
         assert "decode (start_generate on d)" in events[-1]["error"]["message"]
-        assert len(events) == 2  # the answer had begun: no clean end
+        assert len(events) == 2  # the stream had begun and ends without [DONE]
         d.refuse["prep_recv"] = [NoCapacity("full", retry_after_s=1000)]
         status, body = await r.post("/v1/completions", ASK, headers=headers)
         assert (status, "in: queue" in body["error"]["message"]) == (504, True)
@@ -52,7 +52,7 @@ async def test_a_deadline_names_the_phase(route, fake):
     assert not d.leases
 
 
-async def test_clients_cannot_ask_for_more_than_is_configured(route, fake):
+async def test_clients_cannot_exceed_the_configured_timeout(route, fake):
     gate = asyncio.Event()
     async with route(fake("a", gate=gate), request_timeout_s=0.05) as r:
         for body, headers in (
@@ -64,7 +64,7 @@ async def test_clients_cannot_ask_for_more_than_is_configured(route, fake):
         assert (await r.post("/v1/completions", {**ASK, "timeout": 0}))[0] == 400
 
 
-def test_times_are_typed_with_and_without_their_unit():
+def test_durations_may_have_a_unit():
     for flag in ("--request-timeout", "--request-timeout-s"):
         with cli.router.make_context("router", [flag, "5"]) as context:
             assert context.params["request_timeout_s"] == 5.0
@@ -116,7 +116,7 @@ async def test_no_message_shows_a_key(route, fake, tmp_path, caplog):
     assert "the-secret" not in caplog.text + "".join(shown)
 
 
-async def test_requests_a_minute(route, fake):
+async def test_requests_per_minute_are_limited(route, fake):
     async with route(fake("a"), api_key="k", requests_per_minute=2) as r:
         url, headers = r.server.url + "/v1/completions", bearer("k")
         for left in (1, 0):
@@ -129,11 +129,11 @@ async def test_requests_a_minute(route, fake):
             assert (reply.status, error["code"]) == (429, "rate_limit_exceeded")
             assert 20 <= int(reply.headers["Retry-After"]) <= 30
             assert re.fullmatch(r"1m0s|[45]\d(\.\d)?s", reply.headers["x-ratelimit-reset-requests"])
-        assert (await r.get("/v1/models", headers=headers))["data"]  # these do not count
+        assert (await r.get("/v1/models", headers=headers))["data"]  # such requests do not count
         assert 'rate_limited_total{limit="requests"} 1.0' in await metrics(r)
 
 
-async def test_tokens_a_minute(route, fake, tmp_path):
+async def test_tokens_per_minute_are_limited(route, fake, tmp_path):
     path = tmp_path / "keys"
     path.write_text("small name=small tpm=50\nlarge tpm=0\n")
     async with route(fake("a"), api_key_file=str(path), tokens_per_minute=1000) as r:
@@ -150,7 +150,7 @@ async def test_tokens_a_minute(route, fake, tmp_path):
 # Shutdown
 
 
-async def test_a_router_that_is_to_stop_finishes_what_runs(route, fake):
+async def test_shutdown_finishes_running_requests(route, fake):
     a = fake("a", gate=asyncio.Event())
     async with route(a) as r:
         ask = asyncio.create_task(r.events("/v1/completions", ASK))
@@ -170,7 +170,7 @@ async def test_a_router_that_is_to_stop_finishes_what_runs(route, fake):
         assert await drained == 0
 
 
-async def test_the_wait_for_what_runs_is_bounded(route, fake):
+async def test_shutdown_waits_for_requests_within_bounds(route, fake):
     a = fake("a", gate=asyncio.Event())
     async with route(a) as r:
         ask = asyncio.create_task(r.post("/v1/completions", ASK))
@@ -239,7 +239,7 @@ async def test_series_of_old_generations_are_dropped(route, fake):
 # Traces and logs
 
 
-async def test_a_trace_is_begun_where_there_is_none(route, fake):
+async def test_a_trace_is_begun_unless_the_client_sends_one(route, fake):
     a = fake("a")
     async with route(a) as r:
         for given in (

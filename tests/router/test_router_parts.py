@@ -47,7 +47,7 @@ def test_params_are_validated_from_annotations():
     assert described["params"]["ratio"]["maximum"] == 1
 
 
-def test_what_is_no_strategy_is_refused():
+def test_functions_with_a_wrong_signature_are_no_strategies():
     async def returns(request, cluster): ...
 
     async def too_few(request):
@@ -70,7 +70,7 @@ def test_what_is_no_strategy_is_refused():
             strategy(function)
 
 
-def test_generations_swap_roll_back_and_live_until_their_last_request():
+def test_revisions_swap_roll_back_and_end_with_their_last_request():
     bound = strategy(one).bind({})
     revisions = Revisions(bound)
     first = revisions.enter()
@@ -86,7 +86,7 @@ def test_generations_swap_roll_back_and_live_until_their_last_request():
         revisions.rollback()
 
 
-def test_the_history_of_generations_is_bounded():
+def test_the_history_of_revisions_is_bounded():
     revisions = Revisions(strategy(one).bind({}), history=3)
     for _ in range(10):
         revisions.activate(strategy(one).bind({}))
@@ -127,7 +127,7 @@ def test_chat_templates_render_as_transformers_does():
         "{{ messages.append(1) }}",
     ],
 )
-def test_templates_are_sandboxed_and_their_refusals_are_the_clients(source):
+def test_templates_are_sandboxed_and_their_errors_are_client_errors(source):
     with pytest.raises(BadRequest):
         ChatTemplate(source, bos_token=None, eos_token=None).render([])
 
@@ -186,7 +186,7 @@ def test_the_catalog_has_the_built_in_strategies(tmp_path):
         catalog.find(str(tmp_path / "absent.py"))
 
 
-def test_service_links_are_dropped_and_children_get_no_twins(monkeypatch):
+def test_service_links_and_flag_variables_are_dropped_from_the_environment(monkeypatch):
     monkeypatch.setenv("MICROSERVE_ENGINE_PORT", "tcp://10.0.0.1:8100")
     monkeypatch.setenv("MICROSERVE_UP_PORT", "9")
     monkeypatch.setenv("MICROSERVE_SECRET", "s")
@@ -197,14 +197,14 @@ def test_service_links_are_dropped_and_children_get_no_twins(monkeypatch):
     assert env["MICROSERVE_SECRET"] == "s"
 
 
-def test_params_and_arguments():
+def test_params_are_parsed_and_options_rendered_as_flags():
     assert read_params(["a=1", "b=x", "c=true"]) == {"a": 1, "b": "x", "c": True}
     assert as_arguments({"page_size": 16, "yes": True, "no": False}) == [
         "--page-size", "16", "--yes",
     ]  # fmt: skip
 
 
-def test_cores_are_shared_out(monkeypatch):
+def test_cores_are_divided_among_engines(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
     assert _shares(2, {}) == [{"cpus": "0", "threads": 1}, {"cpus": "1,2", "threads": 2}]
     assert _shares(4, {}) == [{"threads": 1}] * 4

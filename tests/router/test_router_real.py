@@ -15,7 +15,7 @@ STRATEGIES = [
 
 
 def shifted(by: int) -> list[int]:
-    """A prompt with no prefix in common with the others."""
+    """Return a prompt that shares no prefix with the others."""
     return [(token + by) % 500 + 1 for token in PROMPT]
 
 
@@ -49,7 +49,7 @@ async def test_streamed_and_whole_answers_are_equal(route_real):
     assert streamed[-1]["finish_reason"] == choice["finish_reason"]
 
 
-async def test_the_receipt_tells_what_was_put(route_real):
+async def test_the_receipt_counts_put_tokens(route_real):
     async with route_real(strategy="prefill_decode") as r:
         body = {"prompt": shifted(3), "max_tokens": 2}
         await r.post("/v1/completions", body, headers={"X-Request-Id": "put"})
@@ -62,7 +62,7 @@ async def test_the_receipt_tells_what_was_put(route_real):
     assert prep["engine"] == start["engine"] != send["engine"]
 
 
-async def test_nothing_is_left_on_the_engines(route_real):
+async def test_nothing_remains_on_the_engines(route_real):
     async with route_real(strategy="prefill_decode") as r:
         async with asyncio.TaskGroup() as tasks:
             asks = [

@@ -1,4 +1,4 @@
-"""The admission queue: who tries when, and in which order."""
+"""The admission queue: when waiting requests try, and in which order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL = NoCapacity("full", retry_after_s=1000)
 
 
 class Room:
-    """Some room, and an admission queue for requests that need a part of it."""
+    """A capacity of `size` units, and the admission queue of the requests that take them."""
 
     def __init__(self, size: int, limit: int = 100) -> None:
         self.queue = AdmissionQueue(limit)
@@ -49,16 +49,16 @@ async def running(*requests: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         for request in requests:
             tasks.create_task(request)
-            await turns()
+            await let_tasks_run()
         yield
 
 
-async def turns() -> None:
+async def let_tasks_run() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
 
 
-async def test_it_is_served_by_priority_and_then_in_order_of_arrival():
+async def test_waiters_are_served_by_priority_then_by_arrival():
     room = Room(0)
     async with running(
         room.ask("third", arrived=3), room.ask("first", arrived=1), room.ask("second", arrived=2),
@@ -70,14 +70,14 @@ async def test_it_is_served_by_priority_and_then_in_order_of_arrival():
     assert not len(room.queue)
 
 
-async def test_one_that_finds_room_lets_the_next_try_at_once():
-    """Only the first waits for Retry-After: a thousand seconds each would show."""
+async def test_an_admitted_request_lets_the_next_try_at_once():
+    """None of them waits for its Retry-After of 1000 s, which would fail the test."""
     room = Room(0)
     async with running(*(room.ask(str(number), arrived=number) for number in range(50))):
         tries = room.tries
         room.free(50)
     assert room.order == [str(number) for number in range(50)]
-    assert room.tries - tries == 50  # and none tries in vain
+    assert room.tries - tries == 50  # no try fails
 
 
 async def test_a_small_request_does_not_overtake_a_large_one():
@@ -85,22 +85,22 @@ async def test_a_small_request_does_not_overtake_a_large_one():
     async with running(room.ask("large", 3, arrived=1), room.ask("small", 1, arrived=2)):
         assert room.order == []
         room.free(1)
-        await turns()
+        await let_tasks_run()
         assert room.order == []
         room.free(2)
     assert room.order == ["large", "small"]
 
 
-async def test_room_made_while_it_is_tried_is_not_missed():
+async def test_room_freed_during_a_try_is_noticed():
     room = Room(0)
     async with running(room.ask("a")):
         room.free(0)
-        await asyncio.sleep(0)  # it tries
+        await asyncio.sleep(0)  # a try begins
         room.free(1)
     assert room.order == ["a"]
 
 
-async def test_a_full_queue_refuses_those_that_would_have_to_wait():
+async def test_a_full_queue_refuses_requests_that_would_wait():
     room = Room(0, limit=1)
     async with running(room.ask("a", arrived=1)):
         with pytest.raises(NoCapacity):
@@ -108,7 +108,7 @@ async def test_a_full_queue_refuses_those_that_would_have_to_wait():
         tries = room.tries
         with pytest.raises(NoCapacity):
             await room.ask("urgent", arrived=2, priority=-1)
-        assert room.tries == tries + 1  # it may try, but not wait
+        assert room.tries == tries + 1  # a more urgent request may try once, but not wait
         room.free(1)
     assert room.order == ["a"]
 
@@ -116,7 +116,7 @@ async def test_a_full_queue_refuses_those_that_would_have_to_wait():
 async def test_a_cancelled_wait_leaves_the_queue_and_wakes_the_next():
     room = Room(1)
     large = asyncio.ensure_future(room.ask("large", 3, arrived=1))
-    await turns()
+    await let_tasks_run()
     async with running(room.ask("small", 1, arrived=2)):
         assert len(room.queue) == 2
         large.cancel()
@@ -124,7 +124,7 @@ async def test_a_cancelled_wait_leaves_the_queue_and_wakes_the_next():
     assert not len(room.queue)
 
 
-async def test_the_turn_must_come_before_the_deadline():
+async def test_a_waiter_is_refused_at_its_deadline():
     queue = AdmissionQueue(10)
     now = asyncio.get_running_loop().time()
     with queue.place(0, now) as first:
@@ -134,7 +134,7 @@ async def test_the_turn_must_come_before_the_deadline():
     assert not len(queue)
 
 
-async def test_retry_after_is_a_reason_to_try_again():
+async def test_a_waiter_tries_again_after_retry_after():
     queue = AdmissionQueue(10)
     loop = asyncio.get_running_loop()
     with queue.place(0, 0) as place:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from router.admission.retry_budget import RESERVE, RetryBudget
 
 
-def test_a_share_of_those_in_flight_and_a_few():
+def test_the_budget_is_a_share_of_requests_in_flight_plus_a_reserve():
     budget = RetryBudget(0.2)
     with ExitStack() as requests:
         claims = [requests.enter_context(budget.request()) for _ in range(100)]
@@ -18,7 +18,7 @@ def test_a_share_of_those_in_flight_and_a_few():
     assert (budget.running, budget.retrying) == (0, 0)
 
 
-def test_what_ends_gives_its_part_back():
+def test_a_finished_request_returns_its_retry():
     budget = RetryBudget(0.0)
     for _ in range(3 * RESERVE):
         with budget.request() as claim:

@@ -1,6 +1,6 @@
-"""What `/openapi.json` promises, held against a running router by schemathesis.
+"""Check a running router against its `/openapi.json` with schemathesis.
 
-python tests/router/api/openapi_fuzz.py URL EXAMPLES    # by hand, as long as you like
+python tests/router/api/openapi_fuzz.py URL EXAMPLES    # to run it by hand
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SMALL = {"max_tokens": 2, "max_completion_tokens": 2, "min_tokens": 1, "n": 2}
 
 
 def fuzz(url: str, examples: int) -> int:
-    """Call every operation with `examples` bodies that it allows, and as many that it does not.
+    """Call every operation with `examples` valid bodies and as many invalid ones.
 
-    Returns the number of calls. Raises what schemathesis finds.
+    Return the number of calls. Raises schemathesis' errors for replies that break the schema.
     """
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     calls = 0
@@ -39,10 +39,10 @@ def fuzz(url: str, examples: int) -> int:
         replies = operation.definition.raw["responses"]
         done = next(reply for status, reply in replies.items() if status.startswith("2"))
         if list(done["content"]) == ["text/event-stream"]:
-            continue  # it has no end
+            continue  # an event stream does not end
         for mode in GenerationMode:
             if operation.method == "get" and mode is GenerationMode.NEGATIVE:
-                continue  # nothing to get wrong
+                continue  # a GET has no body to invalidate
 
             @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
             @hypothesis.settings(
@@ -61,12 +61,12 @@ def fuzz(url: str, examples: int) -> int:
             try:
                 run()
             except hypothesis.errors.Unsatisfiable:
-                continue  # nothing that the operation takes can be wrong
+                continue  # the operation has no invalid input
     return calls
 
 
 def _shorten(case: Any) -> None:
-    """Long outputs take long, and are what other tests are for."""
+    """Bound output lengths and raise timeouts, so that the calls are fast and succeed."""
     body = case.body
     if not isinstance(body, dict) or "completions" not in case.path:
         return
@@ -74,7 +74,7 @@ def _shorten(case: Any) -> None:
         if type(body.get(name)) is int:
             body[name] = min(body[name], most)
     if type(body.get("timeout")) in (int, float) and body["timeout"] > 0:
-        body["timeout"] = 60  # a 504 is what it may well ask for
+        body["timeout"] = 60  # a short timeout would correctly give a 504
     if "chat" in case.path and not body.get("max_tokens"):
         body.setdefault("max_completion_tokens", 2)
 

@@ -1,4 +1,4 @@
-"""What the router's HTTP server promises of HTTP/1.1, over real sockets."""
+"""HTTP/1.1 as the router's server implements it, over real sockets."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ CHUNKED = post(b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\
 
 
 class Client:
-    """A connection of bytes."""
+    """A raw connection to the server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self.writer = reader, writer
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        """Status and headers of the next answer."""
+        """Return status and headers of the next answer, all lower case."""
         async with asyncio.timeout(10):
             text = (await self._reader.readuntil(b"\r\n\r\n")).decode()
         status, *lines = text.split("\r\n")[:-2]
@@ -48,19 +48,19 @@ class Client:
         return int(status.split()[1]), headers
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """The next answer, whose length is told."""
+        """Return status, headers and body of the next answer, which must have a Content-Length."""
         status, headers = await self.head()
         return status, headers, await self._reader.readexactly(int(headers["content-length"]))
 
     async def rest(self) -> bytes:
-        """All until the server closes the connection."""
+        """Return the bytes up to the end of the connection."""
         async with asyncio.timeout(10):
             return await self._reader.read()
 
 
 @pytest.fixture
 async def served(route, fake):
-    """A router before one scripted engine, that engine, and a way to connect to the router."""
+    """A router with one scripted engine, that engine, and a function that opens a connection."""
     engine, writers = fake("a"), []
 
     async def connect() -> Client:
@@ -86,8 +86,8 @@ async def test_a_connection_serves_one_request_after_the_other(served):
         assert headers["date"].endswith("gmt")
 
 
-async def test_pipelined_requests_are_answered_in_turn(served):
-    """Also where the first one takes longer, and one of them is wrong."""
+async def test_pipelined_requests_are_answered_in_order(served):
+    """A slow first request and a malformed one do not change the order."""
     _, engine, connect = served
     engine.gate = asyncio.Event()
     client = await connect()
@@ -103,7 +103,7 @@ async def test_pipelined_requests_are_answered_in_turn(served):
     assert await client.rest() == b""
 
 
-async def test_a_request_comes_byte_by_byte(served):
+async def test_a_request_may_arrive_byte_by_byte(served):
     _, _, connect = served
     client = await connect()
     for byte in post(ASK, "X-Request-Id: slow"):
@@ -114,7 +114,7 @@ async def test_a_request_comes_byte_by_byte(served):
     assert (status, headers["x-request-id"]) == (200, "slow")
 
 
-async def test_a_body_in_chunks(served):
+async def test_a_chunked_body_is_read(served):
     _, _, connect = served
     client = await connect()
     client.writer.write(CHUNKED)
@@ -126,8 +126,8 @@ async def test_a_body_in_chunks(served):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_too_large_a_body_is_refused_before_it_is_here(served, chunked):
-    """A client that sends on can still read why."""
+async def test_a_too_large_body_is_refused_before_it_has_arrived(served, chunked):
+    """A client that keeps sending can still read the error."""
     _, _, connect = served
     client = await connect()
     if chunked:
@@ -141,7 +141,7 @@ async def test_too_large_a_body_is_refused_before_it_is_here(served, chunked):
     assert await client.rest() == b""
 
 
-async def test_a_client_that_asks_whether_to_go_on(served):
+async def test_expect_100_continue_is_answered(served):
     _, _, connect = served
     client = await connect()
     whole = post(ASK, "Expect: 100-continue")
@@ -151,7 +151,7 @@ async def test_a_client_that_asks_whether_to_go_on(served):
     assert (await client.answer())[0] == 200
 
 
-async def test_http_1_0_has_no_chunks_and_no_second_request(served):
+async def test_http_1_0_gets_no_chunks_and_no_keep_alive(served):
     _, _, connect = served
     client = await connect()
     client.writer.write(post(STREAM, version="1.0"))
@@ -166,7 +166,7 @@ async def test_http_1_0_has_no_chunks_and_no_second_request(served):
     assert await client.rest() == b""
 
 
-async def test_a_stream_comes_in_chunks_and_the_connection_stays(served):
+async def test_a_stream_is_chunked_and_keeps_the_connection_open(served):
     _, _, connect = served
     client = await connect()
     client.writer.write(post(STREAM) + post(ASK, "Connection: close"))
@@ -201,11 +201,11 @@ async def test_methods_and_paths(served):
         status, headers, body = await client.answer()
         assert status == wanted, (request, body)
         if wanted == 405:
-            assert headers["allow"] == "post"  # lowered, as all that `head` returns
+            assert headers["allow"] == "post"  # `head` returns lower case
     assert b"a/b" in body  # the receipt's id, decoded
 
 
-async def test_no_spelling_of_a_path_goes_round_the_keys(route, fake):
+async def test_no_spelling_of_a_path_bypasses_the_keys(route, fake):
     async with route(fake("a"), api_key="k", admin_key="a") as r:
         parts = urlsplit(r.server.url)
         for path in ("/admin/engines", "/%61dmin/engines", "/admin%2Fengines", "//admin/engines"):
@@ -216,7 +216,7 @@ async def test_no_spelling_of_a_path_goes_round_the_keys(route, fake):
             writer.close()
 
 
-async def test_who_wants_another_protocol_is_served_this_one(served):
+async def test_a_request_to_upgrade_is_served_by_http_1_1(served):
     _, _, connect = served
     client = await connect()
     client.writer.write(get("/version", "Connection: Upgrade", "Upgrade: h2c") + b"PRI * HTTP/2.0")
@@ -225,8 +225,8 @@ async def test_who_wants_another_protocol_is_served_this_one(served):
     assert await client.rest() == b""
 
 
-async def test_an_upgrade_that_is_not_taken_keeps_its_body(served):
-    """As Java's client and `curl --http2` ask for it; however the body is cut."""
+async def test_a_body_with_an_ignored_upgrade_is_read(served):
+    """Java's client and `curl --http2` send such upgrades. The body may arrive in any parts."""
     _, _, connect = served
     whole = post(ASK, "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMA")
     for cut in (len(whole), len(whole) - len(ASK), len(whole) - 3):
@@ -259,7 +259,7 @@ async def test_an_upgrade_that_is_not_taken_keeps_its_body(served):
         "header", "headers",
     ],
 )  # fmt: skip
-async def test_what_http_does_not_allow(served, request_):
+async def test_malformed_requests_are_a_400(served, request_):
     _, _, connect = served
     client = await connect()
     client.writer.write(request_)
@@ -267,7 +267,7 @@ async def test_what_http_does_not_allow(served, request_):
     assert (status, headers["connection"]) == (400, "close")
 
 
-async def test_what_comes_behind_a_body_says_nothing_of_the_request(served):
+async def test_trailers_do_not_change_the_request(served):
     _, _, connect = served
     client = await connect()
     client.writer.write(CHUNKED + b"%x\r\n%b\r\n0\r\n" % (len(ASK), ASK))
@@ -276,7 +276,7 @@ async def test_what_comes_behind_a_body_says_nothing_of_the_request(served):
     assert status == 200 and headers["x-request-id"] != "trailer"
 
 
-async def test_a_long_body_does_not_count_for_the_head_behind_it(served):
+async def test_a_long_body_does_not_count_towards_the_next_head(served):
     _, _, connect = served
     client = await connect()
     long = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1, "user": "u" * 240_000}).encode()
@@ -293,7 +293,7 @@ async def test_a_long_body_does_not_count_for_the_head_behind_it(served):
 
 
 class Echo:
-    """An application that answers each request with `size` bytes, once it may."""
+    """An application that answers each request with `size` bytes once `gate` is set."""
 
     def __init__(self, size: int) -> None:
         self.answer = b"x" * size
@@ -309,7 +309,7 @@ class Echo:
 
 @asynccontextmanager
 async def echoing(size: int) -> AsyncIterator[tuple[Echo, Connections, Client]]:
-    """A connection to a server of the service above, with small buffers."""
+    """Serve an `Echo` with small socket buffers and connect to it."""
     service = Echo(size)
     connections = Connections(service)
     listener = listen("127.0.0.1", 0)
@@ -325,8 +325,8 @@ async def echoing(size: int) -> AsyncIterator[tuple[Echo, Connections, Client]]:
 
 
 @pytest.mark.parametrize("answered", [False, True])
-async def test_who_asks_and_does_not_read_is_given_little(answered):
-    """Neither answers nor requests pile up, wherever what was sent is cut."""
+async def test_a_client_that_does_not_read_is_buffered_within_bounds(answered):
+    """Neither answers nor requests pile up, and each write ends in the middle of a request."""
     async with echoing(10_000) as (service, connections, client):
         if answered:
             service.gate.set()
@@ -336,23 +336,23 @@ async def test_who_asks_and_does_not_read_is_given_little(answered):
             client.writer.write((ask[-7:] + ask[:-7]) * 1000)
             await asyncio.sleep(0.001)
         (connection,) = connections.open
-        assert len(connection.pipeline) < 200  # of 100,000: the others are bytes
-        assert len(connection._waiting) < 2**19  # those of a read or two
+        assert len(connection.pipeline) < 200  # of 100,000; the rest is not parsed yet
+        assert len(connection._waiting) < 2**19  # at most the bytes of two reads
         assert connection.transport.get_write_buffer_size() < 2**17
 
 
-async def test_the_last_answer_is_read_before_the_server_ends():
+async def test_the_server_closes_after_its_last_answer_is_sent():
     async with echoing(8_000_000) as (service, connections, client):
         client.writer.write(get("/") * 2)
         await until(lambda: bool(connections.open))
         service.gate.set()
         assert (await client.head())[0] == 200
         closing = asyncio.ensure_future(connections.close(10.0))
-        assert len(await client.rest()) == 8_000_000  # and no other one is begun
+        assert len(await client.rest()) == 8_000_000  # the second answer is not begun
         await closing
 
 
-async def test_head_of_a_stream_of_events_has_an_end(served):
+async def test_a_head_request_for_an_event_stream_ends(served):
     _, _, connect = served
     client = await connect()
     client.writer.write(get("/admin/events", method="HEAD") + get("/version"))
@@ -374,7 +374,7 @@ async def test_a_client_that_leaves_ends_its_request(served, streamed, behind):
     assert r.server.router.receipts["left"].status == "cancelled"
 
 
-async def test_connections_that_nobody_uses_are_closed(served, monkeypatch):
+async def test_idle_connections_are_closed(served, monkeypatch):
     monkeypatch.setattr("router.api.protocol.KEEPALIVE_S", 0.0)
     _, _, connect = served
     client = await connect()
@@ -420,8 +420,8 @@ async def test_empty_lines_do_not_keep_a_connection_open(route, fake):
         writer.close()
 
 
-async def test_what_waits_is_served_when_it_is_more_than_may_wait(served):
-    """Requests of many kinds, far more than are parsed or kept at once, all have their answers."""
+async def test_more_pipelined_requests_than_fit_are_all_answered(served):
+    """Send requests of several kinds, many more than the server parses ahead or keeps."""
     _, _, connect = served
     client = await connect()
     many = (get("/version") + post(ASK) + get("/health", method="HEAD")) * 350

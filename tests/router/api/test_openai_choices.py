@@ -1,4 +1,6 @@
-"""`n` > 1 and many prompts, against real engines: same tokens as alone, each prompt once."""
+"""`n` > 1 and lists of prompts, against real engines.
+
+Each choice has the tokens that it has alone, and each prompt is computed once."""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ STRATEGIES = ["data_parallel", "prefill_decode"]
 
 
 def fresh(by: int, length: int = 150) -> list[int]:
-    """A prompt that has no prefix in common with any other test's."""
+    """Return a prompt that shares no prefix with another test's."""
     return [(token * 3 + by * 7 + 5) % 500 + 1 for token in PROMPT[:length]]
 
 
 async def computed(router) -> int:
-    """Prompt tokens that the engines have run through the model since they were started."""
+    """Return how many prompt tokens the engines have computed since they started."""
     total = 0
     for backend in router.server.router.registry:
         async with router.http.get(backend.url + "/metrics") as response:
@@ -37,7 +39,7 @@ def tokens_of(answer: dict) -> list[list[int]]:
 
 
 async def alone(router, prompt: list[int], choice: int) -> list[int]:
-    """The tokens of one choice, asked of an engine directly."""
+    """Return the tokens of one choice, requested from an engine directly."""
     backend = next(iter(router.server.router.registry))
     body = {
         "request_id": f"alone-{prompt[0]}-{len(prompt)}-{choice}", "prompt": prompt,
@@ -52,7 +54,7 @@ async def alone(router, prompt: list[int], choice: int) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("length", [149, 145])  # a last page with five tokens, and with one
+@pytest.mark.parametrize("length", [149, 145])  # the last page has five tokens, or one
 async def test_choices_share_one_prefill(route_real, strategy, length):
     prompt = fresh(STRATEGIES.index(strategy) + 10 * length, length)
     async with route_real(strategy=strategy) as r:
@@ -76,7 +78,7 @@ async def test_choices_share_one_prefill(route_real, strategy, length):
 async def test_a_warm_prompt_is_not_computed_again(route_real):
     prompt = fresh(70)
     async with route_real() as r:
-        for _ in range(2):  # both engines, in turn
+        for _ in range(2):  # one request for each engine
             await r.post("/v1/completions", {"prompt": prompt, **SAMPLING})
         before = await computed(r)
         _, answer = await r.post("/v1/completions", {"prompt": prompt, "n": 5, **SAMPLING})
@@ -84,8 +86,8 @@ async def test_a_warm_prompt_is_not_computed_again(route_real):
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 144}
 
 
-async def test_choices_that_end_at_once_share_it_too(route_real):
-    """The first one is over before the others have come."""
+async def test_choices_of_one_token_share_the_prefill_too(route_real):
+    """The first choice ends before the others start."""
     prompt = fresh(80)
     async with route_real() as r:
         before = await computed(r)
@@ -95,7 +97,7 @@ async def test_choices_that_end_at_once_share_it_too(route_real):
     assert len(answer["choices"]) == 8
 
 
-async def test_choices_end_each_for_itself(route_real):
+async def test_each_choice_ends_on_its_own(route_real):
     prompt = fresh(90)
     async with route_real(strategy="prefill_decode") as r:
         _, whole = await r.post("/v1/completions", {"prompt": prompt, "n": 3, **SAMPLING})
@@ -114,7 +116,7 @@ async def test_choices_end_each_for_itself(route_real):
     assert streamed == tokens_of(cut)
 
 
-async def test_leaving_ends_all_choices(route_real):
+async def test_a_disconnect_ends_all_choices(route_real):
     async with route_real(strategy="prefill_decode") as r:
         body = {"prompt": fresh(100), "n": 4, **SAMPLING, "max_tokens": 2000, "stream": True}
         async with r.http.post(r.server.url + "/v1/completions", json=body) as response:

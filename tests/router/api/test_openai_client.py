@@ -1,4 +1,4 @@
-"""The official `openai` client against a real router and real engines: all that it can notice."""
+"""The official `openai` client against a real router and real engines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def clients(router: Any, **options: Any) -> AsyncIterator[AsyncOpenAI]:
 
 @asynccontextmanager
 async def routed(urls: list[str], **config: Any) -> AsyncIterator[SimpleNamespace]:
-    """A router in front of these engines, with a client of its own."""
+    """A router in front of these engines, and an `openai` client of it."""
     settings = {"port": 0, "shutdown_s": 0.2, **config}
     async with (
         serving(RouterConfig(engines=tuple(urls), **settings)) as server,
@@ -68,7 +68,7 @@ async def test_chat_whole_and_streamed_are_the_same(route_real):
             **CHAT, stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
-        again = await client.chat.completions.create(**CHAT)  # in turn, it is the first engine's
+        again = await client.chat.completions.create(**CHAT)  # round robin: the first engine again
     assert again.usage.prompt_tokens_details.cached_tokens == 32
     assert again.choices == whole.choices
     assert whole.object == "chat.completion" and whole.id.startswith("chatcmpl-")
@@ -142,7 +142,7 @@ async def test_structured_outputs_are_parsed(route_real, strategy):
             await client.chat.completions.parse(**wanted | {"max_tokens": 2})
 
 
-async def test_the_fields_extensions_of_structured_outputs(route_real):
+async def test_vllm_fields_for_structured_outputs(route_real):
     cases = [
         ({"structured_outputs": {"regex": "[0-9]{3}"}}, r"[0-9]{3}"),
         ({"structured_outputs": {"choice": ["yes", 'n"ö']}}, r'yes|n"ö'),
@@ -204,10 +204,10 @@ async def test_logprobs(route_real):
         assert [x for part in streamed for x in getattr(part, name)] == getattr(logprobs, name)
 
 
-async def test_stop_strings_cross_token_borders(route_real):
+async def test_stop_strings_may_span_tokens(route_real):
     async with route_real() as r, clients(r) as client:
         whole = (await client.completions.create(**PROMPT, temperature=0)).choices[0].text
-        stop = whole[3:6]  # a token is a byte, or a filler of five characters
+        stop = whole[3:6]  # tokens are single bytes, or fillers of five characters
         cut = whole[: whole.index(stop)]
         answer = await client.completions.create(**PROMPT, temperature=0, stop=[stop])
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (cut, "stop")
@@ -298,7 +298,9 @@ async def test_without_engines():
     assert (failed.value.status_code, failed.value.code) == (503, "no_engines")
 
 
-async def test_a_full_engine_is_a_rate_limit_and_worth_a_retry(route_small, small_engine):
+async def test_a_full_engine_is_a_rate_limit_error_that_the_client_retries(
+    route_small, small_engine
+):
     async with route_small(queue_timeout_s=0.05) as r, clients(r) as client:
         streams = [await client.completions.create(**LONG, stream=True)]
         other = asyncio.create_task(client.completions.create(**LONG, stream=True))
@@ -319,14 +321,14 @@ async def test_a_full_engine_is_a_rate_limit_and_worth_a_retry(route_small, smal
     await asyncio.to_thread(small_engine.at_rest)
 
 
-async def test_a_timeout_ends_the_work(route_small, small_engine):
+async def test_a_timeout_ends_the_generation(route_small, small_engine):
     async with route_small() as r, clients(r) as client:
         with pytest.raises(openai.APITimeoutError):
             await client.with_options(timeout=0.2).completions.create(**LONG)
         await asyncio.to_thread(small_engine.at_rest)
 
 
-async def test_cancellation_ends_the_work(route_small, small_engine):
+async def test_cancellation_ends_the_generation(route_small, small_engine):
     async with route_small() as r, clients(r) as client:
         whole = asyncio.create_task(client.completions.create(**LONG))
         stream = await client.completions.create(**LONG, stream=True)

@@ -1,4 +1,4 @@
-"""`/openapi.json` is true: of every route, of what it takes, and of what it replies."""
+"""`/openapi.json` describes every route, its requests and its replies as they are."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ REFUSED = [
 
 
 async def test_the_schema_and_the_router_agree(route_real):
-    """What one accepts the other does: they are made of the same types."""
+    """Both are made from the same types: each accepts exactly what the other accepts."""
     async with route_real() as r:
         document = await r.get("/openapi.json")
         body = document["paths"]["/v1/completions"]["post"]["requestBody"]
@@ -118,7 +118,7 @@ async def test_whole_answers_are_as_described(route_real, path, fields):
 
 
 def closed(schema):
-    """`schema` without room for fields that it does not name."""
+    """Return `schema` with additional properties forbidden."""
     if isinstance(schema, list):
         return [closed(part) for part in schema]
     if not isinstance(schema, dict):

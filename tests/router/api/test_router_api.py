@@ -51,7 +51,7 @@ async def test_chat_uses_the_models_template(route, fake):
     assert events[-1] == "[DONE]"
 
 
-async def test_an_event_is_one_line_to_clients_that_know_more_line_ends(route, fake):
+async def test_an_event_is_one_line_also_for_clients_that_split_at_unicode_line_ends(route, fake):
     text = "a\x85b\u2028c\u2029d\x0be\n\x1cf\u00e9"
     a = fake("a", text=text)
     async with route(a) as r:
@@ -180,7 +180,7 @@ async def test_bad_requests_name_the_parameter(route, fake):
     assert not a.named("start_generate")
 
 
-async def test_harmless_values_and_unknown_fields_are_taken(route, fake):
+async def test_harmless_values_and_unknown_fields_are_accepted(route, fake):
     async with route(fake("a")) as r:
         extras = {
             "echo": False, "suffix": None, "best_of": 1, "user": "me", "stop": None, "n": None,
@@ -191,7 +191,7 @@ async def test_harmless_values_and_unknown_fields_are_taken(route, fake):
         assert (await r.post("/v1/chat/completions", {**CHAT, **extras}))[0] == 200
 
 
-async def test_refusals_of_the_server_itself_are_error_objects(route, fake):
+async def test_errors_of_the_server_itself_are_error_objects(route, fake):
     async with route(fake("a"), max_body_mb=1) as r:
         status, body = await r.post("/v1/nothing", {})
         assert (status, body["error"]["type"]) == (404, "invalid_request_error")
@@ -202,7 +202,7 @@ async def test_refusals_of_the_server_itself_are_error_objects(route, fake):
         assert (status, body["error"]["code"]) == (413, "too_large")
 
 
-async def test_request_ids_and_traces_travel(route, fake):
+async def test_request_ids_and_traces_reach_the_engine(route, fake):
     a = fake("a")
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with route(a) as r:
@@ -233,7 +233,7 @@ async def test_keys(route, fake):
 @pytest.mark.parametrize(
     "headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example:8000"}]
 )
-async def test_a_browsers_page_is_not_loopback(route, fake, headers):
+async def test_requests_of_foreign_web_pages_are_not_loopback(route, fake, headers):
     async with route(fake("a")) as r:
         assert (await r.post("/admin/rollback", {}, headers=headers))[0] == 403
         assert (await r.post("/admin/rollback", {}))[0] == 409
@@ -320,7 +320,7 @@ async def test_an_engine_with_another_model_is_not_used(route, fake):
     assert not a.named("start_generate") or not b.named("start_generate")
 
 
-async def test_strategies_are_loaded_from_source_if_allowed(route, fake):
+async def test_strategies_are_loaded_from_uploaded_source_if_allowed(route, fake):
     source = (
         '"""Mine."""\nfrom router import Cluster, Request, strategy\n\n'
         "@strategy\nasync def mine(request: Request, cluster: Cluster, *, times: int = 1):\n"

@@ -1,4 +1,4 @@
-"""Clients that are slow or talk nonsense, over real sockets."""
+"""Slow clients and malformed requests, over real sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ASK = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
 
 @asynccontextmanager
 async def connected(r, *, receive_buffer: int | None = None):
-    """A connection of bytes to the router; with a small buffer it can hold little unread."""
+    """Open a raw connection to the router; a small receive buffer bounds the unread bytes."""
     parts = urlsplit(r.server.url)
     raw = socket.socket()
     if receive_buffer is not None:
@@ -39,8 +39,8 @@ async def metrics(r) -> str:
         return await response.text()
 
 
-async def test_a_client_that_does_not_read_is_dropped_and_harms_nobody(route, fake):
-    """It asks for far more than the buffers between it and the engine hold."""
+async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(route, fake):
+    """Its answer is far larger than the buffers between it and the engine."""
     a = fake("a")
     a.info = a.info.model_copy(update={"context_length": 10**6})
     a.text = "x" * 2**12
@@ -50,7 +50,7 @@ async def test_a_client_that_does_not_read_is_dropped_and_harms_nobody(route, fa
             writer.write(request(json.dumps(ask).encode(), "X-Request-Id: idle"))
             await a.until(lambda: a.running == 1)
             receipt = r.server.router.receipts["idle"]
-            while receipt.status == "running":  # others are served as ever
+            while receipt.status == "running":  # other requests are served meanwhile
                 status, _ = await r.post("/v1/completions", {**ASK, "max_tokens": 2})
                 assert status == 200
             assert receipt.status == "cancelled"
@@ -77,7 +77,7 @@ async def test_a_slow_reader_is_not_dropped(route, fake):
         assert size > 1000 * 2**12
 
 
-async def test_a_body_or_head_that_does_not_come(route, fake):
+async def test_an_incomplete_head_or_body_times_out(route, fake):
     async with route(fake("a"), body_timeout_s=0.1) as r:
         async with connected(r) as (reader, writer):
             writer.write(request(b"{" * 10).replace(b"Content-Length: 10", b"Content-Length: 99"))
@@ -109,7 +109,7 @@ JUNK = {
 
 
 @pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK)
-async def test_junk_is_a_400_and_nothing_behind_it_is_served(route, fake, junk):
+async def test_a_malformed_request_is_a_400_and_ends_the_connection(route, fake, junk):
     async with route(fake("a")) as r, connected(r) as (reader, writer):
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + junk)
         async with asyncio.timeout(10):
@@ -119,7 +119,7 @@ async def test_junk_is_a_400_and_nothing_behind_it_is_served(route, fake, junk):
         assert b"engine" not in answer
 
 
-async def test_a_request_line_of_nonsense(route, fake):
+async def test_a_malformed_request_line_is_a_400(route, fake):
     async with route(fake("a")) as r:
         for line in (b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
             async with connected(r) as (reader, writer):

@@ -33,7 +33,7 @@ def files(tmp_path_factory) -> dict[str, str]:
     return {name: str(folder / f"{name}.pem") for name in ("ca", "cert", "key")}
 
 
-def test_files_that_are_none(tmp_path, files):
+def test_missing_and_wrong_files_are_refused(tmp_path, files):
     assert server_context("", "") is None
     assert client_context("") is None
     (tmp_path / "junk").write_text("junk")
@@ -50,7 +50,7 @@ def test_files_that_are_none(tmp_path, files):
 
 @pytest.mark.slow
 def test_tls_from_the_client_to_the_engine(files):
-    """An engine with https registers itself at a router with https."""
+    """An engine that serves HTTPS registers itself with a router that does."""
     tls = ("--tls-cert", files["cert"], "--tls-key", files["key"])
     client = httpx.Client(verify=ssl.create_default_context(cafile=files["ca"]), timeout=20)
     router = ForkedProcess(
@@ -120,7 +120,7 @@ def _arguments(pid: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [("router", "--admin-key=the-secret"), ("engine", "mock")])
-def test_keys_that_were_typed_are_in_no_process_list(command):
+def test_keys_given_as_flags_are_hidden_from_the_process_list(command):
     process = subprocess.Popen(
         [sys.executable, "-m", "router", *command, "--port", "0", "--api-key", "the-secret"],
         stdout=subprocess.PIPE, text=True,

@@ -20,7 +20,7 @@ def number(text: str) -> int:
     return int(text)
 
 
-async def test_changes_are_told_and_bad_ones_keep_the_old(tmp_path, caplog):
+async def test_changes_are_reported_and_bad_contents_keep_the_old_value(tmp_path, caplog):
     path = tmp_path / "file"
     path.write_text("1")
     file, told = WatchedFile(path, number), []
@@ -36,7 +36,7 @@ async def test_changes_are_told_and_bad_ones_keep_the_old(tmp_path, caplog):
         await until(lambda: "cannot be read" in file.trouble)
     assert [record.message.partition(":")[0] for record in caplog.records] == [str(path)] * 3
     (tmp_path / "new").write_text("22")
-    (tmp_path / "new").rename(path)  # as editors and Kubernetes do
+    (tmp_path / "new").rename(path)  # a rename replaces the file, as editors do
     await until(lambda: told)
     assert (file.value, told, file.trouble) == (22, [22], "")
     watching.cancel()
@@ -55,7 +55,7 @@ async def watched(tmp_path):
     path.symlink_to("..data/file")
     file, told = WatchedFile(path, number), []
     watching = asyncio.create_task(file.watch(60, told.append))
-    await asyncio.sleep(0.2)  # until it is watched
+    await asyncio.sleep(0.2)  # time for the watch to begin
     yield path, told
     watching.cancel()
     await asyncio.wait([watching])
@@ -70,7 +70,7 @@ async def test_writes_are_reported(watched):
     await until(lambda: told == [2, 3])
 
 
-async def test_links_of_a_kubernetes_volume_are_followed(watched):
+async def test_symlinks_of_a_kubernetes_volume_are_followed(watched):
     path, told = watched
     for value in (2, 3):
         new = path.parent / f"..{value}"
@@ -99,7 +99,7 @@ async def test_a_folder_that_is_replaced_is_found_again(tmp_path):
     await asyncio.wait([watching])
 
 
-def test_there_must_be_something_to_begin_with(tmp_path: Path):
+def test_the_first_read_must_succeed(tmp_path: Path):
     with pytest.raises(BadRequest, match="absent"):
         WatchedFile(tmp_path / "absent", number)
     (tmp_path / "bad").write_text("x")
@@ -132,6 +132,6 @@ def test_engines_files():
 @pytest.mark.parametrize(
     "url", ["ftp://x", "http://", "http://[", "engine", "http://u:p@a", "http://a?b", "http://a#b"]
 )
-def test_what_is_no_engines_url(url: str):
+def test_bad_engine_urls_are_refused(url: str):
     with pytest.raises(BadRequest):
         engine_url(url)

@@ -12,7 +12,7 @@ from router.cli import cli
 
 
 def sections(*command: str) -> dict[str, str]:
-    """The text under each heading of a command's help."""
+    """Return the text under each heading of a command's help."""
     shown = CliRunner().invoke(cli, [*command, "--help"], terminal_width=100).output
     found, heading = {}, ""
     for line in shown.splitlines():
@@ -22,7 +22,7 @@ def sections(*command: str) -> dict[str, str]:
     return found
 
 
-def test_options_of_the_router_stand_under_their_headings():
+def test_router_options_are_under_their_headings():
     shown = sections("router")
     for field in dataclasses.fields(RouterConfig):
         if "help" in field.metadata:
@@ -35,7 +35,7 @@ def test_options_of_the_router_stand_under_their_headings():
 
 
 @pytest.mark.parametrize("command", ["chat", "bench", "strategy use", "strategy check"])
-def test_every_other_option_of_ours_has_a_heading(command):
+def test_all_other_options_have_a_heading(command):
     shown = sections(*command.split())
     assert len(shown) > 2
     assert shown["Options"].count("--") == 1

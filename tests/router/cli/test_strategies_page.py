@@ -1,4 +1,4 @@
-"""Every strategy in docs/strategies.md, straight from the page, on real engines."""
+"""Every strategy in docs/strategies.md, loaded from the page's text, on real engines."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def router(real_engines: list[str]) -> Iterator[RouterProcess]:
 
 
 def prompt(length: int) -> list[int]:
-    """New to every cache."""
+    """Return a prompt that is in no cache."""
     salt = next(salts)
     return [(salt * 37 + 7 * i * i + 3 * i) % 500 + 1 for i in range(length)]
 
 
 def wanted(engine: str, tokens: list[int]) -> list[int]:
-    """What one engine emits on its own."""
+    """Return the tokens of one engine without a router."""
     body = {
         "request_id": f"page-{next(salts)}", "prompt": tokens, "temperature": 0.0,
         "max_tokens": NEW, "ignore_eos": True,
@@ -58,7 +58,7 @@ def load(router: RouterProcess, name: str, **params: Any) -> None:
 
 
 def legs(router: RouterProcess, tokens: list[int], **headers: str) -> list[tuple[str, str]]:
-    """The calls that a request takes, and where."""
+    """Return the calls that a request makes, each with its engine."""
     body = {"prompt": tokens, "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
     reply = router.http.post("/v1/completions", json=body, headers=headers)
     assert reply.status_code == 200, reply.text
@@ -66,12 +66,12 @@ def legs(router: RouterProcess, tokens: list[int], **headers: str) -> list[tuple
     return [(leg["call"], leg["engine"]) for leg in receipt["legs"]]
 
 
-def test_there_are_seven_and_the_one_of_the_introduction():
+def test_the_page_has_seven_examples_and_an_introduction():
     assert len(EXAMPLES) == 8
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_tokens_are_those_of_one_engine(router, real_engines, name):
+def test_each_example_gives_the_tokens_of_one_engine(router, real_engines, name):
     load(router, name)
     for length in (1, 17, 90, 400):
         tokens = prompt(length)
@@ -110,7 +110,7 @@ def test_a_hedge_asks_both_and_gives_one_answer(router, real_engines):
 def test_tiers_prefer_the_nearest(router):
     load(router, "tiers")
     assert {legs(router, prompt(20))[0][1] for _ in range(3)} == {"engine-0"}
-    router.use("tiers", room=0)  # nobody has room: the nearest
+    router.use("tiers", room=0)  # no engine has room: the nearest is chosen
     assert legs(router, prompt(20))[0][1] == "engine-0"
 
 

@@ -1,4 +1,4 @@
-"""`microserve strategy`, and what `up` and `router` tell before they start anything."""
+"""`microserve strategy`, and the mistakes that `up` and `router` report at their start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def router(real_engines: list[str]) -> Iterator[RouterProcess]:
 
 
 def command(*arguments: str) -> tuple[int, str]:
-    """`microserve …`: its exit code, and all it says."""
+    """Run `microserve …`; return its exit code and all its output."""
     process = ForkedProcess(run_microserve, *arguments)
     try:
         code, said = process.wait(60), ""
@@ -124,8 +124,8 @@ def taken() -> Iterator[str]:
         yield str(listener.getsockname()[1])
 
 
-def test_up_and_router_tell_mistakes_at_once(tmp_path: Path, taken: str):
-    """One line, exit code 2, before any engine is loaded."""
+def test_up_and_router_report_mistakes_at_once(tmp_path: Path, taken: str):
+    """They print one line and exit with code 2 before any engine is loaded."""
     bad = tmp_path / "bad.py"
     bad.write_text("from router import strategy\n\n1/0\n")
     mistakes = [
@@ -151,8 +151,8 @@ def test_up_and_router_tell_mistakes_at_once(tmp_path: Path, taken: str):
         assert says in said
 
 
-def test_a_routers_file_follows_the_same_rule(tmp_path):
-    """As for `load`: a file's only strategy is known by its own name."""
+def test_the_strategy_flag_names_a_files_only_strategy_as_load_does(tmp_path):
+    """A file's only strategy has its own name, not the file's."""
     file = tmp_path / "any_name.py"
     file.write_text(SOURCE)
     router = RouterProcess([], file)

@@ -1,4 +1,4 @@
-"""The circuit breaker, on a clock that jumps."""
+"""The circuit breaker, with a clock that the tests set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_it_opens_on_failures_in_a_row_only():
     assert (breaker.state, breaker.resting, breaker.opened) == ("open", True, 1)
 
 
-def test_half_open_takes_one_trial():
+def test_half_open_allows_one_trial():
     clock = Clock()
     breaker = CircuitBreaker(1, 5.0, clock)
     assert breaker.failure()
@@ -35,7 +35,7 @@ def test_half_open_takes_one_trial():
     assert (breaker.state, breaker.resting) == ("closed", False)
 
 
-def test_each_failed_trial_doubles_the_rest_up_to_a_bound():
+def test_each_failed_trial_doubles_the_open_time_up_to_a_bound():
     clock = Clock()
     breaker = CircuitBreaker(1, 5.0, clock)
     breaker.failure()
@@ -52,7 +52,7 @@ def test_each_failed_trial_doubles_the_rest_up_to_a_bound():
     breaker.success()
     breaker.failure()
     clock.now += 5
-    assert breaker.state == "half_open"  # the first rest of a new failure is short again
+    assert breaker.state == "half_open"  # after a success, the first open time is short again
 
 
 def test_a_trial_that_never_ends_is_followed_by_another():

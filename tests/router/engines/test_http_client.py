@@ -1,4 +1,4 @@
-"""The HTTP client of an engine, and the stream of all its tokens, against raw sockets."""
+"""An engine's HTTP client and its multiplexed token stream, against raw sockets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def chunk(data: bytes) -> bytes:
 
 @asynccontextmanager
 async def served(handler: Handler) -> AsyncIterator[HttpClient]:
-    """A client of a server that runs `handler` for each connection."""
+    """Serve `handler` on each connection; yield a client of that server."""
     server = await asyncio.start_server(handler, "127.0.0.1", 0)
     http = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     try:
@@ -35,7 +35,7 @@ async def served(handler: Handler) -> AsyncIterator[HttpClient]:
 
 @asynccontextmanager
 async def streaming() -> AsyncIterator[tuple[MuxStream, asyncio.StreamWriter]]:
-    """An open stream, and the engine's end of it."""
+    """Yield an open stream and the engine's writer to it."""
     opened: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -50,7 +50,7 @@ async def streaming() -> AsyncIterator[tuple[MuxStream, asyncio.StreamWriter]]:
         yield stream, await opened
 
 
-async def test_frames_go_to_whom_they_are_for_however_they_are_cut():
+async def test_frames_reach_their_requests_however_they_are_split():
     async with streaming() as (stream, engine):
         one, other = stream.expect("a"), stream.expect("b")
         frames = (
@@ -70,7 +70,7 @@ async def test_frames_go_to_whom_they_are_for_however_they_are_cut():
         assert (await other.next()).token_ids == [7]
 
 
-async def test_a_lost_line_fails_all_after_what_has_come():
+async def test_a_lost_stream_fails_all_requests_after_their_received_tokens():
     async with streaming() as (stream, engine):
         one, other = stream.expect("a"), stream.expect("b")
         engine.write(chunk(b'{"a": {"token_ids": [1], "text": "x"}}\n'))
@@ -106,7 +106,7 @@ async def test_an_invalid_frame_ends_the_stream():
         assert stream.error is not None
 
 
-async def test_a_lost_line_is_replaced_by_another():
+async def test_a_lost_stream_is_replaced():
     lines = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -128,7 +128,7 @@ async def test_a_lost_line_is_replaced_by_another():
         assert (again[0].id != first.id, lines) == (True, 2)
 
 
-async def test_an_engine_without_streams_is_told_apart_from_one_that_is_gone():
+async def test_an_engine_without_streams_differs_from_an_unreachable_one():
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnone")
@@ -138,7 +138,7 @@ async def test_an_engine_without_streams_is_told_apart_from_one_that_is_gone():
             await TokenMux(http).stream()
 
 
-async def test_calls_use_one_connection_one_after_another():
+async def test_successive_calls_share_one_connection():
     connections = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -170,7 +170,7 @@ async def test_a_cancelled_call_closes_its_connection():
             await gone.wait()
 
 
-async def test_how_a_call_fails_says_what_is_wrong():
+async def test_a_failed_calls_error_names_the_cause():
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.close()

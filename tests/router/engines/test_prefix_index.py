@@ -48,7 +48,7 @@ class Scripted(SimulatedEngine):
     async def tells(
         self, prefixes: PrefixIndex, backend: Backend, asked: Request, pages: int | None = None
     ) -> None:
-        """Report this many pages of `asked` as cached (None: all); wait until that is read."""
+        """Report the first `pages` pages of `asked` (None: all) as cached; wait until it is read."""
         self.add(*asked.page_names(PAGE)[:pages])
         await prefixes.known(backend)
 
@@ -89,7 +89,7 @@ def virtually(
 
 
 @virtually
-async def test_nothing_is_followed_until_somebody_asks(prefixes, backend, engine):
+async def test_an_engine_is_followed_from_the_first_query(prefixes, backend, engine):
     assert prefixes.expect(backend, request([1] * 64), 64) is prefixes.expect(backend, None, 0)
     await asyncio.sleep(1)
     assert engine.opened == 0
@@ -115,7 +115,7 @@ async def test_full_pages_are_counted_up_to_the_end(prefixes, backend, engine):
 
 
 @virtually
-async def test_what_is_on_its_way_counts_until_it_will_not_come(prefixes, backend, engine):
+async def test_expected_tokens_count_until_their_leg_ends(prefixes, backend, engine):
     asked = request(list(range(100)))
     prefixes.cached(backend, asked, 100)
     with prefixes.expect(backend, asked, 50), prefixes.expect(backend, asked, 33) as other:
@@ -127,7 +127,7 @@ async def test_what_is_on_its_way_counts_until_it_will_not_come(prefixes, backen
 
 
 @virtually
-async def test_what_has_landed_counts_until_the_engine_says_so_or_not(prefixes, backend, engine):
+async def test_landed_tokens_count_until_reported_or_a_timeout(prefixes, backend, engine):
     asked = request(list(range(100)))
     engine.add()
     await prefixes.known(backend)
@@ -141,7 +141,7 @@ async def test_what_has_landed_counts_until_the_engine_says_so_or_not(prefixes, 
 
 
 @virtually
-async def test_a_lost_stream_is_followed_again_and_all_is_forgotten(prefixes, backend, engine):
+async def test_a_lost_stream_clears_the_index_and_is_reopened(prefixes, backend, engine):
     asked = request(list(range(100)))
     await engine.tells(prefixes, backend, asked)
     coming = prefixes.expect(backend, asked, 100)
@@ -150,12 +150,12 @@ async def test_a_lost_stream_is_followed_again_and_all_is_forgotten(prefixes, ba
     assert prefixes.cached(backend, asked, 100) == 0
     await engine.tells(prefixes, backend, asked, 2)
     assert engine.opened == 2
-    coming.end()  # it belongs to the lost engine
+    coming.end()  # this leg belongs to the lost stream
     assert prefixes.cached(backend, asked, 100) == 32
 
 
 @virtually
-async def test_of_an_engine_that_is_down_nothing_is_known(prefixes, backend, engine):
+async def test_nothing_is_known_of_an_engine_that_is_down(prefixes, backend, engine):
     asked = request(list(range(100)))
     await engine.tells(prefixes, backend, asked)
     backend.go_down("silent")
@@ -168,7 +168,7 @@ async def test_of_an_engine_that_is_down_nothing_is_known(prefixes, backend, eng
 
 
 @virtually
-async def test_engines_are_followed_as_long_as_strategies_ask(prefixes, backend, engine):
+async def test_engines_are_followed_while_strategies_query_them(prefixes, backend, engine):
     asked = request(list(range(100)))
     await engine.tells(prefixes, backend, asked)
     for _ in range(3):
@@ -186,7 +186,7 @@ async def test_engines_are_followed_as_long_as_strategies_ask(prefixes, backend,
 
 
 @virtually
-async def test_a_forgotten_engine_is_left_alone(prefixes, backend, engine):
+async def test_a_forgotten_engine_is_not_followed_again(prefixes, backend, engine):
     prefixes.cached(backend, request([1] * 64), 64)
     await asyncio.sleep(0)
     prefixes.forget(backend)
@@ -197,8 +197,8 @@ async def test_a_forgotten_engine_is_left_alone(prefixes, backend, engine):
 # Behind a router
 
 
-async def test_what_calls_have_done_counts_at_once(route, fake):
-    """Before the engines report it: these never do."""
+async def test_the_effects_of_calls_count_at_once(route, fake):
+    """They count without a report; these engines never send one."""
     sender, receiver = fake("a", role="prefill"), fake("b", role="decode")
     asked = request(list(range(100)))
     async with route(sender, receiver, strategy="prefill_decode") as r:
@@ -224,7 +224,7 @@ async def test_what_calls_have_done_counts_at_once(route, fake):
         assert (prefixes.cached(a, other, 100), prefixes.cached(b, other, 100)) == (96, 0)
 
 
-async def test_an_engine_that_was_removed_is_followed_no_longer(route, fake):
+async def test_a_removed_engine_is_no_longer_followed(route, fake):
     engines = [fake("a"), fake("b")]
     async with route(*engines, strategy="cache_aware") as r:
         await r.post("/v1/completions", {"prompt": [1] * 40})
@@ -237,7 +237,7 @@ async def test_an_engine_that_was_removed_is_followed_no_longer(route, fake):
 # Simulated engines
 
 
-def test_a_dry_run_meets_caches_that_are_warm():
+def test_a_dry_run_includes_warm_caches():
     @strategy
     async def mine(request, cluster):
         engine = cluster.engines.longest_prefix(request)
@@ -267,7 +267,7 @@ def agrees(
 ) -> bool:
     """Return whether router and engine agree on a prompt.
 
-    The lease covers at most a page that is not cached, so that the query evicts next to nothing.
+    The lease covers at most one page that is not cached, so that the query evicts at most one.
     """
     cached = prefixes.cached(backend, request(prompt), len(prompt))
     return matched(engine, prompt, min(len(prompt), cached + PAGE)) == cached
@@ -284,11 +284,11 @@ async def engines(count: int, *flags: str) -> AsyncIterator[list[EngineProcess]]
 
 
 @pytest.mark.slow
-async def test_the_router_knows_what_engines_evict_and_what_they_lose(routed_to):
+async def test_the_index_follows_evictions_deaths_and_restarts(routed_to):
     """Random prompts with common prefixes, in pools that hold a part of them.
 
     Then one engine is killed and restarted on its port, and caches some of them again. The other is
-    stopped for a while: it might be another process afterwards, so its cache is fetched again.
+    stopped for a while; the router then fetches its cache anew, as it may be another process.
     """
     draw = random.Random(7)
     roots = [[draw.randrange(500) for _ in range(200)] for _ in range(4)]
@@ -344,7 +344,7 @@ async def test_the_router_knows_what_engines_evict_and_what_they_lose(routed_to)
         await right(seen)
 
 
-async def test_requests_that_begin_alike_and_come_at_once_share_an_engine_and_its_work(route_real):
+async def test_concurrent_requests_with_a_common_prefix_share_its_prefill(route_real):
     """The first of them computes the common prefix for all."""
     salt = random.Random(11)
     common = [salt.randrange(500) for _ in range(1500)]

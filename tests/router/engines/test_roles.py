@@ -39,7 +39,7 @@ def router(mocks) -> Iterator[RouterProcess]:
 
 
 def give(router: RouterProcess, roles: dict[str, str]) -> None:
-    """Engines without a role here get no work."""
+    """Assign roles; drain the engines without one."""
     for name in NAMES:
         change = {"role": roles.get(name, "any"), "draining": name not in roles}
         router.http.patch(f"/admin/engines/{name}", json=change).raise_for_status()
@@ -60,7 +60,7 @@ def legs(router: RouterProcess, length: int, new: int = NEW) -> list[dict[str, A
     [("prefill_decode", {}), ("balanced", {"ratio": 0.2}), ("balanced", {"ratio": "auto"})],
 )
 @pytest.mark.parametrize(("prefills", "decodes"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_each_role_does_its_part_and_all_take_part(router, strategy, params, prefills, decodes):
+def test_engines_of_each_role_share_its_work(router, strategy, params, prefills, decodes):
     names = iter(NAMES)
     p = set(itertools.islice(names, prefills))
     d = set(itertools.islice(names, decodes))
@@ -91,7 +91,7 @@ def test_roles_are_hints(router, strategy):
         assert engines == set(NAMES)
 
 
-def test_auto_leaves_streams_in_peace_and_does_more_where_there_are_none(router):
+def test_auto_spares_engines_with_streams(router):
     """A prompt takes 100 ms; decoding takes 2 ms, then 600."""
     give(router, {"e0": "prefill", "e1": "decode"})
 

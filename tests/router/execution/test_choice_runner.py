@@ -21,7 +21,7 @@ def tokens_of(events):
     ]
 
 
-async def test_data_parallel_takes_turns(route, fake):
+async def test_data_parallel_alternates_engines(route, fake):
     a, b = fake("a"), fake("b")
     async with route(a, b) as r:
         for _ in range(4):
@@ -31,7 +31,7 @@ async def test_data_parallel_takes_turns(route, fake):
     assert all(body["begin"] == 0 for body in a.named("start_generate"))
 
 
-async def test_prefill_decode_makes_three_calls_under_one_name(route, fake):
+async def test_prefill_decode_makes_three_calls_with_one_request_id(route, fake):
     p, d = fake("p", role="prefill"), fake("d", role="decode", match_len=16)
     async with route(p, d, strategy="prefill_decode") as r:
         events = await r.events("/v1/completions", ASK, headers={"X-Request-Id": "mine"})
@@ -55,7 +55,7 @@ async def test_prefill_decode_makes_three_calls_under_one_name(route, fake):
     assert receipt["legs"][1]["bytes"] == 4 * 23
     assert (
         receipt["cached_tokens"] == 16
-    )  # tokens that were put were computed elsewhere, not cached
+    )  # tokens that another engine put are not counted as cached
     assert receipt["status"] == "done"
 
 
@@ -72,7 +72,7 @@ async def test_with_one_engine_left_the_calls_collapse(route, fake, name):
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "prefill_decode"])
-async def test_a_broken_stream_goes_on_where_it_stopped(route, fake, name):
+async def test_a_broken_stream_resumes_where_it_stopped(route, fake, name):
     a, b = fake("a", break_after=[3]), fake("b", break_after=[3])
     async with route(a, b, strategy=name) as r:
         events = await r.events("/v1/completions", ASK, headers={"X-Request-Id": "x"})
@@ -91,7 +91,7 @@ async def test_a_broken_stream_goes_on_where_it_stopped(route, fake, name):
     assert second["request_id"] != first["request_id"]
 
 
-async def test_the_end_is_made_up_if_only_that_was_lost(route, fake):
+async def test_a_lost_final_event_is_reconstructed(route, fake):
     a, b = fake("a"), fake("b")
 
     @strategy
@@ -132,7 +132,7 @@ async def test_an_error_event_is_retried_elsewhere(route, fake):
     assert b.named("start_generate")[0]["output"] == TOKENS[:2]
 
 
-async def test_the_clients_own_errors_are_not_retried(route, fake):
+async def test_client_errors_are_not_retried(route, fake):
     a, b = fake("a"), fake("b")
     a.refuse["start_generate"] = b.refuse["start_generate"] = [BadRequest("no", param="top_p")]
     async with route(a, b) as r:
@@ -141,7 +141,7 @@ async def test_the_clients_own_errors_are_not_retried(route, fake):
     assert len(a.named("start_generate") + b.named("start_generate")) == 1
 
 
-async def test_an_expired_lease_is_retried_and_never_the_clients_fault(route, fake):
+async def test_an_expired_lease_is_retried_and_is_no_client_error(route, fake):
     p, d = fake("p", role="prefill"), fake("d", role="decode")
     p.refuse["remote_send"] = [LeaseExpired("too late")]
     async with route(p, d, strategy="prefill_decode") as r:
@@ -196,7 +196,7 @@ async def test_a_failed_send_releases_the_lease(route, fake):
         await r.settled()
 
 
-async def test_a_client_that_leaves_while_sending_ends_lease_and_send(route, fake):
+async def test_a_disconnect_during_a_send_ends_lease_and_send(route, fake):
     p, d = fake("p", role="prefill", send_gate=asyncio.Event()), fake("d", role="decode")
     async with route(p, d, strategy="prefill_decode") as r:
         ask = asyncio.create_task(r.post("/v1/completions", ASK, headers={"X-Request-Id": "x"}))
@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_while_sending_ends_lease_and_send(route, fak
         assert receipt["legs"][1]["error"]["type"] == "cancelled"
 
 
-async def test_a_client_that_leaves_in_mid_stream_ends_the_generation(route, fake):
+async def test_a_disconnect_in_mid_stream_ends_the_generation(route, fake):
     a = fake("a", gate=asyncio.Event())
     async with route(a) as r:
         url = r.server.url + "/v1/completions"
@@ -225,7 +225,7 @@ async def test_a_client_that_leaves_in_mid_stream_ends_the_generation(route, fak
         await r.settled()
 
 
-async def test_an_engine_that_falls_silent_loses_its_streams(route, fake):
+async def test_the_streams_of_a_silent_engine_move_elsewhere(route, fake):
     gate = asyncio.Event()
     a, b = fake("a", gate=gate), fake("b")
     async with route(a, b, health_timeout_s=0.05) as r:
@@ -245,7 +245,7 @@ async def test_an_engine_that_falls_silent_loses_its_streams(route, fake):
                 await asyncio.sleep(0)
 
 
-async def test_relayed_unreachability_blames_the_receiver(route, fake):
+async def test_an_unreachable_receiver_is_blamed_not_the_sender(route, fake):
     p, d = fake("p", role="prefill"), fake("d", role="decode")
     p.refuse["remote_send"] = [PeerUnreachable("cannot reach d")]
     async with route(p, d, strategy="prefill_decode") as r:
@@ -323,7 +323,7 @@ async def test_a_strategy_that_hangs_meets_the_deadline(route, fake):
 
 
 async def test_one_failed_leg_cancels_its_sibling(route, fake):
-    """Concurrent legs of a strategy: of a group of errors the engine's is reported; leases end."""
+    """The engine's error is reported out of the exception group, and the leases end."""
     p, d = fake("p", send_gate=asyncio.Event()), fake("d", role="decode")
     p.refuse["release"] = []
 
@@ -374,7 +374,7 @@ async def test_a_failing_choice_fails_all(route, fake):
         await r.settled()
 
 
-async def test_requests_end_on_the_generation_they_began_with(route, fake):
+async def test_requests_end_on_the_strategy_generation_they_began_with(route, fake):
     gate = asyncio.Event()
     a, b = fake("a", gate=gate), fake("b")
     async with route(a, b) as r:
@@ -397,7 +397,7 @@ async def test_requests_end_on_the_generation_they_began_with(route, fake):
             assert response.status == 409
 
 
-async def test_a_router_that_stops_releases_what_runs(route, fake):
+async def test_shutdown_releases_running_requests(route, fake):
     a = fake("a", gate=asyncio.Event())
     async with route(a) as r:
         ask = asyncio.create_task(r.post("/v1/completions", {**ASK, "stream": True}))
@@ -407,7 +407,7 @@ async def test_a_router_that_stops_releases_what_runs(route, fake):
         await ask
 
 
-async def test_load_is_counted_while_it_lasts(route, fake):
+async def test_load_is_counted_while_a_request_runs(route, fake):
     p = fake("p", role="prefill", send_gate=asyncio.Event())
     d = fake("d", role="decode", gate=asyncio.Event())
     async with route(p, d, strategy="prefill_decode") as r:

@@ -35,7 +35,7 @@ def route_real(route_real):
 
 
 async def ask(r, tokens: list[int], **fields: Any) -> tuple[list[int], list[dict[str, Any]]]:
-    """Return the greedy answer and its legs."""
+    """Return the tokens of a greedy answer, and its legs."""
     body = {
         "prompt": tokens, "max_tokens": NEW, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, **fields,
@@ -47,7 +47,7 @@ async def ask(r, tokens: list[int], **fields: Any) -> tuple[list[int], list[dict
 
 
 async def alone(r, engine: str, tokens: list[int]) -> list[int]:
-    """Return the answer of one engine, without a router."""
+    """Return the tokens of a greedy answer of one engine, without the router."""
     backend = r.server.router.registry[engine]
     body = {
         "request_id": f"alone-{next(salts)}", "prompt": tokens, "temperature": 0.0,
@@ -81,11 +81,11 @@ def migration(prefix: Any, source: str, target: str, **fields: Any) -> dict[str,
 
 
 @pytest.mark.parametrize("strategy", ["cache_aware", "migrate"])
-async def test_an_engine_is_switched_to_another_topic(route_real, strategy):
+async def test_a_topic_is_migrated_to_another_engine(route_real, strategy):
     """Example 4: one engine serves a topic; when it is overloaded, another gets the topic too."""
     topic = prompt(330)
     async with route_real(strategy=strategy) as r:
-        await ask(r, [1, 2, 3])  # the router follows the engines from now on
+        await ask(r, [1, 2, 3])  # from the first query on the router follows the engines
         _, (leg,) = await ask(r, [*topic, 7, 8, 9])
         source, target = leg["engine"], other(leg["engine"])
         answer, (leg,) = await ask(r, [*topic, 17, 18, 19])
@@ -111,7 +111,7 @@ async def test_an_engine_is_switched_to_another_topic(route_real, strategy):
         await r.settled()
 
 
-async def test_migrating_again_sends_what_is_missing_and_moves_the_pin(route_real):
+async def test_migrating_again_sends_the_missing_pages_and_moves_the_pin(route_real):
     topic = prompt(100)
     async with route_real() as r:
         await alone(r, "engine-0", topic[:70])
@@ -134,7 +134,7 @@ async def test_migrating_again_sends_what_is_missing_and_moves_the_pin(route_rea
         assert [await pinned("engine-0"), await pinned("engine-1")] == [before[0] + 4, before[1]]
 
 
-async def test_a_prefix_may_be_text_and_is_told_of(route_real):
+async def test_a_prefix_may_be_text_and_is_audited(route_real):
     text = "".join(chr(97 + token % 26) for token in prompt(60))
     async with route_real() as r:
         model = r.server.router.registry.model
@@ -170,7 +170,7 @@ async def test_a_prefix_may_be_text_and_is_told_of(route_real):
         ({"lease": 5}, 400, "lease"),
     ],
 )
-async def test_what_cannot_be_moved_is_named(route_real, changes, status, param):
+async def test_a_bad_migration_names_its_parameter(route_real, changes, status, param):
     async with route_real() as r:
         await alone(r, "engine-0", [499] * 20)
         body = migration([499] * 20, "engine-0", "engine-1") | changes
@@ -186,8 +186,8 @@ def scripted(fake):
     return topic, fake("a", cached=page_names(topic, 16)), fake("b")
 
 
-async def test_what_is_moved_counts_at_once(route, scripted):
-    """Only pages that the sender has cached are moved; committed ones are there."""
+async def test_migrated_pages_count_at_once(route, scripted):
+    """Only pages cached by the sender are moved, and they count once committed."""
     topic, source, target = scripted
     asked = Request("id", [*topic, *topic], Sampling())
     async with route(source, target) as r:
@@ -201,7 +201,7 @@ async def test_what_is_moved_counts_at_once(route, scripted):
         assert moved["tokens"] == prefixes.cached(b, asked, 128) == 64
 
 
-async def test_no_room_is_a_429_and_nothing_is_left(route, scripted):
+async def test_no_room_is_a_429_and_leaves_no_lease(route, scripted):
     topic, source, target = scripted
     target.refuse["prep_recv"] = [NoCapacity("full", retry_after_s=3)]
     async with route(source, target) as r:
@@ -224,7 +224,7 @@ async def test_a_send_that_fails_ends_the_lease(route, scripted):
         await r.settled()
 
 
-async def test_an_admin_who_leaves_ends_lease_and_send(route, scripted):
+async def test_an_admins_disconnect_ends_lease_and_send(route, scripted):
     topic, source, target = scripted
     source.send_gate = asyncio.Event()
     async with route(source, target) as r:
@@ -248,7 +248,7 @@ async def test_a_migration_has_a_deadline(route, scripted):
         source.send_gate.set()
 
 
-async def test_engines_that_are_down_or_to_be_empty_get_nothing(route, scripted):
+async def test_down_and_draining_engines_receive_no_prefix(route, scripted):
     topic, source, target = scripted
     async with route(source, target) as r:
         r.server.router.registry[EngineId("b")].draining = True
@@ -263,7 +263,7 @@ async def test_engines_that_are_down_or_to_be_empty_get_nothing(route, scripted)
         assert not target.leases
 
 
-async def test_a_context_moves_from_who_has_too_much_to_do(route_real):
+async def test_migrate_moves_a_prefix_from_an_overloaded_engine(route_real):
     """`migrate` moves a prefix only under overload, only once, and the tokens are the same."""
     topic = prompt(200)
     async with route_real(strategy="migrate", params={"overload": 0}) as r:
@@ -287,7 +287,7 @@ async def test_a_context_moves_from_who_has_too_much_to_do(route_real):
         await r.settled()
 
 
-async def test_nothing_moves_from_who_has_not_too_much_to_do(route_real):
+async def test_migrate_moves_nothing_without_overload(route_real):
     topic = prompt(200)
     async with route_real(strategy="migrate", params={"overload": 32}) as r:
         await ask(r, [1, 2, 3])
@@ -298,8 +298,8 @@ async def test_nothing_moves_from_who_has_not_too_much_to_do(route_real):
             assert (leg["engine"], leg["begin"]) == (source, 192)
 
 
-async def test_a_session_stays_where_it_is(route_real):
-    """Sessions stay on their engine: each request continues what the last one has cached."""
+async def test_a_session_stays_on_its_engine(route_real):
+    """Each request of a session reuses the KV that the one before has cached."""
     async with route_real(strategy="cache_aware") as r:
         await ask(r, [1, 2, 3])
         places = set()
@@ -312,4 +312,4 @@ async def test_a_session_stays_where_it_is(route_real):
             assert len(set(engines)) == 1
             places.add(engines[0])
             assert leg["begin"] >= 80
-        assert len(places) == 2  # ties take turns
+        assert len(places) == 2  # ties alternate

@@ -1,4 +1,4 @@
-"""Generations that leave their engine with their KV: the calls and the failures, with scripted
+"""The move of a generation with its KV to another engine: its calls and failures, with scripted
 engines."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOKENS = list(range(140, 160))
 
 @pytest.fixture
 async def pair(route: Any, fake: Any) -> Any:
-    """A router with `a` and `b`; generations on `a` wait for its gate after a token."""
+    """Yield a router with engines `a` and `b`; generations on `a` wait after one token."""
     a, b = fake("a", gate=asyncio.Event()), fake("b", match_len=16)
     async with route(a, b) as r:
         await until(lambda: [m.id for m in r.server.router.registry] == ["a", "b"])
@@ -60,7 +60,7 @@ async def test_full_pages_are_sent_and_the_rest_is_computed(pair):
     assert receipt["legs"][-1]["recomputed_tokens"] == 41 - 32
 
 
-async def test_what_the_other_one_has_is_not_sent(pair):
+async def test_pages_cached_by_the_target_are_not_sent(pair):
     r, a, b = pair
     b.match_len = 64
     await drained(r, a)
@@ -68,7 +68,7 @@ async def test_what_the_other_one_has_is_not_sent(pair):
     assert b.named("start_generate")[0]["begin"] == 32
 
 
-async def test_where_there_is_no_room_it_is_waited_for_and_the_kv_still_goes_along(pair):
+async def test_a_move_waits_for_room_and_still_sends_the_kv(pair):
     r, a, b = pair
     b.refuse["prep_recv"] = [NoCapacity("full", retry_after_s=0.01)] * 2
     receipt = await drained(r, a)
@@ -76,7 +76,7 @@ async def test_where_there_is_no_room_it_is_waited_for_and_the_kv_still_goes_alo
     assert receipt["waits"] == 2 and len(receipt["retries"]) == 1
 
 
-async def test_a_send_that_fails_has_the_strategy_run_again(pair):
+async def test_after_a_failed_send_the_strategy_runs_again(pair):
     r, a, b = pair
     a.refuse["remote_send"] = [Internal("no")]
     receipt = await drained(r, a)
@@ -85,7 +85,7 @@ async def test_a_send_that_fails_has_the_strategy_run_again(pair):
     assert (start["begin"], start["output"]) == (0, TOKENS[:1]) and "lease_id" not in start
 
 
-async def test_an_engine_that_dies_while_it_is_left_does_so_too(pair):
+async def test_after_the_old_engines_death_the_strategy_runs_again(pair):
     r, a, _ = pair
     a.send_gate = asyncio.Event()
     ask = asyncio.create_task(drained(r, a))

@@ -19,7 +19,7 @@ def by_choice(*engines) -> dict[int, list[tuple[str, dict]]]:
     return calls
 
 
-async def test_the_others_fork_where_the_first_one_is(route, fake):
+async def test_other_choices_fork_on_the_first_ones_engine(route, fake):
     a, b = fake("a"), fake("b")
     async with route(a, b) as r:
         status, body = await r.post("/v1/completions", ASK)
@@ -35,7 +35,7 @@ async def test_the_others_fork_where_the_first_one_is(route, fake):
         assert "forks" not in other
 
 
-async def test_one_choice_announces_nothing(route, fake):
+async def test_one_choice_announces_no_forks(route, fake):
     a = fake("a")
     async with route(a) as r:
         await r.post("/v1/completions", {**ASK, "n": 1})
@@ -43,7 +43,7 @@ async def test_one_choice_announces_nothing(route, fake):
     assert not any({"forks", "fork_of"} & body.keys() for body in a.named("start_generate"))
 
 
-async def test_each_prompt_has_its_own(route, fake):
+async def test_each_prompt_has_its_own_first_choice(route, fake):
     a = fake("a")
     async with route(a) as r:
         await r.post("/v1/completions", {**ASK, "prompt": [[1], [2, 3]], "n": 2})
@@ -53,7 +53,7 @@ async def test_each_prompt_has_its_own(route, fake):
     assert all(firsts[body["fork_of"]] == body["prompt"] for _, body in calls[1])
 
 
-async def test_the_others_wait_for_a_first_one_that_waits_for_room(route, fake):
+async def test_other_choices_wait_while_the_first_waits_for_room(route, fake):
     a = fake("a", refuse={"start_generate": [NoCapacity("full", retry_after_s=0.01)] * 3})
     async with route(a) as r:
         status, body = await r.post("/v1/completions", ASK)
@@ -66,8 +66,8 @@ async def test_the_others_wait_for_a_first_one_that_waits_for_room(route, fake):
     assert {calls[choice][0][1]["fork_of"] for choice in (1, 2)} == {accepted}
 
 
-async def test_a_fork_that_breaks_goes_on_by_the_strategy(route, fake):
-    never = 9  # more events than there are
+async def test_a_broken_fork_is_resumed_by_the_strategy(route, fake):
+    never = 9  # more events than a choice has
     failures = [(never, Internal("")), (1, Internal("broken")), (never, Internal(""))]
     a, b = fake("a", error_after=failures), fake("b")
     async with route(a, b) as r:
@@ -82,7 +82,7 @@ async def test_a_fork_that_breaks_goes_on_by_the_strategy(route, fake):
     assert again[1]["output"] == [103]
 
 
-async def test_a_first_one_that_breaks_is_not_waited_for_again(route, fake):
+async def test_a_broken_first_choice_announces_no_forks_again(route, fake):
     a, b = fake("a", break_after=[1, 9, 9]), fake("b")
     async with route(a, b) as r:
         status, body = await r.post("/v1/completions", ASK)
@@ -101,7 +101,7 @@ async def never(request, cluster):
         yield Chunk(token_ids=[0], text="first", finish_reason="length")
 
 
-async def test_a_strategy_that_starts_nothing_holds_up_nobody(route, fake):
+async def test_a_strategy_without_generations_delays_no_choice(route, fake):
     a = fake("a")
     async with route(a) as r:
         r.use(never)
@@ -111,7 +111,7 @@ async def test_a_strategy_that_starts_nothing_holds_up_nobody(route, fake):
     assert not a.named("start_generate")
 
 
-async def test_a_first_one_that_fails_ends_them_all(route, fake):
+async def test_a_failed_first_choice_ends_all(route, fake):
     refusals = {"start_generate": [Internal("broken")] * 3}
     a = fake("a", refuse=refusals)
     async with route(a, attempts=1) as r:

@@ -28,7 +28,7 @@ async def on_a(request: Any, cluster: Any, *, avoid: str = ""):
 
 @pytest.fixture
 async def three(route: Any, fake: Any) -> Any:
-    """A router with `a`, `b` and `c`; generations on `a` wait for `gate` after a token."""
+    """Yield a router with engines `a`, `b`, `c`; generations on `a` wait after one token."""
     a, b, c = fake("a", gate=asyncio.Event()), fake("b"), fake("c")
     async with route(a, b, c, health_timeout_s=0.5) as r:
         await until(lambda: [m.id for m in r.server.router.registry] == ["a", "b", "c"])
@@ -78,7 +78,7 @@ async def test_the_replica_is_on_the_next_engine_and_ends_with_the_request(three
     assert described["a"]["mirrored"]["requests"] == described["b"]["replicas"] == 0
 
 
-async def test_a_key_says_which_engine(three):
+async def test_the_avoid_key_excludes_an_engine(three):
     r, a, b, c = three
     r.use(on_a, avoid="b")
     a.gate.set()
@@ -86,7 +86,7 @@ async def test_a_key_says_which_engine(three):
     assert c.named("prep_recv") and not b.calls
 
 
-async def test_a_client_that_leaves_ends_the_replica(three):
+async def test_a_disconnect_ends_the_replica(three):
     r, a, b, _ = three
     ask = await asked(r)
     await a.until(lambda: a.running)
@@ -95,7 +95,7 @@ async def test_a_client_that_leaves_ends_the_replica(three):
     a.gate.set()
 
 
-async def test_a_neighbour_without_room_is_passed_over(three):
+async def test_an_engine_without_room_is_skipped(three):
     """The stream does not wait for it: the replica is opened while it runs."""
     r, a, b, c = three
     b.refuse["prep_recv"] = [NoCapacity("full", retry_after_s=1)] * 2
@@ -114,7 +114,7 @@ async def test_a_neighbour_without_room_is_passed_over(three):
     assert (leg["replica"], leg["mirror_error"], receipt["fallbacks"]) == ("c", None, [])
 
 
-async def test_a_neighbour_that_hangs_is_not_waited_for(three, monkeypatch):
+async def test_an_engine_that_hangs_is_skipped(three, monkeypatch):
     monkeypatch.setattr("router.legs.replica_upkeep.OPEN_S", 0.02)
     monkeypatch.setattr("router.legs.replica_upkeep.REOPEN_S", 0.02)
     r, a, b, _ = three
@@ -129,7 +129,7 @@ async def test_a_neighbour_that_hangs_is_not_waited_for(three, monkeypatch):
     b.prep_gate.set()
 
 
-async def test_an_engine_that_does_not_want_the_mirror_generates_without(three):
+async def test_an_engine_that_refuses_the_mirror_generates_without_it(three):
     r, a, _, _ = three
     a.refuse["start_generate"] = [BadAddress("not ours", param="kv_addr")]
     a.refuse["mirror"] = [BadAddress("not ours", param="kv_addr")] * 9
@@ -141,7 +141,7 @@ async def test_an_engine_that_does_not_want_the_mirror_generates_without(three):
     assert receipt["legs"][0]["mirror_error"] == "bad_address" and not receipt["retries"]
 
 
-async def test_a_replica_whose_engine_is_drained_goes_elsewhere_first(three):
+async def test_draining_a_replicas_engine_replaces_the_replica(three):
     r, a, b, c = three
     ask = await asked(r)
     await a.until(lambda: a.running)
@@ -153,7 +153,7 @@ async def test_a_replica_whose_engine_is_drained_goes_elsewhere_first(three):
     await answered(ask)
 
 
-async def test_a_replica_that_has_no_more_room_is_kept_until_there_is_another(three, monkeypatch):
+async def test_a_full_replica_is_kept_until_its_successor_is_open(three, monkeypatch):
     monkeypatch.setattr("router.legs.replica_upkeep.RETRY_S", 0.02)
     r, a, b, c = three
     a.tells = {
@@ -170,12 +170,12 @@ async def test_a_replica_that_has_no_more_room_is_kept_until_there_is_another(th
     a.tells = {}
     a.gate.set()
     await answered(ask)
-    assert (await r.receipt("x"))["fallbacks"] == ["unmirrored"]  # for a while
+    assert (await r.receipt("x"))["fallbacks"] == ["unmirrored"]  # until the new replica was open
 
 
 @pytest.mark.parametrize("which", [{"lease_id": "b-1"}, {}])
-async def test_a_replica_that_is_gone_is_replaced_at_once(three, which):
-    """Also if an older engine does not name the lease."""
+async def test_an_expired_replica_is_replaced_at_once(three, which):
+    """This holds also for an older engine, whose event does not name the lease."""
     r, a, b, _ = three
     a.tells = {"mirror": {**which, "landed": 40, "stopped": "lease_expired", "message": "why"}}
     ask = await asked(r)
@@ -187,8 +187,8 @@ async def test_a_replica_that_is_gone_is_replaced_at_once(three, which):
     await answered(ask)
 
 
-async def test_what_is_told_of_the_replica_before_is_not_the_new_one_s(three):
-    """Events about the old mirror may still be under way when another one begins."""
+async def test_late_events_of_an_old_replica_are_ignored(three):
+    """Events about the old mirror may still arrive after another mirror has begun."""
     r, a, _, c = three
     ask = await asked(r)
     await a.until(lambda: a.running)
@@ -201,8 +201,8 @@ async def test_what_is_told_of_the_replica_before_is_not_the_new_one_s(three):
     assert len(a.named("mirror")) == len(c.named("prep_recv")) == 1
 
 
-async def test_what_is_told_of_the_new_replica_too_early_is_heeded_later(three):
-    """It has stopped before the router has read that it began."""
+async def test_early_events_of_a_new_replica_are_applied_later(three):
+    """The mirror stops before the router has read the reply to the call that began it."""
     r, a, _, c = three
     ask = await asked(r)
     await a.until(lambda: a.running)
@@ -222,8 +222,8 @@ async def test_what_is_told_of_the_new_replica_too_early_is_heeded_later(three):
 
 
 @pytest.mark.parametrize("how", ["silent", "restarted"])
-async def test_a_replica_goes_with_its_engine(three, how: str):
-    """A stopped engine reports nothing: puts into its memory still succeed."""
+async def test_a_replica_is_replaced_when_its_engine_is_silent_or_restarted(three, how: str):
+    """Puts into a stopped engine's memory succeed, so only the router notices that it is silent."""
     r, a, b, _ = three
     ask = await asked(r)
     await a.until(lambda: a.running)
@@ -241,14 +241,14 @@ async def test_a_replica_goes_with_its_engine(three, how: str):
     b.leases.discard("b-1")  # the lease of a silent engine expires
 
 
-async def test_a_replica_that_has_ended_is_not_offered_twice(three):
-    """Its engine does not know the lease any more: all is computed again."""
+async def test_an_unknown_replica_lease_is_offered_once(three):
+    """The replica's engine does not know the lease; the next attempt computes everything."""
     r, a, b, _ = three
     b.refuse["start_generate"] = [UnknownLease("gone", param="lease_id")]
     a.break_after = [2]
     a.gate.set()
     await answered(await asked(r))
-    b.leases.discard("b-1")  # as it reported
+    b.leases.discard("b-1")  # it has reported the lease as unknown
     starts = [body for engine in three[1:] for body in engine.named("start_generate")]
     assert [body.get("lease_id") for body in b.named("start_generate")][:1] == ["b-1"]
     assert sum("lease_id" in body for body in starts) == 1

@@ -42,7 +42,7 @@ KINDS = [style for style in STYLES if style != "long"]
 
 
 class Fleet:
-    """Engines that tests may stop and kill."""
+    """Engine processes that tests stop, kill and restart."""
 
     def __init__(self, *names: str, flags: tuple[str, ...] = ()) -> None:
         self._flags = flags
@@ -53,12 +53,12 @@ class Fleet:
     def urls(self) -> list[str]:
         return [engine.url for engine in self.engines.values()]
 
-    def hurt(self, name: str, number: signal.Signals) -> None:
+    def send_signal(self, name: str, number: signal.Signals) -> None:
         self.engines[name].signal(number)
         if number == signal.SIGKILL:
             self._dead.add(name)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Continue stopped engines, check that live ones are clean, and replace dead ones."""
         for name, engine in self.engines.items():
             if name in self._dead:
@@ -87,7 +87,7 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def oracle() -> Iterator[tuple[str, dict[str, Answer]]]:
-    """The URL of an undisturbed engine, and its cached answers."""
+    """Yield the URL of an undisturbed engine, and a cache of its answers."""
     fleet = Fleet("oracle")
     yield fleet.urls[0], {}
     fleet.stop()
@@ -103,7 +103,7 @@ class Choice:
 
 @dataclass
 class Answer:
-    """What a client has received."""
+    """A streamed answer as a client has received it."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, int] = field(default_factory=dict)
@@ -177,7 +177,7 @@ def replicated(
         return routed_to(fleet.urls, stream_interval_ms=0, **config)
 
     yield start
-    fleet.mend()
+    fleet.repair()
 
 
 def same(got: Answer, wanted: Answer) -> None:
@@ -208,7 +208,7 @@ def generations(receipt: dict[str, Any], choice: int = 0) -> list[dict[str, Any]
 
 
 def after(name: str) -> str:
-    """Return the next engine on the ring."""
+    """Return the engine that follows `name` in the ring of engines."""
     return {"a": "b", "b": "c", "c": "a"}[name]
 
 
@@ -218,15 +218,15 @@ def landed(r: Any, tokens: int = EVERY, request_id: str = "x") -> bool:
     return bool(legs) and all((leg.landed or 0) >= len(PROMPT) + tokens for leg in legs)
 
 
-async def hurt(fleet: Any, r: Any, number: signal.Signals) -> str:
+async def send_signal(fleet: Any, r: Any, number: signal.Signals) -> str:
     """Signal the engine that generates once its replica is up to date; return the engine."""
     await until(lambda: landed(r))
     victim = running(r)
-    await asyncio.to_thread(fleet.hurt, victim, number)
+    await asyncio.to_thread(fleet.send_signal, victim, number)
     return victim
 
 
-def went_on(first: dict[str, Any], second: dict[str, Any]) -> bool:
+def continued(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Check that KV known to have landed was not computed again."""
     again = second["recomputed_tokens"]
     return bool(1 <= again <= max(1, second["end"] - first["landed"]))
@@ -234,14 +234,16 @@ def went_on(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", KINDS)
-async def test_a_killed_engine_s_requests_go_on_at_the_next(fleet, replicated, undisturbed, style):
+async def test_requests_of_a_killed_engine_continue_on_the_next(
+    fleet, replicated, undisturbed, style
+):
     wanted = await undisturbed(style)
     async with replicated() as r:
         victim = ""
 
         async def kill() -> None:
             nonlocal victim
-            victim = await hurt(fleet, r, signal.SIGKILL)
+            victim = await send_signal(fleet, r, signal.SIGKILL)
 
         answer = await ask(r, STYLES[style], at=20, then=kill)
         same(answer, wanted)
@@ -250,17 +252,17 @@ async def test_a_killed_engine_s_requests_go_on_at_the_next(fleet, replicated, u
             first, second = generations(receipt, choice)
             assert first["engine"] == victim
             assert first["replica"] == second["engine"] == after(victim)
-            assert went_on(first, second)
+            assert continued(first, second)
             # What the request itself has computed does not count as cached.
             assert second["cached_tokens"] == first["cached_tokens"] == first["begin"]
-            # The ring is repaired.
+            # The new stream has a replica of its own again.
             assert second["replica"] == after(after(victim))
         assert receipt["fallbacks"] == []
         await r.settled()
 
 
 @pytest.mark.slow
-async def test_a_stopped_engine_s_requests_go_on_at_the_next(fleet, replicated, undisturbed):
+async def test_requests_of_a_stopped_engine_continue_on_the_next(fleet, replicated, undisturbed):
     """When the stopped engine continues later, it disturbs nothing and leaves nothing behind."""
     wanted = await undisturbed("greedy")
     async with replicated(health_timeout_s=0.5) as r:
@@ -268,17 +270,17 @@ async def test_a_stopped_engine_s_requests_go_on_at_the_next(fleet, replicated, 
 
         async def stop() -> None:
             nonlocal victim
-            victim = await hurt(fleet, r, signal.SIGSTOP)
+            victim = await send_signal(fleet, r, signal.SIGSTOP)
 
         same(await ask(r, STYLES["greedy"], at=20, then=stop), wanted)
         first, second = generations(await r.receipt("x"))
         assert (first["engine"], second["engine"]) == (victim, after(victim))
-        assert went_on(first, second)
+        assert continued(first, second)
         await r.settled()
 
 
 @pytest.mark.slow
-async def test_when_the_replica_s_engine_dies_there_is_a_new_one(fleet, replicated, undisturbed):
+async def test_a_replica_whose_engine_dies_is_replaced(fleet, replicated, undisturbed):
     """The replica dies while the generation runs; then its engine dies as well."""
     wanted = await undisturbed("long")
     async with replicated() as r:
@@ -288,7 +290,7 @@ async def test_when_the_replica_s_engine_dies_there_is_a_new_one(fleet, replicat
             nonlocal victim
             victim = running(r)
             await until(lambda: landed(r))
-            await asyncio.to_thread(fleet.hurt, after(victim), signal.SIGKILL)
+            await asyncio.to_thread(fleet.send_signal, after(victim), signal.SIGKILL)
             (leg,) = r.server.router.receipts["x"].legs
             await until(lambda: leg.replica == after(after(victim)))
             engines = {one["id"]: one for one in (await r.get("/admin/engines"))["engines"]}
@@ -297,19 +299,19 @@ async def test_when_the_replica_s_engine_dies_there_is_a_new_one(fleet, replicat
             assert engines[after(after(victim))]["replicas"] == 1
             assert engines[after(victim)]["replicas"] == 0
             await until(lambda: landed(r) and leg.mirror_error is None)
-            await asyncio.to_thread(fleet.hurt, victim, signal.SIGKILL)
+            await asyncio.to_thread(fleet.send_signal, victim, signal.SIGKILL)
 
         same(await ask(r, STYLES["long"], at=5, then=kill_both), wanted)
         receipt = await r.receipt("x")
         first, second = generations(receipt)
         assert first["replica"] == second["engine"] == after(after(victim))
-        assert went_on(first, second)
+        assert continued(first, second)
         assert receipt["fallbacks"] == ["collapsed", "unmirrored"]  # only one engine is left
         await r.settled()
 
 
 @pytest.mark.slow
-async def test_when_two_neighbours_die_at_once_all_is_computed_again(
+async def test_when_engine_and_replica_die_at_once_the_kv_is_recomputed(
     fleet, replicated, undisturbed
 ):
     wanted = await undisturbed("seed and logprobs")
@@ -319,10 +321,10 @@ async def test_when_two_neighbours_die_at_once_all_is_computed_again(
         async def kill_both() -> None:
             nonlocal victim
             victim = running(r)
-            # It dies before it can begin another replica.
-            await asyncio.to_thread(fleet.hurt, victim, signal.SIGSTOP)
+            # The first engine dies before it opens another replica.
+            await asyncio.to_thread(fleet.send_signal, victim, signal.SIGSTOP)
             for name in (after(victim), victim):
-                await asyncio.to_thread(fleet.hurt, name, signal.SIGKILL)
+                await asyncio.to_thread(fleet.send_signal, name, signal.SIGKILL)
 
         same(await ask(r, STYLES["seed and logprobs"], at=20, then=kill_both), wanted)
         receipt = await r.receipt("x")
@@ -336,7 +338,7 @@ async def test_when_two_neighbours_die_at_once_all_is_computed_again(
 
 
 @pytest.mark.slow
-async def test_with_two_engines_the_other_one_is_left(fleet, routed_to, undisturbed):
+async def test_with_two_engines_draining_one_moves_to_the_other(fleet, routed_to, undisturbed):
     wanted = await undisturbed("greedy")
     async with routed_to(fleet.urls[:2], strategy="prefill_decode") as r:
         left = ""
@@ -354,7 +356,9 @@ async def test_with_two_engines_the_other_one_is_left(fleet, routed_to, undistur
 
 
 @pytest.mark.slow
-async def test_one_engine_alone_has_no_replica_and_says_so(fleet, routed_to, undisturbed):
+async def test_a_single_engine_has_no_replica_and_the_receipt_says_so(
+    fleet, routed_to, undisturbed
+):
     wanted = await undisturbed("greedy")
     async with routed_to(fleet.urls[:1], strategy="replicate") as r:
         same(await ask(r, STYLES["greedy"]), wanted)
@@ -374,7 +378,7 @@ def lone(tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", KINDS)
-async def test_one_engine_alone_goes_on_from_its_disk_when_it_is_back(
+async def test_a_restarted_single_engine_continues_from_its_disk(
     lone, routed_to, undisturbed, style
 ):
     wanted = await undisturbed(style)
@@ -387,8 +391,8 @@ async def test_one_engine_alone_goes_on_from_its_disk_when_it_is_back(
 
         async def die() -> None:
             await until(on_disk)
-            await asyncio.to_thread(lone.hurt, "lone", signal.SIGKILL)
-            await asyncio.to_thread(lone.mend)
+            await asyncio.to_thread(lone.send_signal, "lone", signal.SIGKILL)
+            await asyncio.to_thread(lone.repair)
 
         answer = await ask(r, STYLES[style], at=50, then=die)
         same(answer, wanted)
@@ -402,13 +406,13 @@ async def test_one_engine_alone_goes_on_from_its_disk_when_it_is_back(
 
 
 @pytest.mark.slow
-async def test_an_engine_that_does_not_come_back_is_not_waited_for_longer(lone, routed_to):
+async def test_the_wait_for_a_dead_engine_is_bounded(lone, routed_to):
     async with routed_to(lone.urls, engine_wait_s=1.0, stream_interval_ms=0) as r:
         died = 0.0
 
         async def die() -> None:
             nonlocal died
-            await asyncio.to_thread(lone.hurt, "lone", signal.SIGKILL)
+            await asyncio.to_thread(lone.send_signal, "lone", signal.SIGKILL)
             died = time.monotonic()
 
         with pytest.raises(AssertionError, match="no_engines"):
@@ -431,8 +435,8 @@ async def test_an_engine_that_does_not_come_back_is_not_waited_for_longer(lone, 
         ("replicate", "n"),
     ],
 )
-async def test_draining_takes_the_kv_along(fleet, replicated, undisturbed, strategy, style):
-    """With any strategy, less than a page is computed again, or what a replica lacks."""
+async def test_draining_moves_the_kv(fleet, replicated, undisturbed, strategy, style):
+    """Any strategy recomputes only a partial page, or the tokens that the replica lacks."""
     wanted = await undisturbed(style)
     params = {"every": EVERY} if strategy == "replicate" else {}
     async with replicated(strategy=strategy, params=params) as r:

@@ -1,4 +1,4 @@
-"""`microserve bench`: workloads, schedules, figures; and a run against a router."""
+"""`microserve bench`: its workloads, schedules and statistics, and a run against a router."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def some(asks, count=2000):
     return list(itertools.islice(asks, count))
 
 
-def test_the_same_seed_asks_the_same():
+def test_the_same_seed_gives_the_same_requests():
     for make in (lambda s: fixed(s, 7, 3), sharegpt, lambda s: long(s, 100, 3)):
         assert some(make(1), 20) == some(make(1), 20) != some(make(2), 20)
     assert some(poisson(1, 5)) == some(poisson(1, 5)) != some(poisson(2, 5))
 
 
-def test_lengths():
+def test_lengths_follow_their_distributions():
     assert {(ask.input_tokens, len(ask.body["prompt"])) for ask in some(fixed(0, 7, 3))} == {(7, 7)}
     lengths = [ask.input_tokens for ask in some(long(0, 100, 3))]
     assert (min(lengths), max(lengths)) == (50, 100)
@@ -42,7 +42,9 @@ def test_arrivals():
     assert some(evenly(4), 3) == [0, 0.25, 0.5]
     gaps = [later - earlier for earlier, later in itertools.pairwise(some(poisson(0, 4)))]
     assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.1)
-    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.1)  # as of an exponential
+    assert statistics.stdev(gaps) == pytest.approx(
+        0.25, rel=0.1
+    )  # as in an exponential distribution
 
 
 def test_a_mooncake_trace_keeps_times_lengths_and_shared_prefixes(tmp_path):
@@ -88,11 +90,11 @@ def outcome(first: float | None, *gaps: float, status: int = 200) -> Outcome:
     return done
 
 
-def test_goodput_is_of_both_objectives_at_once_and_of_all_requests():
+def test_goodput_counts_requests_that_meet_both_objectives():
     outcomes = [
         outcome(0.1, 0.01, 0.03),  # meets both: 20 ms a token on average
         outcome(0.1, 0.05, 0.05),  # slow tokens
-        outcome(0.9, 0.01, 0.01),  # slow first
+        outcome(0.9, 0.01, 0.01),  # slow first token
         outcome(0.2),  # a single token has no time per token
         outcome(None, status=429), outcome(None, status=500), outcome(None),
     ]  # fmt: skip
@@ -113,7 +115,7 @@ def test_percentiles_are_by_nearest_rank():
 
 
 async def bench(r, *flags: str) -> dict:
-    """The document that a run ends with; nothing else may be on the last line."""
+    """Run the bench; return the JSON document on its last line."""
     arguments = ["bench", "--url", r.server.url, *flags]
     result = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
     assert result.exit_code == 0, result.output
@@ -137,7 +139,7 @@ async def test_a_run(route, fake, tmp_path):
         )
         assert opened["completed"] == 10
         sent = [body["prompt"] for body in a.named("start_generate")]
-        assert sorted(sent[:10]) == sorted(sent[20:])  # of the same seed
+        assert sorted(sent[:10]) == sorted(sent[20:])  # same seed, same requests
         path = tmp_path / "trace"
         row = {"timestamp": 5, "input_length": 20, "output_length": 4, "hash_ids": [1]}
         path.write_text(f"{json.dumps(row)}\n" * 3)
@@ -155,7 +157,7 @@ async def test_rejections_are_no_errors(route, fake):
         assert (figures["rejected"], figures["completed"], figures["errors"]) == (3, 2, 0)
 
 
-def test_what_goes_together():
+def test_incompatible_options_and_dead_urls_are_errors():
     for flags in (["--workload", "mooncake"], ["--file", __file__]):
         result = CliRunner().invoke(cli, ["bench", *flags])
         assert result.exit_code == 1 and "--file goes with" in result.output

@@ -1,4 +1,4 @@
-"""Canaries: their share, their verdict, and their fate in a real router."""
+"""Canaries: their share of the requests, their verdict, and their promotion or rollback."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ RULES = CanaryRules(max_error_rate=0.05, max_ttft_p99_ms=100, min_requests=100)
         ([50] * 100, ("promoted", 100)),
         ([50] * 99, None),
         (["failed"] * 5 + [50] * 95, ("promoted", 100)),
-        (["failed"] * 6 + [50] * 94, ("rolled_back", 6)),  # at once: later requests cannot help
+        (
+            ["failed"] * 6 + [50] * 94,
+            ("rolled_back", 6),
+        ),  # at once: later successes cannot change the verdict
         ([101] + [50] * 99, ("promoted", 100)),
         ([50] * 98 + [101] * 2, ("rolled_back", 100)),
         ([100] * 100, ("promoted", 100)),
@@ -48,7 +51,7 @@ def test_the_verdict_comes_as_soon_as_it_is_certain(outcomes, verdict):
     assert judge(RULES, outcomes) == verdict
 
 
-def test_it_is_the_error_rate_and_the_nearest_rank_p99():
+def test_the_verdict_follows_the_nearest_rank_p99():
     """Compare with the definition for every number of slow requests."""
     for count in (1, 10, 99, 100, 101, 250):
         rules = CanaryRules(max_error_rate=0, max_ttft_p99_ms=100, min_requests=count)
@@ -82,7 +85,7 @@ def known(r, *strategies):
         r.server.router.catalog._loaded[one.name] = one
 
 
-async def test_a_good_one_is_promoted_under_its_own_number(route, fake):
+async def test_a_good_canary_is_promoted_under_its_own_number(route, fake):
     async with route(fake("a")) as r:
         known(r, good)
         rules = {"percent": 50, "min_requests": 5, "max_ttft_p99_ms": 60_000}
@@ -110,7 +113,7 @@ async def test_a_good_one_is_promoted_under_its_own_number(route, fake):
         ]  # fmt: skip
 
 
-async def test_a_bad_one_is_rolled_back_and_says_why(route, fake):
+async def test_a_failing_canary_is_rolled_back_with_a_reason(route, fake):
     async with route(fake("a")) as r:
         known(r, bad)
         await put(r, "bad", canary={"percent": 50, "max_error_rate": 0.1, "min_requests": 20})
@@ -123,7 +126,7 @@ async def test_a_bad_one_is_rolled_back_and_says_why(route, fake):
         assert (await r.get("/admin/audit"))["entries"][-1]["what"] == "canary_rolled_back"
 
 
-async def test_a_slow_one_is_rolled_back_also_when_its_clients_leave(route, fake):
+async def test_a_slow_canary_is_rolled_back_even_if_its_clients_leave(route, fake):
     gate = asyncio.Event()
 
     @strategy
@@ -146,7 +149,7 @@ async def test_a_slow_one_is_rolled_back_also_when_its_clients_leave(route, fake
         assert "took over 20 ms to their first token" in why
 
 
-async def test_what_the_client_did_wrong_is_not_the_canarys(route, fake):
+async def test_client_errors_do_not_count_against_a_canary(route, fake):
     a = fake("a")
     async with route(a) as r:
         known(r, good)
@@ -158,7 +161,7 @@ async def test_what_the_client_did_wrong_is_not_the_canarys(route, fake):
         assert (await r.get("/admin/strategies"))["active"]["name"] == "good"
 
 
-async def test_one_canary_at_a_time_and_what_ends_it(route, fake):
+async def test_there_is_one_canary_until_a_rollback_or_an_activation(route, fake):
     async with route(fake("a")) as r:
         known(r, good, bad)
         assert (await put(r, "good", canary={}, if_generation=7))[0] == 409

@@ -1,4 +1,4 @@
-"""Strategies by name, from files and from uploads; errors name the line."""
+"""Strategies loaded by name, from files and from uploads; errors name the line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEAD = "from router import strategy\n\n"
 ONE = "@strategy\nasync def {}(request, cluster):\n    yield\n\n"
 
 
-def test_the_one_meant_is_the_only_one_or_named_like_the_file(catalog, tmp_path):
+def test_a_files_strategy_is_its_only_one_or_the_one_named_like_it(catalog, tmp_path):
     only = HEAD + ONE.format("mine")
     assert catalog.load(only, file="/any/where.py").name == "mine"
     both = HEAD + ONE.format("first") + ONE.format("second")
@@ -42,7 +42,7 @@ def test_the_one_meant_is_the_only_one_or_named_like_the_file(catalog, tmp_path)
         (HEAD + "@strategy\nasync def s(request):\n    yield\n", 3, "takes (request, cluster)"),
     ],
 )
-def test_what_does_not_load_names_the_line(source, line, says):
+def test_load_errors_name_the_line(source, line, says):
     catalog = Catalog()
     before = catalog.describe()
     with pytest.raises(BadRequest) as wrong:
@@ -53,7 +53,7 @@ def test_what_does_not_load_names_the_line(source, line, says):
     assert catalog.describe() == before
 
 
-def test_installed_names_are_taken_and_files_must_be_readable(catalog, tmp_path):
+def test_installed_names_are_reserved_and_files_must_be_readable(catalog, tmp_path):
     with pytest.raises(Conflict, match="balanced"):
         catalog.load(HEAD + ONE.format("balanced"), file="x.py")
     with pytest.raises(BadRequest, match="No such file"):
@@ -85,7 +85,7 @@ def test_a_bad_package_leaves_the_others_usable(tmp_path, monkeypatch, caplog):
     assert "third_party:strategy is no strategy" in caplog.text
 
 
-def test_versions_that_are_replaced_do_not_pile_up(catalog):
+def test_replaced_versions_are_not_kept(catalog):
     def modules() -> int:
         return sum(name.startswith("microserve_strategy_") for name in sys.modules)
 

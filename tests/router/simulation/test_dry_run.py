@@ -1,4 +1,4 @@
-"""Dry runs: what passes, what fails, and in which line."""
+"""Dry runs of strategies: which pass, which fail, and the line that the error names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def mine(request, cluster):
 """
 FIRST_LINE = HEAD.count("\n") + 1
 
-# A wrong body, the line of it that is named (if any), and a part of the message.
+# Each mistake: a body, its line that the message names (if any), and a part of the message.
 WRONG = {
     "drops a token": (
         """
@@ -119,7 +119,7 @@ def source_of(body: str) -> str:
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_found_and_its_line_is_named(what):
+def test_each_mistake_is_found_and_its_line_is_named(what):
     body, line, says = WRONG[what]
     mine = Catalog().load(source_of(body), file="dir/mine.py")
     with pytest.raises(DryRunFailed) as wrong:
@@ -131,7 +131,7 @@ def test_what_is_wrong_is_found_and_its_line_is_named(what):
 
 
 def test_a_long_wait_costs_nothing():
-    """Strategies may wait long, and time out: virtual time jumps."""
+    """Long waits and timeouts take no real time, because virtual time jumps over them."""
     body = """
         await asyncio.sleep(20)
         try:
@@ -149,7 +149,7 @@ def test_a_long_wait_costs_nothing():
 
 
 @pytest.mark.parametrize("ratio", [0.5, "auto"])
-async def test_the_built_in_ones_pass_in_a_process_of_their_own(ratio):
+async def test_built_in_strategies_pass_in_a_child_process(ratio):
     assert (await dry_run_strategy("balanced", {"ratio": ratio}))["requests"] > 100
 
 
@@ -163,12 +163,12 @@ async def test_the_built_in_ones_pass_in_a_process_of_their_own(ratio):
         (HEAD + "    yield\n", "no chunk"),
     ],
 )
-async def test_whatever_it_does_ends_with_its_process(source, says):
+async def test_a_failure_of_the_child_process_is_reported(source, says):
     with pytest.raises(BadRequest, match=says):
         await dry_run_source(source, file="mine.py", timeout_s=3)
 
 
-async def test_a_wrong_parameter_is_told_before_it_runs():
+async def test_a_wrong_parameter_is_refused_before_the_run():
     with pytest.raises(BadRequest, match="ratio=2") as wrong:
         await dry_run_strategy("balanced", {"ratio": 2})
     assert wrong.value.param == "params.ratio"
@@ -186,7 +186,7 @@ def test_the_simulated_engine_behaves_like_one():
             receiver.start_generate({**body, "begin": 39, "lease_id": lease.lease_id}, {})
         )
         await asyncio.sleep(1)
-        assert not generating.done()  # it waits until its KV has landed
+        assert not generating.done()  # the generation waits for its KV
         sent = {**body, "begin": 0, "end": 39, "kv_addr": lease.kv_addr}
         assert (await sender.remote_send(sent, {})).computed_tokens == 39
         stream = await generating
@@ -208,7 +208,7 @@ def test_the_simulated_engine_behaves_like_one():
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_simulated_engines_keep_replicas_of_those_that_die(monkeypatch, every):
+def test_a_simulated_replica_survives_its_engine(monkeypatch, every):
     """The next attempt begins where the replica ends."""
     begun: list[dict[str, Any]] = []
     start = SimulatedEngine.start_generate

@@ -58,7 +58,7 @@ def test_defaults_and_values():
         ("ratio", object(), "serialize"),
     ],
 )
-def test_what_is_wrong_is_named(name, value, says):
+def test_wrong_values_are_named(name, value, says):
     with pytest.raises(BadRequest, match="strategy tuned: ") as wrong:
         tuned.bind({name: value})
     assert wrong.value.param == f"params.{name}"
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_named(name, value, says):
     assert says in wrong.value.message
 
 
-def test_they_are_described_as_json_schema():
+def test_parameters_are_described_as_json_schema():
     described = tuned.describe()
     assert described["params"]["ratio"] == {
         "type": "number", "minimum": 0, "maximum": 1, "description": "a share", "default": 0.5,

@@ -25,7 +25,7 @@ from router.supervision.supervised import Interrupted
 from router.supervision.watchdog import Watchdog
 from router.telemetry.metrics import Metrics
 
-# What each does if the first token of the prompt is 499, which no dry run uses.
+# The strategy blocks if the first token of the prompt is 499, which no dry run uses.
 STRATEGY = '''
 import asyncio, re, time
 from router import strategy
@@ -79,7 +79,7 @@ def router(real_engines: list[str], blocks: Path) -> Iterator[RouterProcess]:
 
 
 @pytest.mark.slow
-def test_who_blocks_is_named_and_ended_and_after_three_times_out_of_service(router):
+def test_a_blocking_strategy_is_interrupted_and_disabled_after_three_times(router):
     wanted = router.tokens(GOOD, 8)
     for violations, how in enumerate(("loop", "polling", "task"), 1):
         # A swap would begin another generation with its own violations.
@@ -139,10 +139,10 @@ async def late(request, cluster):
 
 
 @pytest.mark.slow
-async def test_nobody_else_is_hit():
-    """Strategies that stop, or begin to wait, just when they are about to be interrupted.
+async def test_only_the_blocking_strategy_is_interrupted():
+    """Run strategies that end or begin to wait just before they would be interrupted.
 
-    The exception arrives in them or not at all.
+    The exception is raised in the strategy or not at all.
     """
     random.seed(1)
     late, stray, beats = Catalog().load(LATE, file="late.py").bind({}), [], 0
@@ -165,7 +165,7 @@ async def test_nobody_else_is_hit():
             asyncio.TaskGroup() as others,
         ):
             others.create_task(innocent())
-            # On a busy machine the watchdog is late; repeat until it hits one.
+            # On a busy machine the watchdog is late; repeat until it interrupts a strategy.
             while sum(outcomes.values()) < 45 or len(outcomes) < 2:
                 asks = [simulated.generate(list(range(1, 20 + i))) for i in range(3)]
                 for answer in await asyncio.gather(*asks, return_exceptions=True):

@@ -1,4 +1,4 @@
-"""Strategies that break the rules: each harms only its own request, and is named."""
+"""Strategies that break the rules: each harms only its own request, and the error names it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = {"grace_s": 0.1, "stall_s": 0.1}
 
 
 async def swallows_and_waits(request, cluster):
-    """Runs inside a lease, so that something could leak."""
+    """Swallow the cancellation inside a lease, so that a leak would show."""
     engine = cluster.decode.round_robin()
     async with engine.prep_recv(request, end=10):
         yield Chunk(token_ids=[1], text="x")
@@ -84,7 +84,7 @@ async def child_swallows(request, cluster):
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_cancellation_always_wins(route, fake, function):
-    """When the client leaves, nothing of its request remains, even if the strategy resists."""
+    """When the client disconnects, no lease or task remains, whatever the strategy does."""
     a, b = fake("a"), fake("b", role="decode")
     async with route(a, b, **QUICK) as r:
         r.use(strategy(function))
@@ -133,7 +133,7 @@ async def fails_in_its_cleanup(request, cluster):
     [catches_generator_exit, hangs_in_its_cleanup, fails_in_its_cleanup],
     ids=lambda f: f.__name__,
 )
-async def test_whatever_it_does_when_it_is_to_end(route, fake, function):
+async def test_misbehaviour_at_the_end_leaks_no_lease(route, fake, function):
     a, b = fake("a"), fake("b", role="decode")
     async with route(a, b, **QUICK) as r:
         r.use(strategy(function))
@@ -193,13 +193,13 @@ async def test_a_strategy_without_progress_ends_and_says_where_it_waits(route, f
         await r.settled()
 
 
-async def test_an_engine_that_takes_its_time_is_no_stall(route, fake):
+async def test_a_slow_engine_is_no_stall(route, fake):
     a = fake("a", gate=asyncio.Event())
     async with route(a, **QUICK) as r:
         ask = asyncio.create_task(r.post("/v1/completions", ASK))
         await a.until(lambda: a.running == 1)
         generation = r.server.router.revisions.active
-        with suppress(TimeoutError):  # for a few checks
+        with suppress(TimeoutError):  # several stall checks happen meanwhile
             async with asyncio.timeout(4 * QUICK["stall_s"]):
                 await asyncio.Event().wait()
         a.gate.set()
@@ -207,7 +207,7 @@ async def test_an_engine_that_takes_its_time_is_no_stall(route, fake):
         assert not generation.violations
 
 
-async def test_tasks_that_are_left_behind_end_with_the_request(route, fake):
+async def test_leftover_tasks_end_with_the_request(route, fake):
     ended = asyncio.Event()
 
     async def lingers():
@@ -231,7 +231,7 @@ async def test_tasks_that_are_left_behind_end_with_the_request(route, fake):
         assert r.server.router.revisions.active.violations == Counter({"left_tasks": 1})
 
 
-async def test_a_task_that_exits_does_not_take_the_router_along(route, fake):
+async def test_a_task_that_raises_system_exit_does_not_end_the_router(route, fake):
     async def leave():
         raise SystemExit(3)
 
@@ -247,7 +247,7 @@ async def test_a_task_that_exits_does_not_take_the_router_along(route, fake):
         assert "SystemExit" in body["error"]["message"]
 
 
-async def test_its_own_timeouts_and_groups_are_nobody_elses_business(route, fake):
+async def test_a_strategy_may_cancel_its_own_work(route, fake):
     """A strategy that cancels its own work does not cancel the request."""
     a, b = fake("a"), fake("b")
     a.refuse["remote_send"] = [NoCapacity("full")] * 9
@@ -277,7 +277,7 @@ async def test_its_own_timeouts_and_groups_are_nobody_elses_business(route, fake
         await r.settled()
 
 
-async def test_an_engines_error_after_the_last_token_is_not_the_clients(route, fake):
+async def test_an_engine_error_after_the_last_token_does_not_fail_the_request(route, fake):
     a, b = fake("a"), fake("b", role="decode")
 
     @strategy

@@ -1,4 +1,4 @@
-"""The engines of a router: health, breakers, draining, files of engines; against scripted ones."""
+"""A fleet of scripted engines: health, breakers, draining, priorities, the engines file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ async def remove(r, id):
 
 
 @pytest.mark.parametrize("end", ["drain", "remove"])
-async def test_what_runs_on_an_engine_that_is_to_be_empty_goes_on_elsewhere(route, fake, end):
+async def test_draining_or_removing_an_engine_moves_its_requests(route, fake, end):
     a, b = fake("a", gate=asyncio.Event()), fake("b")
-    async with route(a, b, attempts=1) as r:  # to move is not to fail
+    async with route(a, b, attempts=1) as r:  # a move is no failed attempt
         ask = asyncio.create_task(r.events("/v1/completions", ASK, headers={"X-Request-Id": "x"}))
         await a.until(lambda: a.running == 1)
         if end == "drain":
@@ -49,7 +49,7 @@ async def test_what_runs_on_an_engine_that_is_to_be_empty_goes_on_elsewhere(rout
         await r.settled()
 
 
-async def test_the_last_engine_keeps_what_runs_on_it(route, fake):
+async def test_a_drained_last_engine_keeps_its_requests(route, fake):
     gate = asyncio.Event()
     a = fake("a", gate=gate)
     async with route(a) as r:
@@ -75,7 +75,7 @@ async def test_roles_and_labels(route, fake):
         assert (await change(r, "nobody", role="any"))[0] == 404
 
 
-async def test_a_failing_engine_is_left_alone_and_tried_again(route, fake):
+async def test_a_failing_engine_is_avoided_and_tried_again(route, fake):
     a, b = fake("a", refuse={"start_generate": [Internal("boom")] * 3}), fake("b")
     async with route(a, b, breaker_failures=3, breaker_open_s=30) as r:
         backend = r.server.router.registry["a"]
@@ -97,7 +97,7 @@ async def test_a_failing_engine_is_left_alone_and_tried_again(route, fake):
         assert len(a.named("start_generate")) == 4
 
 
-async def test_being_full_opens_no_breaker(route, fake):
+async def test_no_capacity_opens_no_breaker(route, fake):
     full = [NoCapacity("full", retry_after_s=0.001)] * 20
     a = fake("a", refuse={"start_generate": full})
     async with route(a, breaker_failures=3) as r:
@@ -129,7 +129,7 @@ async def test_retries_have_a_budget_but_a_lost_engine_is_extra(route, fake):
             assert tokens_of(await r.events("/v1/completions", ASK)) == TOKENS
 
 
-async def test_all_engines_dead_is_503_at_once_and_mends_itself(route, fake):
+async def test_without_live_engines_requests_are_503_until_one_is_back(route, fake):
     async with route() as r:
         async with fake("a").serving() as a:
             await r.post("/admin/engines", {"url": a.url})
@@ -144,7 +144,7 @@ async def test_all_engines_dead_is_503_at_once_and_mends_itself(route, fake):
             assert (await r.post("/v1/completions", ASK))[0] == 200
 
 
-async def test_engines_come_and_go_with_their_file(route, fake, tmp_path, caplog):
+async def test_engines_follow_the_engines_file(route, fake, tmp_path, caplog):
     a, b = fake("a"), fake("b", gate=asyncio.Event())
     path = tmp_path / "engines"
     async with a.serving(), b.serving():
@@ -161,13 +161,13 @@ async def test_engines_come_and_go_with_their_file(route, fake, tmp_path, caplog
             await b.until(lambda: b.running >= 1)
             path.write_text(f"{a.url}\n")
             for ask in asking:
-                assert tokens_of(await ask) == TOKENS  # it has moved
+                assert tokens_of(await ask) == TOKENS  # b's request has moved to a
             await until(lambda: [backend.id for backend in registry] == ["a"])
             path.write_text(f"{a.url}\n{b.url}\n")
             await until(lambda: {m.id for m in registry if m.usable} == {"a", "b"})
 
 
-async def test_an_engine_that_announced_itself_is_forgotten_when_it_is_gone(route, fake):
+async def test_a_self_registered_engine_is_forgotten_when_it_is_gone(route, fake):
     a = fake("a")
     async with route(forget_s=0.1) as r:
         registry = r.server.router.registry
@@ -181,7 +181,7 @@ async def test_an_engine_that_announced_itself_is_forgotten_when_it_is_gone(rout
 
 
 async def test_priorities(route, fake):
-    """Three wait for room; the most urgent is served first, whoever came first."""
+    """Three requests wait for room; the most urgent is served first."""
     a = fake("a", gate=asyncio.Event())
     a.refuse["start_generate"] = [NoCapacity("full", retry_after_s=1000)] * 3
     async with route(a) as r:
@@ -214,7 +214,7 @@ async def test_sends_have_the_priority_of_their_request(route, fake):
         assert send["priority"] == start["priority"] == 7
 
 
-async def test_a_client_that_leaves_the_queue_leaves_nothing(route, fake):
+async def test_a_disconnect_in_the_queue_leaves_no_trace(route, fake):
     a = fake("a", refuse={"start_generate": [NoCapacity("full", retry_after_s=1000)]})
     async with route(a) as r:
         ask = asyncio.create_task(r.post("/v1/completions", ASK, headers={"X-Request-Id": "x"}))

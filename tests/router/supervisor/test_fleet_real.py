@@ -1,4 +1,4 @@
-"""Engines that die or hang, as real processes, in front of a router with its default settings."""
+"""Real engine processes that die or hang, behind a router with its default settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tokens_of(events):
     ("number", "within_s"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 3.0)], ids=["kill", "stop"]
 )
 async def test_an_engine_that_dies_or_hangs_is_noticed(mocks, routed_to, number, within_s):
-    """With load on it and without; no request notices."""
+    """This holds for an engine with load and for an idle one; every request completes."""
     async with routed_to([engine.url for engine in mocks], **DEFAULTS) as r:
         registry, loop = r.server.router.registry, asyncio.get_running_loop()
         whole = tokens_of(await r.events("/v1/completions", ASK))
@@ -51,7 +51,7 @@ async def test_an_engine_that_dies_or_hangs_is_noticed(mocks, routed_to, number,
         async with asyncio.timeout(20):
             while registry["m0"].status != "down":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert loop.time() - began <= within_s + 1  # a second for a machine that is busy
+        assert loop.time() - began <= within_s + 1  # one second of slack for a busy machine
         for ask in asking:
             assert tokens_of(await ask) == whole
         await r.settled()
@@ -63,7 +63,7 @@ async def test_an_engine_that_dies_or_hangs_is_noticed(mocks, routed_to, number,
 
 
 @pytest.mark.slow
-async def test_a_long_step_is_no_hang(routed_to):
+async def test_an_engine_in_a_long_step_is_not_taken_for_hung(routed_to):
     """A step of three seconds, longer than an engine may be silent."""
     engine = EngineProcess("--step-ms", "3000", model="mock")
     try:
@@ -86,7 +86,7 @@ async def test_a_long_step_is_no_hang(routed_to):
 
 
 @pytest.mark.slow
-def test_a_router_that_is_told_to_stop_lets_its_requests_end():
+def test_a_stopping_router_finishes_its_requests():
     engine = EngineProcess(*FLAGS, model="mock")
     router = ForkedProcess(
         run_microserve, "router", "--port", "0", "--engine", engine.url, "--shutdown", "20"

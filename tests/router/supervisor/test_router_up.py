@@ -1,4 +1,4 @@
-"""`microserve up`, as processes: ready, restarted, gone."""
+"""`microserve up` and its processes: start, restart and end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def up(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen, dict]]:
 
 
 def wait_for(condition, timeout: float = 40.0) -> None:
-    """What other processes do tells nobody: look again until it is so."""
+    """Poll until `condition` holds: other processes send no event."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -59,7 +59,7 @@ def ask(state: dict) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything_also_what_crashed_or_was_stopped(tmp_path, number):
+def test_a_signal_ends_all_processes_even_crashed_and_stopped_ones(tmp_path, number):
     flags = ("--prefill", "1", "--decode", "1", "--no-respawn")
     with up(tmp_path, *flags) as (process, state):
         assert [e["role"] for e in state["engines"]] == ["prefill", "decode"]
@@ -82,7 +82,7 @@ def test_a_signal_ends_everything_also_what_crashed_or_was_stopped(tmp_path, num
     assert lines[3] == f"ready {state['router']['url']}"
 
 
-def test_a_dead_engine_and_a_dead_router_come_back(tmp_path):
+def test_a_dead_engine_and_a_dead_router_are_restarted(tmp_path):
     with up(tmp_path) as (_, state):
         os.kill(state["engines"][0]["pid"], signal.SIGKILL)
         os.kill(state["router"]["pid"], signal.SIGKILL)
@@ -99,7 +99,7 @@ def test_a_dead_engine_and_a_dead_router_come_back(tmp_path):
     assert all(gone(pid) for pid in pids(now))
 
 
-def test_killing_up_takes_everything_with_it(tmp_path):
+def test_killing_up_ends_its_children(tmp_path):
     with up(tmp_path) as (process, state):
         process.kill()
         wait_for(lambda: all(gone(pid) for pid in pids(state)))
@@ -114,7 +114,7 @@ def test_killing_up_takes_everything_with_it(tmp_path):
         (["tiny", "--param", "nothing"], "K=V"),
     ],
 )
-def test_what_cannot_start_says_why_and_leaves_nothing(flags, says):
+def test_a_failed_start_says_why(flags, says):
     command = [sys.executable, "-m", "router", "up", "--port", "0", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
@@ -122,7 +122,7 @@ def test_what_cannot_start_says_why_and_leaves_nothing(flags, says):
     assert "Traceback" not in done.stderr.replace("engine-0 | Traceback", "")
 
 
-def test_the_port_of_another_is_an_error_in_one_line(tmp_path):
+def test_a_port_in_use_is_an_error_of_one_line(tmp_path):
     with up(tmp_path) as (_, state):
         port = state["router"]["url"].rpartition(":")[2]
         command = [sys.executable, "-m", "router", "router", "--port", port]
@@ -142,7 +142,7 @@ def test_the_demo_ends_with_demo_ok():
 
 
 def streamed(state: dict, number: int = 0, at: int = 0) -> list[int]:
-    """600 greedy tokens; the engine gets the signal `number` when `at` of them are here."""
+    """Return 600 streamed greedy tokens; signal the engine with `number` when `at` have arrived."""
     body = {
         "prompt": [(7 * n * n + 3 * n) % 500 + 1 for n in range(200)], "max_tokens": 600,
         "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
@@ -163,7 +163,7 @@ def streamed(state: dict, number: int = 0, at: int = 0) -> list[int]:
     return tokens
 
 
-def test_a_lone_engine_that_is_restarted_goes_on_where_it_was(tmp_path):
+def test_a_restarted_single_engine_continues_its_generation(tmp_path):
     disk = ("--disk-pages", "128", "--disk-dir", str(tmp_path), "--disk-keep")
     flags = ("--engines", "1", "--threads", "1", "--engine-wait", "30", "--stream-interval-ms", "0")
     with up(tmp_path, *flags, *disk) as (_, state):

@@ -32,7 +32,7 @@ class Listening:
         return fields["event"], json.loads(fields["data"])
 
 
-async def test_events_tell_of_swaps_requests_and_engines(route, fake):
+async def test_events_report_swaps_requests_and_engines(route, fake):
     a = fake("a")
     async with route(a) as r, r.http.get(r.server.url + "/admin/events") as response:
         assert response.headers["Content-Type"] == "text/event-stream"
@@ -56,7 +56,7 @@ async def test_events_tell_of_swaps_requests_and_engines(route, fake):
         assert (kind, engine["id"], engine["status"]) == ("engine", "nobody", "down")
 
 
-async def test_a_listener_that_does_not_keep_up_is_cut_off():
+async def test_a_slow_listener_is_cut_off():
     events, cut = Events(limit=3), []
     with events.listening(lambda: cut.append(True)) as slow:
         with events.listening(lambda: cut.append(False)) as quick:
@@ -69,7 +69,7 @@ async def test_a_listener_that_does_not_keep_up_is_cut_off():
         assert [frame async for frame in slow.frames(10)] == []
 
 
-async def test_a_router_that_stops_ends_the_listening(route, fake):
+async def test_shutdown_ends_the_listeners(route, fake):
     """Shutdown waits for requests but not for listeners."""
     async with aiohttp.ClientSession() as http, asyncio.timeout(10):
         async with route(fake("a"), shutdown_s=60) as r:
@@ -78,7 +78,7 @@ async def test_a_router_that_stops_ends_the_listening(route, fake):
         assert b"event" not in await response.content.read()
 
 
-async def test_idle_listeners_are_told_so():
+async def test_idle_listeners_get_empty_frames():
     with Events().listening(lambda: None) as listener:
         assert await anext(listener.frames(0.01)) == b""
 

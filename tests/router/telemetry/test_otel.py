@@ -18,7 +18,7 @@ TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @asynccontextmanager
 async def collecting():
-    """A collector's received spans, by name."""
+    """Run an OTLP collector; yield its URL and the spans it receives."""
     spans: dict[str, list] = {}
 
     async def traces(request: web.Request) -> web.Response:
@@ -71,7 +71,7 @@ async def test_a_request_is_a_span_with_one_for_each_leg(route, fake, monkeypatc
         }
 
 
-def test_only_the_environment_asks_for_it():
+def test_tracing_is_enabled_by_the_environment_only():
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}
     for environment in (
         {}, {**endpoint, "OTEL_SDK_DISABLED": "true"}, {**endpoint, "OTEL_TRACES_EXPORTER": "none"},
@@ -79,7 +79,7 @@ def test_only_the_environment_asks_for_it():
         assert isinstance(open_tracing(environment), Untraced)
 
 
-def test_nothing_of_it_is_imported_otherwise():
+def test_the_sdk_is_not_imported_without_tracing():
     """FastAPI imports the API package if it is installed, but neither SDK nor exporter."""
     code = (
         "import sys, router.server; from router.telemetry.trace import open_tracing; "

@@ -33,7 +33,7 @@ legs = st.builds(
 
 
 @given(MS, st.lists(legs, max_size=6))
-def test_they_never_fall_and_add_up(ms, some):
+def test_lifetime_events_never_decrease_and_phases_add_up(ms, some):
     it = receipt(ms, *some).timings()
     events = list(it.events().values())
     assert events == sorted(events)
@@ -42,13 +42,13 @@ def test_they_never_fall_and_add_up(ms, some):
     assert min(it.breakdown().values()) >= 0
 
 
-def test_one_engine():
+def test_phases_with_one_engine():
     it = receipt(100, leg("start_generate", 10, 85, first_token_ms=30)).timings()
     assert it.breakdown() == {"queue": 10, "prefill": 30, "migration": 0, "decode": 60}
 
 
-def test_two_engines():
-    """The part of a send after all is computed is migration."""
+def test_phases_with_two_engines():
+    """The part of a send after the last computed token counts as migration."""
     done = receipt(
         100,
         leg("prep_recv", 5, 2),
@@ -61,5 +61,5 @@ def test_two_engines():
     )
 
 
-def test_no_engine_at_all():
+def test_phases_without_an_engine():
     assert receipt(100).timings().breakdown()["queue"] == 100
