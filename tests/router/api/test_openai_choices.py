@@ -1,6 +1,7 @@
 """`n` > 1 and lists of prompts, against real engines.
 
-Each choice has the tokens that it has alone, and each prompt is computed once."""
+Each choice has the tokens that it has alone, and each prompt is computed once.
+"""
 
 from __future__ import annotations
 

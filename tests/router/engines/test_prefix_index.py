@@ -48,7 +48,7 @@ class Scripted(SimulatedEngine):
     async def tells(
         self, prefixes: PrefixIndex, backend: Backend, asked: Request, pages: int | None = None
     ) -> None:
-        """Report the first `pages` pages of `asked` (None: all) as cached; wait until it is read."""
+        """Report the first `pages` pages of `asked` (None: all) as cached; wait until read."""
         self.add(*asked.page_names(PAGE)[:pages])
         await prefixes.known(backend)
 

@@ -42,9 +42,8 @@ def test_arrivals():
     assert some(evenly(4), 3) == [0, 0.25, 0.5]
     gaps = [later - earlier for earlier, later in itertools.pairwise(some(poisson(0, 4)))]
     assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.1)
-    assert statistics.stdev(gaps) == pytest.approx(
-        0.25, rel=0.1
-    )  # as in an exponential distribution
+    # In an exponential distribution the deviation equals the mean.
+    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.1)
 
 
 def test_a_mooncake_trace_keeps_times_lengths_and_shared_prefixes(tmp_path):

@@ -38,10 +38,8 @@ RULES = CanaryRules(max_error_rate=0.05, max_ttft_p99_ms=100, min_requests=100)
         ([50] * 100, ("promoted", 100)),
         ([50] * 99, None),
         (["failed"] * 5 + [50] * 95, ("promoted", 100)),
-        (
-            ["failed"] * 6 + [50] * 94,
-            ("rolled_back", 6),
-        ),  # at once: later successes cannot change the verdict
+        # Six failures decide at once: later successes cannot change the verdict.
+        (["failed"] * 6 + [50] * 94, ("rolled_back", 6)),
         ([101] + [50] * 99, ("promoted", 100)),
         ([50] * 98 + [101] * 2, ("rolled_back", 100)),
         ([100] * 100, ("promoted", 100)),

@@ -37,7 +37,7 @@ def tokens_of(events):
     ("number", "within_s"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 3.0)], ids=["kill", "stop"]
 )
 async def test_an_engine_that_dies_or_hangs_is_noticed(mocks, routed_to, number, within_s):
-    """This holds for an engine with load and for an idle one; every request completes."""
+    """Each engine has two streams when the signal comes; every request completes."""
     async with routed_to([engine.url for engine in mocks], **DEFAULTS) as r:
         registry, loop = r.server.router.registry, asyncio.get_running_loop()
         whole = tokens_of(await r.events("/v1/completions", ASK))
