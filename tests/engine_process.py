@@ -33,7 +33,7 @@ class EngineProcess(ForkedProcess):
             **environment,
         )
         self.url = self.line().split()[-1]
-        # There is nothing to verify, and reading all certificates takes longer than a call.
+        # Plain HTTP needs no certificates, and reading them takes longer than a call.
         self.http = httpx.Client(base_url=self.url, timeout=20, verify=False)
 
     @property
@@ -48,7 +48,7 @@ class EngineProcess(ForkedProcess):
         return state
 
     def stream(self, prompt: list[int], **fields: Any) -> Iterator[dict[str, Any]]:
-        """The events of a generation, as they come."""
+        """Yield the events of a generation as they arrive."""
         body = {
             "request_id": f"r{time.monotonic_ns()}",
             "prompt": prompt,
@@ -63,11 +63,11 @@ class EngineProcess(ForkedProcess):
             yield from events(reply)
 
     def generate(self, prompt: list[int], **fields: Any) -> list[dict[str, Any]]:
-        """The events of a generation."""
+        """Return the events of a generation."""
         return list(self.stream(prompt, **fields))
 
     def at_rest(self, within_s: float = 10.0) -> dict[str, Any]:
-        """Wait until nothing runs and every page is free or cached; prove it."""
+        """Wait until nothing runs and every page is free or cached; check the integrity."""
         give_up = time.monotonic() + within_s
         while True:
             state = self.state()
@@ -83,7 +83,7 @@ class EngineProcess(ForkedProcess):
         return state
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
-        """Signal it; returns its exit code and what it logged."""
+        """Send a signal; return the exit code and the log."""
         self.signal(number)
         return self.wait(), self.log
 

@@ -16,7 +16,7 @@ __all__ = ["ForkedProcess", "Program", "run_engine", "run_microserve"]
 def run_engine(flags: Sequence[str]) -> None:
     """Run `python -m engine`.
 
-    The environment variable `WALL_CLOCK` names a file with the seconds that its wall clock is off.
+    The environment variable `WALL_CLOCK` names a file with the offset of its wall clock (s).
     """
     if clock := os.environ.get("WALL_CLOCK"):
         _shift_wall_clock(Path(clock))
@@ -26,7 +26,7 @@ def run_engine(flags: Sequence[str]) -> None:
 def _shift_wall_clock(offset: Path) -> None:
     """Shift the wall clock by the seconds in the file, read anew each time.
 
-    The monotonic clocks stay.
+    The monotonic clocks do not change.
     """
     real_ns, real_clock = time.time_ns, time.clock_gettime
 

@@ -1,4 +1,4 @@
-"""A tier's store whose copies wait when they are told to."""
+"""A tier's store whose copies a test can hold up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE_S = 20.0
 
 
 class Gate:
-    """Where a copy waits while it is shut, and says so."""
+    """A gate at which copies wait while it is shut."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -43,7 +43,7 @@ class Gate:
 
 
 class GatedStore(HostStore):
-    """The host's memory, whose copies can be held up between their beginning and their end."""
+    """A host store whose copies can be held up between their start and their end."""
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]

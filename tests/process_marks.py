@@ -1,4 +1,4 @@
-"""Finds the tests that start processes, so that nobody has to mark them by hand.
+"""Find the tests that start processes, so that they need no marks by hand.
 
 A test counts if its code, or a fixture or helper that it uses, refers to a module or class that
 starts processes.
@@ -24,7 +24,7 @@ _harmless: set[int] = set()  # ids of functions and classes that are known not t
 
 
 def starts_processes(item: pytest.Item) -> bool:
-    """Return whether the test may start a process, or use one that a fixture has started."""
+    """Return whether the test may start a process or use one that a fixture has started."""
     if any(item.path.is_relative_to(folder) for folder in ALWAYS):
         return True
     fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009  not in Item
@@ -37,13 +37,13 @@ def starts_processes(item: pytest.Item) -> bool:
 
 
 def _refers(used: Any, seen: set[int]) -> bool:
-    """Whether a function, class or module of the tests refers to what starts processes."""
+    """Return whether a function, class or module refers to one that starts processes."""
     if id(used) in seen:
         return False
     seen.add(id(used))
     of_multiprocessing = type(used).__module__.startswith("multiprocessing.")
     if of_multiprocessing or any(used is module for module in MODULES):
-        return True  # a module, or a context or process that a test module keeps
+        return True  # a module, a context or a process that a test module keeps
     if inspect.isclass(used) and issubclass(used, ForkedProcess):
         return True
     if inspect.isclass(used) and _is_ours(used):

@@ -1,4 +1,4 @@
-"""A folder is a room: it says what it is for, stays small, and is entered through its `__init__`.
+"""Each folder is a package with a stated purpose, a bounded size, and an `__init__` that exports.
 
 import-linter holds the order of the rooms (`make check`). These tests hold what it cannot: rooms
 that export names are imported by these names, not by their modules.
@@ -42,7 +42,7 @@ def imports_at_start(module: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=dotted)
-def test_a_room_says_what_it_is_for_and_is_small(room: Path):
+def test_a_room_has_a_docstring_and_is_small(room: Path):
     said = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
     assert said and len(said) > 20
     modules = [
@@ -52,7 +52,7 @@ def test_a_room_says_what_it_is_for_and_is_small(room: Path):
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=dotted)
-def test_other_rooms_are_entered_by_what_they_export(room: Path):
+def test_rooms_import_each_other_by_their_exports(room: Path):
     here = dotted(room)
     for module in room.glob("*.py"):
         for line, name in imports_at_start(module):

@@ -1,4 +1,4 @@
-"""docs/operations.md names every flag of the commands, and no page names one that is not there."""
+"""docs/operations.md names every flag of the commands; no page names a flag that does not exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_FOR_PEOPLE = {"--parent-pid", "--version"}
 
 
 def flags_of(command: click.Command) -> Iterator[str]:
-    """The first name of each option: what `--help` shows."""
+    """Yield the first name of each option of a command and its subcommands."""
     for option in command.params:
         if isinstance(option, click.Option):
             yield from (name for name in option.opts if name.startswith("--"))
@@ -31,7 +31,7 @@ def flags_of(command: click.Command) -> Iterator[str]:
 KNOWN = set(flags_of(cli))
 
 
-# CONTRIBUTING.md is about other programs' flags.
+# CONTRIBUTING.md names other programs' flags.
 @pytest.mark.parametrize("page", [PAGES[0], *PAGES[2:]], ids=lambda page: page.name)
 def test_flags_exist(page):
     named = {flag for code in CODE.findall(prose(page)) for flag in FLAG.findall(code)}
@@ -40,6 +40,6 @@ def test_flags_exist(page):
 
 def test_operations_names_every_flag():
     named = set(FLAG.findall(OPERATIONS.read_text()))
-    # Of flags in seconds, `--stall` is as good as `--stall-s`.
+    # A flag in seconds may be named without its suffix: `--stall` for `--stall-s`.
     missing = {flag for flag in KNOWN if not {flag, flag.removesuffix("-s")} & named}
     assert not missing - NOT_FOR_PEOPLE

@@ -24,19 +24,19 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def prose(page: Path) -> str:
-    """The page without its fenced blocks."""
+    """Return the page's text without its fenced blocks."""
     return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.S | re.M)
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings."""
+    """Return the anchors that GitHub derives from the page's headings."""
     headings = re.findall(r"^#+ +(.+)$", prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
 @cache
 def names(module: Path) -> frozenset[str]:
-    """What a module defines: `name`, `Class.name`, attributes that `__init__` sets included."""
+    """Return what a module defines: `name`, `Class.name`, and attributes set in `__init__`."""
     found: set[str] = set()
 
     def visit(node: ast.AST, prefix: str) -> None:
@@ -72,7 +72,7 @@ def names(module: Path) -> frozenset[str]:
 
 
 def resolves(dotted: str) -> bool:
-    """Whether `package.module.name` is a module, or a name in one."""
+    """Return whether `package.module.name` is a module, or a name in one."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:length])
@@ -97,7 +97,7 @@ def test_relative_links_and_anchors_resolve(page: Path):
 @pages
 def test_files_folders_and_modules_exist(page: Path):
     bases = [ROOT, *(ROOT / package for package in PACKAGES)]
-    made = set(NEW.findall(page.read_text()))  # by following the page
+    made = set(NEW.findall(page.read_text()))  # files that the reader creates by following the page
     for code in CODE.findall(prose(page)):
         if FILE.fullmatch(code) or FOLDER.fullmatch(code):
             there = code in made or any((base / code).exists() for base in bases)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tour.md").read_text()
 COPIED = ("router", "engine", "kvcache", "strategies", "tests", "pyproject.toml")
 RECIPES = dict(re.findall(r"^### (An? [^\n]+)\n(.*?)(?=^##|\Z)", PAGE, re.S | re.M))
-# A file, and the block that is in it or changes it; several blocks may follow one file.
+# A file name and the block that creates or changes the file; several blocks may follow one name.
 FILE = re.compile(
     r"^`([\w/]+\.py)`(?: \(new\))?:\n((?:\n```(?:python|diff)\n.*?\n```\n)+)", re.S | re.M
 )
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 def changed(text: str, diff: str) -> str:
-    """`text` after the one place that `diff` describes has been replaced."""
+    """Return `text` with the one place that `diff` describes replaced."""
     lines = diff.splitlines(keepends=True)
     before = "".join(line[1:] for line in lines if line[0] in " -")
     after = "".join(line[1:] for line in lines if line[0] in " +")
@@ -35,7 +35,7 @@ def changed(text: str, diff: str) -> str:
 
 
 def follow(recipe: str, tree: Path) -> list[str]:
-    """Write and change the recipe's files; returns its tests: a file, and maybe `-k NAME`."""
+    """Write and change the recipe's files; return pytest's arguments for its test."""
     for name, blocks in FILE.findall(recipe):
         path = tree / name
         for kind, code in BLOCK.findall(blocks):
@@ -55,7 +55,7 @@ def test_all_recipes_are_found():
 
 
 def test_the_recipes_work(tmp_path: Path):
-    """Follow all in one tree and one run: importing torch takes longer than the tests."""
+    """All recipes share one tree and one run: importing torch takes longer than the tests."""
     ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
     for part in COPIED:
         source = ROOT / part

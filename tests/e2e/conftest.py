@@ -14,7 +14,10 @@ Deploy = Callable[..., Deployment]
 
 @pytest.fixture(scope="session")
 def deploy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deploy]:
-    """Starts `microserve up MODEL FLAGS…`; at the end all must be at rest, and is stopped."""
+    """Return a function that starts `microserve up MODEL FLAGS…`.
+
+    At the end every engine must be at rest, and all processes are stopped.
+    """
     running: list[Deployment] = []
 
     def start(model: str, *flags: str) -> Deployment:
@@ -41,7 +44,7 @@ def tiny(deploy: Deploy) -> Deployment:
 
 @pytest.fixture(scope="session")
 def alone() -> Iterator[Alone]:
-    """What an engine gives that nobody disturbs."""
+    """Return the answers of an undisturbed engine."""
     with engines(1, "--pool-pages", "1000", "--token-budget", "512") as (engine,):
         yield Alone(engine)
         engine.at_rest()

@@ -1,4 +1,4 @@
-"""Real deployments: `microserve up` as a user starts it, found by its state file."""
+"""Real deployments: `microserve up` as a user starts it; its state file gives the addresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-START_S = 120.0  # with the model's download
+START_S = 120.0  # includes the model's download
 
 
 @dataclass
@@ -25,13 +25,13 @@ class Engine:
     pid: int
 
     def call(self, name: str, **body: Any) -> dict[str, Any]:
-        """A call that must succeed."""
+        """Make a call that must succeed; return its reply."""
         reply = httpx.post(f"{self.url}/microserving/{name}", json=body, timeout=120)
         assert reply.status_code == 200, reply.text
         return reply.json()
 
     def generate(self, prompt: list[int], *, greedy: int, **fields: Any) -> list[int]:
-        """The token ids of one greedy `start_generate`; EOS does not end it."""
+        """Return the token ids of one greedy `start_generate` that ignores EOS."""
         body = {"prompt": prompt, "max_tokens": greedy, "temperature": 0, "ignore_eos": True}
         tokens: list[int] = []
         with httpx.stream(
@@ -49,7 +49,7 @@ class Engine:
         return httpx.get(f"{self.url}/microserving/state", timeout=30).json()
 
     def check_at_rest(self) -> None:
-        """Nothing runs, every page is free or cached, and the books prove it."""
+        """Check that nothing runs, every page is free or cached, and integrity holds."""
         deadline = time.monotonic() + 20
         while True:
             state = self.state()
@@ -77,7 +77,7 @@ class Deployment:
     admin: dict[str, str]  # headers
 
     def use(self, strategy: str, **params: Any) -> int:
-        """Switch the strategy; returns the generation."""
+        """Switch the strategy; return its generation."""
         reply = httpx.put(
             f"{self.url}/admin/strategy",
             json={"name": strategy, "params": params},
@@ -88,7 +88,7 @@ class Deployment:
         return reply.json()["generation"]
 
     def complete(self, prompt: list[int], *, greedy: int, model: str) -> dict[str, Any]:
-        """One greedy completion of token ids through the router."""
+        """Return the answer to one greedy completion of token ids through the router."""
         body = {
             "model": model,
             "prompt": prompt,
@@ -102,7 +102,7 @@ class Deployment:
         return reply.json() | {"request_id": reply.headers["x-request-id"]}
 
     def members(self) -> list[dict[str, Any]]:
-        """The engines as the router sees them."""
+        """Return the engines as the router lists them."""
         reply = httpx.get(f"{self.url}/admin/engines", headers=self.admin, timeout=30)
         return reply.json()["engines"]
 
@@ -113,7 +113,7 @@ class Deployment:
 
 
 def launch(folder: Path, model: str, *flags: str) -> Deployment:
-    """`microserve up` as a child process, once it is ready; its output goes to `folder/up.log`."""
+    """Start `microserve up` and wait until it is ready; its output goes to `folder/up.log`."""
     state_file = folder / "state.json"
     command = [sys.executable, "-m", "router", "up", model, "--port", "0"]
     with (folder / "up.log").open("wb") as log:

@@ -1,7 +1,7 @@
-"""Two real engines and what travels between them: to be broken at a chosen moment, and inspected.
+"""Two real engines and the calls between them, to break at a chosen moment and inspect.
 
-Moments are found by looking, never by waiting for so long: `until` polls the receiver's memory, or
-its state, and whoever breaks something looks again afterwards whether the moment had not passed.
+A moment is found by polling, never by sleeping: `until` polls the receiver's memory or state. After
+breaking something, a test checks that the moment had not passed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvcache.memory.region import HEADER_BYTES, SharedRegion
 
 SECRET = "secret"
 LEASE_MS = 500
-SLACK_S = 8.0  # on a busy machine; a leak lasts for ever
+SLACK_S = 8.0  # slack for a busy machine; a leak never ends
 DEADLINE_S = 20.0  # of every call
 PAGE = 16
 NEW = 16  # tokens generated to compare
-# A chunk of a page a step: a send of a long prompt takes many steps, and can be met in the middle.
+# Chunks of one page: a send of a long prompt takes many steps, so a test can interrupt it midway.
 FLAGS = ("--token-budget", "16", "--pool-pages", "200", "--lease-ms", str(LEASE_MS))
 LAYOUT = KVLayout(2, 1, PAGE, 2, 32, torch.float32)  # of `tiny`
-CANARY = 0x7FC5A5A5  # a NaN: whoever reads it computes nonsense, and nobody computes it
+CANARY = 0x7FC5A5A5  # a NaN: no computation gives these bits, and reading them spoils the result
 
 
 def prompt_of(name: str, length: int) -> list[int]:
@@ -53,7 +53,7 @@ def until(condition: Callable[[], bool], what: str = "it") -> None:
 
 
 class Memory:
-    """An engine's region, mapped as a sender would map it; none of its pages may be in use yet."""
+    """An engine's region, mapped as a sender maps it. None of its pages may be in use yet."""
 
     def __init__(self, engine: EngineProcess) -> None:
         lease = Lease(engine, "map", [1] * PAGE, PAGE)
@@ -64,17 +64,17 @@ class Memory:
         self._words = self.region.pool.view(torch.int32)
 
     def fill(self) -> None:
-        """A canary in every page but the scratch page."""
+        """Write the canary to every page but the scratch page."""
         self._words[:, 1:] = CANARY
 
     def written(self) -> set[int]:
-        """Pages whose canary is gone, and the scratch page if it is not zero."""
+        """Return the pages without a canary, and the scratch page if it is not zero."""
         intact = (self._words == CANARY).all(dim=5).all(dim=4).all(dim=3).all(dim=2).all(dim=0)
         intact[0] = not self._words[:, 0].any()
         return set((~intact).nonzero().flatten().tolist())
 
     def read(self, pages: list[int]) -> torch.Tensor:
-        """A copy of the pages' bits."""
+        """Return a copy of the pages' bits."""
         return self._words[:, pages].clone()
 
     def claimed(self, lease: Lease) -> bool:
@@ -84,7 +84,7 @@ class Memory:
         return int(self.region.slots[lease.address.slot, LANDED])
 
     def writing(self, lease: Lease) -> bool:
-        """Whether somebody holds the lease's write right."""
+        """Return whether a process holds the lease's write right."""
         start = HEADER_BYTES + lease.address.slot * WORDS * 8
         flock = struct.pack("hhxxxxqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, start, WORDS * 8, 0)
         answer = fcntl.fcntl(self.region.fd, fcntl.F_OFD_GETLK, flock)
@@ -92,7 +92,7 @@ class Memory:
 
 
 class NoRoom(Exception):
-    """`no_capacity`, which must say when to come back."""
+    """A `no_capacity` reply, which must have a Retry-After."""
 
     def __init__(self, reply: httpx.Response) -> None:
         assert kind_of(reply) == "no_capacity"
@@ -100,7 +100,7 @@ class NoRoom(Exception):
 
 
 class Lease:
-    """A receive lease, as its opener sees it. Raises `NoRoom`."""
+    """A receive lease, as the caller of `prep_recv` sees it. Raises `NoRoom` if there is none."""
 
     def __init__(
         self, receiver: EngineProcess, request_id: str, prompt: list[int], end: int, **fields: Any
@@ -138,8 +138,11 @@ class Lease:
 
 
 class Call:
-    """A call in a thread of its own. `outcome` is `ok`, the type of the error, or `cut` where the
-    connection broke; a call that hangs fails the test."""
+    """A call in its own thread.
+
+    `outcome` is `ok`, the type of the error, `cut` if the connection broke, or `hung` if the call
+    timed out. It fails the test if the thread does not end.
+    """
 
     def __init__(self, call: Callable[[], httpx.Response | str]) -> None:
         self._call = call
@@ -168,7 +171,7 @@ class Call:
 
 
 class Generation(Call):
-    """A `start_generate` in a thread of its own."""
+    """A `start_generate` in its own thread."""
 
     def __init__(self, engine: EngineProcess, prompt: list[int], **fields: Any) -> None:
         self.tokens: list[int] = []
@@ -192,12 +195,12 @@ class Generation(Call):
 
 
 def kind_of(reply: httpx.Response) -> str:
-    """`ok`, or the type of the error."""
+    """Return `ok`, or the type of the error."""
     return "ok" if reply.status_code == 200 else str(reply.json()["error"]["type"])
 
 
 def transfer(sender: EngineProcess, receiver: EngineProcess, prompt: list[int]) -> list[int]:
-    """All three calls; returns the tokens."""
+    """Make the three calls of a disaggregated request; return its tokens."""
     request_id, end = f"t{time.monotonic_ns()}", len(prompt) - 1
     lease = Lease(receiver, request_id, prompt, end, lease_ms=20_000)
     assert kind_of(lease.send(sender)) == "ok"
@@ -205,7 +208,7 @@ def transfer(sender: EngineProcess, receiver: EngineProcess, prompt: list[int]) 
 
 
 def started(lease: Lease) -> list[int]:
-    """The tokens of a generation from a lease that has landed."""
+    """Return the tokens of a generation whose lease has all its KV."""
     generation = Generation(
         lease.receiver,
         lease.prompt,
@@ -218,7 +221,7 @@ def started(lease: Lease) -> list[int]:
 
 
 class Alone:
-    """The tokens of one engine that nobody disturbs, to compare with; and a third sender."""
+    """The tokens of an undisturbed engine, to compare with. It also serves as a third sender."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self.engine = engine
@@ -240,7 +243,7 @@ class Alone:
 def engines(
     count: int, *flags: str, secret: str = SECRET, **environment: str
 ) -> Iterator[list[EngineProcess]]:
-    """Fresh engines, whatever becomes of them; what is appended to the list is ended as well."""
+    """Start fresh engines; at the end kill all in the list, with those that a test appended."""
     running: list[EngineProcess] = []
     try:
         for _ in range(count):
@@ -252,7 +255,7 @@ def engines(
 
 
 class Router(ForkedProcess):
-    """A router over engines."""
+    """A router process in front of engines."""
 
     def __init__(
         self, running: list[EngineProcess], port: int = 0, strategy: str = "prefill_decode"
@@ -265,7 +268,7 @@ class Router(ForkedProcess):
 
 
 class Completion(Call):
-    """A streamed completion in a thread of its own."""
+    """A streamed completion in its own thread."""
 
     def __init__(self, router: Router, prompt: list[int], new: int = NEW) -> None:
         self.tokens: list[int] = []

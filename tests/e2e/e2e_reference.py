@@ -13,7 +13,7 @@ NEAR_TIE = 1e-4  # the order of two best logits this close is left open
 
 
 def hf_tiny() -> PreTrainedModel:
-    """Return transformers' model with the weights of `tiny`."""
+    """Return Return transformers' model with the weights of `tiny`."""
     from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds to import
 
     from engine.models.loading.tiny import open_tiny

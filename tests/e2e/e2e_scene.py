@@ -1,4 +1,4 @@
-"""One request on its way between two engines, brought to a moment and then disturbed."""
+"""One request between two engines, brought to a chosen moment for a test to disturb."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from engine_process import EngineProcess
 
 PROMPT, DECOY, OTHER = (prompt_of(name, 513) for name in ("prompt", "decoy", "other"))
 END = len(PROMPT) - 1
-TOKENS = 64  # of a generation that is disturbed
+TOKENS = 64  # the length of the disturbed generation
 TRIES = 10
 
 
 class Missed(Exception):
-    """The machine was too slow to be met where it should be: once more."""
+    """The moment had passed before the test could disturb it; the test tries again."""
 
 
 def ends(outcome: str) -> None:
-    """What comes before the moment succeeds, but for a lease that expires on a busy machine."""
+    """Check that a call before the moment succeeded.
+
+    Raises: `Missed` if the lease expired, as it may on a busy machine.
+    """
     if outcome == "lease_expired":
         raise Missed
     assert outcome == "ok"
 
 
 class Scene:
-    """A sender, a receiver with a canary in each page, and one request on its way."""
+    """A sender, a receiver with a canary in each page, and one request between them."""
 
     def __init__(self, running: list[EngineProcess]) -> None:
         self.running = running
@@ -61,7 +64,7 @@ class Scene:
     def landed(self) -> int:
         return self.memory.landed(self.lease)
 
-    # What brings a request to a step
+    # Actions that bring a request to a step
 
     def prepare(self) -> None:
         self.leases.append(Lease(self.receiver, "r", PROMPT, END))
@@ -73,7 +76,7 @@ class Scene:
         self.calls["send"] = Call(lambda: self.lease.send(self.sender))
 
     def send_another(self) -> None:
-        """It keeps the sender busy: the next send claims its lease, and waits for its turn."""
+        """Keep the sender busy: the next send claims its lease and queues behind this one."""
         decoy = Lease(self.receiver, "decoy", DECOY, END)
         self.leases.append(decoy)
         self.calls["send another"] = Call(lambda: decoy.send(self.sender))
@@ -116,7 +119,7 @@ class Scene:
         assert isinstance(generation, Generation)
         return generation
 
-    # Whether it is still there
+    # Checks that the moment has not passed
 
     def nothing_landed(self) -> bool:
         return not self.landed and not self.memory.written() & set(self.lease.pages)
@@ -129,7 +132,7 @@ class Scene:
 
 
 def check_it_rests(engine: EngineProcess) -> None:
-    """Every page comes back within the lease's time, and the books prove it."""
+    """Check that every page is returned within the lease's time, and the engine's integrity."""
     engine.at_rest(LEASE_MS / 1000 + SLACK_S)
 
 
@@ -138,7 +141,7 @@ def check_integrity(engine: EngineProcess) -> None:
 
 
 def check_canaries(scene: Scene) -> None:
-    """Only leased pages have been written, and what the receiver's own generation grew into."""
+    """Check that only leased pages, and those of the receiver's own generation, were written."""
     leased = {page for lease in scene.leases for page in lease.pages}
     foreign = scene.memory.written() - leased
     grown = TOKENS // PAGE + 1 if "start" in scene.calls else 0

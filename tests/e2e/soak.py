@@ -1,9 +1,9 @@
-"""A long time under load: what a leak, a slow one even, cannot hide from.
+"""Load for a long time, to find leaks, even slow ones.
 
-`make soak` starts a real deployment and puts clients on it that come in all sizes, some of which
-vanish, while the strategies change. At the end everything must be as at the beginning: no request,
-load, lease or page left, no memory or descriptor more; and every whole answer must have had the
-very tokens that a quiet engine gives. Prints a table and, as the last line, one JSON document.
+`make soak` starts a real deployment and sends it requests of all sizes, some of whose clients
+disconnect, while the strategies change. At the end no request, load, lease or page may remain, and
+neither memory nor descriptors may have grown. Every complete answer must have exactly the tokens of
+an idle engine. Prints a table and, as the last line, one JSON document.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CLIENTS = 8
 WARM_UP = 2200  # requests: more than the router keeps receipts of
 SWAP_S = 1.0
 SAMPLE_S = 2.0
-# More than this, for certain, is a leak. In a short run some of what is kept (generations, the log
-# of swaps, receipts) is still being filled.
+# Growth that certainly exceeds this is a leak. During a short run the bounded histories of
+# generations, swaps and receipts still fill.
 SLOPE_MIB_MIN, SLOPE_SHORT, SHORT_MIN = 1.0, 3.0, 10.0
 STRATEGIES: list[dict[str, Any]] = [
     {"name": "data_parallel"},
@@ -49,7 +49,7 @@ STRATEGIES: list[dict[str, Any]] = [
 
 @dataclass
 class Sizes:
-    """Memory of one process that it does not share (MiB), and descriptors, over time (s)."""
+    """The private memory (MiB) and the descriptors of one process over time (s)."""
 
     process: psutil.Process
     at: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Sizes:
         self.fds.append(self.process.num_fds())
 
     def slope(self) -> tuple[float, float]:
-        """MiB a minute over the last half, and its standard error."""
+        """Return the growth in the last half of the run (MiB/min) and its standard error."""
         skip = len(self.at) // 2
         at = [(moment - self.at[0]) / 60 for moment in self.at[skip:]]
         mib = self.mib[skip:]
@@ -92,13 +92,13 @@ class Soak:
         self._wanted: list[list[int]] = []
 
     def learn(self) -> None:
-        """What the quiet deployment answers."""
+        """Record the answers of the idle deployment."""
         for prompt in self._prompts:
             answer = self._deployment.complete(prompt, greedy=40, model=self._model)
             self._wanted.append(answer["choices"][0]["token_ids"])
 
     async def warm_up(self) -> None:
-        """Until the router's memory has what it keeps of requests: receipts of three legs each."""
+        """Send requests until the router keeps its maximum of receipts, each with three legs."""
         strategy, admin = {"name": "prefill_decode"}, self._deployment.admin
         reply = await self._http.put("/admin/strategy", json=strategy, headers=admin)
         reply.raise_for_status()
@@ -157,7 +157,7 @@ class Soak:
 
 
 def leftovers(deployment: Deployment) -> dict[str, Any]:
-    """What the router still counts, once that should be nothing; the engines prove theirs."""
+    """Return what the router still counts after the load; check that the engines are at rest."""
     deadline = time.monotonic() + 20
     while True:
         text = httpx.get(f"{deployment.url}/metrics", timeout=30).text

@@ -1,4 +1,4 @@
-"""Clients come in crowds and vanish at any moment; nothing may be left of them."""
+"""Many clients connect at once and disconnect at any moment; nothing of them may remain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from e2e_deployment import Deployment
 
 REQUESTS = 200
-EVERY = 3  # each third client vanishes
+EVERY = 3  # every third client disconnects
 
 
 async def _one(client: httpx.AsyncClient, url: str, number: int) -> str:
@@ -49,7 +49,7 @@ async def _one(client: httpx.AsyncClient, url: str, number: int) -> str:
     ("strategy", "params"),
     [("data_parallel", {}), ("prefill_decode", {}), ("balanced", {"ratio": 0.3})],
 )
-async def test_a_third_of_200_clients_vanishes(
+async def test_nothing_remains_after_a_third_of_200_clients_disconnects(
     tiny: Deployment, strategy: str, params: dict[str, float]
 ) -> None:
     tiny.use(strategy, **params)
@@ -66,7 +66,7 @@ async def test_a_third_of_200_clients_vanishes(
 
 @pytest.mark.slow
 async def test_hot_swap_under_load_loses_no_token(tiny: Deployment) -> None:
-    """Strategies change while streams run; each stream's tokens are those of a quiet engine."""
+    """Strategies change while streams run; each stream has the tokens of an idle engine."""
     names = ["data_parallel", "prefill_decode", "balanced"]
     source = random.Random(3)
     prompts = [[source.randrange(500) for _ in range(120)] for _ in range(24)]

@@ -1,4 +1,4 @@
-"""No wall clock crosses hosts, and none measures time: clocks may be hours apart, and jump."""
+"""Leases use no wall clock: the hosts' clocks may be hours apart, and may jump."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEASE_MS = 700
 
 
 class WallClock:
-    """What a process's wall clock is off by."""
+    """The offset of a process's wall clock, in a file that the process reads."""
 
     def __init__(self, file: Path, offset_s: float) -> None:
         self.file = file
@@ -51,7 +51,7 @@ def test_clocks_hours_apart(off_s: float, tmp_path: Path, alone: Alone) -> None:
             clock.set(off_s)
             check_a_lease_that_nobody_claims(receiver, lambda: clock.set(2 * off_s))
         for number, (sender, receiver) in enumerate(pairs):
-            # One whose sender lives is renewed, whatever the clocks do meanwhile.
+            # A lease with a live sender is renewed, even while the clocks jump.
             clock.set(off_s)
             prompt = prompt_of(f"long {number}", 1001)
             memory = Memory(receiver)
@@ -66,7 +66,7 @@ def test_clocks_hours_apart(off_s: float, tmp_path: Path, alone: Alone) -> None:
 
 
 def check_a_lease_that_nobody_claims(receiver: EngineProcess, jump: Callable[[], None]) -> None:
-    """It lives for its time, neither less nor much more, though the clock jumps meanwhile."""
+    """Check that an unclaimed lease lasts its time and not much longer while the clock jumps."""
     began = time.monotonic()
     Lease(receiver, "unclaimed", prompt_of("unclaimed", 50), 48, lease_ms=LEASE_MS)
     (shown,) = receiver.state()["leases"]

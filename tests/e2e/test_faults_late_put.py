@@ -1,4 +1,4 @@
-"""A sender that was stopped in the middle of a put goes on after its lease has ended."""
+"""A sender is stopped during a put and continues after its lease has ended."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ POOL = ("--pool-pages", "80")  # leases get half of it: there is no room for two
 def stopped(
     writing: bool, actions: tuple[Callable[[Scene], None], ...], *flags: str
 ) -> Iterator[Scene]:
-    """A scene whose sender is stopped in mid-put: within a copy, with the write right, or between
-    two copies, without it."""
+    """Yield a scene whose sender is stopped during a put.
+
+    If `writing`, it is within a copy and holds the write right; else it is between two copies.
+    """
     for _ in range(TRIES):
         with engines(2, *flags) as running:
             scene = Scene(running)
@@ -48,7 +50,10 @@ def stopped(
 
 
 def stop(scene: Scene, writing: bool) -> None:
-    """Raises `Missed` if the put came to its end first."""
+    """Stop the sender during its put.
+
+    Raises: `Missed` if the put ended first.
+    """
     while scene.some_landed():
         if scene.memory.writing(scene.lease) == writing:
             scene.sender.signal(STOP)
@@ -62,7 +67,7 @@ SENDING = (Scene.prepare, Scene.send, Scene.until_some_landed)
 
 
 def new_owner(scene: Scene) -> Lease:
-    """The lease of another request, as soon as there is room; it takes what the first one had."""
+    """Return the lease of another request once there is room; it takes the first lease's pages."""
 
     def opened() -> bool:
         try:
@@ -78,8 +83,8 @@ def new_owner(scene: Scene) -> Lease:
     return new
 
 
-def test_between_two_copies(alone: Alone) -> None:
-    """The pages are given away at once, and the late put does not reach them."""
+def test_a_sender_stopped_between_two_copies(alone: Alone) -> None:
+    """The pages are leased again at once, and the late put does not write to them."""
     with stopped(False, SENDING, *POOL) as scene:
         new = new_owner(scene)
         assert scene.receiver.state()["pages"]["quarantined"] == 0
@@ -92,7 +97,7 @@ def test_between_two_copies(alone: Alone) -> None:
         assert scene.memory.landed(new) == half
         assert bool((scene.memory.read(new.pages) == content).all())
         check_canaries(scene)
-        # And the new owner's own sender has not lost its claim.
+        # The new owner's own sender still has its claim.
         assert kind_of(new.send(alone.engine, begin=half, as_id="the rest")) == "ok"
         assert started(new) == alone(OTHER)
         for one in scene.running:
@@ -101,8 +106,8 @@ def test_between_two_copies(alone: Alone) -> None:
 
 
 @pytest.mark.parametrize("ending", [CONT, KILL], ids=["lets go", "dies"])
-def test_within_a_copy(ending: signal.Signals, alone: Alone) -> None:
-    """The pages are in quarantine until the sender lets go or dies, and not by time."""
+def test_a_sender_stopped_within_a_copy(ending: signal.Signals, alone: Alone) -> None:
+    """The pages stay in quarantine until the sender drops its write right or dies."""
     with stopped(True, SENDING, *POOL) as scene:
         until(lambda: not scene.receiver.state()["leases"], "the lease's end")
         give_up = time.monotonic() + 2 * LEASE_MS / 1000
@@ -114,7 +119,7 @@ def test_within_a_copy(ending: signal.Signals, alone: Alone) -> None:
                 Lease(scene.receiver, "no owner", OTHER, END)
         check_integrity(scene.receiver)
         check_canaries(scene)
-        # What does not need their room goes on.
+        # Requests that fit beside the quarantined pages are served.
         small = Generation(scene.receiver, PROMPT[:40], request_id="small")
         assert small.outcome() == "ok"
         assert small.tokens == alone(PROMPT[:40])
@@ -130,7 +135,7 @@ def test_within_a_copy(ending: signal.Signals, alone: Alone) -> None:
 
 @pytest.mark.parametrize("writing", [True, False], ids=["within a copy", "between two copies"])
 def test_a_generation_starts_from_what_has_landed(writing: bool, alone: Alone) -> None:
-    """It does not wait for the stopped writer, which later changes nothing of it."""
+    """The generation does not wait for the stopped writer, whose late put does not change it."""
     with stopped(writing, SENDING) as scene:
         landed = scene.landed
         scene.calls["start"] = generation = Generation(
@@ -147,7 +152,7 @@ def test_a_generation_starts_from_what_has_landed(writing: bool, alone: Alone) -
         assert generation.tokens == alone(PROMPT, TOKENS)
         for one in scene.running:
             check_it_rests(one)
-        # What it left in the receiver's prefix cache is right as well.
+        # The pages that it left in the receiver's prefix cache are right as well.
         again = Generation(scene.receiver, PROMPT, request_id="again", max_tokens=TOKENS)
         assert again.outcome() == "ok"
         assert again.tokens == generation.tokens
@@ -156,7 +161,7 @@ def test_a_generation_starts_from_what_has_landed(writing: bool, alone: Alone) -
 
 @pytest.mark.parametrize("number", [KILL, STOP], ids=["killed", "stopped"])
 def test_another_sender_continues_from_the_watermark(number: signal.Signals, alone: Alone) -> None:
-    """A dead writer's KV is kept; one that was stopped finds that it is the writer no longer."""
+    """A dead writer's KV is kept; a stopped writer later finds that it has lost its claim."""
     with stopped(False, (Scene.prepare_for_long, *SENDING[1:])) as scene:
         if number == KILL:
             scene.sender.signal(KILL)

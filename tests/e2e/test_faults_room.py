@@ -1,4 +1,4 @@
-"""Two engines with little room that wait for each other's: never for ever."""
+"""Two engines with little room that wait for each other's pages do not deadlock."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from e2e_faults import Alone, Lease, NoRoom, engines, kind_of, prompt_of, starte
 from e2e_scene import check_it_rests
 from engine_process import EngineProcess
 
-EACH_WAY = 12  # at a time; leases have room for three or so
-AT_ONCE_S = 5.0  # on a busy machine; a lease lives longer than the test
+EACH_WAY = 12  # requests at a time; about three leases fit
+AT_ONCE_S = 5.0  # includes slack for a busy machine; a lease outlives the test
 
 
 @pytest.mark.slow
@@ -26,14 +26,14 @@ def test_two_engines_that_send_to_each_other_never_deadlock(alone: Alone) -> Non
         pairs = [tuple(running), tuple(reversed(running))] * EACH_WAY
         answers = list(crowd.map(asked, pairs, prompts))
         assert [tokens for tokens, _ in answers] == wanted
-        # Else there was room for all, and nothing has been shown.
+        # Otherwise there was room for all, and the test shows nothing.
         assert sum(refusals for _, refusals in answers) > 0
         for engine in running:
             check_it_rests(engine)
 
 
 def asked(pair: tuple[EngineProcess, EngineProcess], prompt: list[int]) -> tuple[list[int], int]:
-    """One request, tried until there is room; returns its tokens and how often there was none."""
+    """Try one request until there is room; return its tokens and the number of refusals."""
     sender, receiver = pair
     wait = random.Random(len(prompt))
     refusals = 0
@@ -52,6 +52,6 @@ def asked(pair: tuple[EngineProcess, EngineProcess], prompt: list[int]) -> tuple
         except NoRoom:
             assert time.monotonic() - began < AT_ONCE_S
             refusals += 1
-            # Not as long as Retry-After says: the more they get in each other's way the better.
+            # Retry sooner than Retry-After, so that the requests contend more.
             time.sleep(0.05 * wait.random())
     raise AssertionError("no room for a minute")

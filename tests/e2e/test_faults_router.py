@@ -14,12 +14,12 @@ from engine_process import EngineProcess
 
 pytestmark = pytest.mark.slow
 LENGTH = 1500
-TOKENS = 1000  # many seconds' worth
+TOKENS = 1000  # enough for many seconds
 
 
 @dataclass
 class Fleet:
-    """A router before one engine that prefills and one that decodes, and a request."""
+    """A router with one prefill and one decode engine, and a request."""
 
     prefill: EngineProcess
     decode: EngineProcess
@@ -28,7 +28,7 @@ class Fleet:
 
     @property
     def landed(self) -> int:
-        """Of the request's lease; -1 if there is none."""
+        """Return how many tokens of the request's lease have landed; -1 without a lease."""
         leases = self.decode.state()["leases"]
         return leases[0]["landed"] if leases else -1
 
@@ -36,7 +36,7 @@ class Fleet:
         until(lambda: condition() or self.asked.done, what)
         assert not self.asked.done, self.asked.outcome()
 
-    # How to get to a moment, and what to look at afterwards: nobody works for a dead router
+    # Waits for each moment, and checks that the engines have dropped the dead router's calls
 
     def until_prep_recv(self) -> None:
         """The prefill engine is stopped, so the second leg has not begun."""
@@ -48,7 +48,7 @@ class Fleet:
 
     def check_the_send_was_dropped(self) -> None:
         until(lambda: not self.prefill.state()["puts_in_flight"], "the send's end")
-        assert self.prefill.state()["prefix_tokens"] == 0  # only a whole one is published
+        assert self.prefill.state()["prefix_tokens"] == 0  # only a complete prefix is published
 
     def until_generation(self) -> None:
         self.until(lambda: bool(self.asked.tokens), "the first token")
@@ -91,7 +91,7 @@ def test_the_router_is_killed(moment: str, pair: list[EngineProcess], alone: Alo
         check(fleet)
         got = fleet.asked.tokens[:NEW]
         assert got == alone(prompt)[: len(got)]
-        # On the same port, while the engines may still hold what the dead one left.
+        # The next router takes the port while the engines may still hold the dead one's leases.
         new = Router(pair, port=router.port)
         try:
             again = Completion(new, prompt)
@@ -107,7 +107,7 @@ def test_the_router_is_killed(moment: str, pair: list[EngineProcess], alone: Alo
 
 
 def test_the_router_is_killed_while_it_replicates(alone: Alone) -> None:
-    """The generation is dropped with its stream, and the replica with the generation."""
+    """The engine drops the generation when its stream breaks, and its replica with it."""
     prompt = prompt_of("replicated", 300)
     with engines(2) as pair:
         router = Router(pair, strategy="replicate")

@@ -1,5 +1,5 @@
-"""Whatever engine dies or hangs, at whatever step of the protocol: nothing is lost or overwritten,
-nobody hangs, and what is left, or comes back, works at once."""
+"""An engine dies or hangs at each step of the protocol. No page is lost or overwritten, no call
+hangs, and the other engine, and the returning one, work at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 @dataclass(frozen=True)
 class Step:
-    """How to get there, how to see that the moment has not passed, and what differs from `ENDS`."""
+    """The actions that lead to a step, a check that it has not passed, and exceptions to `ENDS`."""
 
     actions: tuple[Callable[[Scene], None], ...]
     still: Callable[[Scene], bool] = lambda _: True
@@ -73,8 +73,8 @@ STEPS = {
     ),
 }
 GONE = {"peer_unreachable", "stale_epoch"}
-# How calls end that were under way. A dead receiver's memory lives as long as it is mapped: a put
-# into it may come to its end.
+# The outcomes of the calls under way. A dead receiver's memory lives as long as it is mapped, so a
+# put into it may still succeed.
 SEND_ENDS = {
     ("sender", KILL): {"cut"},
     ("sender", STOP): {"lease_expired"},
@@ -137,7 +137,7 @@ def after_a_kill(scene: Scene, step: Step, victim: str, alone: Alone) -> None:
 
 def after_a_stop(scene: Scene, step: Step, victim: str, alone: Alone) -> None:
     if victim == "sender":
-        # The lease expires, and its pages are somebody else's before the sender goes on.
+        # The lease expires, and its pages are leased again before the sender continues.
         until(lambda: not scene.receiver.state()["leases"], "the lease's end")
         check_integrity(scene.receiver)
         check_canaries(scene)
@@ -160,7 +160,7 @@ def after_a_stop(scene: Scene, step: Step, victim: str, alone: Alone) -> None:
         assert generation.outcome() == "ok"
         assert generation.tokens == alone(OTHER)
     else:
-        # Nothing can be asked of the receiver, but puts come to their end.
+        # The stopped receiver answers no call, but puts into it succeed.
         give_up = time.monotonic() + LEASE_MS / 1000
         while time.monotonic() < give_up:
             check_integrity(scene.sender)
@@ -181,7 +181,7 @@ def after_a_stop(scene: Scene, step: Step, victim: str, alone: Alone) -> None:
 
 
 def check_ends(scene: Scene, step: Step, victim: str, number: signal.Signals, alone: Alone) -> None:
-    """Every call under way ends in time, and as it should; a generation with the right tokens."""
+    """Check that each call under way ends in time with its outcome, and generations' tokens."""
     began = time.monotonic()
     for name, call in scene.calls.items():
         if isinstance(call, Generation):

@@ -1,4 +1,4 @@
-"""The same request gives the same tokens, whoever computes which part of it (float32, greedy)."""
+"""The same request gives the same tokens, however its work is divided (float32, greedy)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prompt_of(length: int, *, vocab: int = 500, salt: int = 0) -> list[int]:
 def split(
     prompt: list[int], end: int, sender: Engine, receiver: Engine
 ) -> tuple[list[int], dict[str, int]]:
-    """prep_recv, remote_send, start_generate, by hand; returns the tokens and the send's reply."""
+    """Call prep_recv, remote_send and start_generate; return the tokens and the send's reply."""
     request_id = f"split-{next(ids)}"
     lease = receiver.call("prep_recv", request_id=request_id, prompt=prompt, end=end)
     sent: dict[str, int] = {}
@@ -56,12 +56,12 @@ def tiny_reference() -> Iterator[Reference]:
 
 @pytest.mark.slow
 def test_tokens_equal_transformers(tiny: Deployment, tiny_reference: Reference) -> None:
-    """One engine's; that other strategies give the same is what `tests/conformance` shows."""
+    """This compares one engine; `tests/conformance` compares all strategies with one engine."""
     tiny.use("data_parallel")
     for length in LENGTHS:
         prompt = prompt_of(length)
         wanted = tiny_reference.greedy(prompt, NEW)
-        # Twice: the second time finds what the first one left in the caches.
+        # The second run finds the first one's pages in the caches.
         for _ in range(2):
             reply = tiny.complete(prompt, greedy=NEW, model="tiny")
             tiny_reference.check(prompt, reply["choices"][0]["token_ids"], wanted)
@@ -73,7 +73,7 @@ def test_tokens_equal_transformers(tiny: Deployment, tiny_reference: Reference) 
 def test_every_split_and_every_cache_state(tiny: Deployment, tenth: int) -> None:
     """`end` at each tenth; both caches cold, then warm receiver, then warm sender (Figure 8).
 
-    A quarter of the lengths at each tenth, as it is the slowest of all tests.
+    Each tenth is tested with a quarter of the lengths, because this is the slowest of all tests.
     """
     sender, receiver, oracle = tiny.engines
     for length in LENGTHS[tenth % 4 :: 4]:
@@ -87,7 +87,7 @@ def test_every_split_and_every_cache_state(tiny: Deployment, tenth: int) -> None
         if end:
             assert sent["cached_tokens"] == 0
             assert sent["computed_tokens"] == end
-        # The receiver has more than the sender (it has decoded), then the sender more than it.
+        # First the receiver has cached more (it has decoded), then the sender.
         warm_receiver, _ = split(prompt, end, oracle, receiver)
         assert warm_receiver == wanted, f"warm receiver, {end} of {length}"
         fresh = [token + 1 for token in prompt[:1]] + prompt[1:]
@@ -100,8 +100,8 @@ def test_every_split_and_every_cache_state(tiny: Deployment, tenth: int) -> None
         engine.check_at_rest()
 
 
-def test_receiver_with_more_than_the_sender(tiny: Deployment) -> None:
-    """Case 2 of Figure 8: the sender computes all, and sends only what is missing."""
+def test_a_receiver_that_has_cached_more_than_the_sender(tiny: Deployment) -> None:
+    """Case 2 of Figure 8: the sender computes all tokens and sends only the missing pages."""
     sender, receiver, oracle = tiny.engines
     prompt = prompt_of(320, salt=99)
     wanted = oracle.generate(prompt, greedy=NEW, request_id=f"oracle-{next(ids)}")
@@ -115,7 +115,7 @@ def test_receiver_with_more_than_the_sender(tiny: Deployment) -> None:
 
 @pytest.mark.slow
 def test_output_continues_on_another_engine(tiny: Deployment) -> None:
-    """`output` resumes a stream exactly, greedy and sampled, wherever it was cut."""
+    """`output` resumes a stream exactly at any token, greedy and sampled."""
     first, second, _ = tiny.engines
     prompt = prompt_of(77, salt=5)
     for sampling in (
@@ -137,7 +137,7 @@ def test_output_continues_on_another_engine(tiny: Deployment) -> None:
 
 @pytest.mark.slow
 def test_tokens_do_not_depend_on_the_batch(tiny: Deployment) -> None:
-    """Alone or among 24 others, in whatever chunks the scheduler makes: the same tokens."""
+    """A request has the same tokens alone and among 24 others, however the scheduler chunks it."""
     import concurrent.futures
 
     _, engine, oracle = tiny.engines

@@ -1,5 +1,5 @@
-"""What a peer or a stranger could reach: nothing runs what it was sent, memory is the user's own,
-and an address of another cluster opens nothing."""
+"""Attacks by peers and strangers: no module runs received data, memory is the user's own, and an
+address of another cluster is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from e2e_faults import Alone, Lease, Memory, engines, kind_of, prompt_of
 from engine_process import ROOT
 
 REACHED_BY_SOCKETS = ("engine", "kvcache", "router")
-# Modules that run what they read; most of multiprocessing pickles, or leaves names in /dev/shm.
+# Modules that run their input; most of multiprocessing pickles, or leaves names in /dev/shm.
 FORBIDDEN_MODULES = {
     "pickle", "_pickle", "pickletools", "cloudpickle", "dill", "joblib", "marshal", "shelve", "dbm",
     "code", "codeop", "runpy", "imp",
@@ -22,7 +22,7 @@ FORBIDDEN_MODULES = {
     "multiprocessing.reduction", "xmlrpc",
 }  # fmt: skip
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "breakpoint"}  # the builtins
-# Methods, whoever's they are, that run or unpickle; with the keyword that makes them harmless.
+# Methods of any object that run or unpickle, with the keyword that makes them harmless.
 FORBIDDEN_METHODS: dict[str, tuple[str, object] | None] = {
     "torch.load": ("weights_only", True),
     "np.load": ("allow_pickle", False),
@@ -42,8 +42,8 @@ FORBIDDEN_METHODS: dict[str, tuple[str, object] | None] = {
 INTENDED = {
     ("router/rollout/catalog.py", "*.exec_module"),
     ("router/rollout/catalog.py", "*.source_to_code"),
-    # `strategy check` runs our own programs, by name, and reads what they print from a pipe of its
-    # own, as bytes.
+    # `strategy check` runs the project's own programs by name, and reads their output as bytes from
+    # its own pipe.
     ("router/conformance/forkserver.py", "runpy"),
     ("router/conformance/forkserver.py", "multiprocessing.connection"),
     ("router/conformance/forkserver.py", "multiprocessing.connection.Connection"),
@@ -51,7 +51,7 @@ INTENDED = {
 
 
 def forbidden(source: str) -> Iterator[str]:
-    """What a module does that nobody in reach of a socket may do."""
+    """Yield the imports and calls of a module that are forbidden in code that serves sockets."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -113,7 +113,7 @@ def _forbidden_call(call: ast.Call) -> Iterator[str]:
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
     ],
 )
-def test_what_is_forbidden_is_found(source: str) -> None:
+def test_forbidden_code_is_found(source: str) -> None:
     assert list(forbidden(source))
 
 
@@ -129,11 +129,11 @@ def test_what_is_forbidden_is_found(source: str) -> None:
         "import multiprocessing",
     ],
 )
-def test_what_is_harmless_is_not(source: str) -> None:
+def test_harmless_code_is_not_reported(source: str) -> None:
     assert not list(forbidden(source))
 
 
-def test_nothing_in_reach_of_a_socket_runs_what_it_was_sent() -> None:
+def test_no_module_runs_what_a_socket_receives() -> None:
     files = [path for package in REACHED_BY_SOCKETS for path in (ROOT / package).rglob("*.py")]
     found = {
         (str(path.relative_to(ROOT)), name)
@@ -141,7 +141,7 @@ def test_nothing_in_reach_of_a_socket_runs_what_it_was_sent() -> None:
         for name in forbidden(path.read_text())
     }
     assert len(files) > 50
-    assert found == INTENDED  # an exception that is not needed any more is one too many
+    assert found == INTENDED  # an exception that is no longer needed fails too
 
 
 def test_memory_that_peers_map_is_the_users_own_and_in_no_file_system(alone: Alone) -> None:
@@ -156,7 +156,7 @@ def test_memory_that_peers_map_is_the_users_own_and_in_no_file_system(alone: Alo
     assert status.st_uid == os.getuid()
     assert status.st_nlink == 0
     assert str(region.readlink()).startswith("/memfd:")
-    # Nothing that it shares with anybody has a name that others could open.
+    # No shared mapping has a name that others could open.
     shared = [
         line.split(maxsplit=5)[5]
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -183,6 +183,6 @@ def test_an_address_of_another_cluster_is_refused_before_a_byte_is_written() -> 
         assert memory.written() == set()
         assert not memory.claimed(lease)
         assert memory.landed(lease) == 0
-        # The same from a member of the cluster is taken: nothing else was wrong with it.
+        # A cluster member's address is accepted, so only the cluster differed.
         assert kind_of(lease.send(sender)) == "ok"
         assert memory.written() == set(lease.pages)

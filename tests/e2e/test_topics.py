@@ -1,4 +1,4 @@
-"""A deployment as a user starts it: one engine is switched to another's topic (Example 4)."""
+"""A prefix is migrated in a real deployment: one engine takes over another's topic (Example 4)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A model of engines in virtual time: steps, chunks and queues as the scheduler makes them.
+"""A model of engines in virtual time, with steps, chunks and queues like the scheduler's.
 
-A step takes `STEP_S`, and more for each stream and each token of prefill; it has one token of every
-stream, and prefills up to `BUDGET` tokens, first come first served. Sends are prefills whose
-request then goes to its decode engine.
+A step takes `STEP_S`, plus `STREAM_S` for each stream and `TOKEN_S` for each prefilled token. It
+computes one token of every stream and prefills up to `BUDGET` tokens, first come first served. A
+send is a prefill whose request then goes to its decode engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Job:
     at: float
     tokens: int
     output: int
-    share: int = 0  # of the prefill engine
+    share: int = 0  # tokens that the prefill engine computes
     division: Division | None = None
     drawn: int = 0
     first: float = 0.0
@@ -47,10 +47,10 @@ class Division(Protocol):
 class ModelEngine:
     id: str
     slower: float = 1.0
-    prefills: list[list] = field(default_factory=list)  # [job, tokens left, what then]
+    prefills: list[list] = field(default_factory=list)  # [job, tokens left, callback]
     streams: list[Job] = field(default_factory=list)
-    ends: float | None = None  # of the step under way
-    work: int = 0  # tokens and streams on their way here, as the router counts its load
+    ends: float | None = None  # when the step under way ends
+    work: int = 0  # tokens and streams assigned to the engine, as the router counts load
 
     def plan(self, now: float) -> None:
         if self.ends is not None or not (self.prefills or self.streams):
@@ -68,9 +68,10 @@ class ModelEngine:
 
 
 class Model:
-    """`divide(model, job, prefill, decode)` returns the prefill engine's share of the tokens.
+    """A deployment of prefill and decode engines.
 
-    Alternatively it enters a controller's division.
+    `divide(model, job, prefill, decode)` returns how many tokens the prefill engine computes, or
+    enters a controller's division.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Model:
         self._exits: dict[Job, AbstractContextManager] = {}
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run until all have ended."""
+        """Run until all jobs have ended."""
         coming = list(reversed(jobs))
         while coming or any(engine.ends is not None for engine in self.engines):
             times = [engine.ends for engine in self.engines if engine.ends is not None]
@@ -196,5 +197,5 @@ def mean_time(jobs: Sequence[Job]) -> float:
 
 
 def shares(jobs: Sequence[Job]) -> Iterator[float]:
-    """Of the decode engine."""
+    """Yield the decode engine's share of each job's tokens."""
     return ((job.tokens - job.share) / job.tokens for job in jobs)

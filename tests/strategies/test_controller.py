@@ -32,17 +32,17 @@ def run(model: Model, jobs: list[Job]) -> list[Job]:
     ("engines", "tokens", "output", "rate", "slower"),
     [
         ((1, 1), 384, 12, 0.6, ()),
-        ((1, 1), 384, 12, 1.8, ()),  # more than one engine can prefill
-        ((1, 1), 26, 32, 7.0, ()),  # decodes alone
+        ((1, 1), 384, 12, 1.8, ()),  # more prefill than one engine can do
+        ((1, 1), 26, 32, 7.0, ()),  # almost only decoding
         ((1, 1), 1000, 100, 0.6, ()),
         ((2, 1), 384, 12, 3.0, ()),
-        ((1, 2), 384, 12, 1.8, ()),  # best where the decode engines do most of it
+        ((1, 2), 384, 12, 1.8, ()),  # best if the decode engines do most of the prefill
         ((2, 2), 1000, 100, 1.5, ()),
         ((1, 1), 384, 12, 0.8, (2.0, 1.0)),  # a slow prefill engine
         ((1, 1), 384, 12, 1.0, (1.0, 2.0)),  # a slow decode engine
     ],
 )
-def test_it_is_as_good_as_the_ratio_that_hindsight_chooses(engines, tokens, output, rate, slower):
+def test_auto_is_as_good_as_the_best_fixed_ratio(engines, tokens, output, rate, slower):
     def mean(make) -> float:
         times = []
         for seed in SEEDS:
@@ -58,7 +58,7 @@ def phase(start: float, count: int, every: float, tokens: int, output: int) -> l
     return [Job(start + n * every, tokens, output) for n in range(count)]
 
 
-def test_it_settles_after_a_step_and_does_not_swing():
+def test_the_ratio_settles_after_a_step_and_does_not_oscillate():
     """Arrivals at a fixed pace: the load trebles and falls back, prompts shrink, outputs grow."""
     steps = [
         (40, 1.5, 384, 12), (40, 0.5, 384, 12), (40, 1.5, 384, 12), (40, 0.3, 26, 32),
@@ -74,8 +74,8 @@ def test_it_settles_after_a_step_and_does_not_swing():
         late = list(shares(part[20:]))
         settled.append(statistics.fmean(late))
         assert max(late) - min(late) < 0.12, late
-    assert settled[1] > 0.2  # at 2 a second no engine alone could prefill all
-    assert settled[2] == pytest.approx(settled[0], abs=0.05)  # as before
+    assert settled[1] > 0.2  # at 2 requests a second one engine cannot prefill all
+    assert settled[2] == pytest.approx(settled[0], abs=0.05)  # as in the first phase
     assert settled[3] < 0.05
     assert settled[4] > 0.3
     assert settled[5] < 0.05  # many streams run: their engine gets little prefill
@@ -85,8 +85,8 @@ def _parts(jobs: list[Job], size: int) -> list[list[Job]]:
     return [jobs[n : n + size] for n in range(0, len(jobs), size)]
 
 
-def test_each_phase_is_as_good_as_its_own_best_ratio():
-    """Measurements of one workload do not harm the next one."""
+def test_auto_is_as_good_as_the_best_ratio_of_each_phase():
+    """Measurements of one workload do not spoil the division of the next."""
     phases = [(1.8, 384, 12), (7.0, 26, 32), (0.5, 1000, 100), (1.8, 384, 12)]
     jobs: list[Job] = []
     for seed, (rate, tokens, output) in enumerate(phases):
@@ -139,7 +139,7 @@ def near(tokens: int) -> Any:
     return pytest.approx(tokens, abs=6)
 
 
-def test_the_rule(clock):
+def test_the_division_follows_its_formula(clock):
     controller = Controller(clock)
     assert finish(controller, clock, 1000, ms=1, decode_s=0.2) == 900  # no measurement yet
     # Of a second of work, with 0.2 s of decoding: (T + 0.6 S) / 2; they come so rarely that ρ ≈ 0.
@@ -153,7 +153,7 @@ def test_the_rule(clock):
         with controller.divide(1000, **PAIR) as third:
             assert third.prefill_tokens == near(550)
     clock.now += 100.0
-    with controller.divide(1000, **PAIR) as last:  # all earlier ones have left no trace
+    with controller.divide(1000, **PAIR) as last:  # earlier requests have left no load behind
         assert last.prefill_tokens == near(400)
 
 
@@ -174,7 +174,7 @@ def test_streams_count_less_where_the_engines_are_busy(clock, every_s, share):
     assert division.prefill_tokens == near(share)
 
 
-def test_engines_that_seem_to_differ_a_little_are_alike(clock):
+def test_small_speed_differences_between_engines_are_ignored(clock):
     def share(slower: float) -> int:
         controller = Controller(clock)
         for _ in range(5):
@@ -189,7 +189,7 @@ def test_engines_that_seem_to_differ_a_little_are_alike(clock):
         return division.prefill_tokens
 
     assert share(1.0) == near(400)
-    assert share(1.5) == near(380)  # only T is fewer tokens, at 1.25 ms each
+    assert share(1.5) == near(380)  # T is fewer tokens, at 1.25 ms each, and nothing else changes
     assert share(2.0) > 500  # a different machine
 
 
@@ -201,7 +201,7 @@ def test_engines_that_seem_to_differ_a_little_are_alike(clock):
         (["p", "d"], ["p", "d"], 300),  # each has both: streams are no reason. (0.6 S) / 2
     ],
 )
-def test_how_many_come_to_an_engine_counts(clock, prefills, decodes, share):
+def test_the_number_of_engines_of_each_role_counts(clock, prefills, decodes, share):
     controller = Controller(clock)
     finish(controller, clock, 1000, ms=1, decode_s=0.2)
     pools = {"prefills": prefills, "decodes": decodes}
@@ -215,14 +215,14 @@ def test_the_last_token_is_never_sent(clock):
         assert finish(controller, clock, tokens, ms=1, decode_s=1000) == tokens - 1
 
 
-def test_one_engine_alone_is_sent_nothing(clock):
+def test_a_single_engine_divides_nothing(clock):
     controller = Controller(clock)
     alone = {"prefill": "d", "decode": "d", "prefills": ["d"], "decodes": ["d"]}
     with controller.divide(100, **alone) as division:
         assert division.prefill_tokens == 0
 
 
-def test_what_fails_is_neither_waited_for_nor_measured(clock):
+def test_failed_requests_are_neither_queued_nor_measured(clock):
     controller = Controller(clock)
     finish(controller, clock, 1000, ms=1, decode_s=0.2)
     for point in range(3):
@@ -237,7 +237,7 @@ def test_what_fails_is_neither_waited_for_nor_measured(clock):
         clock.now += 50.0
 
 
-def test_engines_that_are_gone_are_forgotten(clock):
+def test_removed_engines_are_forgotten(clock):
     controller = Controller(clock)
     for n in range(100):
         pair = {"prefill": f"p{n}", "decode": "d", "prefills": [f"p{n}"], "decodes": ["d"]}

@@ -1,4 +1,4 @@
-"""Which engines the cache-aware strategies choose, on engines that only record calls."""
+"""The engines that the cache-aware strategies choose; the engines here only record calls."""
 
 from __future__ import annotations
 
@@ -63,38 +63,38 @@ async def calls_of(strategy, length, *engines, turns=None, **params):
         ({"cached": 64}, {"cached": 16}, 0.5, "a"),
         ({"cached": 64, "load": 95}, {"cached": 16}, 0.5, "a"),
         ({"cached": 64, "load": 97}, {"cached": 16}, 0.5, "b"),
-        ({"cached": 64, "load": 96}, {"cached": 16}, 0.5, "a"),  # equal: the longer prefix
+        ({"cached": 64, "load": 96}, {"cached": 16}, 0.5, "a"),  # a tie: the longer prefix wins
         ({"cached": 64, "load": 49}, {"cached": 16}, 1.0, "b"),
         ({"cached": 16, "load": 10**6}, {}, 0.0, "a"),
         ({"coming": 64}, {"cached": 48}, 0.5, "a"),
     ],
 )
 @pytest.mark.parametrize("turn", [0, 1])
-async def test_the_least_of_load_and_of_what_is_lacking(a, b, weight, chosen, turn):
+async def test_cache_aware_minimizes_load_plus_missing_tokens(a, b, weight, chosen, turn):
     engines = Engine("a", **a), Engine("b", **b)
     calls = await calls_of(cache_aware, 100, *engines, turns=count(turn), load_weight=weight)
     assert [call[:2] for call in calls] == [(chosen, "start_generate")]
 
 
-async def test_of_equals_each_in_its_turn():
+async def test_ties_alternate():
     turns, engines = count(), [Engine("a"), Engine("b"), Engine("c", load=1)]
     chosen = [(await calls_of(cache_aware, 50, *engines, turns=turns))[0][0] for _ in range(6)]
     assert set(chosen) == {"a", "b"}
 
 
-async def test_what_is_cached_is_not_counted_as_work():
+async def test_cached_tokens_are_not_counted_as_load():
     calls = await calls_of(cache_aware, 100, Engine("a", cached=32, coming=32))
     assert calls == [("a", "start_generate", 64)]
 
 
 @pytest.mark.parametrize("load", [0, 99, 100])
-async def test_a_context_stays_where_there_is_not_too_much_to_do(load):
+async def test_a_context_stays_on_its_engine_without_overload(load):
     engines = Engine("a", load=load, cached=64), Engine("b", cached=48)
     calls = await calls_of(migrate, 100, *engines, overload=100)
     assert calls == [("a", "start_generate", 64)]
 
 
-async def test_of_the_longest_prefixes_the_least_loaded_engines():
+async def test_of_engines_with_the_longest_prefix_the_least_loaded_is_chosen():
     engines = Engine("a", load=9, cached=64), Engine("b", load=7, cached=64), Engine("c")
     assert await calls_of(migrate, 100, *engines) == [("b", "start_generate", 64)]
 
@@ -110,8 +110,8 @@ async def test_a_context_is_moved_to_the_least_loaded_engine():
     ]
 
 
-async def test_what_is_only_on_its_way_is_not_moved():
-    """The sender would compute it a second time, and is overloaded already."""
+async def test_a_prefix_still_being_computed_is_not_moved():
+    """The overloaded sender would have to compute it a second time."""
     engines = Engine("a", load=200, cached=16, coming=48), Engine("b", cached=16)
     calls = await calls_of(migrate, 100, *engines, overload=100)
     assert [call[1] for call in calls] == ["prep_recv", "commit", "left", "start_generate"]

@@ -1,4 +1,4 @@
-"""Which calls the built-in strategies make, on engines that only record them."""
+"""The calls that the built-in strategies make; the engines here only record them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ class Pool(list):
 
 
 async def calls_of(strategy, length, *, match_len=0, cached=0, output=(), **params):
-    """A cluster with this much cached by the decode and by the prefill engine."""
+    """Return the calls of a strategy.
+
+    `match_len` tokens are cached by the decode engine, `cached` by the prefill engine.
+    """
     calls = []
     decode, prefill = Engine("d", calls, match_len), Engine("p", calls, cached)
     states = {}
@@ -97,7 +100,11 @@ async def test_balanced(ratio, end):
 @pytest.mark.parametrize(
     ("length", "match_len", "cached", "end"),
     [
-        *((300, 0, 0, 270), (300, 32, 0, 273), (300, 0, 64, 276)),  # a tenth of what neither has
+        *(
+            (300, 0, 0, 270),
+            (300, 32, 0, 273),
+            (300, 0, 64, 276),
+        ),  # a tenth of the tokens that neither has cached
         *((100, 0, 0, 99), (100, 32, 0, 99), (97, 96, 0, 96), (1, 0, 0, 0)),  # too few to divide
     ],
 )
