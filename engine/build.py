@@ -178,7 +178,7 @@ def _layout(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVL
     if config.pool_pages:
         return layout(config.pool_pages + 1)  # plus the scratch page
     if model.transformer is None:
-        return layout(MOCK_PAGES + 1)  # its pages are tiny, whatever the memory
+        return layout(MOCK_PAGES + 1)  # the mock's pages are tiny: memory sets no limit
     one = layout(1)
     room = int(min(_memory() * POOL_SHARE, MAX_POOL_BYTES)) // one.page_bytes
     return layout(max(room, MIN_CONTEXTS * one.pages_for(shape.context_length)) + 1)

@@ -31,8 +31,8 @@ __all__ = ["main", "parse_flags"]
 log = logging.getLogger("engine")
 
 PR_SET_PDEATHSIG = 1
-# Of the interpreter lock, between the step loop and the event loop. Python's default of 5 ms would
-# delay responses while a step runs Python code.
+# How long the step loop and the event loop hold the interpreter lock while the other waits for it.
+# Python's default of 5 ms would delay responses while a step runs Python code.
 SWITCH_INTERVAL_S = 0.0005
 AT_LEAST_1 = ("page_size", "max_batch", "max_waiting", "token_budget", "lease_ms", "max_body_mb")
 NOT_NEGATIVE = (
@@ -176,8 +176,9 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
         from engine.mock.openai import build_mock_app as new_app
 
     with socket.create_server((config.host, config.port), backlog=512) as listener:
-        # asyncio sets it only on sockets with an explicit protocol number. Without it, each small
-        # response and event would wait up to 40 ms for the acknowledgement of earlier data.
+        # asyncio sets TCP_NODELAY only on sockets with an explicit protocol number. Without the
+        # option, each small response and event would wait up to 40 ms for the acknowledgement of
+        # earlier data.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         host, port = listener.getsockname()[:2]
         config = dataclasses.replace(
@@ -213,7 +214,7 @@ async def _running(
     """Run an engine with its model and its step loop, and close both afterwards."""
     from engine.build import build_engine
 
-    # A claim may block on a stopped peer; this many can before they delay others.
+    # Claiming a lease may block on a stopped peer. This many claims may block before others wait.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64, "claim"))
     engine = build_engine(config, secret, epoch)
     engine.loop.start()
@@ -234,7 +235,8 @@ def _server(engine: MicroserveEngine, config: uvicorn.Config, ready: str) -> uvi
             print(ready, flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            engine.shut_down()  # otherwise it waits for streams and logs the ones it cancels
+            # Otherwise uvicorn waits for open streams, cancels them, and logs each.
+            engine.shut_down()
             await super().shutdown(sockets)
 
         @contextlib.contextmanager

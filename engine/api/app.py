@@ -144,7 +144,7 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
     async def release(request: Request) -> dict[str, bool]:
         """End a lease, or abort everything under a request id. Idempotent.
 
-        With a request id, responds when its full pages are in the prefix cache.
+        With a request id, responds when the full pages of its generation are in the prefix cache.
         """
         call = parse(Release, await read_body(request, limit))
         engine.release(call)

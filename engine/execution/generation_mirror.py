@@ -1,11 +1,11 @@
 """The mirror of a generation: a lease on another engine that receives its KV as well.
 
-    opening ──► running ──► ended      with its generation; its events say nothing
+    opening ──► running ──► ended      with its generation; not reported
        │           │
-       └───────────┴──────► stopped    by an error, which the generation's events carry
+       └───────────┴──────► stopped    by an error, which the generation's events report
 
 The event loop opens the mirror and requests more room, the step loop advances it, and the
-transport's thread reports what has landed. None of them waits for another here.
+transport's thread reports what has landed. None of them waits for another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ EXTEND_TOKENS = 128  # the least number of tokens per request for more room
 class GenerationMirror:
     """The mirror of one generation. Neither its failure nor its slowness affects the generation.
 
-    (The microserving paper's put; DéjàVu's token streaming and replication.)
+    It drives a `kvcache.lease.Mirror`, the writer of the lease. (The microserving paper's put;
+    DéjàVu's token streaming and replication.)
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class StepLoop:
         """Start the thread."""
         self._thread.start()
         self._ready.wait()
-        # Applies to all threads that start from now on: their copies need no thread team.
+        # Applies to threads that start from now on: they only copy, and need no thread team.
         torch.set_num_threads(1)
 
     def stop(self) -> None:
@@ -85,7 +85,7 @@ class StepLoop:
         self.stepper.abort(job)
 
     def advance_mirror(self, generation: Generation) -> None:
-        """Advance the mirror that a submitted generation has got since."""
+        """Advance the mirror of a generation that was set after its submission, from now on."""
         self.stepper.advance_mirror(generation)
 
     def flush(self) -> Future[None]:

@@ -79,7 +79,7 @@ class Stepper:
         self._post(partial(self._abort, job))
 
     def advance_mirror(self, generation: Generation) -> None:
-        """Advance the mirror that a submitted generation has got since."""
+        """Advance the mirror of a generation that was set after its submission, from now on."""
         self._post(partial(self._mirrors.add, generation))
 
     def flush(self) -> Future[None]:

@@ -1,6 +1,6 @@
 """Element-wise operations between a layer's matrix products: bfloat16 on CPU, one pass each.
 
-Torch needs a dozen calls for them, which cost more than the arithmetic where rows are few.
+Torch needs a dozen calls for them, which cost more than the arithmetic if there are few rows.
 Arithmetic is in float32 and rounds to bfloat16 wherever torch's own operations would.
 """
 
@@ -29,7 +29,7 @@ from kvcache.kernels.jit import (
 __all__ = ["add_norm", "apply_rope", "swiglu"]
 
 ITEM_ROWS = 16  # rows of a work item
-PARALLEL_ROWS = 64  # rows from which waking other threads pays
+PARALLEL_ROWS = 64  # with fewer rows, waking other threads costs more than it saves
 
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -70,7 +70,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The dimensions and switches of one model.
+    """The dimensions and options of one model.
 
     `context_length` (tokens) is already capped to `sliding_window` if the model uses one. Within
     this length a window masks nothing, and the cache does not support windows.

@@ -15,7 +15,7 @@ __all__ = ["Int8Linear", "Linear", "OneDnnLinear", "PackedLinear", "empty_weight
 
 log = logging.getLogger(__name__)
 
-DEQUANTIZED = 1 << 22  # int8 weights that are converted to bfloat16 at a time, at most
+DEQUANTIZED = 1 << 22  # the most int8 weights that are converted to bfloat16 at a time
 
 
 class Linear(nn.Module):

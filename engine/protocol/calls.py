@@ -56,7 +56,8 @@ class Structure(Message):
     """The form of an output: a JSON schema, a regex, or a grammar in GBNF or Lark.
 
     The root rule is `root` in GBNF (`ebnf`) and `start` in Lark. With `strict`, objects of a schema
-    have only the properties that it names. `param` is the client's name for all this, for errors.
+    have only the properties that it names. `param` is the client's name of the parameter that asked
+    for this form; errors name it.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "lark"]
@@ -98,7 +99,7 @@ class Sampling(Message):
 
 
 class Mirror(Message):
-    """A replica of a running generation's KV, sent `every` so many tokens.
+    """A replica of a running generation's KV, which sends at least `every` tokens at a time.
 
     `kv_addr` is the address of a lease that `prep_recv` has made for the generation's prompt; KV is
     sent from its `match_len` on.

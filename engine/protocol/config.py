@@ -62,7 +62,7 @@ class EngineConfig:
     preemption: Literal["swap", "recompute"] = flag(
         "swap",
         SCHEDULING,
-        "what a preempted request does with its KV; swap: move it to a tier that has room",
+        "what happens to the KV of a preempted request; swap: it moves to a tier that has room",
     )
     max_batch: int = flag(256, SCHEDULING, "most sequences decoded in one step")
     max_waiting: int = flag(
@@ -92,7 +92,9 @@ class EngineConfig:
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "warning", SERVER, "lowest level of logged messages"
     )
-    parent_pid: int = flag(0, SERVER, "die together with this parent process; 0: do not")
+    parent_pid: int = flag(
+        0, SERVER, "process id of a parent; the engine is killed when it ends; 0: none"
+    )
 
     @property
     def url(self) -> str:

@@ -32,7 +32,7 @@ def error_body(error: MicroserveError) -> dict[str, Any]:
 
 
 def error_from_body(body: object, *, retry_after: str | None = None) -> MicroserveError:
-    """Return the exception of an error body; `Internal` if `body` is none.
+    """Return the exception of an error body; `Internal` if `body` is not an error body.
 
     `retry_after` is the value of the reply's `Retry-After` header, in seconds.
     """

@@ -24,7 +24,7 @@ Words = npt.NDArray[np.uint64]
 GROUPS = 2048  # more groups cost more hashes, fewer leave more candidate tokens
 MASK = 2**64 - 1
 STEP = 0x9E3779B97F4A7C15  # increment of splitmix64
-TOKENS = 2**32  # offset of tokens in the hash stream; groups are before it
+TOKENS = 2**32  # offset of tokens in the hash stream; groups precede them
 
 
 class Gumbel:
@@ -62,7 +62,7 @@ class Gumbel:
 
 
 def _mixed(word: int) -> int:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
     word = (word ^ (word & MASK) >> 30) * 0xBF58476D1CE4E5B9 & MASK
     word = (word ^ word >> 27) * 0x94D049BB133111EB & MASK
     return word ^ word >> 31

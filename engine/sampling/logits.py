@@ -1,7 +1,8 @@
 """Operations on whole rows of logits: by numpy in host memory, by torch on other devices.
 
 Results are numpy arrays. A row's results have the same bits in any batch. On the host everything
-runs on one thread: waking others takes as long as the work, and on busy cores they start late.
+runs on one thread: waking other threads takes as long as the work, and on busy cores they start
+late.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Rows(Protocol):
         ...
 
     def at(self, rows: Tokens, tokens: Tokens) -> Logits:
-        """Return the logits at index arrays that broadcast."""
+        """Return the logits of `tokens` in `rows`, index arrays that broadcast."""
         ...
 
     def exp_sum(self, row: int, temperature: float, least: float) -> float:
@@ -60,7 +61,7 @@ def rows_of(logits: Tensor) -> Rows:
 
 
 class HostRows:
-    """Rows in host memory, processed one by one: temporaries for all would cost more than that."""
+    """Rows in host memory, processed one by one: large temporaries cost more than the work."""
 
     def __init__(self, rows: Logits) -> None:
         self._rows = rows

@@ -126,7 +126,7 @@ def _adjust_row(row: Tensor, generation: Generation) -> None:
     if _too_short(generation):
         stops = torch.tensor(list(generation.stop_ids), device=row.device)
         without_stops = row.index_fill(0, stops, -torch.inf)
-        # Where the grammar allows nothing but the end, no other token could be drawn.
+        # If the grammar allows nothing but a stop token, the output ends early.
         if generation.matcher is None or bool(without_stops.isfinite().any()):
             row.copy_(without_stops)
 

@@ -1,4 +1,4 @@
-"""Truncation by min_p, top_k and top_p: each row keeps the logits from a threshold on."""
+"""Truncation by min_p, top_k and top_p: each row keeps the logits at or above a threshold."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Logits = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-WIDTHS = (1024, 8192)  # top_k and top_p search this many top tokens first, then all
+WIDTHS = (1024, 8192)  # top_k and top_p search so many top tokens, then all
 
 
 def least_logits(rows: Rows, top: Logits, samplings: Sequence[Sampling]) -> Floats:
     """Return the least logit that passes min_p, top_k and top_p, in this order, `[rows, 1]`.
 
-    `top` is the largest logit of each row, `[rows, 1]`; it always passes. Of equal logits, all pass
-    or none. The temperature is applied before the filters and is above 0.
+    `top` is the largest logit of each row, `[rows, 1]`; it always passes. Equal logits pass or fail
+    together. The temperature is applied before the filters and is above 0.
     """
     vocab = rows.shape[1]
     least = np.full(top.shape, -np.inf)
@@ -51,7 +51,7 @@ def _least_of_largest(
     least: Floats,
     samplings: Sequence[Sampling],
 ) -> tuple[Floats, Flags]:
-    """Apply top_k and top_p to the `selected` rows, as far as their top `width` logits suffice.
+    """Apply top_k and top_p to those `selected` rows whose top `width` logits suffice for it.
 
     Returns the new `least` and whether each row is resolved, `[len(selected)]`. For a row that is
     not resolved, `least` is unchanged.

@@ -12,7 +12,8 @@ Each kind splits its n tokens a step in two halves. One half goes to the oldest 
 the job with the least tokens left, so that short prompts pass long ones while long ones progress.
 Counted from the moment it has its pages, a job with r tokens left is done within
 
-- ceil(r' / (n / 2)) steps, where r' sums r and at most r of each other job that gets as short; or
+- ceil(r' / (n / 2)) steps, where r' is r plus, for each other job that at some time has no more
+  tokens left than this one, at most r; or
 - the sum of ceil(r / (n / 2)) over itself and all older jobs;
 
 whichever is earlier. No stream of short prompts takes a long prompt's half, and no number of long

@@ -166,7 +166,10 @@ class MicroserveEngine:
         return await self.sends.run(call, self.loop)
 
     def may_wait(self, call: StartGenerate) -> bool:
-        """Whether `start_generate` may wait, so that its caller may leave meanwhile."""
+        """Whether `start_generate` may wait for a lease, a grammar or a tier.
+
+        Its caller may disconnect meanwhile.
+        """
         tiered = any(True for _ in self.cache.tiers)
         return tiered or call.lease_id is not None or call.structure is not None
 

@@ -62,7 +62,7 @@ class Generations:
         self._grammars = grammars
         self._most = most
         self._arrivals = KVArrivals(cache)
-        self._starting: set[str] = set()  # wait for their KV, a grammar or a promotion
+        self._starting: set[str] = set()  # request ids; they wait for KV, a grammar or a promotion
         self._by_id: dict[str, Generation] = {}
         self._streams: dict[Generation, GenerationStream] = {}
 

@@ -54,7 +54,7 @@ class KVArrivals:
         self._cache = cache
         self._waiters: set[Waiter] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._group: WaiterGroup | None = None  # None: the set of waiters has changed
+        self._group: WaiterGroup | None = None  # None: none, or waiters have come or gone since
 
     async def start(self, generation: Generation, lease_id: LeaseId, begin: int | None) -> None:
         """Give the sequence of a lease to `generation`, once `begin` tokens have landed.

@@ -78,7 +78,7 @@ class MirrorTasks:
         most = generation.prompt_len + generation.sampling.max_tokens
         mirror = GenerationMirror(self._cache, address.lease_id, call.every, most, self._loop)
         task = self._loop.create_task(
-            self._look_after(mirror, address.url, call.kv_addr, list(generation.tokens))
+            self._run(mirror, address.url, call.kv_addr, list(generation.tokens))
         )
         self._tasks[task] = mirror
         task.add_done_callback(self._forget)
@@ -92,7 +92,7 @@ class MirrorTasks:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
 
-    async def _look_after(
+    async def _run(
         self, mirror: GenerationMirror, url: str, kv_addr: str, tokens: list[int]
     ) -> None:
         try:

@@ -1,10 +1,11 @@
 """The prefix feed: page names of the prefix cache, streamed to routers as they change.
 
-    tree ── names added, removed ──► pending changes per reader ── frames, paced ──► router
-            (any thread, under the cache's lock)                   (the event loop)
+    cache ── names added, removed ──► pending changes per reader ── frames, paced ──► router
+             (any thread, under the cache's lock)                   (the event loop)
 
-The pending changes are the difference between the reader's knowledge and the cache. They never
-exceed the names of two pools, however slow the reader is, and one frame brings it up to date.
+The pending changes are the difference between what the reader has received and what the cache
+holds. They never exceed the names of two pools, however slow the reader is, and one frame brings
+the reader up to date.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def _regex(pattern: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
 
 # Pre-tokenizers by llama.cpp's names (`llama_vocab::impl::load` in llama.cpp).
 _SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "default": _gpt2,  # written by converters older than these names, which knew GPT-2's only
+    "default": _gpt2,  # converters older than these names knew only GPT-2's pre-tokenizer
     "gpt-2": _gpt2,
     "smollm": _digits_then_gpt2,
     "starcoder": _digits_then_gpt2,

@@ -52,7 +52,7 @@ def _no_tensor(name: str) -> Tensor:
 
 
 def mock_tokens() -> list[int]:
-    """Return the ids of its text, which it repeats: `position` gets token `position % len`."""
+    """Return the ids of the mock's text; position p gets token `ids[p % len(ids)]`."""
     tokenizer = load_tokenizer(byte_tokenization(_CONFIG.vocab_size).tokenizer_json)
     ids: list[int] = tokenizer.encode(TEXT).ids
     return ids

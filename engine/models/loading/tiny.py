@@ -15,7 +15,7 @@ from engine.models.loading.tokenization import Tokenization
 
 __all__ = ["byte_tokenization", "open_tiny"]
 
-_SEED = 6  # of the first eight seeds the one with the most varied text; see the test
+_SEED = 6  # gives the most varied text of the first eight seeds; a test checks that it varies
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -43,7 +43,10 @@ _CONFIG = ModelConfig(
 
 
 def open_tiny() -> Checkpoint:
-    """Return its checkpoint. Weights have standard deviation 1/√hidden, so greedy text varies."""
+    """Return the checkpoint of `tiny`.
+
+    Weights have standard deviation 1/√hidden, so greedy text varies.
+    """
     tensors = _weights(_CONFIG)
     digest = hashlib.sha256()
     for tensor in tensors.values():
