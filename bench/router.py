@@ -1,22 +1,22 @@
-"""What a request costs in the router: CPU, and time; against vllm-router, which is Rust.
+"""CPU and latency of a request in the router, compared with vllm-router, which is written in Rust.
 
 Purpose: our router runs a Python program for each request, tokenizes, keeps leases and receipts,
-and goes on elsewhere when an engine dies; vllm-router forwards bytes. It should not cost more.
+and continues elsewhere when an engine dies; vllm-router forwards bytes. Ours should cost no more.
 
-Theory: what a forwarder does per token, our engines do once a step: all that a step emitted for
-all requests of a router is one frame on one connection. What is left per token is one write to the
-client's socket, which a forwarder has too, and its read of that token, which we do not have.
+Theory: a forwarder reads every token of every request from an engine. Our engines send one frame
+per step on one connection, with the tokens of all requests of a router. Per token, both routers
+write once to the client's socket; only the forwarder also reads.
 
-How: both routers stand before the same two mock engine processes and are given the same requests
-by the same load generator (`bench/load.py`), in turn, `REPEATS` times. vllm-router uses the
-engines' `/v1/completions`, ours their microserving calls; 32 tokens each, prompts of 64 tokens.
+How: the same load generator (`bench/load.py`) sends the same requests to both routers in turn,
+`REPEATS` times. Both use the same two mock engine processes: vllm-router calls their
+`/v1/completions`, ours their microserving API. Requests have 32 tokens, prompts 64.
 
 - `cpu_*`: CPU seconds (user and system, `/proc/PID/stat`) of the router's process per request, ours
   over theirs, medians. `plain`: one JSON answer; `stream_burst`: streamed, steps that take no time;
-  `stream_paced`: streamed, a step every 5 ms, 32 streams at any time. Ours sends together what
-  comes faster than its default, `--stream-interval-ms 20`, but the first and the last token at
-  once: nine chunks or so, where vllm-router passes on the engines' 32. `stream_paced_each` is the
-  same with 0: a chunk a token from both.
+  `stream_paced`: streamed, a step every 5 ms, 32 streams at any time. By default
+  (`--stream-interval-ms 20`) ours joins tokens that come within 20 ms, except the first and the
+  last: about nine chunks, where vllm-router forwards the engines' 32. `stream_paced_each` is the
+  same with `--stream-interval-ms 0`: both send one chunk per token.
 - `added_ms_*`: the time to the first byte of the body through the router, less the same directly at
   an engine; open loop, 200 requests/s over 32 connections, streamed, steps that take no time.
 
@@ -49,7 +49,7 @@ RATE = 200.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kind of load: what is asked for, and how often."""
+    """One kind of load: the requests and their count."""
 
     name: str
     stream: bool
@@ -59,7 +59,7 @@ class Work:
 
 @dataclass(slots=True)
 class Cost:
-    """CPU µs per request, one figure a repeat: of the router, and of both engines behind it."""
+    """CPU µs per request of the router, and of both engines together; one figure per repeat."""
 
     router: list[float] = field(default_factory=list)
     engines: list[float] = field(default_factory=list)
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def compare(deployment: Deployment, work: Work) -> dict[str, Cost]:
-    """CPU per request of both routers, in turn."""
+    """Measure CPU per request of both routers, in turn."""
     costs = {who: Cost() for who in ("ours", "theirs")}
     for repeat in range(REPEATS + 1):
         for who, router in _routers(deployment).items():
@@ -133,7 +133,7 @@ def compare(deployment: Deployment, work: Work) -> dict[str, Cost]:
 
 
 def added(deployment: Deployment) -> dict[str, dict[str, list[float]]]:
-    """Added time to the first byte of both routers, in turn with the direct way, in ms."""
+    """Return the time to the first byte that each router adds to an engine's own, in ms."""
     delays: dict[str, dict[str, list[float]]] = {}
     count = int(RATE * 5)
     for repeat in range(REPEATS + 1):
@@ -166,7 +166,7 @@ def run(
 
 
 def requests(server: Process, stream: bool) -> Callable[[int], bytes]:
-    """Request number n: all alike, but for the end of the prompt."""
+    """Return a function of a request's number. Requests differ in the end of the prompt."""
     body = {
         "model": "mock",
         "prompt": PROMPT + "000000",
@@ -180,7 +180,7 @@ def requests(server: Process, stream: bool) -> Callable[[int], bytes]:
 
 
 def check(answers: list[Answer], *, stream: bool) -> None:
-    """Every answer is whole: a router that drops something is not cheap but broken."""
+    """Exit if a response is incomplete: a router that drops tokens would seem cheap."""
     for answer in answers:
         text = answer.body
         if stream:

@@ -1,13 +1,13 @@
-"""What 10,000 streams that say nothing cost the router: memory.
+"""Memory of the router with 10,000 idle streams.
 
-Purpose: a stream that waits for its next token costs what is kept of it: a connection, a task, a
-strategy that is suspended, a receipt. This counts it, for sizing a router.
+Purpose: a stream that waits for its next token takes memory for a connection, a task, a suspended
+strategy and a receipt. This bench measures it, for sizing a router.
 
-How: two mock engines whose step takes `STEP_MS` each hold half of the streams; each stream has had
-its first token and then stays idle while the router's memory is read (resident set, from
-`/proc/PID/stat`). They are opened `OPENED_PER_S` a second at most. Before, the router has served a
-request, so that what it loads on first use is not counted. Each stream takes a descriptor here and
-one in the router: see `ulimit -n`.
+How: two mock engines whose step takes `STEP_MS` each hold half of the streams. Each stream gets its
+first token and then stays idle while the bench reads the router's memory (resident set, from
+`/proc/PID/stat`). At most `OPENED_PER_S` streams are opened per second. The router serves one
+request first, so that what it loads on first use is not counted. Each stream takes a file
+descriptor here and one in the router: see `ulimit -n`.
 
 Run: `make bench-router-idle`, or `python -m bench.router_idle [--save]`.
 """
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 async def measure(router: Process, streams: int) -> dict[str, Any]:
-    """Open them all, and read the router's memory when all have begun."""
+    """Open all streams, and read the router's memory when all have begun."""
     one = _request(router, max_tokens=1)
     await closed_loop(router.url, lambda number: one, count=1, connections=1)
     before = router.rss_mb()
@@ -64,7 +64,7 @@ async def measure(router: Process, streams: int) -> dict[str, Any]:
     request = _request(router, max_tokens=1000)
     waiting = []
     try:
-        for connection in pool:  # as clients come: not all in one moment
+        for connection in pool:  # clients do not connect all at once
             waiting.append(asyncio.ensure_future(connection.ask(request)))
             await asyncio.sleep(1 / OPENED_PER_S)
         give_up = time.monotonic() + 600

@@ -1,4 +1,4 @@
-"""The processes of a router bench: mock engines, and the routers that stand in front of them."""
+"""The processes of a router bench: mock engines, and the routers in front of them."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A server, and the CPU and memory that it and all its children have taken."""
+    """A server. CPU and memory include all its child processes."""
 
     url: str
     pid: int
 
     def cpu_s(self) -> float:
-        """User and system seconds so far; those of children that have ended are in their parent's.
+        """Return user and system seconds so far, including children that have ended.
 
-        The kernel counts in ticks, 10 ms usually: measure over a second of CPU.
+        The kernel counts ticks of 10 ms usually, so measure over a second of CPU at least.
         """
         return sum(_cpu_s(pid) for pid in _tree(self.pid))
 
     def rss_mb(self) -> float:
-        """Memory in RAM now, in MB of 10⁶ bytes; pages that processes share count for each."""
+        """Return resident memory in MB (10⁶ bytes). A shared page counts for each process."""
         pages = sum(int(_stat(pid)[21]) for pid in _tree(self.pid))
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The same engines, behind our router and behind the peer's (None: it is not installed)."""
+    """Engines behind our router and behind the peer's. `theirs` is None if not installed."""
 
     engines: list[Process]
     ours: Process
@@ -55,10 +55,10 @@ class Deployment:
 def deployed(
     *engine_flags: str, engines: int = 2, peer: bool = True, router_flags: Sequence[str] = ()
 ) -> Iterator[Deployment]:
-    """Start everything, and end it on leaving. `router_flags` are for our router."""
+    """Start everything, and stop it on exit. `router_flags` are for our router."""
     with ExitStack() as stack:
         python = [sys.executable, "-m"]
-        orphan = ["--parent-pid", str(os.getpid())]  # this may be killed
+        orphan = ["--parent-pid", str(os.getpid())]  # ends with this process
         flags = ["mock", "--port", "0", "--threads", "1", *orphan, *engine_flags]
         workers = [
             stack.enter_context(_started([*python, "engine", *flags])) for _ in range(engines)
@@ -81,7 +81,10 @@ def deployed(
 
 @contextmanager
 def _started(command: Sequence[str], url: str = "") -> Iterator[Process]:
-    """A server that prints a line that ends in its URL, or that answers `/health` at `url`."""
+    """Start a server, and stop it on exit.
+
+    Without `url`, the server prints its URL at the end of its first line.
+    """
     output = subprocess.DEVNULL if url else subprocess.PIPE
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL if url else None)
     try:

@@ -25,7 +25,7 @@ from router.supervision.watchdog import Watchdog
 __all__ = ["Server", "listen", "run", "serving"]
 
 FIRST_LOOK_S = 5.0
-LAST_WORDS_S = 1.0  # for responses still being written when the requests have ended
+LAST_WORDS_S = 1.0  # for clients to read responses that are complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,10 @@ class Server:
 
 @asynccontextmanager
 async def serving(config: RouterConfig) -> AsyncIterator[Server]:
-    """Serve while the body runs. On leaving, the router still listens and reports that it drains
-    while requests run, for `shutdown_s` at most. Then it cancels them, which ends their leases and
-    generations.
+    """Serve while the body runs.
+
+    On exit the router still listens, and reports that it drains, until its requests have ended, for
+    `shutdown_s` at most. Then it cancels them, which ends their leases and generations.
 
     Raises `OSError` if the address is taken, `BadRequest` if certificate or key are unusable, and
     what `assembled` raises.
@@ -99,8 +100,10 @@ async def run(config: RouterConfig) -> None:
 
 
 def _spare_the_collector() -> None:
-    """Exempt what exists now from garbage collection, and collect less often. Requests leave few
-    cycles, so that this saves some percent of the CPU."""
+    """Exempt existing objects from garbage collection, and collect less often.
+
+    Requests leave few reference cycles, so this saves a few percent of CPU.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

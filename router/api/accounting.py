@@ -1,4 +1,4 @@
-"""The scope of each request to the model: its deadline, its receipt's end, metrics, log, trace."""
+"""The scope of each request to the model: deadline, receipt, metrics, log, trace."""
 
 from __future__ import annotations
 

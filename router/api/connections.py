@@ -1,4 +1,4 @@
-"""The open connections of a server, and the end of them."""
+"""The open connections of a server, and how they are closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.api.protocol import BoundedHttpProtocol
 
 __all__ = ["Connections"]
 
-POLL_S = 0.01  # how often the end of connections is looked for
+POLL_S = 0.01  # between two looks at whether all are closed
 
 
 class Connections:
@@ -47,8 +47,11 @@ class Connections:
         return BoundedHttpProtocol(self._config, self._state, {})
 
     async def close(self, bound_s: float) -> None:
-        """Close idle connections, and others when they have answered and the client has read it;
-        after `bound_s` seconds all of them, which cancels their requests."""
+        """Close all connections: idle ones at once, others when the client has read its response.
+
+        After `bound_s` seconds, abort those that are left, which cancels their requests. Then wait
+        for the tasks of all requests.
+        """
         for connection in list(self.open):
             connection.shutdown()
         give_up = time.monotonic() + bound_s

@@ -1,4 +1,4 @@
-"""What every HTTP request passes: its id, its key, its limits, its body's bounds, its errors."""
+"""What precedes every handler: request ids, keys, rate limits, limits of bodies, errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class Gate:
                 raise
 
     async def _serve(self, http: HttpRequest) -> None:
-        """Answer. Every failure becomes a response here, but for those of FastAPI's functions."""
+        """Run the handler and send its response. Failures become error responses here, except in
+        FastAPI's functions, where `rest.catch_errors` handles them."""
         given = http.headers.get("x-request-id", "")
         http.id = given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
         try:
@@ -84,8 +85,10 @@ class Gate:
             await http.respond(response)
 
     def _headers(self, http: HttpRequest) -> Mapping[str, str]:
-        """Return what every response says in its head. A stream's head is sent with its first
-        token."""
+        """Return the headers that all responses have.
+
+        Called when the head is sent: a stream's head is sent with its first token.
+        """
         router = self._router
         router.metrics.answered(http.route, http.status)
         http.close = http.close or router.shutdown.begun
@@ -99,7 +102,10 @@ class Gate:
         return headers
 
     def _admit(self, http: HttpRequest) -> None:
-        """Check who calls, before a body is read. Raises what refuses the request."""
+        """Check key and limits, before the body is read.
+
+        Raises `Unauthorized`, `Forbidden`, `RateLimited` or `Draining`.
+        """
         router, path = self._router, http.path
         given = bearer(http.headers.get("authorization", ""))
         if path.startswith("/admin/"):
@@ -119,7 +125,10 @@ class Gate:
             raise
 
     async def _read(self, http: HttpRequest) -> None:
-        """Read the body within its time; handlers find it read. Raises `SlowClient`."""
+        """Read the body within its time limit; handlers then have it at once.
+
+        Raises `SlowClient`, and what `HttpRequest.read` raises.
+        """
         timeout_s = self._router.config.body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -42,7 +42,7 @@ LINGER_S = 2.0
 
 
 class ClientConnection(Protocol):
-    """What the ASGI server lends to a request as `scope["state"]["connection"]`."""
+    """The client's connection, which the server passes as `scope["state"]["connection"]`."""
 
     @property
     def arrived(self) -> bool:
@@ -80,9 +80,9 @@ def json_response(body: Any, *, status: int = 200) -> HttpResponse:
 class HttpRequest:
     """One request, whose body may still arrive.
 
-    `path` is decoded. Header names are in
-    lower case; the first of equal names counts; bytes that are not UTF-8 become surrogates. The
-    request also carries what the router learns of its caller and its outcome.
+    `path` is decoded. Header names are in lower case. The first of several headers with one name
+    counts. Bytes that are not UTF-8 become surrogates. The request also carries what the router
+    learns about its caller and its outcome.
     """
 
     __slots__ = (
@@ -137,7 +137,7 @@ class HttpRequest:
         return self.complete or (self.connection is not None and self.connection.arrived)
 
     def check(self) -> None:
-        """Raise `BadRequest` if this is not a valid request."""
+        """Raise `BadRequest` if the server found that this is not valid HTTP."""
         if broken := self._state.get("broken"):
             raise BadRequest(broken)
 
@@ -252,14 +252,15 @@ class HttpStream:
 
 
 async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` on `size` bytes without blocking the event loop: in a thread if there is much."""
+    """Run `work` on `size` bytes without blocking the event loop: beyond `SMALL_BODY`, in a
+    thread."""
     if size <= SMALL_BODY:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def encoded(headers: Mapping[str, str]) -> RawHeaders:
-    """Return headers as ASGI has them."""
+    """Return headers as ASGI's pairs of bytes."""
     return [
         (name.encode("latin-1"), value.encode("utf-8", "surrogateescape"))
         for name, value in headers.items()

@@ -1,4 +1,4 @@
-"""What probes and scrapers ask for: health, metrics, version."""
+"""Routes for probes and scrapers: health, metrics, version."""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
-"""uvicorn's HTTP protocol, within limits: what a client sends unasked stays small, and is served
-only if it can be read in one way.
+"""uvicorn's HTTP/1.1 protocol with limits.
 
-uvicorn parses everything that arrives, and waits for its client without limits in time. This layer
-adds: requests behind a running one stay unparsed bytes, and few; limits on heads; a refusal takes
-its turn behind earlier responses; a request with an `Upgrade` that is not taken keeps its body; a
-disconnect cancels the request; HTTP/1.0 responses are not chunked.
+uvicorn parses everything that arrives, and waits for its client without a time limit. The subclass
+here adds:
+
+- Requests pipelined behind a running one stay unparsed bytes, and their number is bounded.
+- Heads are bounded. Heads that llhttp accepts and HTTP forbids are refused.
+- A refusal waits its turn behind earlier responses.
+- A request with an `Upgrade` header is served as HTTP/1.1, with its body.
+- A disconnect cancels the running request.
+- Responses to HTTP/1.0 are not chunked.
 """
 
 from __future__ import annotations
@@ -19,13 +23,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 __all__ = ["BoundedHttpProtocol"]
 
-KEEPALIVE_S = 75  # for connections that nobody uses
+KEEPALIVE_S = 75  # for idle connections
 MAX_HEADERS = 128
 MAX_FIELD = 8190  # bytes of one header, or of the target
 MAX_UNPARSED = 1 << 16  # bytes that the parser may take without completing a head or a chunk
 MAX_WAITING = 1 << 16  # bytes behind a running request; what one read brings may exceed it
 SLICE = 1 << 12  # bytes parsed at once, so that few requests are parsed before they may run
-# Its body never arrives.
+# Stands for input that is not a request. Its body never arrives.
 _NO_REQUEST = b"GET / HTTP/1.1\r\nHost: -\r\nContent-Length: 1\r\n\r\n"
 Headers = list[tuple[bytes, bytes]]
 
@@ -57,7 +61,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._cycles: deque[RequestResponseCycle] = deque()  # not yet answered; the first one runs
         self._task: asyncio.Task[Any] | None = None
         self._waiting = bytearray()  # received behind a running request
-        self._unread = False  # the client has to read the response before anything else is done
+        self._unread = False  # the next request starts once the client has read the response
         self._unparsed = 0  # bytes since the parser last completed something
         self._body_left = 0  # bytes of a body that llhttp takes for another protocol
 
@@ -155,12 +159,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if not self._cycles:
             if self.waiting_since is None:
-                self.waiting_since = self.loop.time()  # empty lines before a head are part of it
+                self.waiting_since = self.loop.time()  # empty lines before a head count for it
         elif self.pipeline and len(self.cycle.body) <= HIGH_WATER_LIMIT:
-            self.flow.resume_reading()  # a client that disconnects is noticed
+            self.flow.resume_reading()  # a disconnect is noticed only while reading
 
     def _take_body(self, data: bytes) -> None:
-        """Take the body of a request whose `Upgrade` is not taken."""
+        """Pass on the body of a request whose `Upgrade` is ignored."""
         if body := data[: self._body_left]:
             super().on_body(body)
             self._body_left -= len(body)
@@ -169,8 +173,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _refuse(self, reason: str) -> None:
-        """Answer 400 in turn, and close. The request that is being received is told `reason`, or
-        one that stands for what is none."""
+        """Answer 400 in turn, with `reason` as the message, and close.
+
+        The request that is being received gets the answer. Between requests, a placeholder does.
+        """
         self._deaf = True
         if not self._cycles or not self.cycle.more_body:
             self.parser = httptools.HttpRequestParser(self)
@@ -198,7 +204,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.expect_100_continue = False
         super().on_headers_complete()
         self._cycles.append(self.cycle)
-        self.headers = []  # trailers are none of the request's headers
+        self.headers = []  # trailers must not join the request's headers
         if version == "1.0":
             _never_chunk(self.cycle)
         if upgrade:
@@ -227,9 +233,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._next()
 
     def _next(self) -> None:
-        """Start the request behind the one that has been answered."""
+        """Start the next request: the running one has been answered."""
         self._cycles.popleft()
-        self._task = None  # what it still does is not for the client
+        self._task = None  # the rest of its work does not need the client
         super().on_response_complete()
         if self._waiting and not self._cycles and not self.transport.is_closing():
             data, self._waiting = bytes(self._waiting), bytearray()
@@ -247,8 +253,10 @@ def _path(target: bytes) -> bytes:
 
 
 def _check_head(version: str, target: bytes, headers: Headers, *, upgrade: bool) -> None:
-    """Check what llhttp lets pass and HTTP does not (RFC 9112, §3.2 and §6.1), and our limits.
-    Raises `ValueError`."""
+    """Check rules of RFC 9112, §3.2 and §6.1, that llhttp does not, and our limits.
+
+    Raises `ValueError`.
+    """
     if len(headers) > MAX_HEADERS:
         raise ValueError("there are too many headers")
     size, hosts, codings = len(target), 0, []
@@ -269,7 +277,10 @@ def _check_head(version: str, target: bytes, headers: Headers, *, upgrade: bool)
 
 
 def _never_chunk(cycle: RequestResponseCycle) -> None:
-    """A client of HTTP/1.0 knows no chunks: the end of the connection is the end of its stream."""
+    """Send the response of `cycle` without chunks, which HTTP/1.0 lacks.
+
+    Closing the connection ends a stream.
+    """
     send, cycle.chunked_encoding = cycle.send, False
 
     async def send_whole(message: Any) -> None:

@@ -1,4 +1,4 @@
-"""The FastAPI application behind the gate, and what its functions share."""
+"""What FastAPI's functions behind the gate share: the request, replies, error responses."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ async def call_api(api: FastAPI, http: HttpRequest) -> None:
             more = message.get("more_body", False)
             await http.send_body(message.get("body", b""), more=more)
 
-    # Every body is JSON, whatever a client calls it. HEAD is GET without the body, which the
-    # server leaves out.
+    # Bodies are JSON whatever their Content-Type says. HEAD runs as GET; the server omits the body.
     headers = [header for header in http.scope["headers"] if header[0] != b"content-type"]
     scope = {
         **http.scope,
@@ -73,7 +72,7 @@ async def call_api(api: FastAPI, http: HttpRequest) -> None:
 
 
 def catch_errors(api: FastAPI) -> None:
-    """Give every failure the one error body."""
+    """Register handlers that turn every failure into an OpenAI error object."""
 
     async def microserve_error(request: Request, error: Exception) -> Response:
         known = error if isinstance(error, MicroserveError) else _unknown()
@@ -98,7 +97,7 @@ def _unknown() -> Internal:
 
 
 def _invalid(error: Exception) -> MicroserveError:
-    """Return the first complaint about a body."""
+    """Return the first of FastAPI's complaints about a request."""
     if not isinstance(error, RequestValidationError):
         return _unknown()
     first = error.errors()[0]

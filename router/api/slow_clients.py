@@ -1,8 +1,8 @@
-"""Drops clients that do not read their responses, or do not send a request.
+"""Drops clients that do not read their responses, or do not complete a request's head.
 
-A client that does not read buffers little: 64 KiB here, where the task of its request waits, and
-the kernel's buffers. But its request would hold pages on an engine without a limit in time. So all
-connections are checked now and then, off the path of the tokens.
+A client that does not read costs little memory: its request's task waits once 64 KiB are buffered.
+But the request would hold pages on an engine without a time limit. A task checks all connections
+periodically, so that writing a token costs nothing more.
 """
 
 from __future__ import annotations
