@@ -44,7 +44,7 @@ def tiny() -> LoadedModel:
 
 
 def tiny_layout(pages: int) -> KVLayout:
-    """The layout of `tiny` with `pages` pages and the scratch page."""
+    """Return the layout of `tiny` with `pages` pages and the scratch page."""
     shape = tiny().config
     return KVLayout(
         shape.num_layers, pages + 1, 16, shape.num_kv_heads, shape.head_dim, torch.float32
@@ -58,7 +58,7 @@ def make_cache(
     url: str = "",
     stores: Sequence[TierStore] = (),
 ) -> KVCache:
-    """A cache for `tiny` with `pages` pages and the scratch page."""
+    """Return a cache for `tiny` with `pages` pages and the scratch page."""
     shape, layout = tiny().config, tiny_layout(pages)
     transport = MemoryTransport(network or MemoryNetwork(), 1)
     return KVCache(
@@ -77,7 +77,7 @@ def generation(
     priority: int = 0,
     **sampling: Any,
 ) -> Generation:
-    """A generation with prompt `tokens` and earlier `output`; greedy by default."""
+    """Return a generation with prompt `tokens` and earlier `output`; greedy by default."""
     return Generation(
         request_id=f"r{number}",
         seq_id=SeqId(number),

@@ -17,12 +17,12 @@ OLD = "processor : 0\nmodel name : avx512_bf16\nflags\t\t: fpu avx512f not_avx51
 
 
 @pytest.mark.parametrize(("text", "there"), [(X86, True), (ARM, True), (OLD, False), ("", False)])
-def test_the_processor_says_whether_it_multiplies_bf16(text: str, there: bool, tmp_path: Path):
+def test_cpuinfo_says_whether_the_processor_multiplies_bf16(text: str, there: bool, tmp_path: Path):
     (tmp_path / "cpuinfo").write_text(text)
     assert multiplies_bf16(tmp_path / "cpuinfo") is there
 
 
-def test_without_a_word_it_does_not(tmp_path: Path):
+def test_without_cpuinfo_bf16_is_not_used(tmp_path: Path):
     assert multiplies_bf16(tmp_path / "cpuinfo") is False
 
 
@@ -38,7 +38,7 @@ def test_without_a_word_it_does_not(tmp_path: Path):
         (EngineConfig("smollm2", dtype="float32"), True, torch.float32),
     ],
 )
-def test_what_weights_are_in(
+def test_the_default_dtype_of_weights(
     config: EngineConfig, there: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(build, "multiplies_bf16", lambda: there)

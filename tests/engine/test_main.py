@@ -84,7 +84,7 @@ def test_cpus():
         (["tiny", "--port", "0", "--disk-pages", "1", "--disk-dir", "no/such"], 2, "no/such"),
     ],
 )
-def test_what_cannot_start_says_why(
+def test_a_failed_start_says_why(
     flags: list[str], code: int, why: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main(flags) == code
@@ -92,29 +92,29 @@ def test_what_cannot_start_says_why(
     assert why in error and "Traceback" not in error
 
 
-def test_a_port_in_use_is_told(capsys: pytest.CaptureFixture[str]):
+def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["tiny", "--port", str(taken.getsockname()[1])]) == 1
     assert "in use" in capsys.readouterr().err
 
 
-def test_a_parent_that_is_gone_already_ends_it():
-    """In a child process: the flag kills its process."""
+def test_an_engine_whose_parent_has_ended_ends_too():
+    """This runs in a child process, because the flag kills its process."""
     flags = ["-m", "engine", "tiny", "--parent-pid", str(2**22 + 1)]
     assert subprocess.run([sys.executable, *flags], cwd=ROOT, check=False).returncode == 1
 
 
 @pytest.fixture
 def guarded() -> Iterator[EngineProcess]:
-    """An engine with an API key and a secret of its own."""
+    """An engine with its own API key and secret."""
     process = EngineProcess("--api-key", "key", "--pool-pages", "200", secret="other")
     yield process
     process.kill()
 
 
 @pytest.mark.slow
-def test_keys_secrets_and_a_quiet_end(guarded: EngineProcess, engine_process: EngineProcess):
-    """Uses one process for everything, since a start takes a second."""
+def test_keys_secrets_and_a_clean_exit(guarded: EngineProcess, engine_process: EngineProcess):
+    """One test checks all of it, because starting a process takes a second."""
     for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Bearer other"}):
         reply = guarded.http.get("/microserving/state", headers=headers)
         assert reply.status_code == 401
@@ -140,7 +140,7 @@ def test_keys_secrets_and_a_quiet_end(guarded: EngineProcess, engine_process: En
 
 
 @pytest.mark.slow
-def test_kv_travels_between_two_engine_processes(engine_process: EngineProcess):
+def test_kv_is_sent_between_two_engine_processes(engine_process: EngineProcess):
     """The sender is killed, the receiver continues, and a new sender has a new epoch."""
     prompt = [(n * n + 3 * n) % 250 for n in range(90)]
     sender = EngineProcess("--pool-pages", "200")

@@ -33,7 +33,7 @@ def pair() -> Iterator[tuple[EngineProcess, EngineProcess]]:
 
 @needs_nixl
 @pytest.mark.slow
-def test_kv_travels_between_two_addresses(pair: tuple[EngineProcess, EngineProcess]):
+def test_kv_is_sent_between_two_addresses(pair: tuple[EngineProcess, EngineProcess]):
     sender, receiver = pair
     lease = receiver.post("prep_recv", request_id="r", prompt=PROMPT, end=199).json()
     assert lease["match_len"] == 0
@@ -61,7 +61,7 @@ def tokens(emitted: list[dict[str, object]]) -> list[int]:
     return [token for event in emitted for token in event.get("token_ids", [])]  # type: ignore[attr-defined]
 
 
-def test_without_the_library_an_engine_says_what_to_install():
+def test_without_the_library_the_error_names_the_package_to_install():
     """NIXL is loaded on first use, and an engine without it works."""
     hide = (
         "import sys; sys.modules.update({name: None for name in ('nixl_cu12', 'nixl_cu13')});"

@@ -26,7 +26,7 @@ def bfloat16() -> Iterator[EngineProcess]:
 
 
 @pytest.mark.slow
-def test_it_generates_and_takes_no_kv_of_other_weights(
+def test_an_int8_engine_generates_and_refuses_kv_of_other_weights(
     int8: EngineProcess, bfloat16: EngineProcess
 ):
     ours, others = ([*process.generate(PROMPT, max_tokens=8)] for process in (int8, bfloat16))

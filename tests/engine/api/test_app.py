@@ -1,4 +1,4 @@
-"""The REST API: of a real engine process, and in this process where a disconnect must be timed."""
+"""The REST API of a real engine process, and of an app in this process to time disconnects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def error_of(reply: httpx.Response) -> tuple[int, str, str | None]:
 
 
 def test_the_api_is_documented(server: EngineProcess):
-    """Also where the class of a response gives no status, which FastAPI's schema needs."""
+    """The schema includes calls whose response class has no status code."""
     reply = httpx.get(f"{server.url}/openapi.json")
     assert reply.status_code == 200, reply.text
     for call in ("prep_recv", "remote_send", "start_generate", "stream", "prefixes"):
@@ -107,7 +107,7 @@ def test_bad_calls(
     assert error_of(engine_process.post(call, **body)) == expected
 
 
-def test_and_after_all_of_them_it_works(server: EngineProcess):
+def test_after_bad_calls_the_engine_works(server: EngineProcess):
     assert server.http.get("/health").status_code == 200
 
 
@@ -117,14 +117,16 @@ def test_and_after_all_of_them_it_works(server: EngineProcess):
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"null", b"[]", b"\xff", b'"x"', b"{}{}", b"[" * 100_000, b"\0"]
 )
-def test_bodies_that_are_no_message(engine_process: EngineProcess, call: str, body: bytes):
+def test_bodies_that_are_not_messages_are_refused(
+    engine_process: EngineProcess, call: str, body: bytes
+):
     reply = engine_process.http.post(f"/microserving/{call}", content=body)
     assert error_of(reply)[:2] == (400, "bad_request")
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "presence_penalty"])
-def test_numbers_that_are_none(engine_process: EngineProcess, field: str, number: str):
+def test_non_finite_numbers_are_refused(engine_process: EngineProcess, field: str, number: str):
     body = json.dumps(START)[:-1] + f', "{field}": {number}}}'
     reply = engine_process.http.post("/microserving/start_generate", content=body)
     assert error_of(reply) == (400, "bad_request", field)
@@ -155,7 +157,7 @@ def test_unknown_paths_and_methods(server: EngineProcess, method: str, path: str
     assert error_of(server.http.request(method, path))[:2] == (status, "bad_request")
 
 
-def test_a_generation_as_events(server: EngineProcess):
+def test_a_generation_is_an_event_stream(server: EngineProcess):
     got = server.generate(PROMPT, max_tokens=6)
     assert got[0]["begin"] in (0, 32)
     assert got[-1]["finish_reason"] == "length"
@@ -210,7 +212,7 @@ def test_a_live_duplicate_is_refused(server: EngineProcess):
     server.at_rest()
 
 
-def test_a_full_queue_says_when_to_come_back(server: EngineProcess):
+def test_a_full_queue_has_a_retry_after(server: EngineProcess):
     streams = []
     try:
         for number in range(6):
@@ -236,14 +238,14 @@ def test_a_release_ends_a_stream_with_an_error(server: EngineProcess):
         assert "error" in list(got)[-1]
 
 
-def test_a_caller_who_leaves_a_stream_frees_it(server: EngineProcess):
+def test_a_disconnect_from_a_stream_frees_its_pages(server: EngineProcess):
     with server.http.stream("POST", "/microserving/start_generate", json=LONG) as stream:
         next(events(stream))
     server.at_rest()
 
 
 @pytest.mark.parametrize("call", ["start_generate", "remote_send"])
-def test_a_caller_who_leaves_a_call_that_waits_frees_it(server: EngineProcess, call: str):
+def test_a_disconnect_from_a_waiting_call_frees_its_pages(server: EngineProcess, call: str):
     """The client disconnects while its call waits for KV or in the queue."""
     prompt = [(n * n * n) % 251 for n in range(500)]
     got = server.post("prep_recv", request_id="w", prompt=prompt, end=499).json()
@@ -257,13 +259,13 @@ def test_a_caller_who_leaves_a_call_that_waits_frees_it(server: EngineProcess, c
     with socket.create_connection((address.host, address.port)) as caller:
         caller.sendall(head.encode() + raw)
         while not (server.state()["waiting"] or server.state()["puts_in_flight"]):
-            if call == "remote_send":  # it may end before it is observed
+            if call == "remote_send":  # the send may end before the test sees it
                 break
     server.post("release", lease_id=got["lease_id"])
     server.at_rest()
 
 
-def test_what_a_router_needs_is_told(server: EngineProcess):
+def test_model_and_state_describe_the_engine_to_a_router(server: EngineProcess):
     model = server.http.get("/microserving/model").json()
     assert (model["name"], model["vocab_size"], model["page_size"]) == ("tiny", 512, 16)
     assert json.loads(model["tokenizer_json"])["model"]["type"] == "BPE"
@@ -317,7 +319,7 @@ class Caller:
 
 
 @pytest.mark.parametrize("moment", range(12))
-async def test_whenever_a_caller_leaves_nothing_stays(
+async def test_a_disconnect_at_any_moment_leaves_nothing(
     moment: int, caplog: pytest.LogCaptureFixture
 ):
     """`moment` is a number of iterations of the event loop."""
@@ -334,7 +336,7 @@ async def test_whenever_a_caller_leaves_nothing_stays(
     assert "failed" not in caplog.text
 
 
-async def test_a_caller_who_leaves_a_wait_is_no_failure(caplog: pytest.LogCaptureFixture):
+async def test_a_disconnect_during_a_wait_is_no_failure(caplog: pytest.LogCaptureFixture):
     async with running() as engine:
         app = build_app(engine, EngineConfig(model="tiny"), 1)
         prep = Caller("/microserving/prep_recv", PREP)
@@ -354,7 +356,7 @@ async def test_a_caller_who_leaves_a_wait_is_no_failure(caplog: pytest.LogCaptur
     assert not caplog.records
 
 
-async def test_a_server_that_shuts_down_cancels_what_waits():
+async def test_shutdown_cancels_waiting_calls():
     async with running() as engine:
         app = build_app(engine, EngineConfig(model="tiny"), 1)
         caller = Caller("/microserving/start_generate", LONG | {"max_tokens": 900})
@@ -367,7 +369,7 @@ async def test_a_server_that_shuts_down_cancels_what_waits():
         assert not engine.generations
 
 
-async def test_a_defect_is_told_and_logged(caplog: pytest.LogCaptureFixture):
+async def test_an_internal_error_is_reported_and_logged(caplog: pytest.LogCaptureFixture):
     async with running() as engine:
         engine.commit = lambda lease_id: 1 / 0  # type: ignore[assignment,method-assign,return-value]
         app = build_app(engine, EngineConfig(model="tiny"), 1)
@@ -388,7 +390,7 @@ async def test_a_stuck_or_dead_loop_is_unhealthy(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize(("path", "assets"), [("/docs", 3), ("/redoc", 2)])
-def test_the_documentation_needs_no_other_server(server: EngineProcess, path: str, assets: int):
+def test_the_documentation_page_needs_no_other_host(server: EngineProcess, path: str, assets: int):
     page = server.http.get(path)
     assert page.status_code == 200
     addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)

@@ -16,7 +16,7 @@ from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
 
 
-def test_few_numbers_of_rows_and_none_much_larger():
+def test_padding_gives_few_row_counts_and_adds_few_rows():
     sizes = [bucket(rows) for rows in range(2049)]
     assert all(rows <= size <= max(rows + 3, rows * 1.5) for rows, size in enumerate(sizes))
     assert sizes == sorted(sizes)
@@ -24,7 +24,7 @@ def test_few_numbers_of_rows_and_none_much_larger():
 
 
 @pytest.mark.slow
-def test_rows_that_are_added_change_nothing():
+def test_padding_rows_change_nothing():
     """In bfloat16: 9 rows become 12, and 3 sequences of different lengths need logits."""
     model = load_model("tiny", dtype=torch.bfloat16, device=torch.device("cpu"))
     shape = model.config

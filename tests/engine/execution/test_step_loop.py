@@ -44,7 +44,7 @@ class Runner(ModelRunner):
 
 
 class Loop:
-    """A step loop with a cache and a scheduler of its own."""
+    """A step loop with its own cache and scheduler."""
 
     def __init__(self, network: MemoryNetwork, pages: int, budget: int, name: str) -> None:
         self.cache = make_cache(network, pages, name)
@@ -117,7 +117,7 @@ def send(sender: Loop, receiver: Loop, end: int, *, number: int = 500) -> tuple[
     return made, lease.lease_id
 
 
-def test_tokens_do_not_depend_on_company_budget_or_pressure(new: Callable[..., Loop]):
+def test_tokens_do_not_depend_on_batch_budget_or_preemption(new: Callable[..., Loop]):
     prompts = [PROMPT[:n] for n in (100, 3, 37, 64)]
     alone = [new().output(job(prompt=prompt, max_tokens=40))[0] for prompt in prompts]
     jobs = [job(n, prompt, max_tokens=40) for n, prompt in enumerate(prompts)]
@@ -147,7 +147,7 @@ def test_a_cached_prefix_changes_nothing(new: Callable[..., Loop]):
     assert (first.cached, again.cached) == (0, 96)
 
 
-def test_an_end_is_an_end(new: Callable[..., Loop]):
+def test_nothing_follows_an_end(new: Callable[..., Loop]):
     loop = new()
     (tokens,) = loop.output(job(1))
     stops = job(2, stop_token_ids=[tokens[3]])
@@ -185,7 +185,7 @@ def test_a_step_that_raises_fails_its_sends(new: Callable[..., Loop]):
     receiver.cache.release(lease_id)  # type: ignore[arg-type]
 
 
-def test_a_loop_that_cannot_go_on_says_so_and_takes_nothing(
+def test_a_dead_loop_fails_its_jobs_and_refuses_more(
     new: Callable[..., Loop], caplog: pytest.LogCaptureFixture
 ):
     loop = new()
@@ -225,7 +225,7 @@ def test_a_send_is_computed_and_lands(new: Callable[..., Loop]):
     assert receiver.output(remote) == sender.output(job(8))
 
 
-def test_an_aborted_send_lets_go_when_its_put_has_drained(new: Callable[..., Loop]):
+def test_an_aborted_send_frees_its_pages_after_its_put(new: Callable[..., Loop]):
     sender, receiver = new(name="s"), new(name="r")
     sender.runner.gate = threading.Event()
     sending, lease_id = send(sender, receiver, 99)
@@ -241,7 +241,7 @@ def test_an_aborted_send_lets_go_when_its_put_has_drained(new: Callable[..., Loo
 def test_a_refused_send_is_computed_no_further(
     new: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
 ):
-    """Its lease has ended: the sender sees that in the shared memory and stops."""
+    """The sender sees in the shared memory that its lease has ended, and stops."""
     monkeypatch.setattr("engine.execution.stepper.SWEEP_S", 0.0)
     sender, receiver = new(name="s", budget=1), new(name="r")
     sending, lease_id = send(sender, receiver, 99)
@@ -257,9 +257,7 @@ def test_a_refused_send_is_computed_no_further(
     assert sender.loop.stats.prompt_tokens <= 2
 
 
-def test_a_send_that_waits_for_its_turn_keeps_its_lease(
-    new: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_queued_send_keeps_its_lease(new: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engine.execution.stepper.SWEEP_S", 0.0)
     sender, receiver = new(name="s", budget=1), new(name="r")
     first, _ = send(sender, receiver, 60)

@@ -30,7 +30,7 @@ MAX_CALLS_PER_DECODE = 30  # Python functions, called by one step
 
 
 class Machine:
-    """A stepper with a clock of its own: it tells the time, computes and samples."""
+    """A stepper with a simulated clock, model and sampler."""
 
     def __init__(self, pages: int, budget: int, network: MemoryNetwork | None, name: str) -> None:
         self.now = 0.0
@@ -40,7 +40,7 @@ class Machine:
             self.cache, self.scheduler, self, self.sample, self.deliver, lambda: self.now
         )
         self.outputs: list[StepOutput] = []
-        self.steps: list[list[int]] = []  # the chunks' numbers of tokens
+        self.steps: list[list[int]] = []  # the token counts of each step's chunks
         self.failure: Exception | None = None
 
     def run(self, chunks: Sequence[Chunk]) -> None:
@@ -120,7 +120,7 @@ def test_prefill_and_decode_take_the_clocks_time(new: Callable[..., Machine]):
 
 
 def test_a_step_of_decodes_costs_few_calls(new: Callable[..., Machine]):
-    """What a step adds to the model is interpreter time: a few dozen calls for each decode."""
+    """The step's overhead is interpreter time; it is bounded by the number of calls per decode."""
     machine = new()
     for n in range(16):
         machine.stepper.submit(generation(n, [n, 1, 2], max_tokens=12))
@@ -191,7 +191,7 @@ def test_an_error_outside_the_computation_ends_the_stepper(new: Callable[..., Ma
         machine.stepper.step()
 
 
-def test_preempted_generations_go_on_where_they_were(new: Callable[..., Machine]):
+def test_preempted_generations_resume_where_they_were(new: Callable[..., Machine]):
     machine = new(pages=10)
     jobs = [generation(n, range(200 * n, 200 * n + 40), max_tokens=40) for n in range(3)]
     for job in jobs:
@@ -202,7 +202,7 @@ def test_preempted_generations_go_on_where_they_were(new: Callable[..., Machine]
         assert machine.tokens(job) == list(range(40, 80))
 
 
-def test_leases_expire_and_shared_prompts_go_by_the_clock(new: Callable[..., Machine]):
+def test_leases_and_retained_prompts_expire_by_the_clock(new: Callable[..., Machine]):
     machine = new()
     machine.stepper.submit(parent := generation(1, PROMPT, max_tokens=1))
     parent.forks = 1
@@ -248,6 +248,6 @@ def test_a_send_closes_when_its_writes_have_drained(new: Callable[..., Machine])
         "engine.protocol",
     ],
 )
-def test_it_needs_no_torch(module: str):
+def test_the_stepper_needs_no_torch(module: str):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""bfloat16 products with packed weights, and oneDNN's where the kernel does not apply."""
+"""bfloat16 products with packed weights, and with oneDNN if the kernel does not apply."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @needs
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 11, 12, 64, 131])
 @pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 2, True), (192, 70, False)])
-def test_a_product(outputs: int, inputs: int, bias: bool, rows: int):
+def test_products_agree_with_torch(outputs: int, inputs: int, bias: bool, rows: int):
     plain = linear(outputs, inputs, bias=bias)
     ours = pack(plain)
     assert isinstance(ours, PackedLinear)
@@ -57,19 +57,19 @@ def test_a_row_has_the_same_bits_among_others():
 
 
 @needs
-def test_rows_are_those_of_the_weight():
+def test_rows_of_a_packed_weight_are_the_weights_rows():
     plain = linear(192, 6)
     indices = torch.tensor([191, 0, 64, 63, 64])
     assert torch.equal(pack(plain).rows(indices), plain.weight[indices])
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(63, 64), (64, 3)])
-def test_what_is_not_made_of_blocks_is_onednn_s(outputs: int, inputs: int):
+def test_weights_that_do_not_divide_into_blocks_use_onednn(outputs: int, inputs: int):
     assert isinstance(pack(linear(outputs, inputs)), OneDnnLinear)
 
 
 @pytest.mark.parametrize(("feature", "there"), [("amx-bf16", True), ("avx512bf16", False)])
-def test_so_is_what_this_processor_has_something_else_for(monkeypatch, feature, there):
+def test_processors_with_amx_or_without_avx512_bf16_use_onednn(monkeypatch, feature, there):
     has = {"avx512bf16": True, "amx-bf16": False} | {feature: there}
     monkeypatch.setattr(linear_bf16, "available", lambda: has["avx512bf16"])
     monkeypatch.setattr(linear_bf16, "has_feature", has.__getitem__)
@@ -82,7 +82,7 @@ def test_so_is_what_this_processor_has_something_else_for(monkeypatch, feature, 
 
 @needs
 @pytest.mark.slow
-def test_tied_embeddings_are_there_once():
+def test_tied_embeddings_are_stored_once():
     model = load_model("smollm2", dtype=torch.bfloat16, device=CPU).transformer
     assert model is not None and model.embed is model.head
     assert isinstance(model.head, PackedLinear) and available()

@@ -67,7 +67,7 @@ def test_logprobs_are_certain(mocks: list[EngineProcess]):
     assert [event["logprobs"][0]["logprob"] for event in events] == [0.0] * 4
 
 
-def test_it_tells_what_is_cached(mocks: list[EngineProcess]):
+def test_the_prefix_feed_reports_cached_pages(mocks: list[EngineProcess]):
     prompt = [9 * n % 200 for n in range(50)]
     with mocks[0].http.stream("GET", "/microserving/prefixes") as reply:
         lines = reply.iter_lines()
@@ -79,7 +79,7 @@ def test_it_tells_what_is_cached(mocks: list[EngineProcess]):
 
 
 @pytest.mark.slow
-def test_it_keeps_its_pace():
+def test_steps_take_the_configured_time():
     engine = EngineProcess("--step-ms", "20", "--prefill-tokens-per-ms", "1", model="mock")
     try:
         began = time.monotonic()
@@ -107,7 +107,7 @@ def test_completions_for_other_routers(mocks: list[EngineProcess]):
 
 
 @pytest.mark.slow
-def test_a_client_that_goes_away_ends_its_completion():
+def test_a_disconnect_ends_the_completion():
     engine = EngineProcess("--step-ms", "10", model="mock")
     try:
         body = {"prompt": "hello", "max_tokens": 5000, "stream": True}
@@ -120,7 +120,7 @@ def test_a_client_that_goes_away_ends_its_completion():
         engine.kill()
 
 
-def test_it_follows_no_grammar_and_says_so(mocks: list[EngineProcess]):
+def test_grammars_are_refused(mocks: list[EngineProcess]):
     wanted = {"kind": "regex", "source": "a", "param": "guided_regex"}
     (event,) = mocks[0].generate([1, 2, 3], structure=wanted)
     assert event["error"]["param"] == "guided_regex"

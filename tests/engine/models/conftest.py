@@ -10,7 +10,7 @@ from engine.models import LoadedModel, ModelConfig
 
 @pytest.fixture(params=[DenseCache, PagedCache], ids=["dense", "paged"])
 def make_cache(request: pytest.FixtureRequest) -> Callable[[ModelConfig], StepCache]:
-    """Makes a new cache for one sequence of a model: the reference, and the engine's."""
+    """Return a function that makes a cache for one sequence: the reference's or the engine's."""
     factory: Callable[[ModelConfig], StepCache] = request.param
     return factory
 

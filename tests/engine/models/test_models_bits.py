@@ -1,4 +1,4 @@
-"""In float32 a row's results have the same bits whatever other rows are computed with it."""
+"""In float32 a row's results have the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_tiny(threads):
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("Llama", {"intermediate_size": 100}),  # no multiple of a vector register
+        ("Llama", {"intermediate_size": 100}),  # not a multiple of a vector register's width
         ("Mistral", {"head_dim": 24}),
         ("Qwen2", {}),
         ("Qwen3", {"head_dim": 32}),
@@ -74,7 +74,7 @@ def test_smollm2(threads, smollm2):
     assert_rows_independent(smollm2.transformer)
 
 
-def test_swiglu_does_not_depend_on_where_an_element_lies(threads):
+def test_swiglu_does_not_depend_on_an_elements_position(threads):
     """Torch's `silu` violates this: about 4 % of elements differ in the remainder of a loop."""
     gate, up = torch.randn(2, 64 * 1000, generator=torch.Generator().manual_seed(0)).mul(3)
     whole = swiglu(torch.cat((gate, up))[None])[0]

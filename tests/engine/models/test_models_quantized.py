@@ -1,4 +1,4 @@
-"""int8 weights: their error, that all are quantized, and the products with them."""
+"""int8 weights: their rounding error, their products, and that all are quantized."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def quantized(name: str) -> LoadedModel:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The bfloat16 layer as it is loaded."""
+    """Return a bfloat16 layer as the loader builds it."""
     outputs, inputs = weight.shape
     plain = Linear(inputs, outputs, bias=bias is not None, dtype=torch.bfloat16)
     plain.weight = torch.nn.Parameter(weight.bfloat16(), requires_grad=False)
@@ -43,7 +43,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     exponent=st.integers(-30, 30),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_a_weight_is_off_by_half_a_scale_at_most(outputs, inputs, exponent, seed):
+def test_a_weights_error_is_at_most_half_a_scale(outputs, inputs, exponent, seed):
     rows = random(outputs, inputs, seed=seed) * 2.0**exponent * random(outputs, 1, seed=seed + 1)
     rows[0] = 0.0
     plain = linear(rows)
@@ -60,13 +60,13 @@ def test_a_weight_is_off_by_half_a_scale_at_most(outputs, inputs, exponent, seed
     ("outputs", "inputs"),
     [
         (64, 64),
-        (129, 96),  # one output more than whole items
+        (129, 96),  # one output more than a whole number of work items
         (3, 64),  # less than a tile
-        (40, 48),  # torch's own kernel
-        (40, 100),  # none
+        (40, 48),  # torch's kernel applies
+        (40, 100),  # no kernel applies
     ],
 )
-def test_a_product_is_that_of_the_rounded_weights(outputs: int, inputs: int, rows: int):
+def test_products_agree_with_the_rounded_weights(outputs: int, inputs: int, rows: int):
     int8 = Int8Linear(linear(random(outputs, inputs), random(outputs, seed=1)))
     x = random(rows, inputs, seed=2).bfloat16()
     ours = int8(x)
@@ -94,7 +94,7 @@ def test_a_large_weight_is_widened_in_blocks(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(int8(x), whole, atol=0, rtol=2**-7)
 
 
-def test_rows_are_those_of_the_rounded_weight():
+def test_rows_of_a_quantized_weight_are_the_rounded_rows():
     int8 = Int8Linear(linear(random(9, 64)))
     indices = torch.tensor([8, 0, 0])
     expected = (int8.weight[indices].float() * int8.scale[indices, None].float()).bfloat16()
@@ -122,7 +122,7 @@ def test_logits_are_near_those_of_bfloat16(case: str, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_product_is_in_int8_and_no_weight_is_there_twice(case: str, tmp_path):
+def test_every_product_is_int8_and_weights_are_stored_once(case: str, tmp_path):
     kind, options = CASES[case]
     path = save_folder(hf_model(kind, **options), tmp_path)
     plain = load(path).transformer
@@ -136,7 +136,7 @@ def test_every_product_is_in_int8_and_no_weight_is_there_twice(case: str, tmp_pa
     }
     tied = plain.head is plain.embed
     if not tied:
-        del multiplied["embed.weight"]  # rows of it are looked up, and nothing else
+        del multiplied["embed.weight"]  # the embedding is only looked up
     scales = sum(len(linear.weight) for linear in int8.modules() if isinstance(linear, Int8Linear))
     found: Counter[torch.dtype] = Counter()
     for weight in int8.parameters():
@@ -150,7 +150,7 @@ def test_every_product_is_in_int8_and_no_weight_is_there_twice(case: str, tmp_pa
         assert (layer.qkv.bias is not None) is (kind == "Qwen2")
 
 
-def test_it_generates():
+def test_a_quantized_model_generates():
     model = quantized("tiny")
     plain = load("tiny", torch.bfloat16)
     prompt = list(b"The quick brown fox")

@@ -35,7 +35,7 @@ def body(**fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_every_error_survives_the_wire(kind: type[MicroserveError]):
+def test_every_error_survives_serialization(kind: type[MicroserveError]):
     sent = kind("what", param="p", code="c")
     got = error_from_body(json.loads(json.dumps(error_body(sent))))
     assert type(got) is kind or kind is MicroserveError
@@ -43,7 +43,7 @@ def test_every_error_survives_the_wire(kind: type[MicroserveError]):
     assert got.status == kind.status
 
 
-def test_types_name_one_error_each():
+def test_each_type_names_one_error():
     named = [kind.type for kind in ERRORS if kind is not MicroserveError]
     assert len(set(named)) == len(named)
 
@@ -53,12 +53,12 @@ def test_the_protocol_gives_the_whole_tree_to_the_router():
 
 
 @pytest.mark.parametrize("junk", [None, [], "x", {}, {"error": "x"}, {"error": {"type": "new"}}])
-def test_what_is_no_error_body_is_internal(junk: object):
+def test_an_invalid_error_body_becomes_internal(junk: object):
     assert type(error_from_body(junk)) is Internal
 
 
 @pytest.mark.parametrize(("header", "seconds"), [("3", 3.0), (None, 1.0), ("soon", 1.0)])
-def test_retry_after_travels(header: str | None, seconds: float):
+def test_retry_after_is_read_from_the_header(header: str | None, seconds: float):
     error = error_from_body(error_body(NoCapacity("full")), retry_after=header)
     assert isinstance(error, NoCapacity)
     assert error.retry_after_s == seconds
@@ -115,13 +115,13 @@ def test_bad_messages_name_the_field(message: type[BaseModel], text: bytes, para
     ],
 )
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
-def test_numbers_that_are_none_are_refused(field: str, value: str):
+def test_non_finite_numbers_are_refused(field: str, value: str):
     with pytest.raises(BadRequest) as caught:
         parse(StartGenerate, body()[:-1] + f', "{field}": {value}}}'.encode())
     assert caught.value.param == field
 
 
-def test_a_bias_that_is_no_number_is_refused():
+def test_a_non_finite_bias_is_refused():
     with pytest.raises(BadRequest):
         parse(StartGenerate, body()[:-1] + b', "logit_bias": {"1": NaN}}')
 
@@ -131,7 +131,7 @@ def test_a_huge_integer_is_refused_or_read():
     assert call.end == int("9" * 400)
 
 
-def test_an_event_survives_the_wire_with_minus_infinity():
+def test_minus_infinity_survives_serialization():
     top = TokenLogprob(token_id=1, token="a", bytes=[97], logprob=-float("inf"))
     event = Event(token_ids=[1], text="a", logprobs=[top], begin=0)
     assert Event.model_validate_json(event.model_dump_json(exclude_none=True)) == event

@@ -16,7 +16,9 @@ def uniform(noise: Floats) -> Floats:
 
 
 def furthest(values: Floats) -> float:
-    """Kolmogorov's distance from the uniform distribution, times √n: 1.95 once in a thousand."""
+    """Return Kolmogorov's distance from the uniform distribution, times √n.
+
+    It exceeds 1.95 once in a thousand."""
     values = np.sort(values.ravel())
     steps = np.arange(len(values) + 1) / len(values)
     distance = max((steps[1:] - values).max(), (values - steps[:-1]).max())
@@ -37,14 +39,17 @@ def test_noise_is_gumbel_noise(draws: list[tuple[int, int, int]]):
     values = uniform(of_all(draws))
     assert ((values > 0) & (values < 1)).all()
     assert furthest(values) < 1.95
-    for token in (0, 1, GROUPS, VOCAB - 1):  # of one token, from draw to draw
+    for token in (0, 1, GROUPS, VOCAB - 1):  # the noise of one token across draws
         assert furthest(uniform(of_all([(s, c, p) for s, c, p in draws])[:, token])) < 1.95
 
 
 @pytest.mark.parametrize("draws", [SEEDS, CHOICES, POSITIONS])
 def test_tokens_and_draws_are_independent(draws: list[tuple[int, int, int]]):
-    """No correlation beyond four standard deviations: of a draw with the next one, of a token with
-    the next one, with others of its group, and of their squares."""
+    """No correlation exceeds four standard deviations.
+
+    Compares each draw with the next, each token with the next and with others of its group, and
+    their squares.
+    """
     values = uniform(of_all(draws)) - 0.5
     for some in (values, values**2 - (values**2).mean()):
         pairs = [(some[:-1], some[1:])]
@@ -54,8 +59,8 @@ def test_tokens_and_draws_are_independent(draws: list[tuple[int, int, int]]):
             assert abs(r) < 4 / np.sqrt(one.size)
 
 
-def test_the_most_of_a_group_is_that_of_one_of_its_members():
-    """Each member is equally likely to have it."""
+def test_a_groups_maximum_belongs_to_one_of_its_tokens():
+    """Each token of the group is equally likely to have the maximum."""
     noise = Gumbel(SEEDS, 6 * GROUPS)
     of_groups = of_all(SEEDS, 6 * GROUPS).reshape(len(SEEDS), 6, GROUPS)
     assert (noise.group_maxima() == of_groups.max(1)).all()
@@ -64,14 +69,14 @@ def test_the_most_of_a_group_is_that_of_one_of_its_members():
     assert ((counts - expected) ** 2 / expected).sum() < 20.5  # once in a thousand
 
 
-def test_groups_of_which_some_have_a_member_less():
+def test_group_maxima_with_groups_of_different_sizes():
     most, of_tokens = Gumbel(SEEDS, VOCAB).group_maxima(), of_all(SEEDS)
     for group in (0, 4, 5, GROUPS - 1):
         assert (most[:, group] >= of_tokens[:, group::GROUPS].max(1)).all()
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**53 + 1, 2**63, 2**64 - 1])
-def test_every_seed_that_the_protocol_allows_is_its_own(seed: int):
+def test_neighbouring_seeds_give_different_noise(seed: int):
     near = seed - 1 if seed == 2**64 - 1 else seed + 1
     own, other = of_all([(seed, 0, 5), (near, 0, 5)])
     assert np.isfinite(own).all()
@@ -84,7 +89,7 @@ def test_the_largest_choice_and_position_work():
     assert (noise[0] != noise[1]).all()
 
 
-def test_noise_at_a_token_is_the_same_whoever_asks():
+def test_noise_at_single_tokens_equals_the_full_noise():
     everywhere = of_all(SEEDS)
     few = Gumbel([SEEDS[7]], VOCAB).at(np.array([0, 0]), np.array([3, VOCAB - 1]))
     assert few.tolist() == everywhere[7, [3, VOCAB - 1]].tolist()

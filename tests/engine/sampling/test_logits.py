@@ -24,12 +24,12 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return made
 
 
-def test_the_kind_is_that_of_the_device():
+def test_rows_of_chooses_by_device():
     assert isinstance(rows_of(logits_of(1, 3)), HostRows)
     assert isinstance(rows_of(logits_of(1, 3).to("meta")), DeviceRows)
 
 
-def test_the_first_of_the_largest(kind: Kind):
+def test_argmax_is_the_first_of_equal_maxima(kind: Kind):
     logits = logits_of(4, 100)
     logits[:, [70, 80]] = 50.0
     logits[3] = -torch.inf
@@ -37,7 +37,7 @@ def test_the_first_of_the_largest(kind: Kind):
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 9, 24, 29])
-def test_the_largest_of_each_group(kind: Kind, vocab: int):
+def test_group_maxima(kind: Kind, vocab: int):
     logits = logits_of(3, vocab)
     groups = [logits[:, group::8] for group in range(8)]
     expected = [
@@ -47,20 +47,20 @@ def test_the_largest_of_each_group(kind: Kind, vocab: int):
 
 
 @pytest.mark.parametrize("width", [1, 5, 100])
-def test_the_largest_of_some_rows(kind: Kind, width: int):
+def test_largest_logits_of_selected_rows(kind: Kind, width: int):
     logits = logits_of(4, 100)
     expected = logits[[3, 1]].sort(descending=True).values[:, :width]
     assert kind(logits).largest([3, 1], width).tolist() == expected.tolist()
 
 
-def test_some_rows_are_rows(kind: Kind):
+def test_selected_rows(kind: Kind):
     logits = logits_of(4, 100)
     few = kind(logits).select([3, 1])
     assert few.shape == (2, 100)
     assert few.argmax().tolist() == logits[[3, 1]].argmax(-1).tolist()
 
 
-def test_some_logits(kind: Kind):
+def test_single_logits(kind: Kind):
     logits = logits_of(4, 100)
     rows, tokens = np.array([[3], [0]]), np.array([[5, 99], [0, 1]])
     assert kind(logits).at(rows, tokens).tolist() == logits[rows, tokens].tolist()
@@ -68,7 +68,7 @@ def test_some_logits(kind: Kind):
 
 @pytest.mark.parametrize("least", [-float("inf"), 0.5])
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 50.0])
-def test_the_sum_over_what_is_kept(kind: Kind, least: float, temperature: float):
+def test_the_sum_over_kept_logits(kind: Kind, least: float, temperature: float):
     logits = logits_of(2, 49152)
     row = logits[1].double()
     terms = ((row - row.max()) / temperature).exp()[row >= least]

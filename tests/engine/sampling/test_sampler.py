@@ -46,11 +46,11 @@ def several(count: int) -> list[Generation]:
     ]
 
 
-def test_a_step_in_which_nothing_is_drawn():
+def test_a_step_without_generations_samples_nothing():
     assert sample(torch.empty(0, VOCAB), []) == []
 
 
-def test_greedy_takes_the_likeliest():
+def test_greedy_takes_the_most_likely_token():
     logits = logits_of(1, rows=5)
     drawn = sample(logits, [generation(i, [1]) for i in range(5)])
     assert [item.token for item in drawn] == logits.argmax(-1).tolist()
@@ -106,7 +106,7 @@ def test_a_row_is_drawn_as_if_it_were_alone(threads: int):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_from_logits_on_another_device_the_same_is_drawn():
+def test_draws_do_not_depend_on_the_device():
     rows, generations = logits_of(1, 33, LARGE), several(33)
     here, there = sample(rows, generations), sample(rows.cuda(), generations)
     assert [item.token for item in there] == [item.token for item in here]
@@ -127,7 +127,7 @@ def test_the_token_with_the_highest_score_is_drawn():
             assert [item.token for item in sample(rows, many)] == best.tolist()
 
 
-def test_a_draw_among_few_is_the_one_among_all_if_it_is_theirs():
+def test_filtering_out_other_tokens_does_not_change_a_draw():
     """The noise of a token does not depend on which other tokens pass the filters."""
     row = logits_of(6)
     for seed in range(50):
@@ -139,8 +139,10 @@ def test_a_draw_among_few_is_the_one_among_all_if_it_is_theirs():
 
 @pytest.mark.parametrize("vocab", [21, 2048 * 3])
 def test_draws_are_distributed_as_the_softmax(vocab: int):
-    """χ² over 4,000 draws; 20 degrees of freedom exceed 45.3 once in a thousand. In the large
-    vocabulary, the 21 are spread such that some share a group and some do not."""
+    """χ² over 4,000 draws; 20 degrees of freedom exceed 45.3 once in a thousand.
+
+    In the large vocabulary the 21 tokens are spread so that some share a group and some do not.
+    """
     some = torch.arange(21) if vocab == 21 else (torch.arange(21) * 1024) % vocab + torch.arange(21)
     row = torch.full((1, vocab), -20.0)
     row[0, some] = logits_of(5, vocab=21)
@@ -155,7 +157,7 @@ def test_draws_are_distributed_as_the_softmax(vocab: int):
     assert statistic < 45.3
 
 
-def test_a_last_bit_does_not_change_a_draw():
+def test_a_difference_in_the_last_bit_does_not_change_a_draw():
     row = logits_of(9)
     near = row * (1 + 1e-6)
     for seed in range(200):
@@ -204,7 +206,7 @@ def test_logits_are_left_as_they_are():
     assert torch.equal(row, before)
 
 
-def test_min_tokens_hold_the_end_back():
+def test_min_tokens_delays_the_end():
     row = torch.zeros(1, 4)
     row[0, 2] = 9.0
     for output, token in (([], 0), ([1], 0), ([1, 1], 2)):
@@ -229,7 +231,7 @@ def test_logprobs_only_where_asked_for():
 
 
 @pytest.mark.parametrize("kind", [one for one in KINDS if not one.get("logit_bias")])
-def test_where_nothing_is_left_others_are_drawn_all_the_same(kind: dict[str, Any]):
+def test_a_row_without_finite_logits_does_not_affect_others(kind: dict[str, Any]):
     rows = logits_of(6, 3)
     broken = [rows.clone(), rows.clone()]
     broken[0][1], broken[1][1] = -torch.inf, torch.nan

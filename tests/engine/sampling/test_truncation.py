@@ -57,10 +57,10 @@ SAMPLING = st.builds(
     st.lists(SAMPLING, min_size=1, max_size=6),
     st.sampled_from([(1024, 8192), (3, 9), (8,), (39,)]),
 )
-def test_what_is_left_is_what_the_definitions_say(
+def test_kept_tokens_agree_with_the_definitions(
     seed: int, samplings: list[Sampling], widths: tuple[int, ...]
 ):
-    """In batches of all kinds, for every initial width of the search."""
+    """The batches mix all kinds of rows; every initial width of the search is tested."""
     rows = logits_of(seed, len(samplings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.sampling.truncation.WIDTHS", widths)
@@ -75,7 +75,7 @@ def test_what_is_left_is_what_the_definitions_say(
         {"min_p": 1e-4, "top_p": 0.99}, {"top_k": 20_000, "top_p": 0.999},
     ],
 )  # fmt: skip
-def test_a_real_vocabulary(options: dict[str, Any]):
+def test_kept_tokens_in_a_real_vocabulary(options: dict[str, Any]):
     """Except for a token exactly at the threshold: float32 sums of many terms differ in bits."""
     rows = logits_of(3, 2, vocab=49152)
     sampling = Sampling(temperature=1.2, **options)
@@ -84,13 +84,13 @@ def test_a_real_vocabulary(options: dict[str, Any]):
 
 
 @pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.9}])
-def test_of_equals_all_stay_or_none(options: dict[str, Any]):
+def test_equal_tokens_are_kept_or_dropped_together(options: dict[str, Any]):
     row = torch.zeros(1, VOCAB)
     row[0, 30:] = -5.0
     assert kept(row, [Sampling(**options)]) == [set(range(30))]
 
 
-def test_the_likeliest_always_stays():
+def test_the_most_likely_token_is_always_kept():
     rows = logits_of(8, 4)
     for options in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
         assert kept(rows, [Sampling(**options)] * 4) == [{n} for n in rows.argmax(-1).tolist()]

@@ -36,14 +36,14 @@ def run(budget: ChunkBudget, decodes: int, steps: int, cost: Cost = linear) -> l
     return taken
 
 
-def test_a_step_lasts_as_much_longer_as_it_may():
+def test_steps_take_the_allowed_slowdown():
     budget = ChunkBudget(1.75)
     learn(budget, 16)
     for tokens in run(budget, 16, 200)[10:]:
         assert tokens == 0 or linear(16, tokens) == pytest.approx(1.75 * linear(16, 0), rel=0.02)
 
 
-def test_more_that_wait_than_decode_get_as_much_more_time():
+def test_more_waiting_prompts_than_decodes_get_proportionally_more_time():
     budget = ChunkBudget(1.5)
     learn(budget, 8)
     run(budget, 8, 60)  # uses up the probes
@@ -65,40 +65,40 @@ def test_without_decodes_the_budget_is_all():
     assert budget.tokens_allowed(0, 1, BUDGET) == BUDGET
 
 
-def test_where_nothing_is_known_two_steps_of_decodes_tell():
+def test_without_measurements_two_decode_steps_are_measured():
     budget = ChunkBudget(2.0)
     assert run(budget, 4, 3) == [0, 0, MIN_TOKENS]  # then the cost of a token is measured
     assert run(budget, 4, 5)[-1] == pytest.approx(30, abs=1)
 
 
-def test_prompts_that_cost_nothing_take_the_budget():
+def test_prompts_without_cost_take_the_whole_budget():
     budget = ChunkBudget(1.5)
     taken = run(budget, 4, 10, lambda decodes, tokens: 0.02)
     assert taken == [0, 0, MIN_TOKENS, *[BUDGET] * 7]
 
 
-def test_however_slow_prompts_are_they_go_on():
+def test_slow_prompts_always_progress():
     budget = ChunkBudget(1.1)
     learn(budget, 2, lambda decodes, tokens: 0.001 + tokens)
     assert set(run(budget, 2, 50, lambda decodes, tokens: 0.001 + tokens)) == {MIN_TOKENS}
 
 
-def test_never_more_than_is_left_of_the_budget():
+def test_the_remaining_budget_is_never_exceeded():
     budget = ChunkBudget(1.1)
     learn(budget, 2)
     assert budget.tokens_allowed(2, 1, 3) == 3
 
 
-def test_probes_are_rare_and_do_come():
+def test_probes_are_rare_but_happen():
     budget = ChunkBudget(1.75)
     taken = run(budget, 16, 100 * PROBE_EVERY)
     assert 50 <= taken.count(0) <= 100 + PROBES
     assert taken.count(0) / len(taken) < 0.02
     probes = [step for step, tokens in enumerate(taken) if not tokens][2:]
-    assert min(b - a for a, b in pairwise(probes)) > 32  # they do not all measure the same moment
+    assert min(b - a for a, b in pairwise(probes)) > 32  # probes are spread over time
 
 
-def test_probes_are_rare_also_where_the_batch_never_stays_the_same():
+def test_probes_are_rare_also_with_a_changing_batch():
     budget, draw = ChunkBudget(1.75), random.Random(1)
     taken = [run(budget, draw.choice((1, 4, 16, 64)), 1)[0] for _ in range(10_000)]
     assert taken.count(0) / len(taken) < 0.02
@@ -111,7 +111,7 @@ def test_a_larger_batch_is_measured_at_once():
     assert run(budget, 16, 5) == [0, 0, *[pytest.approx(60, abs=6)] * 3]
 
 
-def test_a_smaller_batch_than_any_measured_is_taken_for_its_share():
+def test_a_batch_smaller_than_any_measured_is_estimated_by_its_share():
     budget = ChunkBudget(2.0)
     learn(budget, 16)
     for _ in range(PROBES):
@@ -119,7 +119,7 @@ def test_a_smaller_batch_than_any_measured_is_taken_for_its_share():
     assert budget.tokens_allowed(8, 1, BUDGET) == int(12 / 0.4 / (1 + 8 / 0.4 / BUDGET))
 
 
-def test_what_tokens_cost_is_followed_within_a_few_steps():
+def test_the_cost_per_token_is_followed_within_a_few_steps():
     """Deep in a prompt, tokens cost three times as much; then the next prompt begins."""
     budget = ChunkBudget(1.75)
     learn(budget, 16)
@@ -134,28 +134,28 @@ def test_what_tokens_cost_is_followed_within_a_few_steps():
     assert min(fast[6:]) > 1.7
 
 
-@pytest.mark.parametrize("hiccup", [0.1, 10.0])
-def test_a_hiccup_is_soon_forgotten(hiccup: float):
+@pytest.mark.parametrize("outlier", [0.1, 10.0])
+def test_an_outlier_is_soon_forgotten(outlier: float):
     budget = ChunkBudget(1.75)
     learn(budget, 16)
     usual = run(budget, 16, 20)[-1]
-    budget.record(16, usual, linear(16, usual) + hiccup)  # in a step with prompt tokens
+    budget.record(16, usual, linear(16, usual) + outlier)  # in a step with prompt tokens
     assert usual / 3 < budget.tokens_allowed(16, 1, BUDGET) < usual
     assert run(budget, 16, 8)[-1] == pytest.approx(usual, rel=0.1)
-    budget.record(16, 0, linear(16, 0) + hiccup)  # in a step without prompt tokens
+    budget.record(16, 0, linear(16, 0) + outlier)  # in a step without prompt tokens
     assert budget.tokens_allowed(16, 1, BUDGET) == pytest.approx(usual, rel=0.1)
 
 
-@pytest.mark.parametrize("hiccup", [0.1, 10.0])
-def test_a_hiccup_of_the_first_step_of_all_is_seen_through(hiccup: float):
+@pytest.mark.parametrize("outlier", [0.1, 10.0])
+def test_an_outlier_in_the_first_step_is_ignored(outlier: float):
     budget = ChunkBudget(1.75)
     budget.record(0, BUDGET, linear(0, BUDGET))
-    budget.record(16, 0, linear(16, 0) + hiccup)
+    budget.record(16, 0, linear(16, 0) + outlier)
     ratios = [linear(16, tokens) / linear(16, 0) for tokens in run(budget, 16, 40)]
     assert max(ratios) < 1.8
 
 
-def test_a_bad_moment_of_the_machine_is_not_taken_for_the_decodes():
+def test_a_short_slowdown_of_the_machine_is_ignored():
     budget = ChunkBudget(1.75)
     learn(budget, 16, steps=30)
     usual = run(budget, 16, 10)[-1]
@@ -164,8 +164,8 @@ def test_a_bad_moment_of_the_machine_is_not_taken_for_the_decodes():
     assert budget.tokens_allowed(16, 1, BUDGET) == pytest.approx(usual, rel=0.05)
 
 
-def test_decodes_that_get_slower_are_followed():
-    """Contexts grow, or other programs use the machine."""
+def test_a_lasting_slowdown_of_decodes_is_followed():
+    """Decodes slow down as contexts grow or other programs use the machine."""
     budget = ChunkBudget(1.75)
     learn(budget, 16)
 

@@ -1,4 +1,4 @@
-"""Parallel sampling: the prompt is computed once, and each choice gets its own tokens."""
+"""Parallel sampling: the prompt is computed once, and each choice draws its own tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAWN = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_retention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the retention: these tests have no network delays."""
     monkeypatch.setattr(parallel_sampling, "RETAIN_S", 0.5)
 
@@ -44,7 +44,7 @@ async def choices(
 
 @pytest.mark.parametrize("length", [2, 64, 65, 70])
 @pytest.mark.parametrize("warm", [False, True])
-async def test_choices_are_what_they_are_alone_and_compute_the_prompt_once(length: int, warm: bool):
+async def test_choices_equal_single_runs_and_compute_the_prompt_once(length: int, warm: bool):
     prompt = PROMPT[:length]
     async with running() as alone:
         expected = [await generate(alone, prompt, choice=n, **DRAWN) for n in range(4)]
@@ -60,7 +60,7 @@ async def test_choices_are_what_they_are_alone_and_compute_the_prompt_once(lengt
     assert len({tuple(tokens) for tokens in expected}) == 4
 
 
-async def test_a_choice_that_comes_late_still_forks(engine: MicroserveEngine):
+async def test_a_late_choice_still_forks(engine: MicroserveEngine):
     async with running() as alone:
         expected = await generate(alone, PROMPT, choice=1, **DRAWN)
     await generate(engine, PROMPT, "c0", forks=1, **(DRAWN | {"max_tokens": 1}))
@@ -69,7 +69,7 @@ async def test_a_choice_that_comes_late_still_forks(engine: MicroserveEngine):
     assert engine.loop.stats.prompt_tokens == before
 
 
-async def test_what_is_kept_for_nobody_is_let_go():
+async def test_a_retained_prompt_without_forks_is_freed():
     async with running() as engine:
         await generate(engine, PROMPT, "c0", forks=3, max_tokens=2)
         assert engine.cache.page_use().active > 0
@@ -79,7 +79,7 @@ async def test_what_is_kept_for_nobody_is_let_go():
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("after", [0, 1, 3])
-async def test_a_choice_that_is_aborted_harms_no_other(victim: int, after: int):
+async def test_an_aborted_choice_does_not_affect_others(victim: int, after: int):
     async with running() as alone:
         expected = [await generate(alone, PROMPT, choice=n, **DRAWN) for n in range(3)]
     async with running(token_budget=16) as engine:
@@ -99,12 +99,14 @@ async def test_a_choice_that_is_aborted_harms_no_other(victim: int, after: int):
             return expected[number]
 
         assert await asyncio.gather(*(read(n) for n in range(3))) == expected
-        engine.release(Release(request_id="c0"))  # as a router does, with nothing left to end
+        engine.release(
+            Release(request_id="c0")
+        )  # routers send a release even if no call is left to end
         await at_rest(engine)
 
 
 @pytest.mark.slow
-async def test_choices_under_pressure_take_turns_and_are_the_same():
+async def test_preempted_choices_have_the_same_tokens():
     prompt = PROMPT[:40]
     async with running() as alone:
         expected = [
@@ -133,7 +135,7 @@ async def test_a_full_batch_is_not_overfilled():
         assert widest == 2
 
 
-async def test_a_fork_of_another_prompt_is_none(engine: MicroserveEngine):
+async def test_a_fork_of_another_prompt_computes_its_own(engine: MicroserveEngine):
     async with running() as alone:
         expected = await generate(alone, PROMPT[::-1])
     parent = await engine.start_generate(start(PROMPT, "c0", forks=1, max_tokens=40))
@@ -143,7 +145,7 @@ async def test_a_fork_of_another_prompt_is_none(engine: MicroserveEngine):
         assert await generate(engine, PROMPT[::-1], "c1", fork_of=name, forks=1) == expected
 
 
-async def test_a_choice_goes_on_after_what_it_has_emitted(engine: MicroserveEngine):
+async def test_a_choice_resumes_after_its_earlier_output(engine: MicroserveEngine):
     async with running() as alone:
         expected = await generate(alone, PROMPT, choice=1, **DRAWN)
     await generate(engine, PROMPT, "c0", forks=1, **(DRAWN | {"max_tokens": 1}))

@@ -43,7 +43,7 @@ def make() -> Iterator[Make]:
 
 
 def send(cache: KVCache, number: int, tokens: list[int]) -> Send:
-    """A send as the service makes it: with a sequence that has all its pages."""
+    """Return a send as the service makes it, with a sequence that has all its pages."""
     seq_id = SeqId(number)
     cached = cache.add_sequence(seq_id, tokens)
     cache.grow(seq_id, len(tokens))
@@ -88,7 +88,7 @@ def test_nothing_to_do_is_an_empty_plan(make: Make):
     assert scheduler.plan() == []
 
 
-def test_a_prompt_is_cut_by_the_budget(make: Make):
+def test_a_prompt_is_chunked_by_the_budget(make: Make):
     scheduler, cache = make(budget=40)
     scheduler.add(generation(1, range(100)))
     assert [step(scheduler, cache) for _ in range(4)] == [
@@ -100,7 +100,7 @@ def test_a_prompt_is_cut_by_the_budget(make: Make):
 
 
 def test_every_decode_is_in_every_step(make: Make):
-    scheduler, cache = make(budget=4)  # less than the number of decodes
+    scheduler, cache = make(budget=4)  # fewer tokens than decodes
     for number in range(8):
         scheduler.add(generation(number, [number]))
     step(scheduler, cache)
@@ -140,13 +140,13 @@ def test_neither_sends_nor_prefills_starve(make: Make, decodes: int):
         assert sum(done.values()) <= max(8, decodes + 2)
 
 
-def test_one_kind_alone_gets_all(make: Make):
+def test_one_kind_alone_gets_the_whole_budget(make: Make):
     scheduler, cache = make(budget=30)
     scheduler.add(send(cache, 1, list(range(100))))
     assert step(scheduler, cache) == {"s1": 30}
 
 
-def test_alike_first_come_first_served(make: Make):
+def test_equal_jobs_are_first_come_first_served(make: Make):
     scheduler, cache = make(budget=32)
     for number in range(3):
         scheduler.add(generation(number, range(1000 * number, 1000 * number + 40)))
@@ -154,7 +154,7 @@ def test_alike_first_come_first_served(make: Make):
     assert step(scheduler, cache) == {"r0": 8, "r1": 24}
 
 
-def test_a_short_prompt_passes_long_ones_however_many(make: Make):
+def test_a_short_prompt_overtakes_any_number_of_long_ones(make: Make):
     scheduler, cache = make(pages=200)
     for number in range(5):
         scheduler.add(generation(number, range(1000 * number, 1000 * number + 500)))
@@ -163,7 +163,7 @@ def test_a_short_prompt_passes_long_ones_however_many(make: Make):
     assert step(scheduler, cache) == {"r0": 34, "r9": 30}
 
 
-def test_a_short_send_passes_a_long_one(make: Make):
+def test_a_short_send_overtakes_a_long_one(make: Make):
     scheduler, cache = make()
     scheduler.add(send(cache, 1, list(range(300))))
     step(scheduler, cache)
@@ -171,7 +171,7 @@ def test_a_short_send_passes_a_long_one(make: Make):
     assert step(scheduler, cache) == {"s1": 44, "s2": 20}
 
 
-def test_no_stream_of_short_prompts_keeps_a_long_one_from_its_half(make: Make):
+def test_short_prompts_leave_half_the_budget_to_a_long_one(make: Make):
     scheduler, cache = make(pages=200)
     long = generation(1, range(320))
     scheduler.add(long)
@@ -232,7 +232,7 @@ def test_every_prompt_is_computed_within_both_bounds(
     cache.close()
 
 
-def test_what_several_prompts_begin_with_is_computed_once_whoever_is_first(make: Make):
+def test_a_prefix_shared_by_waiting_prompts_is_computed_once(make: Make):
     """Shorter prompts give their tokens to the job that computes the shared prefix."""
     scheduler, cache = make(pages=200, budget=32)
     shared = list(range(64))
@@ -246,7 +246,7 @@ def test_what_several_prompts_begin_with_is_computed_once_whoever_is_first(make:
     assert (short.cached, same.cached) == (64, 64)
 
 
-def test_prompts_take_what_the_pace_of_the_decodes_allows(make: Make):
+def test_prompts_take_the_time_that_the_slowdown_allows(make: Make):
     scheduler, cache = make(pages=200, budget=256, slowdown=2.0)
 
     def timed() -> dict[str, int]:
@@ -267,7 +267,7 @@ def test_prompts_take_what_the_pace_of_the_decodes_allows(make: Make):
     assert (done["r1"], done["r2"], done["s3"]) == (1, 40, pytest.approx(40, abs=1))
 
 
-def test_prompts_go_on_however_slow_they_are(make: Make):
+def test_slow_prompts_always_progress(make: Make):
     scheduler, cache = make(pages=200, budget=256, slowdown=1.5)
     scheduler.add(generation(1, range(10)))
     step(scheduler, cache)
@@ -281,7 +281,7 @@ def test_prompts_go_on_however_slow_they_are(make: Make):
         scheduler.record_step(10.0)
 
 
-def test_who_has_priority_overtakes_those_that_wait(make: Make):
+def test_a_prior_job_overtakes_waiting_jobs(make: Make):
     scheduler, cache = make(max_batch=1)
     first = generation(1, [1])
     scheduler.add(first)
@@ -293,7 +293,7 @@ def test_who_has_priority_overtakes_those_that_wait(make: Make):
     assert step(scheduler, cache) == {"r3": 1}
 
 
-def test_who_has_priority_gets_both_halves(make: Make):
+def test_a_prior_job_gets_both_halves_of_the_budget(make: Make):
     scheduler, cache = make(budget=32)
     scheduler.add(generation(1, range(100)))
     scheduler.add(generation(2, range(1000, 1020)))
@@ -306,7 +306,7 @@ def test_who_has_priority_gets_both_halves(make: Make):
     assert step(scheduler, cache) == {"r3": 16, "s5": 16}
 
 
-def test_the_last_priority_makes_room_and_of_it_the_youngest(make: Make):
+def test_the_youngest_job_of_the_lowest_priority_is_preempted(make: Make):
     scheduler, cache = make(pages=12)
     low, lower, high = (
         generation(number, range(1000 * number, 1000 * number + 40), priority=priority)
@@ -326,7 +326,7 @@ def test_the_last_priority_makes_room_and_of_it_the_youngest(make: Make):
     assert scheduler.waiting == [urgent, lower, late]
 
 
-def test_what_is_cached_is_not_computed(make: Make):
+def test_cached_tokens_are_not_computed(make: Make):
     scheduler, cache = make()
     first = generation(1, range(40))
     scheduler.add(first)
@@ -338,7 +338,7 @@ def test_what_is_cached_is_not_computed(make: Make):
     assert (second.cached, second.begin) == (32, 32)
 
 
-def test_who_waits_for_its_first_chunk_begins_with_what_others_have_computed_meanwhile(make: Make):
+def test_a_waiting_job_starts_after_pages_cached_meanwhile(make: Make):
     scheduler, cache = make(budget=40)
     first, second = generation(1, range(100)), generation(2, [*range(90), 500, 501])
     stranger = generation(3, range(1000, 1010))
@@ -354,8 +354,8 @@ def test_who_waits_for_its_first_chunk_begins_with_what_others_have_computed_mea
     assert (stranger.cached, stranger.begin) == (0, 0)
 
 
-def test_what_has_landed_in_a_lease_is_not_given_up_for_what_is_cached(make: Make):
-    """Its KV is not in the prefix cache yet."""
+def test_kv_landed_in_a_lease_is_not_replaced_by_cached_pages(make: Make):
+    """The landed KV is not in the prefix cache yet."""
     scheduler, cache = make(budget=4)
     scheduler.add(generation(1, range(100, 120)))
     job = generation(2, range(40))
@@ -443,7 +443,7 @@ def test_a_job_that_fits_alone_progresses(make: Make):
     assert scheduler.preemptions == 0
 
 
-def test_an_aborted_job_is_nowhere(make: Make):
+def test_an_aborted_job_leaves_nothing(make: Make):
     scheduler, cache = make(max_batch=1)
     running, waiting = generation(1, [1]), generation(2, [2])
     sending = send(cache, 3, [3])

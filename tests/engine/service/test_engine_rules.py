@@ -33,7 +33,7 @@ async def pair() -> AsyncIterator[Pair]:
         yield prefill, decode
 
 
-async def test_draining_refuses_what_is_new_and_lets_caches_move_away(pair: Pair):
+async def test_draining_refuses_new_work_and_lets_caches_move_away(pair: Pair):
     prefill, decode = pair
     await generate(prefill, PROMPT)
     prefill.draining = True
@@ -63,7 +63,7 @@ async def test_draining_lets_a_running_request_move_away(pair: Pair):
     reply = await source.remote_send(
         sending(tokens, got.match_len, len(tokens) - 1, got.kv_addr, "moved")
     )
-    assert reply.cached_tokens >= len(tokens) - 1 - 16  # its full pages stayed cached
+    assert reply.cached_tokens >= len(tokens) - 1 - 16  # its full pages are still cached
     rest = await generate(
         target, PROMPT, "moved", output=output, lease_id=got.lease_id, max_tokens=40
     )
@@ -94,7 +94,7 @@ async def test_draining_lets_a_mirrored_request_move_away_and_mirrors_grow(pair:
     await at_rest(source)
 
 
-async def test_time_lets_a_replica_that_is_not_renewed_go(pair: Pair):
+async def test_a_replica_without_renewal_expires(pair: Pair):
     """The mirror ends with its generation, and its lease `lease_ms` later."""
     source, replica = pair
     got = replica.prep_recv(prep(PROMPT, len(PROMPT), "lease", reserve=60, lease_ms=300))
@@ -117,7 +117,7 @@ async def test_time_lets_a_replica_that_is_not_renewed_go(pair: Pair):
     await at_rest(replica)
 
 
-async def test_no_hold_and_wait_a_send_without_pages_says_so_at_once():
+async def test_a_send_without_pages_is_refused_at_once():
     network = MemoryNetwork()
     async with running(network, pages=4) as prefill, running(network, name="d") as decode:
         got = decode.prep_recv(prep(PROMPT, END))

@@ -79,7 +79,7 @@ async def test_tokens_do_not_depend_on_swaps(alone: list[list[int]]):
         assert out == back == engine.preemptions > 2
 
 
-async def test_nor_on_swaps_to_disk(alone: list[list[int]], tmp_path: Path):
+async def test_tokens_do_not_depend_on_swaps_to_disk(alone: list[list[int]], tmp_path: Path):
     async with running(pages=12, stores=[DiskStore(LAYOUT, 64, tmp_path)]) as engine:
         assert await together(engine) == alone
         await at_rest(engine)
@@ -87,7 +87,7 @@ async def test_nor_on_swaps_to_disk(alone: list[list[int]], tmp_path: Path):
         assert out == back == engine.preemptions > 2
 
 
-async def test_nor_on_computing_again(alone: list[list[int]]):
+async def test_tokens_do_not_depend_on_recomputation(alone: list[list[int]]):
     stores = [HostStore(LAYOUT, 64)]
     async with running(pages=12, stores=stores, swap=False) as engine:
         assert await together(engine) == alone
@@ -95,14 +95,14 @@ async def test_nor_on_computing_again(alone: list[list[int]]):
         assert engine.preemptions > 2
 
 
-async def test_nor_on_a_tier_that_is_too_small_for_all(alone: list[list[int]]):
+async def test_tokens_do_not_depend_on_a_small_tier(alone: list[list[int]]):
     async with running(pages=12, stores=[HostStore(LAYOUT, 5)]) as engine:
         assert await together(engine) == alone
         ((out, _),) = stats(engine)
         assert engine.preemptions > out
 
 
-async def test_nor_on_sampling(alone: list[list[int]]):
+async def test_sampled_tokens_do_not_depend_on_swaps(alone: list[list[int]]):
     async def drawn(engine: MicroserveEngine) -> list[list[int]]:
         sampled = {**MANY, "temperature": 1.0, "seed": 7}
         return await asyncio.gather(
@@ -117,7 +117,7 @@ async def test_nor_on_sampling(alone: list[list[int]]):
 
 
 @pytest.mark.parametrize("what", ["buffer", "fetch"])
-async def test_nor_on_pages_that_are_lost(alone: list[list[int]], what: str):
+async def test_tokens_do_not_depend_on_lost_pages(alone: list[list[int]], what: str):
     """Every third page cannot be written or read."""
 
     class Broken(HostStore):
@@ -135,7 +135,7 @@ async def test_nor_on_pages_that_are_lost(alone: list[list[int]], what: str):
         assert next(iter(engine.cache.tiers)).stats.failures > 0
 
 
-async def test_nothing_streamed_is_repeated(alone: list[list[int]]):
+async def test_no_streamed_token_is_repeated(alone: list[list[int]]):
     """Each token comes once, even across a swap."""
     async with running(pages=12, stores=[HostStore(LAYOUT, 64)]) as engine:
         streams = [
@@ -150,7 +150,7 @@ async def test_nothing_streamed_is_repeated(alone: list[list[int]]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-async def test_cancelled_at_any_moment_nothing_is_left(seed: int, tmp_path: Path):
+async def test_cancellation_at_any_moment_leaves_nothing(seed: int, tmp_path: Path):
     """`running` verifies at the end that all pages and slots are free or cached."""
     random_ = random.Random(seed)
     stores: list[TierStore] = [HostStore(LAYOUT, 12), DiskStore(LAYOUT, 40, tmp_path)]
@@ -160,7 +160,7 @@ async def test_cancelled_at_any_moment_nothing_is_left(seed: int, tmp_path: Path
             await asyncio.sleep(random_.random() * 0.1)
             prompt = PROMPTS[number % 6]
             tokens = random_.randrange(1, 60) if number % 3 else 60
-            try:  # some disconnect after a time, some after some tokens
+            try:  # some disconnect after a delay, others after a number of tokens
                 async with asyncio.timeout(random_.random() * 2 if number % 3 != 1 else None):
                     stream = await engine.start_generate(start(prompt, f"r{number}", **MANY))
                     try:
@@ -243,13 +243,13 @@ def steps() -> Steps:
     return Steps()
 
 
-def test_who_makes_way_is_out_before_anybody_else_has_to(steps: Steps):
+def test_a_swap_out_ends_before_the_next_preemption(steps: Steps):
     old, middle, young = (steps.add(number, 30) for number in (1, 2, 3))
     steps.gate.shut()
     while not steps.scheduler.preemptions:
         steps.step()
     steps.gate.one()
-    for _ in range(40):  # they run until their pages are full, then wait
+    for _ in range(40):  # the jobs run until their pages are full, then wait
         steps.step()
     assert steps.scheduler.preemptions == 1
     assert steps.scheduler.running == [old, middle]
@@ -264,7 +264,7 @@ def test_who_makes_way_is_out_before_anybody_else_has_to(steps: Steps):
     steps.end(old, middle, young)
 
 
-def test_it_comes_back_where_it_was_when_there_is_room(steps: Steps):
+def test_a_swapped_job_resumes_where_it_was(steps: Steps):
     old, young = steps.add(1, 40), steps.add(2, 40)
     while not steps.scheduler.preemptions:
         steps.step()
@@ -281,7 +281,7 @@ def test_it_comes_back_where_it_was_when_there_is_room(steps: Steps):
 
 
 @pytest.mark.parametrize("when", ["leaving", "out", "returning"])
-def test_an_aborted_job_is_nowhere(steps: Steps, when: str):
+def test_an_aborted_job_leaves_nothing(steps: Steps, when: str):
     old, young = steps.add(1, 40), steps.add(2, 40)
     if when == "leaving":
         steps.gate.shut()
@@ -305,7 +305,7 @@ def test_an_aborted_job_is_nowhere(steps: Steps, when: str):
     steps.end(old, young)
 
 
-def test_the_oldest_is_first_also_while_another_returns(steps: Steps):
+def test_the_oldest_job_goes_first_while_another_returns(steps: Steps):
     """A returning job takes the last pages; an older job waits for its return and preempts it."""
     old, middle, young = (steps.add(number, 30) for number in (1, 2, 3))
     while not steps.scheduler.preemptions:
@@ -328,7 +328,7 @@ def test_the_oldest_is_first_also_while_another_returns(steps: Steps):
     steps.end(old, middle, young)
 
 
-def test_many_in_a_small_pool_all_get_on(steps: Steps):
+def test_many_jobs_in_a_small_pool_all_progress(steps: Steps):
     jobs = [steps.add(number, 30) for number in range(1, 7)]
     left = list(jobs)
 
@@ -360,7 +360,7 @@ def evict_all(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("where", ["host", "disk", "both"])
-async def test_a_prompt_comes_back_from_a_tier(where: str, tmp_path: Path):
+async def test_a_prompt_is_promoted_from_a_tier(where: str, tmp_path: Path):
     stores: list[TierStore] = []
     if where != "disk":
         stores.append(HostStore(LAYOUT, 64 if where == "host" else 10))
@@ -384,7 +384,7 @@ async def test_a_prompt_comes_back_from_a_tier(where: str, tmp_path: Path):
         )
 
 
-async def test_sends_and_leases_find_it_too():
+async def test_sends_and_leases_promote_from_tiers():
     network = MemoryNetwork()
     host = {"pages": 16, "stores": [HostStore(LAYOUT, 64)]}
     async with (
@@ -407,7 +407,7 @@ async def test_sends_and_leases_find_it_too():
         decode.release(Release(request_id="s"))
 
 
-async def test_who_leaves_while_a_prompt_comes_back_leaves_nothing():
+async def test_a_disconnect_during_a_promotion_leaves_nothing():
     store = GatedStore(LAYOUT, 64)
     async with running(pages=16, stores=[store]) as engine:
         await generate(engine, LONG, "a")
@@ -433,7 +433,7 @@ async def test_who_leaves_while_a_prompt_comes_back_leaves_nothing():
         assert engine.cache.prefix_tokens >= 96  # the copy completes nevertheless
 
 
-async def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch):
+async def test_waits_for_a_promotion_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engine.service.promotion.TIMEOUT_S", 0.05)
     store = GatedStore(LAYOUT, 64)
     async with running(pages=32, stores=[store]) as engine:
@@ -496,7 +496,7 @@ def test_an_idle_engine_with_tiers_uses_no_cpu(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_host_pages_cost_nothing_before_they_are_used():
+def test_unused_host_pages_take_no_memory():
     engine = EngineProcess("--pool-pages", "16", "--host-pages", str(1 << 18))
     try:
         engine.generate(LONG)

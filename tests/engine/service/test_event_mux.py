@@ -114,7 +114,7 @@ def test_events_are_those_of_the_event_stream(engine_process: EngineProcess):
     engine_process.at_rest()
 
 
-def test_what_a_step_emits_is_one_frame(mock: EngineProcess):
+def test_the_events_of_a_step_are_one_frame(mock: EngineProcess):
     with reading(mock, "one") as reader:
         for name in "abcd":
             start(mock, name, "one", max_tokens=200)
@@ -138,7 +138,7 @@ def test_stream_tokens_gathers(mock: EngineProcess):
     assert events[-1]["usage"]["completion_tokens"] == 25
 
 
-def test_a_beat_gathers_what_comes_faster_and_holds_up_nothing_else(mock: EngineProcess):
+def test_the_interval_of_a_stream_batches_its_tokens(mock: EngineProcess):
     with reading(mock, "one") as reader:
         for name in "abcd":
             start(mock, name, "one", max_tokens=200, stream_ms=50)
@@ -148,7 +148,7 @@ def test_a_beat_gathers_what_comes_faster_and_holds_up_nothing_else(mock: Engine
         assert sum(counts) == 200
         assert counts[0] < 10  # the first event does not wait
         assert len(counts) < 40  # of 200 steps of 2 ms and more
-    # They share ticks: the events of four requests do not need four times the frames.
+    # Requests share ticks: the events of four requests do not need four times the frames.
     most = max(len(events) for events in whole.values())
     assert len(reader.frames) < 2 * most
     slow = EngineProcess("--step-ms", "30", model="mock")
@@ -162,7 +162,7 @@ def test_a_beat_gathers_what_comes_faster_and_holds_up_nothing_else(mock: Engine
         slow.kill()
 
 
-def test_losing_the_stream_aborts_what_is_delivered_on_it(mock: EngineProcess):
+def test_losing_the_stream_aborts_its_generations(mock: EngineProcess):
     with reading(mock, "lost") as lost, reading(mock, "kept") as kept:
         start(mock, "a", "lost", max_tokens=10_000)
         start(mock, "b", "kept", max_tokens=100)
@@ -199,7 +199,7 @@ def test_errors_of_the_call_are_http_errors(mock: EngineProcess):
     mock.at_rest()
 
 
-async def test_a_reader_that_lags_is_sent_fewer_frames_and_then_cut_off(monkeypatch, caplog):
+async def test_a_slow_reader_gets_fewer_frames_and_is_then_cut_off(monkeypatch, caplog):
     async with running() as engine:
         mux = engine.muxes.open("slow")
         frames = mux.frames()
@@ -227,7 +227,7 @@ async def test_a_reader_that_lags_is_sent_fewer_frames_and_then_cut_off(monkeypa
             await begin("c", 10)
 
 
-def test_a_shutdown_ends_the_stream_with_what_it_has_to_say():
+def test_shutdown_ends_the_stream_after_its_last_events():
     engine = EngineProcess("--step-ms", "5", model="mock")
     try:
         reader = Reader(engine, "one")

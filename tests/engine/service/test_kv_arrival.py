@@ -17,7 +17,7 @@ PROMPT = [(11 * n) % 250 for n in range(40)]
 
 
 class Polls:
-    """Count how often watermarks are read, and for how many leases at a time."""
+    """Counts how often watermarks are read, and for how many leases at a time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
@@ -46,7 +46,7 @@ async def wait_for_kv(engine: MicroserveEngine, count: int) -> list[asyncio.Task
     return tasks
 
 
-async def test_all_waiters_are_read_in_one_operation_and_nobody_else(polls: Polls):
+async def test_all_waiters_and_no_other_leases_are_read_in_one_operation(polls: Polls):
     async with running(pages=128, max_live=128) as engine:
         await asyncio.sleep(0.02)
         assert polls.sizes == []  # no call waits
@@ -64,7 +64,7 @@ async def test_all_waiters_are_read_in_one_operation_and_nobody_else(polls: Poll
             engine.release(Release(request_id=f"r{number}"))
 
 
-async def test_who_is_due_is_woken_and_the_others_sleep(polls: Polls):
+async def test_only_waiters_with_their_kv_are_woken(polls: Polls):
     network = MemoryNetwork()
     async with running(network) as engine, running(network, name="p") as prefill:
         others = await wait_for_kv(engine, 3)

@@ -24,7 +24,7 @@ VLLM = {
 }
 
 
-def test_vllms_names_and_what_they_count():
+def test_metrics_have_vllms_names_and_count():
     engine = EngineProcess("--step-ms", "0", "--prefill-tokens-per-ms", "0", model="mock")
     try:
         for _ in range(2):
@@ -59,10 +59,17 @@ def test_vllms_names_and_what_they_count():
     [
         ("--labels", "zone"),
         ("--tls-cert", "x"),
-        ("--host", "0.0.0.0", "--api-key", "k", "--router", "http://r"),  # unreachable for a router
+        (
+            "--host",
+            "0.0.0.0",
+            "--api-key",
+            "k",
+            "--router",
+            "http://r",
+        ),  # a router could not reach it
     ],
 )
-def test_flags_that_cannot_be_meant(flags, capsys):
+def test_contradictory_flags_are_refused(flags, capsys):
     from engine.main import parse_flags
 
     with pytest.raises(SystemExit) as ended:

@@ -41,7 +41,7 @@ async def pair() -> AsyncIterator[Pair]:
     """An engine that generates and one that holds the replica."""
     network = MemoryNetwork()
     async with running(network) as source, running(network, name="b") as replica:
-        yield slower_than_its_mirrors(source), replica
+        yield let_steps_wait_for_mirrors(source), replica
 
 
 @dataclass
@@ -88,13 +88,13 @@ def to(got: PrepRecvReply, every: int = 4) -> Mirror:
 
 
 async def take_right(replica: MicroserveEngine, slot: int) -> Region:
-    """Take a lease's write right, like a writer that is stopped in the middle of a copy."""
+    """Take a lease's write right, like a writer that is stopped during a copy."""
     region = replica.cache.transport.region
     await until(lambda: region.try_right(slot))
     return region
 
 
-def slower_than_its_mirrors(
+def let_steps_wait_for_mirrors(
     engine: MicroserveEngine, until: threading.Event | None = None
 ) -> MicroserveEngine:
     """Let each step wait for the mirrors, as if it took longer than a put or a call."""
@@ -125,7 +125,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-async def goes_on(
+async def abort_and_continue(
     pair: Pair, every: int, cut: int, number: int = 0, **options: Any
 ) -> tuple[Part, Part]:
     """Abort a generation after `cut` tokens, and continue it from the mirror."""
@@ -140,12 +140,12 @@ async def goes_on(
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.slow
-async def test_a_mirror_goes_on_as_if_nothing_had_happened(pair: Pair, style: str):
+async def test_a_generation_continues_from_its_mirror(pair: Pair, style: str):
     source, _ = pair
     options = {"max_tokens": 40, **STYLES[style]}
     whole = await read(source, "whole", **options)
     for number, (cut, every) in enumerate(((1, 1), (2, 4), (9, 4), (17, 1), (30, 8), (35, 16))):
-        first, rest = await goes_on(pair, every, cut, number, **options)
+        first, rest = await abort_and_continue(pair, every, cut, number, **options)
         assert first + rest == whole + Part()
         assert rest.last is not None and whole.last is not None
         assert rest.last.finish_reason == whole.last.finish_reason
@@ -153,12 +153,12 @@ async def test_a_mirror_goes_on_as_if_nothing_had_happened(pair: Pair, style: st
 
 
 @pytest.mark.parametrize("cut", [3, 12, 20])
-async def test_a_stop_string_ends_it_on_the_mirror_too(pair: Pair, cut: int):
+async def test_a_stop_string_ends_a_continued_generation(pair: Pair, cut: int):
     source, _ = pair
     text = (await read(source, "text", max_tokens=60)).text
     stop = [text[-6:-2]]
     whole = await read(source, "whole", max_tokens=60, stop=stop)
-    first, rest = await goes_on(pair, 4, cut, max_tokens=60, stop=stop)
+    first, rest = await abort_and_continue(pair, 4, cut, max_tokens=60, stop=stop)
     assert first + rest == whole + Part()
     assert rest.last is not None
     assert (rest.last.finish_reason, rest.last.stop_reason) == ("stop", stop[0])
@@ -166,21 +166,21 @@ async def test_a_stop_string_ends_it_on_the_mirror_too(pair: Pair, cut: int):
 
 @pytest.mark.parametrize("every", [1, 3, 8])
 @pytest.mark.slow
-async def test_after_any_number_of_tokens_little_is_computed_again(pair: Pair, every: int):
+async def test_after_any_number_of_tokens_little_is_recomputed(pair: Pair, every: int):
     source, _ = pair
     whole = await read(source, "whole", max_tokens=26)
     for cut in range(1, 26):
-        first, rest = await goes_on(pair, every, cut, cut, max_tokens=26)
+        first, rest = await abort_and_continue(pair, every, cut, cut, max_tokens=26)
         assert first + rest == whole + Part()
         assert rest.begin is not None and first.mirror is not None
         again = END + len(first.tokens) - rest.begin
         assert again >= 1
-        if cut > 1:  # the first step's KV may land after its token is delivered
+        if cut > 1:  # the first token may be delivered before its step's KV has landed
             assert again <= 2 * every + 1
         assert rest.begin >= min(first.mirror.landed, END + len(first.tokens) - 1)  # as reported
 
 
-async def test_only_what_is_new_is_sent(pair: Pair):
+async def test_each_token_is_sent_once(pair: Pair):
     """Each token from `match_len` on is sent once; the events report the progress."""
     source, replica = pair
     await generate(replica, PROMPT, max_tokens=1)
@@ -205,13 +205,13 @@ async def test_only_what_is_new_is_sent(pair: Pair):
 
 @pytest.mark.parametrize("reserve", [0, 1, 30])
 @pytest.mark.slow
-async def test_more_room_is_asked_for_before_it_is_used_up(reserve: int):
+async def test_more_room_is_requested_before_the_lease_is_full(reserve: int):
     network = MemoryNetwork()
     async with (
         running(network, pages=128, api_key="k") as source,
         serving(network, pages=128, name="b", api_key="k") as replica,
     ):
-        slower_than_its_mirrors(source)
+        let_steps_wait_for_mirrors(source)
         whole = await read(source, "whole", max_tokens=400)
         got = lease(replica, reserve)
         first = await read(source, "first", 380, mirror=to(got), max_tokens=400)
@@ -227,19 +227,19 @@ async def test_more_room_is_asked_for_before_it_is_used_up(reserve: int):
         assert rest.begin >= min(first.mirror.landed, END + len(first.tokens) - 1)
 
 
-async def test_mirror_that_is_refused_room_stops_and_the_stream_goes_on():
+async def test_a_mirror_without_room_stops_and_the_stream_continues():
     network = MemoryNetwork()
     async with (
         running(network) as source,
-        serving(network, pages=16, name="b") as replica,  # eight for leases
+        serving(network, pages=16, name="b") as replica,  # eight of them for leases
     ):
-        slower_than_its_mirrors(source)
+        let_steps_wait_for_mirrors(source)
         whole = await read(source, "whole", max_tokens=200)
         got = lease(replica, reserve=27)  # four pages
         mirrored = await read(source, "r", max_tokens=200, mirror=to(got))
         assert mirrored + Part() == whole + Part()
         assert mirrored.mirror is not None
-        assert mirrored.mirror.stopped == "bad_request"  # 128 more never fit
+        assert mirrored.mirror.stopped == "bad_request"  # a request for 128 more can never fit
         (held,) = replica.cache.leases()
         assert held.room == 64 and mirrored.mirror.landed == held.landed <= 64
         stopped = 'mirrors_stopped_total{model_name="tiny",reason="bad_request"} 1.0'
@@ -247,10 +247,10 @@ async def test_mirror_that_is_refused_room_stops_and_the_stream_goes_on():
         replica.release(Release(lease_id=got.lease_id))
 
 
-async def test_other_leases_leave_no_room():
+async def test_a_mirror_gets_no_room_that_other_leases_use():
     network = MemoryNetwork()
     async with running(network) as source, serving(network, name="b") as replica:
-        slower_than_its_mirrors(source)
+        let_steps_wait_for_mirrors(source)
         got = lease(replica, reserve=27)
         replica.prep_recv(prep([9] * 400, 400, "other"))  # 25 of the 28 remaining pages
         mirrored = await read(source, "r", max_tokens=200, mirror=to(got))
@@ -261,13 +261,13 @@ async def test_other_leases_leave_no_room():
 
 
 @pytest.mark.parametrize(("key", "reason"), [("wrong", "unauthorized"), ("", "unauthorized")])
-async def test_a_peer_that_refuses_us_stops_the_mirror(key: str, reason: str):
+async def test_a_refusal_by_the_peer_stops_the_mirror(key: str, reason: str):
     network = MemoryNetwork()
     async with (
         running(network, api_key=key) as source,
         serving(network, name="b", api_key="k") as replica,
     ):
-        slower_than_its_mirrors(source)
+        let_steps_wait_for_mirrors(source)
         got = lease(replica, reserve=27)
         mirrored = await read(source, "r", max_tokens=60, mirror=to(got))
         assert len(mirrored.tokens) == 60
@@ -276,10 +276,10 @@ async def test_a_peer_that_refuses_us_stops_the_mirror(key: str, reason: str):
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:9", "nonsense"])
-async def test_a_peer_that_cannot_be_asked_stops_the_mirror(url: str):
+async def test_an_unreachable_peer_stops_the_mirror(url: str):
     network = MemoryNetwork()
     async with running(network) as source, running(network, name="b", url=url) as replica:
-        slower_than_its_mirrors(source)
+        let_steps_wait_for_mirrors(source)
         got = lease(replica, reserve=27)
         mirrored = await read(source, "r", max_tokens=60, mirror=to(got))
         assert len(mirrored.tokens) == 60
@@ -290,7 +290,7 @@ async def test_a_peer_that_cannot_be_asked_stops_the_mirror(url: str):
 # Ends
 
 
-async def test_a_lease_that_ends_stops_the_mirror_and_nothing_else(pair: Pair):
+async def test_the_end_of_its_lease_stops_only_the_mirror(pair: Pair):
     source, replica = pair
     whole = await read(source, "whole", max_tokens=60)
     got = lease(replica, reserve=100)
@@ -305,7 +305,7 @@ async def test_a_lease_that_ends_stops_the_mirror_and_nothing_else(pair: Pair):
     assert part.mirror.message and END <= part.mirror.landed < END + 60
 
 
-async def test_a_peer_that_is_gone_stops_the_mirror_and_nothing_else(pair: Pair):
+async def test_a_dead_peer_stops_only_the_mirror(pair: Pair):
     source, replica = pair
     got = lease(replica, reserve=100)
     members = replica.cache.transport._network.members  # type: ignore[attr-defined]
@@ -321,7 +321,7 @@ async def test_a_peer_that_is_gone_stops_the_mirror_and_nothing_else(pair: Pair)
     replica.release(Release(lease_id=got.lease_id))
 
 
-async def test_a_bad_address_is_the_callers_mistake(pair: Pair):
+async def test_a_bad_address_is_a_client_error(pair: Pair):
     source, replica = pair
     got = lease(replica, reserve=10)
     for prompt, address in ((PROMPT, got.kv_addr[:-4]), (PROMPT[::-1], got.kv_addr)):
@@ -334,7 +334,7 @@ async def test_a_bad_address_is_the_callers_mistake(pair: Pair):
 
 
 @pytest.mark.slow
-async def test_a_mirror_that_is_stuck_keeps_its_pages_and_delays_nobody(
+async def test_a_stuck_mirror_keeps_its_pages_and_delays_no_stream(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Another writer holds the write right: the put waits, the stream does not."""
@@ -356,7 +356,7 @@ async def stuck(source: MicroserveEngine, replica: MicroserveEngine) -> None:
         return run(chunks)
 
     source.loop.stepper._runner.run = wait_for_the_test  # type: ignore[method-assign]
-    slower_than_its_mirrors(source, until=taken)
+    let_steps_wait_for_mirrors(source, until=taken)
     stream = await source.start_generate(start(PROMPT, max_tokens=400, mirror=to(got)))
     await until(lambda: source.mirrors.sent > 0)
     region = await take_right(replica, held.slot)
@@ -377,7 +377,7 @@ async def stuck(source: MicroserveEngine, replica: MicroserveEngine) -> None:
     replica.release(Release(lease_id=got.lease_id))
 
 
-async def test_a_writer_that_was_stopped_beyond_the_prompt_is_left_behind(
+async def test_a_writer_stopped_beyond_the_prompt_loses_its_claim(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 30.0)
@@ -399,10 +399,10 @@ async def test_a_writer_that_was_stopped_beyond_the_prompt_is_left_behind(
 # While the generation waits
 
 
-async def test_a_generation_that_waits_keeps_its_mirror():
+async def test_a_waiting_generation_keeps_its_mirror():
     network = MemoryNetwork()
     async with running(network, max_batch=1) as source, running(network, name="b") as replica:
-        slower_than_its_mirrors(source)
+        let_steps_wait_for_mirrors(source)
         got = lease(replica, reserve=30, lease_ms=200)
         busy = await source.start_generate(start(PROMPT, "busy", max_tokens=900))
         stream = await source.start_generate(start(PROMPT, mirror=to(got), max_tokens=20))
@@ -417,10 +417,10 @@ async def test_a_generation_that_waits_keeps_its_mirror():
         await until(lambda: not replica.cache.leases())
 
 
-async def test_a_preempted_generation_goes_on_with_its_mirror():
+async def test_a_preempted_generation_continues_with_its_mirror():
     network = MemoryNetwork()
     async with running(network, pages=12) as source, running(network, name="b") as replica:
-        slower_than_its_mirrors(source)
+        let_steps_wait_for_mirrors(source)
         whole = await read(source, "whole", max_tokens=90)
         got = lease(replica, reserve=120)
         older = await source.start_generate(start(PROMPT[::-1], "older", max_tokens=110))
@@ -436,7 +436,7 @@ async def test_a_preempted_generation_goes_on_with_its_mirror():
         assert END < min(first.mirror.landed, END + len(first.tokens) - 1) <= rest.begin
 
 
-async def test_a_step_that_raises_ends_the_mirror(pair: Pair):
+async def test_a_failed_step_ends_the_mirror(pair: Pair):
     source, replica = pair
     got = lease(replica, reserve=100)
     stream = await source.start_generate(start(PROMPT, max_tokens=60, mirror=to(got)))

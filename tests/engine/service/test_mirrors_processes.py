@@ -32,7 +32,7 @@ def replica() -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="module")
 def whole(replica: EngineProcess) -> list[dict[str, Any]]:
-    """The tokens of an undisturbed run."""
+    """Return the events of an undisturbed run."""
     return replica.generate(PROMPT, **OPTIONS)
 
 
@@ -47,16 +47,16 @@ def joined(events: list[dict[str, Any]]) -> tuple[list[int], str, list[Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("cut", [1, 30, 177])
-def test_the_replica_goes_on(
+def test_the_replica_continues_the_generation(
     source: EngineProcess,
     replica: EngineProcess,
     whole: list[dict[str, Any]],
     ending: signal.Signals,
     cut: int,
 ):
-    """The mirror gets more room over HTTP on the way; each token comes exactly once."""
+    """The mirror gets more room over HTTP meanwhile; each token comes exactly once."""
     got = replica.post("prep_recv", request_id="m", prompt=PROMPT, end=45, reserve=60).json()
-    assert got["match_len"] == 32  # of the undisturbed run
+    assert got["match_len"] == 32  # cached by the undisturbed run
     seen: list[dict[str, Any]] = []
     landed = 0
     mirror = {"kv_addr": got["kv_addr"], "every": EVERY}

@@ -1,4 +1,4 @@
-"""A mirror that a running generation gets, as its first or in place of another."""
+"""A mirror opened for a running generation, as its first or in place of another."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_running_generation_gets_a_mirror(before: str):
             await at_rest(engine)
 
 
-async def test_one_that_has_ended_cannot_be_mirrored_and_leaves_nothing():
+async def test_an_ended_generation_gets_no_mirror_and_leaves_nothing():
     network = MemoryNetwork()
     async with running(network) as source, running(network, name="b") as replica:
         got = lease(replica, reserve=60)
@@ -83,7 +83,7 @@ async def test_one_that_has_ended_cannot_be_mirrored_and_leaves_nothing():
             source.mirror(call("r", got))
         stream = await source.start_generate(start(PROMPT, "r", max_tokens=4))
         await until(lambda: not source.running and not source.waiting)
-        # The step loop has ended it, and its reader has not seen that yet.
+        # The step loop has ended the generation; its reader has not seen that yet.
         source.mirror(call("r", got))
         async for _ in stream.events():
             pass

@@ -23,7 +23,7 @@ PAGE = 16
 
 
 class Router:
-    """A router's knowledge from the frames it has read."""
+    """What a router knows from the frames that it has read."""
 
     def __init__(self, reader: PrefixReader) -> None:
         self.known: set[PageName] = set()
@@ -39,7 +39,7 @@ class Router:
         self.frames += 1
 
     async def right(self, engine: MicroserveEngine, prompts: Sequence[Sequence[int]]) -> None:
-        """Read until the router knows, for all `prompts`, what the engine would match."""
+        """Read until router and engine agree on the matches of all `prompts`."""
         async with asyncio.timeout(10):
             while self.wrong(engine, prompts):
                 await self.read()
@@ -52,26 +52,26 @@ class Router:
 
 
 def matched(engine: MicroserveEngine, prompt: Sequence[int]) -> int:
-    """Return what the engine finds in its prefix cache."""
+    """Return how many tokens the engine matches in its prefix cache."""
     looking = SeqId(-1)
     length = engine.cache.add_sequence(looking, prompt)
     engine.cache.remove_sequence(looking)
     return length
 
 
-def test_a_name_says_all_tokens_up_to_the_end_of_its_page():
+def test_a_page_name_depends_on_all_tokens_up_to_its_end():
     names = page_names(range(40), 16)
     assert len(names) == len(set(names)) == 2
     assert page_names(range(32), 16) == names
     assert page_names([99, *range(1, 40)], 16)[1] != names[1]
     assert page_names([*range(16), 99, *range(17, 32)], 16)[:1] == names[:1]
     assert page_names(range(15), 16) == []
-    # As `b2sum -l 64` computes it: engines and routers of different versions must agree.
+    # The value is that of `b2sum -l 64`: engines and routers of different versions must agree.
     assert names == ["26ec4e1c03e59b30", "dc925506c471bf63"]
 
 
 @pytest.mark.slow
-async def test_a_reader_knows_what_prompts_have_left_and_what_had_to_make_way():
+async def test_a_reader_follows_published_and_evicted_pages():
     """Run 40 prompts with shared prefixes through a pool that holds a part of them."""
     draw = random.Random(5)
     roots = [[draw.randrange(500) for _ in range(80)] for _ in range(3)]
@@ -94,7 +94,7 @@ async def test_a_reader_knows_what_prompts_have_left_and_what_had_to_make_way():
         assert engine.cache.prefix_tokens < 16 * 40 < sum(map(len, prompts))
 
 
-async def test_what_waits_for_a_slow_reader_is_only_the_difference():
+async def test_a_slow_reader_gets_the_net_difference():
     async with running(pages=32) as engine:
         router = Router(engine.prefixes.open())
         await router.read()
@@ -108,7 +108,7 @@ async def test_what_waits_for_a_slow_reader_is_only_the_difference():
         assert router.frames == 2
 
 
-async def test_a_commit_and_a_cut_are_told():
+async def test_a_commit_and_a_truncation_are_reported():
     prompt = list(range(64))
     async with running() as engine:
         router = Router(engine.prefixes.open())

@@ -14,7 +14,7 @@ from kvcache.transport import MemoryNetwork
 PROMPT = [(13 * n) % 250 for n in range(40)]
 
 
-async def test_what_was_computed_is_cached_when_the_release_is_answered(monkeypatch: Any):
+async def test_computed_pages_are_cached_before_the_release_responds(monkeypatch: Any):
     async with serving(MemoryNetwork(), api_key="k") as engine:
         run, go_on = engine.loop.stepper._runner.run, threading.Event()
 
@@ -30,11 +30,11 @@ async def test_what_was_computed_is_cached_when_the_release_is_answered(monkeypa
             threading.Timer(0.2, go_on.set).start()
             reply = await http.post(url, json={"request_id": "r"})
         assert reply.status_code == 200 and go_on.is_set()
-        assert engine.cache.prefix_tokens == 64  # of 40 and 30, full pages
+        assert engine.cache.prefix_tokens == 64  # full pages of 40 and 30 tokens
         await at_rest(engine)
 
 
-async def test_a_loop_that_does_not_come_round_is_not_waited_for(monkeypatch: Any):
+async def test_a_release_waits_for_a_stuck_loop_within_bounds(monkeypatch: Any):
     monkeypatch.setattr("engine.service.engine.FLUSH_TIMEOUT_S", 0.05)
     async with serving(MemoryNetwork(), api_key="k") as engine:
         run, go_on = engine.loop.stepper._runner.run, threading.Event()

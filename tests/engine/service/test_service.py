@@ -54,7 +54,7 @@ Pair = tuple[MicroserveEngine, MicroserveEngine]
 
 
 @pytest.mark.parametrize("share", [0, 1, 17, 40, END])
-async def test_a_prompt_computed_in_two_places_gives_the_same_tokens(pair: Pair, share: int):
+async def test_a_prompt_divided_between_engines_gives_the_same_tokens(pair: Pair, share: int):
     """1P1D and its balanced variants: the prefill engine computes the first `share` tokens."""
     prefill, decode = pair
     async with running() as alone:
@@ -101,7 +101,7 @@ async def test_a_match_of_the_whole_prompt_can_start(engine: MicroserveEngine):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 11])
-async def test_a_stream_goes_on_elsewhere(engine: MicroserveEngine, cut: int):
+async def test_a_stream_resumes_with_its_output(engine: MicroserveEngine, cut: int):
     options = {"max_tokens": 12, "temperature": 0.8, "seed": 3, "frequency_penalty": 0.5}
     whole = await generate(engine, PROMPT, **options)
     async with running() as other:
@@ -121,7 +121,7 @@ async def test_context_migration(pair: Pair):
     assert events[-1].usage.cached_tokens == 64
 
 
-async def test_usage_and_ends(engine: MicroserveEngine):
+async def test_usage_and_finish_reasons(engine: MicroserveEngine):
     events = await collect(await engine.start_generate(start(PROMPT, max_tokens=5)))
     last = events[-1]
     assert last.finish_reason == "length" and last.usage is not None
@@ -222,7 +222,7 @@ async def test_a_lease_for_another_prompt(pair: Pair):
     decode.release(Release(lease_id=got.lease_id))
 
 
-async def test_a_full_queue_says_so():
+async def test_a_full_queue_refuses_calls():
     async with running(max_live=2) as engine:
         streams = [
             await engine.start_generate(start(PROMPT, f"r{n}", max_tokens=900)) for n in range(2)
@@ -252,7 +252,7 @@ async def test_a_duplicate_is_refused_until_the_first_has_ended(engine: Microser
         await engine.start_generate(start(PROMPT))
     stream.close()
     again = await engine.start_generate(start(PROMPT, max_tokens=900))
-    stream.close()  # the first one again, not the second
+    stream.close()  # closes the first stream again, not the second
     with pytest.raises(DuplicateRequest):
         await engine.start_generate(start(PROMPT))
     again.close()
@@ -264,7 +264,7 @@ async def test_a_stream_that_is_never_read_can_be_closed(engine: MicroserveEngin
     await at_rest(engine)
 
 
-async def test_leaving_a_stream_aborts_it(engine: MicroserveEngine):
+async def test_closing_a_stream_aborts_its_generation(engine: MicroserveEngine):
     stream = await engine.start_generate(start(PROMPT, max_tokens=900))
     async with contextlib.aclosing(stream.events()) as events:
         await anext(events)
@@ -272,7 +272,7 @@ async def test_leaving_a_stream_aborts_it(engine: MicroserveEngine):
     assert engine.cache.prefix_tokens >= 64
 
 
-async def test_a_cancelled_wait_leaves_the_lease(pair: Pair):
+async def test_a_cancelled_wait_keeps_the_lease(pair: Pair):
     _, decode = pair
     got = decode.prep_recv(prep(PROMPT, END))
     waiting = asyncio.create_task(
@@ -287,7 +287,7 @@ async def test_a_cancelled_wait_leaves_the_lease(pair: Pair):
     decode.release(Release(lease_id=got.lease_id))
 
 
-async def test_a_lease_that_ends_ends_the_wait(pair: Pair):
+async def test_the_end_of_a_lease_ends_the_wait(pair: Pair):
     _, decode = pair
     got = decode.prep_recv(prep(PROMPT, END))
     waiting = asyncio.create_task(
@@ -299,7 +299,7 @@ async def test_a_lease_that_ends_ends_the_wait(pair: Pair):
         await waiting
 
 
-async def test_a_lease_runs_out(engine: MicroserveEngine):
+async def test_a_lease_expires(engine: MicroserveEngine):
     got = engine.prep_recv(prep(PROMPT, END, lease_ms=1))
     with pytest.raises(LeaseExpired):
         await engine.start_generate(start(PROMPT, begin=END, lease_id=got.lease_id))
@@ -319,7 +319,7 @@ async def test_a_cancelled_send_leaves_nothing(pair: Pair, steps: int):
     with contextlib.suppress(asyncio.CancelledError):
         await call
     assert prefill.puts_in_flight == 0
-    decode.release(Release(request_id="r"))  # the send may notice that its lease has ended
+    decode.release(Release(request_id="r"))  # the send may notice the end of its lease
     await at_rest(prefill)
     await at_rest(decode)
     del call
@@ -366,7 +366,7 @@ async def test_a_release_reaches_a_send_that_waits_for_its_claim(
     decode.release(Release(lease_id=got.lease_id))
 
 
-async def test_a_dead_loop_fails_everything_that_waits(caplog: pytest.LogCaptureFixture):
+async def test_a_dead_loop_fails_all_waiting_calls(caplog: pytest.LogCaptureFixture):
     async with running() as engine:
         stream = await engine.start_generate(start(PROMPT, max_tokens=900))
         engine._scheduler.plan = lambda: 1 / 0  # type: ignore[assignment,method-assign,return-value]
@@ -377,7 +377,7 @@ async def test_a_dead_loop_fails_everything_that_waits(caplog: pytest.LogCapture
     assert "cannot continue" in caplog.text
 
 
-async def test_generations_and_sends_of_a_lower_number_overtake_others():
+async def test_a_lower_priority_number_overtakes_others():
     network, done = MemoryNetwork(), []
     narrow = running(network, max_batch=1, token_budget=8)
     async with narrow as engine, running(network, name="d", pages=200) as receiver:
@@ -405,7 +405,7 @@ async def test_generations_and_sends_of_a_lower_number_overtake_others():
         assert done[3:] == ["urgent send", "send"]
 
 
-async def test_many_at_once_all_come_back(pair: Pair):
+async def test_many_concurrent_calls_all_end(pair: Pair):
     """Concurrent sends, generations and aborts in both directions; the fixture checks integrity."""
     one, two = pair
 
@@ -432,7 +432,7 @@ async def test_many_at_once_all_come_back(pair: Pair):
     await at_rest(two)
 
 
-async def test_a_call_that_comes_after_its_release_does_not_begin(pair: Pair):
+async def test_a_call_that_arrives_after_its_release_does_not_begin(pair: Pair):
     """On another connection, a release may overtake the call that it ends."""
     prefill, decode = pair
     decode.release(Release(request_id="r"))

@@ -61,7 +61,7 @@ def encode(text: str, tokenizer: Tokenizer = TOKENIZER) -> list[int]:
 @given(st.text(max_size=60))
 @example(TEXT)
 @pytest.mark.slow
-def test_text_comes_out_as_the_tokenizer_decodes_it(text: str):
+def test_released_text_equals_the_tokenizers_decoding(text: str):
     for tokenizer in (TOKENIZER, PAIRS):
         tokens = encode(text, tokenizer)
         released = stream(Detokenizer(tokenizer, []), tokens)
@@ -72,8 +72,8 @@ def test_text_comes_out_as_the_tokenizer_decodes_it(text: str):
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 275), min_size=1, max_size=30), st.booleans())
 @example([128, 128, 240 - 1, 159], True)
-def test_tokens_of_no_text_come_out_as_the_tokenizer_decodes_them(tokens: list[int], pairs: bool):
-    """Random tokens: invalid bytes, special tokens, pieces of several characters."""
+def test_random_tokens_are_released_as_the_tokenizer_decodes_them(tokens: list[int], pairs: bool):
+    """The tokens include invalid bytes, special tokens and pieces of several characters."""
     tokenizer = PAIRS if pairs else TOKENIZER
     released = stream(Detokenizer(tokenizer, []), tokens)
     assert text_of(released) == tokenizer.decode(tokens)
@@ -84,7 +84,7 @@ def test_tokens_of_no_text_come_out_as_the_tokenizer_decodes_them(tokens: list[i
 @example(b"\x80\x80\xf0\x9f\x98\x80")
 @example(b"\xf0\x9f\x98\xc3\xa9")
 @example(b"\xf0\x9f\x98A")
-def test_bytes_that_are_no_characters_swallow_none(raw: bytes):
+def test_invalid_bytes_swallow_no_characters(raw: bytes):
     alphabet = {token_bytes(TOKENIZER, token)[1][0]: token for token in range(256)}
     tokens = [alphabet[byte] for byte in raw]
     released = stream(Detokenizer(TOKENIZER, []), tokens)
@@ -97,7 +97,7 @@ def test_bytes_that_are_no_characters_swallow_none(raw: bytes):
     st.lists(st.integers(0, 275), min_size=1, max_size=30),
     st.sampled_from([[], ["a"], ["é", "!!"]]),
 )
-def test_a_stream_resumes_at_any_border_that_was_released(
+def test_a_stream_resumes_after_any_released_token(
     prompt: list[int], tokens: list[int], stop: list[str]
 ):
     """Another engine continues behind the released tokens with the same text."""
@@ -126,7 +126,7 @@ def test_the_end_holds_nothing_back():
     assert len(ids_of(released)) == 4
 
 
-def test_special_tokens_have_no_text_unless_wanted():
+def test_special_tokens_have_no_text_unless_requested():
     (special,) = tiny().eos_token_ids[:1]
     tokens = [*encode("a"), special, *encode("b")]
     assert text_of(stream(Detokenizer(TOKENIZER, []), tokens)) == "ab"
@@ -148,17 +148,17 @@ def test_a_stop_string_across_tokens():
     assert [part.text for part in released] == ["o", "n", "e", " ", "", "", "", ""]
 
 
-def test_what_only_begins_a_stop_string_comes_out_after_all():
+def test_an_incomplete_stop_string_is_released_later():
     released = stream(Detokenizer(TOKENIZER, [], stop=["STOP"]), encode("STO STx"), ends=False)
     assert text_of(released) == "STO STx"
     assert [part.text for part in released][:4] == ["", "", "", "STO "]
 
 
-def test_the_end_releases_what_might_have_been_a_stop_string():
+def test_the_end_releases_an_incomplete_stop_string():
     assert text_of(stream(Detokenizer(TOKENIZER, [], stop=["STOP"]), encode("a ST"))) == "a ST"
 
 
-def test_the_stop_string_may_be_wanted():
+def test_the_stop_string_may_be_included():
     kept = Detokenizer(TOKENIZER, [], stop=["b"], include_stop=True)
     assert text_of(stream(kept, encode("abc"))) == "ab"
 
@@ -188,7 +188,7 @@ def test_a_stop_string_in_the_prompt_does_not_count():
 )
 def test_stop_strings_agree_with_a_naive_search(text: str, stop: list[str], include: bool):
     found = [(at, s) for s in stop if (at := text.find(s)) >= 0]
-    # The stop string that is complete first ends the output; no later token is sampled.
+    # The first complete stop string ends the output; no later token is sampled.
     first_end = min((at + len(s) for at, s in found), default=len(text))
     seen = text[:first_end]
     found = [(at, s) for s in stop if (at := seen.find(s)) >= 0]

@@ -1,4 +1,4 @@
-"""Structured outputs: the masks of grammars, in an engine and alone."""
+"""Structured outputs: grammars and their masks, alone and in an engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_the_options_of_sampling_hold_within_a_grammar(engine: MicroserveE
 
 
 async def test_the_end_of_a_grammar_is_an_end(engine: MicroserveEngine):
-    """Whatever other parameters the request has, nothing can follow."""
+    """No other parameter of a request lets its output continue."""
     three = structure("regex", "abc")
     for fields in ({}, {"ignore_eos": True}, {"min_tokens": 50}, {"ignore_eos": False}):
         assert await written(engine, three, **fields) == "abc"
@@ -93,14 +93,14 @@ async def test_the_end_of_a_grammar_is_an_end(engine: MicroserveEngine):
     assert events[-1].finish_reason == "length"
 
 
-async def test_min_tokens_holds_where_the_grammar_lets_it(engine: MicroserveEngine):
+async def test_min_tokens_holds_where_the_grammar_allows_it(engine: MicroserveEngine):
     text = await written(engine, structure("regex", "[a-z]+"), min_tokens=40, ignore_eos=False)
     assert len(text) >= 40
 
 
 @pytest.mark.parametrize("cut", [1, 9, 20])
 @pytest.mark.slow
-async def test_a_structured_output_goes_on_elsewhere(engine: MicroserveEngine, cut: int):
+async def test_a_structured_output_resumes_with_its_output(engine: MicroserveEngine, cut: int):
     options = {
         "structure": structure("json_schema", SCHEMA), "max_tokens": 300, "temperature": 1.0,
         "seed": 4,
@@ -112,7 +112,7 @@ async def test_a_structured_output_goes_on_elsewhere(engine: MicroserveEngine, c
     assert whole[:cut] + rest == whole
 
 
-async def test_preempted_outputs_keep_to_their_grammar():
+async def test_preempted_outputs_follow_their_grammar():
     async with running(pages=12) as small:
         texts = await asyncio.gather(
             *(
@@ -150,7 +150,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("kind", "source"), BAD)
-async def test_bad_grammars_are_refused_and_harm_nobody(
+async def test_bad_grammars_are_refused_and_affect_no_other_request(
     engine: MicroserveEngine, kind: str, source: str
 ):
     for _ in range(2):
@@ -178,15 +178,15 @@ async def test_a_grammar_that_is_slow_to_match_is_refused(
         await engine.start_generate(start(PROMPT, structure=structure("regex", "a")))
 
 
-async def test_a_grammar_that_becomes_slow_fails_its_own_request_alone(
+async def test_a_grammar_that_becomes_slow_fails_only_its_request(
     engine: MicroserveEngine, monkeypatch: pytest.MonkeyPatch
 ):
     digits = structure("regex", "[0-9]{50}")
-    await written(engine, digits)  # it is compiled, and has been tried out
+    await written(engine, digits)  # the grammar is compiled and tested
     monkeypatch.setattr(grammar_module, "SLOW_S", 0.0)
     stream = await engine.start_generate(start(PROMPT, "slow", structure=digits, max_tokens=60))
     other = asyncio.create_task(generate(engine, PROMPT, "other"))
-    with pytest.raises(BadRequest, match="grammar"):  # the client's fault, not this engine's
+    with pytest.raises(BadRequest, match="grammar"):  # a client error, not an engine failure
         await collect(stream)
     assert len(await other) == 8
     assert engine.loop.stats.failed_steps == 0
@@ -231,7 +231,7 @@ async def test_a_grammar_that_takes_too_long_is_refused(
     try:
         with pytest.raises(BadRequest, match=r"0\.05 s"):
             await refused
-        assert not behind.done()  # its own time has not begun
+        assert not behind.done()  # its own timeout has not begun
     finally:
         go.set()
     assert await behind == "b"
@@ -253,7 +253,7 @@ async def test_without_xgrammar_the_refusal_names_the_extra(monkeypatch: pytest.
         assert (refused.value.param, refused.value.code) == ("p", "unsupported_parameter")
 
 
-async def test_only_so_many_grammars_are_kept(monkeypatch: pytest.MonkeyPatch):
+async def test_the_cache_of_grammars_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammar_module, "MAX_CACHED", 2)
     tokenizer = Tokenizer.from_str(tiny().tokenizer_json)
     grammars = Grammars(tokenizer, VOCAB, tiny().eos_token_ids)

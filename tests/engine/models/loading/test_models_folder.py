@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is read from which file, and what each fault is called."""
+"""Hugging Face folders: what is read from which file, and the error for each defect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(model: Any, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def edit(folder: Path) -> Edit:
-    """Changes keys of a JSON file of the folder; None removes one."""
+    """Return a function that changes keys of a JSON file in the folder; None removes a key."""
 
     def edit(name: str, **changes: Any) -> None:
         path = folder / name
@@ -154,7 +154,7 @@ def test_unknown_rope_scaling(kind, folder, edit):
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_json_that_is_none(name, folder):
+def test_invalid_json(name, folder):
     (folder / name).write_text('{"truncated": ')
     with pytest.raises(CorruptModel):
         load(folder)

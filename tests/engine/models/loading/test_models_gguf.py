@@ -1,4 +1,4 @@
-"""Reading GGUF files: every type that can be dequantized, and every way in which a file is bad."""
+"""Reading GGUF files: every type that can be dequantized, and the error for each defect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model() -> Any:
 
 @pytest.fixture
 def write(model: Any, tmp_path: Path) -> Write:
-    """Writes a sound small file, but for what the test changes."""
+    """Return a function that writes a small valid file with the test's changes."""
 
     def write(
         *, arch: str = "llama", change: dict[str, Any] | None = None, **metadata: Any
@@ -47,7 +47,7 @@ def test_types_are_dequantized(kind, tmp_path):
     values = np.random.default_rng(0).standard_normal((6, 64), np.float32)
     stored = gguf.quants.quantize(values, Kind[kind])
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_tensor("odd", np.ones(3, np.float32))  # so that what follows needs alignment
+    writer.add_tensor("odd", np.ones(3, np.float32))  # so that the next tensor needs padding
     writer.add_tensor("some", stored, raw_dtype=Kind[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -59,7 +59,7 @@ def test_types_are_dequantized(kind, tmp_path):
     assert torch.equal(file.read("some"), expected)
 
 
-def test_metadata_is_what_the_gguf_library_reads(write):
+def test_metadata_agrees_with_the_gguf_library(write):
     path = write(tokenizer__ggml__add_bos_token=True, general__quality=0.5, general__ids=[1, 2])
     file, reader = GGUFFile(path), gguf.GGUFReader(path)
     for key, value in file.metadata.values.items():
@@ -103,7 +103,7 @@ def test_truncation_names_tensor_and_size(write):
 
 
 def test_flipped_bytes_never_escape_as_another_exception(write):
-    """GGUF has no checksum, so that a damaged file may load; but nothing else may come of it."""
+    """GGUF has no checksum, so a damaged file may load. Otherwise it raises a `ModelError`."""
     path = write()
     content = path.read_bytes()
     header = content.index(b"output_norm.weight") + 100
@@ -189,7 +189,7 @@ def test_other_architecture(arch, write):
         ({"llama__rope__freq_base": 0.0}, CorruptModel, "theta is 0.0"),
     ],
 )
-def test_metadata_that_cannot_be(metadata, error, message, write):
+def test_inconsistent_metadata_is_refused(metadata, error, message, write):
     with pytest.raises(error, match=message):
         load(write(**metadata))
 

@@ -1,4 +1,4 @@
-"""What a name on the command line stands for, and the package's outside."""
+"""The models that names on the command line refer to, and the package's public interface."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_hub_id_is_a_snapshot_folder(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_hub_offline(tmp_path):
-    """From an empty cache a clear error at once; from a filled one the model."""
+    """An empty cache gives a clear error at once; a filled one gives the model."""
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     result = python("-m", "engine.models", "org/name", **environment)
     assert result.returncode == 1
@@ -119,7 +119,7 @@ def test_command_line():
 
 @pytest.mark.slow
 def test_running_needs_no_transformers():
-    """It is a dependency of the tests only."""
+    """Only the tests depend on transformers."""
     code = (
         "import sys, torch, engine.models as m;"
         "m.load_model('tiny', dtype=torch.float32, device=torch.device('cpu'));"

