@@ -24,8 +24,8 @@ from router.supervision.watchdog import Watchdog
 
 __all__ = ["Server", "listen", "run", "serving"]
 
-FIRST_LOOK_S = 5.0
-LAST_WORDS_S = 1.0  # for clients to read responses that are complete
+FIRST_PROBES_S = 5.0
+FLUSH_S = 1.0  # for clients to read responses that are complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     watch = tasks.create_task(slow.watch(connections.open))
-                    await router.registry.settled(FIRST_LOOK_S)
+                    await router.registry.settled(FIRST_PROBES_S)
                     scheme = "https" if tls else "http"
                     try:
                         yield Server(_url(scheme, config.host, listener.getsockname()[1]), router)
@@ -73,7 +73,7 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
                 server.close()
                 # Streams of events do not end by themselves, so they are not waited for.
                 router.events.close()
-                await connections.close(min(LAST_WORDS_S, config.shutdown_s))
+                await connections.close(min(FLUSH_S, config.shutdown_s))
 
 
 async def run(config: RouterConfig) -> None:
@@ -82,7 +82,7 @@ async def run(config: RouterConfig) -> None:
     stop = asyncio.Event()
     shutdowns: list[Shutdown] = []
 
-    def tell() -> None:
+    def on_signal() -> None:
         """First signal: finish the running requests. Second: cancel them."""
         if stop.is_set():
             for shutdown in shutdowns:
@@ -90,16 +90,16 @@ async def run(config: RouterConfig) -> None:
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, tell)
+        loop.add_signal_handler(number, on_signal)
     with _watching(config.parent_pid, stop):
         async with serving(config) as server:
             shutdowns.append(server.router.shutdown)
-            _spare_the_collector()
+            _tune_gc()
             print(f"router ready {server.url}", flush=True)
             await stop.wait()
 
 
-def _spare_the_collector() -> None:
+def _tune_gc() -> None:
     """Exempt existing objects from garbage collection, and collect less often.
 
     Requests leave few reference cycles, so this saves a few percent of CPU.

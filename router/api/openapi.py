@@ -102,14 +102,14 @@ def add_docs(app: FastAPI) -> None:
 
     @api.get("/openapi.json", response_model=dict[str, Any])
     def document() -> dict[str, Any]:
-        """This document."""
+        """The OpenAPI description of this API."""
         if not made:  # making it takes a tenth of a second
             made.append(_document(app))
         return made[0]
 
     @api.get(DOCS, response_class=HTMLResponse)
     def docs() -> Response:
-        """This document, to look at in a browser."""
+        """The same description as a page for browsers."""
         return get_swagger_ui_html(
             openapi_url="/openapi.json",
             title=app.title,

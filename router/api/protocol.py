@@ -30,7 +30,7 @@ MAX_UNPARSED = 1 << 16  # bytes that the parser may take without completing a he
 MAX_WAITING = 1 << 16  # bytes behind a running request; what one read brings may exceed it
 SLICE = 1 << 12  # bytes parsed at once, so that few requests are parsed before they may run
 # Stands for input that is not a request. Its body never arrives.
-_NO_REQUEST = b"GET / HTTP/1.1\r\nHost: -\r\nContent-Length: 1\r\n\r\n"
+_PLACEHOLDER = b"GET / HTTP/1.1\r\nHost: -\r\nContent-Length: 1\r\n\r\n"
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -57,7 +57,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.timeout_keep_alive = KEEPALIVE_S
         self.waiting_since: float | None = self.loop.time()
-        self._deaf = False  # nothing more is parsed
+        self._discarding = False  # input is dropped unparsed
         self._cycles: deque[RequestResponseCycle] = deque()  # not yet answered; the first one runs
         self._task: asyncio.Task[Any] | None = None
         self._waiting = bytearray()  # received behind a running request
@@ -106,7 +106,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def half_close(self) -> None:
         """Send the end of the stream after what was written, but still receive."""
-        self._deaf = True
+        self._discarding = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
 
@@ -120,7 +120,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # Parsing
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._discarding:
             return
         self._unset_keepalive_if_required()
         if self._body_left:
@@ -169,7 +169,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_body(body)
             self._body_left -= len(body)
         if not self._body_left:
-            self._deaf = True
+            self._discarding = True
             super().on_message_complete()
 
     def _refuse(self, reason: str) -> None:
@@ -177,10 +177,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
         The request that is being received gets the answer. Between requests, a placeholder does.
         """
-        self._deaf = True
+        self._discarding = True
         if not self._cycles or not self.cycle.more_body:
             self.parser = httptools.HttpRequestParser(self)
-            self.parser.feed_data(_NO_REQUEST)
+            self.parser.feed_data(_PLACEHOLDER)
         self.cycle.scope["state"]["broken"] = reason
         self.cycle.message_event.set()
 
@@ -269,11 +269,12 @@ def _check_head(version: str, target: bytes, headers: Headers, *, upgrade: bool)
     if size > MAX_FIELD:
         raise ValueError("the request line or a header is too long")
     if version not in ("1.0", "1.1"):
-        raise ValueError(f"this is HTTP/1.1, not {version}")
+        raise ValueError(f"HTTP/{version} is not supported")
     if hosts > 1 or (version == "1.1" and not hosts):
         raise ValueError(f"there are {hosts} Host headers instead of one")
     if codings and (codings != [b"chunked"] or version == "1.0" or upgrade):
-        raise ValueError(f"a body in the transfer coding {codings} cannot be read here")
+        coding = b", ".join(codings).decode("latin-1")
+        raise ValueError(f"the transfer coding {coding!r} is not supported here")
 
 
 def _never_chunk(cycle: RequestResponseCycle) -> None:
