@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_helpers import at_rest, prep, running, start
-from test_mirrors import END, PROMPT, Part, lease, read, slower_than_its_mirrors
+from test_mirrors import END, PROMPT, Part, lease, let_steps_wait_for_mirrors, read
 from waiting import until
 
 from engine.protocol import BadRequest, MirrorGeneration, PrepRecvReply, Release
@@ -45,7 +45,7 @@ async def test_a_running_generation_gets_a_mirror(before: str):
     ):
         whole = await read(source, "whole", **OPTIONS)
         mirrored = threading.Event()
-        slower_than_its_mirrors(source)
+        let_steps_wait_for_mirrors(source)
         wait_after(source, 15, mirrored)
         first = Part()
         fields: dict[str, Any] = {}
