@@ -49,7 +49,7 @@ class MockRunner:
         if not took:
             return
         now = time.monotonic()
-        # Catch up with less than a step of delay; start anew after an idle time.
+        # A delay of less than a step is made up for. After an idle time, the rate starts afresh.
         self._due = (self._due if now - self._due < self._step_s else now) + took
         if self._due > now:
             time.sleep(self._due - now)

@@ -73,7 +73,7 @@ def sample(logits: Tensor, generations: Sequence[Generation]) -> list[Sampled]:
 
 
 def _adjust(logits: Tensor, generations: Sequence[Generation]) -> Tensor:
-    """Return the logits, or a copy with penalties, biases and masks applied where there are any."""
+    """Return a copy with penalties, biases and masks applied; `logits` itself if there are none."""
     adjusted = [n for n, one in enumerate(generations) if _needs_adjustment(one)]
     if not adjusted:
         return logits

@@ -1,4 +1,4 @@
-"""Scheduling: which tokens of which jobs the next step computes.
+"""Scheduling: chooses the jobs, and their tokens, that the next step computes.
 
 May import `engine.protocol` and the torch-free parts of `kvcache`. Imports no torch, starts no
 thread and reads no wall clock.

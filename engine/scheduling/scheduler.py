@@ -1,4 +1,4 @@
-"""The scheduler: which tokens of which jobs the next step computes.
+"""The scheduler chooses the jobs, and their tokens, that the next step computes.
 
 Continuous batching under a token budget. Every step takes, in this order:
 
@@ -147,7 +147,7 @@ class Scheduler:
     def _prompts(
         self, prefills: Sequence[Generation], decodes: int, waited: set[Generation]
     ) -> dict[Job, int]:
-        """Return how many tokens of which prefills and sends join `decodes` decodes."""
+        """Return the prefills and sends that join `decodes` decodes, with their token counts."""
         prefills = [job for job in prefills if job.started]  # a decode may have preempted some
         sends = [job for job in self.sends if self._missing(job) > 0]
         if not prefills and not sends:

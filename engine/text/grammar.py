@@ -36,7 +36,7 @@ COMPILE_S = 10.0  # time limit of one compilation, without the wait for earlier 
 MAX_NESTING = 100  # brackets; xgrammar's time grows with the square of a schema's depth
 MAX_CACHED = 32  # compiled grammars, least recently used evicted first
 MAX_COMPILED_BYTES = 16 << 20  # of one compiled grammar
-MAX_WHITESPACE = 16  # between two JSON tokens; small models would emit it for ever
+MAX_WHITESPACE = 16  # between two JSON tokens; small models would emit it endlessly
 TRIAL_TOKENS = 32  # length of the trial run of a new grammar
 SLOW_S = 0.1  # CPU time for one token, which delays every generation of the same step
 

@@ -36,7 +36,7 @@ _CONFIG = ModelConfig(
     context_length=8192,
     rms_norm_eps=1e-5,
     rope=Rope(theta=10_000.0),
-    tie_embeddings=False,  # tied or small weights would repeat one token for ever
+    tie_embeddings=False,  # tied or small weights would repeat one token endlessly
     attention_bias=False,
     qk_norm=False,
 )
