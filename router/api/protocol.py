@@ -57,6 +57,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.timeout_keep_alive = KEEPALIVE_S
         self.waiting_since: float | None = self.loop.time()
+        self.gone = False  # the client has disconnected, or is aborted
         self._discarding = False  # input is dropped unparsed
         self._cycles: deque[RequestResponseCycle] = deque()  # not yet answered; the first one runs
         self._task: asyncio.Task[Any] | None = None
@@ -81,6 +82,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
 
     def _disconnected(self) -> None:
+        self.gone = True
         for cycle in self._cycles:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -89,11 +91,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def arrived(self) -> bool:
         """Whether the whole body of the running request has arrived."""
         return not self._cycles[0].more_body
-
-    @property
-    def gone(self) -> bool:
-        """Whether the client has disconnected."""
-        return self.transport.is_closing()
 
     def cancels(self, task: asyncio.Task[Any] | None) -> None:
         """Cancel `task` when the client disconnects, until another call replaces it."""

@@ -13,6 +13,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from waiting import until
 
+from router.api.app import build_app
 from router.api.connections import Connections
 from router.api.http import HttpRequest, HttpResponse
 from router.server import listen
@@ -350,6 +351,32 @@ async def test_the_server_closes_after_its_last_answer_is_sent():
         closing = asyncio.ensure_future(connections.close(10.0))
         assert len(await client.rest()) == 8_000_000  # the second answer is not begun
         await closing
+
+
+async def test_a_client_that_leaves_as_its_next_request_begins_is_no_error(served, caplog):
+    """The server sees the client's end of stream when it has just started the second request."""
+    gate, api = asyncio.Event(), build_app(served[0].server.router)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/version":
+            await api(scope, receive, send)
+            return
+        await gate.wait()
+        http = HttpRequest(scope, receive, send, max_body=0, extra_headers=lambda _: {})
+        await http.respond(HttpResponse())
+
+    connections = Connections(app)
+    listener = listen("127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(connections.connection, sock=listener)
+    with socket.create_connection(listener.getsockname()) as client:
+        client.sendall(get("/first") + get("/version"))
+        await until(lambda: any(connection.pipeline for connection in connections.open))
+        gate.set()
+        client.shutdown(socket.SHUT_WR)
+        await until(lambda: not connections.open)
+    server.close()
+    await connections.close(1.0)
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
 
 
 async def test_a_head_request_for_an_event_stream_ends(served):
