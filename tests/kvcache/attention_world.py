@@ -31,7 +31,7 @@ class Sequence_:
 
 
 class World:
-    """Sequences whose pages lie shuffled in one pool, full of NaN where nothing was written."""
+    """Sequences with shuffled pages in one pool; slots that were not written are NaN."""
 
     def __init__(
         self,
@@ -49,7 +49,14 @@ class World:
         counts = [-(-length // page_size) for length in lengths]
         order = [PageId(page) for page in range(1, sum(counts) + 1)]
         random.Random(2).shuffle(order)
-        shape = (sum(counts) + 1, 3, 2, page_size, kv_heads, dim)  # of three layers the middle one
+        shape = (
+            sum(counts) + 1,
+            3,
+            2,
+            page_size,
+            kv_heads,
+            dim,
+        )  # 3 layers; the middle one is used
         self.pool = torch.full(shape, torch.nan, dtype=dtype)[:, 1]
         self.pool[SCRATCH_PAGE] = 0.0
         self.sequences = []
@@ -62,7 +69,7 @@ class World:
             del order[:count]
 
     def step(self, parts: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """Append and attend: (sequence, start, count) each; returns each one's output rows."""
+        """Append and attend (sequence, start, count) for each part; return its output rows."""
         spans, row = [], 0
         for index, start, count in parts:
             spans.append(Span(row, start, count, np.array(self.sequences[index].pages, np.int32)))
@@ -74,13 +81,13 @@ class World:
         return [out[span.row : span.row + span.count] for span in spans]
 
     def _rows(self, parts: Sequence[tuple[int, int, int]], name: str) -> torch.Tensor:
-        """Those of a step and one of padding, each followed in memory by what is not its own."""
+        """Return a step's rows and a padding row, each followed in memory by foreign elements."""
         rows = torch.cat([getattr(self.sequences[i], name)[at : at + n] for i, at, n in parts])
         rows = torch.cat([rows, torch.full_like(rows[:1], torch.nan)])
         return torch.cat([rows, torch.full_like(rows[:, :1], torch.nan)], 1)[:, :-1]
 
     def dense(self, index: int) -> torch.Tensor:
-        """The reference: all positions of one sequence, in float64."""
+        """Return the reference: attention at all positions of one sequence, in float64."""
         sequence = self.sequences[index]
         length = len(sequence.q)
         k = sequence.k.double().repeat_interleave(self.group, 1)

@@ -16,7 +16,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def new_cache(clock: Clock) -> Iterator[Callable[..., KVCache]]:
-    """Makes caches that reach each other; afterwards each must account for every page."""
+    """Return a function that makes connected caches; at the end each is checked."""
     network, made = MemoryNetwork(), []
 
     def make(pages: int = 32, **options: object) -> KVCache:

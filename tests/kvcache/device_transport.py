@@ -1,8 +1,8 @@
-"""A transport for pools on a device, as another one would be written: of the real ones' parts.
+"""A transport for pools on a device, an example of a new transport made of the real ones' parts.
 
-The "device" is memory that no peer maps: it is reached by copy calls only, as a GPU's is. The
-control words are in host memory. Work on it is started and done later, in order, as on a stream.
-What is here is all that a transport has to bring.
+The "device" is memory that no peer maps. It is reached by copy calls only, like a GPU's. The
+control words are in host memory. Work is started and runs later, in order, as on a stream. This
+module has everything that a transport must implement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcache.transport.worker import Worker
 
 
 class DeviceRegion(SharedSlots):
-    """Slots on the host; a pool on the device, where only its owner computes."""
+    """Slots on the host, and a pool on the device, where only its owner computes."""
 
     def __init__(self, fd: int, layout: KVLayout) -> None:
         super().__init__(fd, layout)
@@ -40,7 +40,7 @@ class DeviceRegion(SharedSlots):
         self.started: Future[None] | None = None
 
     def start(self, kernel: Callable[[], None]) -> None:
-        """Have the device do it, after all that was started before."""
+        """Run `kernel` on the device after all kernels started before."""
         self.started = self._stream.submit(kernel)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What we use of FlashInfer, in a few lines of torch under its names: no GPU is needed.
+"""The parts of FlashInfer that the project uses, in torch under FlashInfer's names, without a GPU.
 
-It reads the arrays as FlashInfer does, so it shows that they are right; of its kernels it says
-nothing. Log-sum-exps are to base 2, as there.
+It reads the arrays as FlashInfer does, so it tests the arrays but not FlashInfer's kernels.
+Log-sum-exps are to base 2, as in FlashInfer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             k, v = kv.reshape(2, -1, kv_heads, dim)[:, :keys].float()
             k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
             scores = torch.einsum("qhd,khd->qhk", q[mine].float(), k) * dim**-0.5
-            if self.causal:  # the rows are the last of the keys
+            if self.causal:  # the rows are at the last keys' positions
                 hidden = torch.ones(len(scores), int(keys)).triu(int(keys) - len(scores) + 1)
                 scores.masked_fill_(hidden.bool()[:, None], -torch.inf)
             values[mine] = torch.einsum("qhk,khd->qhd", scores.softmax(-1), v).to(q.dtype)

@@ -1,7 +1,7 @@
-"""What the tests of the KV cache share: small caches, a clock that jumps, KV to tell apart.
+"""Helpers for tests of the KV cache: small caches, a clock that tests set, and recognizable KV.
 
-The KV that these tests write is a function of (layer, position, token), so that what was put into a
-peer is compared with what must be there, bit for bit.
+The KV that these tests write is a function of (layer, position, token), so that the KV put into a
+peer can be compared with the expected KV bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAYERS, SIZE, KV_HEADS, HEADS, DIM = 2, 4, 2, 4, 8
 
 
 class Clock:
-    """Time that passes when the test says so."""
+    """A clock that advances when the test sets `now`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -32,7 +32,7 @@ class Clock:
 
 
 def small_layout(pages: int, page_size: int = SIZE) -> KVLayout:
-    """Room for `pages` pages beside the scratch page."""
+    """Return a layout of `pages` pages beside the scratch page."""
     return KVLayout(LAYERS, pages + 1, page_size, KV_HEADS, DIM, torch.float32)
 
 
@@ -63,7 +63,7 @@ def memory_cache(network: MemoryNetwork, pages: int = 32, **options: object) -> 
 
 
 def kv_of(tokens: Sequence[int], layer: int, start: int = 0) -> torch.Tensor:
-    """`[len(tokens), 2, KV_HEADS, DIM]`: the keys and values of tokens from position `start`."""
+    """Return keys and values of tokens from `start`, `[len(tokens), 2, KV_HEADS, DIM]`."""
     positions = torch.arange(start, start + len(tokens))
     base = torch.tensor(list(tokens)) + positions * 0.001 + layer * 0.25
     heads = torch.arange(2 * KV_HEADS * DIM).view(2, KV_HEADS, DIM) * 1e-4
@@ -71,7 +71,7 @@ def kv_of(tokens: Sequence[int], layer: int, start: int = 0) -> torch.Tensor:
 
 
 def compute(cache: KVCache, seq_id: SeqId, tokens: Sequence[int]) -> None:
-    """Run `tokens`, the next ones of the sequence, through a model that makes `kv_of`."""
+    """Compute the sequence's next `tokens` with a model whose KV is `kv_of`."""
     if not tokens:
         return
     start = cache.length(seq_id)
@@ -88,7 +88,7 @@ def pages_of(cache: KVCache, seq_id: SeqId) -> list[int]:
 
 
 def assert_content(cache: KVCache, seq_id: SeqId, tokens: Sequence[int]) -> None:
-    """The sequence's KV is that of `tokens`, in all layers."""
+    """Check that the sequence's KV is that of `tokens` in all layers."""
     assert cache.length(seq_id) == len(tokens)
     pages = pages_of(cache, seq_id)
     for layer in range(LAYERS):
@@ -97,7 +97,7 @@ def assert_content(cache: KVCache, seq_id: SeqId, tokens: Sequence[int]) -> None
 
 
 def sequence(cache: KVCache, number: int, tokens: Sequence[int]) -> SeqId:
-    """A new sequence that has the KV of `tokens`, from the prefix cache as far as that goes."""
+    """Return a new sequence with the KV of `tokens`; cached pages are not computed."""
     seq_id = SeqId(number)
     cached = cache.add_sequence(seq_id, tokens)
     if cached < len(tokens):
@@ -115,7 +115,7 @@ def cached(cache: KVCache, number: int, tokens: Sequence[int]) -> None:
 def send(
     sender: KVCache, address: str, prompt: Sequence[int], begin: int, end: int, chunk: int = 1000
 ) -> None:
-    """A whole remote send: claim, compute and put in chunks, and wait until it has landed."""
+    """Make a whole remote send: claim, compute and put in chunks, and wait for its end."""
     put = sender.open_put(address, prompt, begin, end)
     seq_id = SeqId(1_000_000)
     here = sender.add_sequence(seq_id, prompt[:end])

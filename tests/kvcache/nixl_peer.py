@@ -1,4 +1,4 @@
-"""The second process of `shm_peer`, over NIXL: elsewhere on the loopback, or in another network."""
+"""The peer process of `shm_peer` over NIXL, at another loopback address or in another network."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class NixlCommands(Commands):
         return bool(self.cache.store.pool.count_nonzero())
 
     def written_after_quarantine(self, lease_id: str) -> int:
-        """End a lease, and count what changes once its pages are free."""
+        """End a lease; return how many values change after its pages are free."""
         self.cache.release(LeaseId(lease_id))
         while self.cache.page_use().quarantined:
             self.cache.sweep()
-            time.sleep(0)  # the others' turn
-        # A little of each page: quick, so that nothing is missed.
+            time.sleep(0)  # let other threads run
+        # Compare a part of each page, which is fast enough to miss no change.
         sample = self.cache.store.pool[:, :, :, 0, 0, 0]
         before = sample.clone()
         time.sleep(0.3)
@@ -70,7 +70,7 @@ class NixlCommands(Commands):
         return int((sample != before).sum())
 
     def flood(self, address: str, end: int) -> str:
-        """Put into all layers, again and again, each time something else; until killed."""
+        """Put different values into all layers repeatedly, until killed."""
         put = self.cache.open_put(address, list(range(end + 1)), 0, end)
         pages = KVAddress.verify(address, b"secret").pages()  # the same numbers here
         while not put.failed:
@@ -81,8 +81,10 @@ class NixlCommands(Commands):
 
 
 def enter(namespace: str) -> None:
-    """Move this process, of one thread, into a network namespace, as `ip netns exec` does: with the
-    /sys that belongs to it, where UCX looks for networks."""
+    """Move this single-threaded process into a network namespace, as `ip netns exec` does.
+
+    Mounts the namespace's /sys, where UCX looks for networks.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(name: str, *args: object) -> None:

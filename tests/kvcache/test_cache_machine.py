@@ -1,9 +1,9 @@
-"""Any history of two caches that put into each other, with time that jumps, writers that stop and
-caches that begin anew, over tiers that fail: whatever happens, every page has the owner that the
-manager say, and every sequence has the KV of its own tokens.
+"""A state machine of two caches that put into each other.
 
-The model computes KV from (layer, position, token), so a page that got into the wrong hands shows.
-`make fuzz` runs thousands of examples, other ones each time.
+Time jumps, writers stop, caches restart, and tiers fail. After each step every page has the owner
+that the manager names, and every sequence has the KV of its own tokens. The model computes KV from
+(layer, position, token), so a page with a wrong owner is detected. `make fuzz` runs thousands of
+other examples each time.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import LeaseId, SeqId
 
 PAGES, SLOTS, LEASE_S = 16, 10, 1.5
-# Beginnings of few prompts that share their first pages, so that prefixes meet and branch.
+# Few prompts with common first pages, so that prefixes meet and branch.
 PROMPTS = [[*range(8), *(100 * n + i for i in range(n % 2 * 4, 16))] for n in range(4)]
 TOKENS = st.builds(lambda prompt, n: prompt[:n], st.sampled_from(PROMPTS), st.integers(1, 24))
 OUTPUT = st.lists(st.integers(0, 3), min_size=1, max_size=9)
 SIDE = st.sampled_from([0, 1])
 FAILS_AFTER = st.sampled_from([None, None, None, 0, 1, 2])
-GONE = (LeaseExpired, UnknownLease)  # the latter where its cache has begun anew
-LATE = -7.0  # what a writer that was stopped writes when it goes on
+GONE = (LeaseExpired, UnknownLease)  # the latter after a restart of its cache
+LATE = -7.0  # the value that a stopped writer writes when it continues
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Products this small are waited for longer than they take."""
+    """Use one thread: for such small products, threads cost more time than they save."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -81,7 +81,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that is stopped holds its right for longer than anybody waits."""
+    """Shorten the timeouts: a stopped writer holds its right longer than any caller waits."""
     monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 0.0)
 
 
@@ -135,7 +135,7 @@ class Mirroring:
 
 @dataclass(eq=False)
 class Stopped:
-    """A writer that was stopped in the middle of a copy: it has the right, and will write."""
+    """A writer stopped during a copy: it has the write right, and may still write."""
 
     cache: KVCache
     slot: int
@@ -174,7 +174,7 @@ class TwoCaches(RuleBasedStateMachine):
     def _new_id(self) -> SeqId:
         return SeqId(next(self.ids))
 
-    # Something to begin with, so that few steps lead far
+    # Initial leases, so that few steps reach interesting states
 
     @initialize(target=leases, side=SIDE, prompt=TOKENS, other=TOKENS, reserve=st.integers(0, 12))
     def first_leases(self, side: int, prompt: list[int], other: list[int], reserve: int):
@@ -246,7 +246,7 @@ class TwoCaches(RuleBasedStateMachine):
         return True
 
     def _step(self, seq: Seq, tokens: list[int], fails_after: int | None) -> None:
-        """One that fails after so many layers: its tokens are not there, nor said to be."""
+        """Run a step that fails after `fails_after` layers, so that its tokens do not count."""
         if fails_after is None:
             self._compute(seq, tokens)
             return
@@ -257,7 +257,7 @@ class TwoCaches(RuleBasedStateMachine):
             return
         cache.begin_forward([seq.seq_id], [len(tokens)])
         for layer in range(fails_after):
-            kv = kv_of(tokens, layer, start) + 0.5  # not what will stand there
+            kv = kv_of(tokens, layer, start) + 0.5  # differs from the final KV
             query = torch.zeros(len(tokens), HEADS, DIM)
             cache.attention(layer, query, kv[:, 0].view(-1, KV_HEADS, DIM), kv[:, 1])
         cache.abort_forward()
@@ -295,7 +295,7 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(seq=consumes(sequences), further=st.integers(0, 8))
     def remove_while_it_moves(self, seq: Seq, further: int):
-        """Out, or back if it is out."""
+        """Remove the sequence while it is swapped out, or in if it is out."""
         if not seq.live:
             return
         with suppress(NoCapacity):
@@ -320,7 +320,7 @@ class TwoCaches(RuleBasedStateMachine):
         self.stores[self.caches[side]].fail_at = after
 
     def _moved(self, seq: Seq, moved: Future[int]) -> None:
-        """What a failing tier has lost is cut off."""
+        """Truncate the model's sequence to the tokens that a failing tier has kept."""
         length = moved.result(PATIENCE_S)
         assert length <= len(seq.tokens)
         seq.tokens = seq.tokens[:length]
@@ -423,7 +423,7 @@ class TwoCaches(RuleBasedStateMachine):
             return multiple()
         here = cache.add_sequence(seq_id, lease.prompt[:end])
         cache.mark_send(seq_id, put, begin, end)
-        put.close().exception(timeout=10)  # done by now: the same history, the same result
+        put.close().exception(timeout=10)  # wait, so that the same history gives the same result
         seq = self._keep(Seq(cache, seq_id, lease.prompt[:here]))
         sending = Sending(cache, put, seq, lease, lease.prompt[:end])
         self.open.append(sending)
@@ -441,7 +441,7 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(sending=sendings)
     def cancel_put(self, sending: Sending):
-        """What is computed afterwards goes nowhere."""
+        """Tokens computed afterwards are not sent."""
         sending.put.cancel()
 
     @rule(sending=consumes(sendings), publish=st.booleans())
@@ -497,7 +497,7 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(mirroring=mirrorings, output=OUTPUT, every=st.integers(1, 5))
     def mirror(self, mirroring: Mirroring, output: list[int], every: int):
-        """The prompt is computed if need be, then some output; what is new is put."""
+        """Compute the prompt if necessary, then some output; put the new tokens."""
         self._mirror(mirroring, output, every)
 
     def _mirror(self, mirroring: Mirroring, output: list[int], every: int) -> None:
@@ -523,7 +523,7 @@ class TwoCaches(RuleBasedStateMachine):
             self._close_mirror(mirroring)
 
     def _settle(self, mirroring: Mirroring) -> None:
-        """What is under way is done by now; what the lease has beyond its prompt is known."""
+        """Wait for the puts under way; record the lease's tokens beyond its prompt."""
         mirror = mirroring.mirror
         if mirror.put is not None:
             mirror.put.close().exception(timeout=10)
@@ -540,7 +540,7 @@ class TwoCaches(RuleBasedStateMachine):
         mirroring.cache.close_mirror(mirroring.mirror)
         self._remove(mirroring.seq)
 
-    # Histories of several steps, which chance would seldom string together
+    # Histories of several steps, which are rare at random
 
     @rule(
         target=sequences,
@@ -552,14 +552,14 @@ class TwoCaches(RuleBasedStateMachine):
     def mirror_and_start(
         self, mirroring: Mirroring, parts: list[list[int]], every: int, data: st.DataObject
     ):
-        """Part by part, and then the replica goes on, from an output that may be shorter."""
+        """Mirror part by part, then start from the replica with an output that may be shorter."""
         for output in parts:
             self._mirror(mirroring, output, every)
         return self._start(mirroring.lease, False, data)
 
     @rule(sending=sendings, count=st.integers(1, 6))
     def a_lease_ends_under_its_put(self, sending: Sending, count: int):
-        """Its pages get another owner at once; the sender has not noticed and sends on."""
+        """Its pages get another owner at once; the sender does not know and continues."""
         lease = sending.lease
         if not sending.live or lease.cache not in self.caches:
             return
@@ -577,7 +577,7 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(sending=sendings, side=SIDE, chunk=st.integers(1, 20), count=st.integers(1, 6))
     def another_sender_takes_over(self, sending: Sending, side: int, chunk: int, count: int):
-        """The first has not noticed and sends on."""
+        """The first sender does not know and continues."""
         if sending.live:
             self._send_the_rest(sending.lease, side, chunk)
             self._send_a_chunk(sending, count, None)
@@ -586,7 +586,7 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(target=stops, lease=leases)
     def stop_a_writer(self, lease: Lease):
-        """It has the right, and what it will write lies behind the watermark."""
+        """The writer has the write right, and its late write is beyond the watermark."""
         try:
             real = lease.cache.lease(lease.lease_id)
         except GONE:
@@ -612,11 +612,11 @@ class TwoCaches(RuleBasedStateMachine):
                 stopped.cache.store.pool[:, page, :, slot] = LATE
         stopped.cache.transport.region.drop_right(stopped.slot)
 
-    # Caches that begin anew
+    # Restarts of caches
 
     @rule(side=SIDE, lease=leases, dice=st.integers(0, 3))
     def restart(self, side: int, lease: Lease, dice: int):
-        """Nothing of it is left but its name and where it is reached. Seldom: it ends much."""
+        """Replace a cache by an empty one with its name and endpoint; rarely, as it ends much."""
         if dice:
             return
         old = self.caches[side]
@@ -666,7 +666,7 @@ class TwoCaches(RuleBasedStateMachine):
 
     @rule(side=SIDE)
     def evict_all(self, side: int):
-        """A sequence that takes every page that is not held."""
+        """Add a sequence that takes every page that is not held."""
         cache, seq_id = self.caches[side], self._new_id()
         most = cache.available
         cache.add_sequence(seq_id)
@@ -683,7 +683,9 @@ class TwoCaches(RuleBasedStateMachine):
     @invariant()
     def every_page_has_its_owner(self):
         for cache in self.caches:
-            quiet(cache)  # copies are made by threads: the same history, the same result
+            quiet(
+                cache
+            )  # wait for the copying threads, so that the same history gives the same result
             cache.check_integrity()
             (tier,) = cache.tiers.use()
             assert tier.free + tier.cached + tier.swapped == tier.total == SLOTS

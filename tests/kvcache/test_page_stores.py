@@ -1,4 +1,4 @@
-"""One bookkeeping may drive several page stores; and it imports no torch."""
+"""One bookkeeping may drive several page stores, and it does not import torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Model:
         self._generator = torch.Generator().manual_seed(7)
 
     def run(self, attention: PageStore | KVCache, rows: int) -> list[torch.Tensor]:
-        """What each layer's attention gives for `rows` new tokens."""
+        """Return each layer's attention output for `rows` new tokens."""
         found, hidden = [], torch.zeros(rows, HEADS, DIM)
         for layer in range(LAYERS):
             q, k, v = (
@@ -80,7 +80,7 @@ def history(books: Bookkeeping, execute: StepRunner) -> None:
 
 
 class StepRunner:
-    """Executes descriptions on one store, and keeps what its attention gives."""
+    """Executes step descriptions on one store and keeps the attention outputs."""
 
     def __init__(self, of: PageStore) -> None:
         self.store, self.model = of, Model()
@@ -142,7 +142,7 @@ def test_a_cache_over_several_stores_gives_the_bits_of_one():
     assert all(torch.equal(one, several) for one, several in zip(*found, strict=True))
 
 
-def test_stores_that_leave_something_out_are_refused():
+def test_stores_that_do_not_cover_the_model_are_refused():
     first, *_ = split(LAYERS, KV_HEADS, pp=2, tp=1)
     with pytest.raises(BadRequest, match="layer 2"):
         ShardedPageStore([store(first)])
@@ -193,7 +193,7 @@ def test_a_described_copy_holds_its_source_until_it_is_done():
     books.check()
 
 
-def test_a_store_without_a_step_says_so():
+def test_a_store_without_a_step_raises():
     rows = torch.zeros(1, HEADS, DIM)
     with pytest.raises(Internal, match="begin_forward"):
         store().attention(0, rows, rows[:, :KV_HEADS], rows[:, :KV_HEADS])

@@ -1,4 +1,4 @@
-"""Re-sharding (DS4): every layer and head of every receiver is written once, from who has it."""
+"""Re-sharding (DS4): every layer and head of every receiver is written once, by its owner."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_splits_are_even_and_whole() -> None:
     ]
 
 
-def test_equal_splits_speak_to_their_like_only() -> None:
+def test_equal_splits_pair_equal_parts() -> None:
     workers = split(8, 8, pp=2, tp=4)
     pairs = [(a, b) for a in workers for b in workers if overlap(a, b)]
     assert pairs == [(a, a) for a in workers]
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(0, 1), (5, 1), (1, 0), (1, 3), (-1, 1)])
-def test_more_parts_than_there_are_is_an_error(pp: int, tp: int) -> None:
+def test_more_parts_than_layers_or_heads_is_an_error(pp: int, tp: int) -> None:
     with pytest.raises(BadRequest):
         split(4, 2, pp=pp, tp=tp)

@@ -1,4 +1,4 @@
-"""What the tests of tiers share: caches with tiers, and rest."""
+"""Helpers for tests of tiers: caches with tiers, and checks that they are at rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tiered(*stores: TierStore, pages: int = 8) -> KVCache:
 
 
 def quiet(cache: KVCache) -> None:
-    """Wait until nothing is left to copy."""
+    """Wait until no copy is pending."""
     give_up = monotonic() + PATIENCE_S
     while True:
         with cache.lock:
@@ -31,7 +31,7 @@ def quiet(cache: KVCache) -> None:
 
 
 def at_rest(cache: KVCache) -> None:
-    """Every page and every slot is free or cached, and the manager prove it."""
+    """Check that every page and slot is free or cached, and the managers' integrity."""
     quiet(cache)
     use = cache.page_use()
     assert use.free + use.cached == use.total
@@ -43,7 +43,7 @@ def at_rest(cache: KVCache) -> None:
 
 @contextmanager
 def tiered_caches() -> Iterator[Callable[..., KVCache]]:
-    """Makes caches as `tiered`, which are at rest afterwards."""
+    """Return a function that makes caches like `tiered`; at the end each must be at rest."""
     made: list[KVCache] = []
 
     def make(*stores: TierStore, pages: int = 8) -> KVCache:

@@ -28,7 +28,7 @@ def rows(draw: st.DrawFn) -> list[Row]:
 
 
 @given(rows(), st.none() | st.integers(0, 30))
-def test_every_key_of_every_row_once(rows: list[Row], share: int | None) -> None:
+def test_segments_cover_every_key_of_every_row_once(rows: list[Row], share: int | None) -> None:
     seen = set()
     for part in segments_of(rows, PAGE, min_saving=share):
         assert part.begin % PAGE == 0
@@ -44,7 +44,7 @@ def numbers(parts: list[Segment]) -> list[tuple[list[int], int, int]]:
     return sorted(([row.row for row in rows], begin, end) for rows, begin, end in parts)
 
 
-def test_what_is_shared_is_read_once() -> None:
+def test_shared_pages_are_read_once() -> None:
     first, second, third = [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7]
     rows = [row_of(0, first, 14), row_of(1, second, 16), row_of(2, third, 9)]
     assert numbers(segments_of(rows, PAGE, min_saving=1)) == [
@@ -56,7 +56,7 @@ def test_what_is_shared_is_read_once() -> None:
     ]
 
 
-def test_little_is_not_worth_it_but_what_it_leads_to_may_be() -> None:
+def test_a_small_shared_prefix_is_used_only_before_a_large_one() -> None:
     rows = [row_of(0, [1, 2, 3, 9], 16), row_of(1, [1, 2, 3, 8], 16), row_of(2, [1, 5], 5)]
     assert numbers(segments_of(rows, PAGE, min_saving=9)) == [
         ([0], 12, 16),

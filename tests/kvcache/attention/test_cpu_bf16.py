@@ -81,7 +81,7 @@ def test_a_mixed_step(dim: int):
 
 
 @pytest.mark.parametrize("count", [1, 10])
-def test_scores_that_differ_by_much(count: int, dim: int):
+def test_scores_of_very_different_size(count: int, dim: int):
     """The running maximum rises late, and earlier weights vanish."""
     one = world([80], dim=dim)
     sequence = one.sequences[0]
@@ -92,7 +92,7 @@ def test_scores_that_differ_by_much(count: int, dim: int):
     near(torch.cat([one.step([(0, at, count)])[0] for at in steps]), one.dense(0))
 
 
-def test_what_a_reused_page_held_never_shows(dim: int):
+def test_old_contents_of_a_reused_page_never_show(dim: int):
     for garbage in (torch.inf, torch.nan, 3e38):
         clean, other = world([100], dim=dim), world([100], dim=dim)
         other.pool[1:] = garbage
@@ -102,7 +102,7 @@ def test_what_a_reused_page_held_never_shows(dim: int):
 
 @pytest.mark.parametrize(("page_size", "kv_heads", "group", "dim"), SHAPES)
 @pytest.mark.slow
-def test_sequences_that_begin_alike(page_size: int, kv_heads: int, group: int, dim: int):
+def test_sequences_with_common_prefixes(page_size: int, kv_heads: int, group: int, dim: int):
     """Page tables with prefixes in common at two depths, and an unrelated one."""
     lengths = [420, 417, 200, 290, 300, 161]
     alike = world(lengths, page_size=page_size, kv_heads=kv_heads, group=group, dim=dim)
@@ -120,7 +120,7 @@ def test_sequences_that_begin_alike(page_size: int, kv_heads: int, group: int, d
 
 
 def test_a_long_sequence_among_more_threads(monkeypatch: pytest.MonkeyPatch, dim: int):
-    """It is split, and the partial results are merged, for a decode and for a chunk."""
+    """The sequence is split and the partial results are merged, for a decode and for a chunk."""
     monkeypatch.setattr(attention_bf16, "ITEMS_PER_THREAD", 16)
     one = world([1000], dim=dim)
     one.step([(0, 0, 900)])

@@ -1,5 +1,8 @@
-"""What FlashInfer is told of a step. There is no GPU here: a few lines of torch read the arrays as
-FlashInfer would (`fake_flashinfer`), and the reference is the one of all attention."""
+"""The arrays that describe a step to FlashInfer.
+
+The tests need no GPU: `fake_flashinfer` reads the arrays with torch as FlashInfer does. The
+reference is that of all attention tests.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +64,11 @@ def test_a_mixed_step(dtype: torch.dtype):
 
 @pytest.mark.parametrize(("share", "levels"), [(1, 4), (300, 2), (10**9, 1)])
 @pytest.mark.slow
-def test_what_sequences_share_is_read_by_levels(
-    monkeypatch: pytest.MonkeyPatch, share: int, levels: int
-):
-    """One page table that parts ways twice, one that ends where it does, and one of its own; some
-    decode, and some have a chunk to compute."""
+def test_shared_pages_are_read_by_levels(monkeypatch: pytest.MonkeyPatch, share: int, levels: int):
+    """The page tables branch twice, end at a branch, or share nothing.
+
+    Some sequences decode, others compute a chunk.
+    """
     monkeypatch.setattr(attention_flashinfer, "MIN_SAVING", share)
     lengths = [420, 417, 200, 290, 300, 177]
     common = [0, 384, 160, 256, 0, 160]
@@ -87,7 +90,7 @@ def test_what_sequences_share_is_read_by_levels(
     assert len(on._wrappers) == levels
 
 
-def test_padding_rows_are_numbers():
+def test_padding_rows_are_finite():
     one = world([20])
     one.step([(0, 0, 19)])
     pages = np.array(one.sequences[0].pages, np.int32)
@@ -96,7 +99,7 @@ def test_padding_rows_are_numbers():
     assert out[1:].isfinite().all()
 
 
-def test_the_arrays():
+def test_the_arrays_of_a_plan():
     pages = [PageId(page) for page in (7, 3, 9)]
     ragged = RaggedBatch.of([(5, pages, 32), (1, pages[1:], 1), (2, pages, 33)], 16)
     assert [array.tolist() for array in ragged] == [
@@ -113,7 +116,7 @@ def test_a_gpu_gets_flashinfer(monkeypatch: pytest.MonkeyPatch):
     assert isinstance(getattr(planner, "__self__", None), FlashInfer)
 
 
-def test_without_flashinfer_it_is_torch_and_we_say_so(monkeypatch, caplog):
+def test_without_flashinfer_torch_is_used_and_logged(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     planner = planner_for(layout(), 3, CUDA)
     assert getattr(planner, "func", None) is StablePlan
@@ -124,7 +127,7 @@ def test_without_flashinfer_it_is_torch_and_we_say_so(monkeypatch, caplog):
     ("dtype", "dim", "said"),
     [(torch.float32, 64, ""), (torch.bfloat16, 80, "FlashInfer has no kernels for heads of 80")],
 )
-def test_what_flashinfer_cannot_do_is_torch_s(monkeypatch, caplog, dtype, dim, said):
+def test_unsupported_layouts_use_torch(monkeypatch, caplog, dtype, dim, said):
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     assert getattr(planner_for(layout(dtype, dim), 3, CUDA), "func", None) is StablePlan
     assert said in caplog.text and bool(said) == bool(caplog.text)

@@ -51,7 +51,7 @@ def test_every_border_agrees_with_the_reference(length: int):
 def test_a_mixed_step_agrees_with_the_reference():
     lengths = [300, 1, 129, 70, 33, 200]
     world = World(lengths)
-    for index, length in enumerate(lengths[:4]):  # the decodes have all but their last token
+    for index, length in enumerate(lengths[:4]):  # of the decodes all but the last token are cached
         if length > 1:
             world.step([(index, 0, length - 1)])
     world.step([(5, 0, 150)])
@@ -113,7 +113,7 @@ def test_bits_do_not_depend_on_the_batch():
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("batch", [2, 3, 8, 33])
 @pytest.mark.slow
-def test_bits_of_a_decode_do_not_depend_on_how_many_decode(batch: int):
+def test_bits_of_a_decode_do_not_depend_on_the_number_of_decodes(batch: int):
     lengths = [(37 * index) % 280 + 2 for index in range(batch)]
     world = World(lengths, kv_heads=3)
     for index, length in enumerate(lengths):
@@ -123,7 +123,7 @@ def test_bits_of_a_decode_do_not_depend_on_how_many_decode(batch: int):
         assert torch.equal(world.step([(index, length - 1, 1)])[0], out)
 
 
-def test_what_a_reused_page_held_never_shows():
+def test_old_contents_of_a_reused_page_never_show():
     """Unwritten slots are NaN in `World`; here they are also infinite, up to the next position."""
     world = World([100, 40])
     clean = world.step([(0, 0, 90)])[0], world.step([(0, 90, 1)])[0]

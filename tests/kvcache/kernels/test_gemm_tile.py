@@ -30,7 +30,7 @@ def product_added(address: Any) -> None:
 
 @pytest.mark.parametrize("depth", [2, 64, 126])
 def test_products(depth: int) -> None:
-    """Multiply a part of a larger matrix into a part of another one, whose rest is unchanged."""
+    """Multiply parts of larger matrices into a part of another, whose rest does not change."""
     generator = torch.Generator().manual_seed(depth)
     a = torch.randn(ROWS, depth + 10, generator=generator).bfloat16()
     b = torch.randn(depth, WIDTH, generator=generator).bfloat16()

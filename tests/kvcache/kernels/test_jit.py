@@ -23,7 +23,7 @@ def common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("age", "kept"), [(999, False), (1001, True)])
-def test_what_was_compiled_before_a_change_is_forgotten(tmp_path: Path, age: int, kept: bool):
+def test_kernels_older_than_their_sources_are_dropped(tmp_path: Path, age: int, kept: bool):
     folder = tmp_path / "__pycache__"
     folder.mkdir()
     for name in ("kernels.f-1.py311.nbi", "kernels.f-1.py311.1.nbc", "others.f-1.py311.nbi"):
@@ -36,5 +36,5 @@ def test_what_was_compiled_before_a_change_is_forgotten(tmp_path: Path, age: int
     assert ("kernels.f-1.py311.nbi" in left) is kept
 
 
-def test_a_module_without_any_is_none_of_our_business(tmp_path: Path):
+def test_a_module_without_kernels_is_left_alone(tmp_path: Path):
     jit.drop_stale_cache(str(tmp_path / "kernels.py"))

@@ -36,7 +36,7 @@ def test_an_address_reads_back():
     assert KVAddress.verify(SIGNED, SECRET) == ADDRESS
 
 
-def test_so_does_one_of_a_worker_that_has_a_part_of_the_model():
+def test_an_address_of_a_shard_reads_back():
     part = replace(ADDRESS, shard=Shard(0, 2, 1, 3))
     assert KVAddress.verify(part.sign(SECRET), SECRET) == part
 
@@ -45,12 +45,12 @@ def test_it_is_url_safe():
     assert set(SIGNED) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_")
 
 
-def test_pages_are_the_runs():
+def test_runs_expand_to_pages():
     assert ADDRESS.pages() == [3, 4, 9]
 
 
 @given(st.lists(st.integers(1, 50), unique=True))
-def test_runs_are_the_pages(pages: list[int]):
+def test_pages_survive_as_runs(pages: list[int]):
     address = replace(ADDRESS, runs=page_runs([PageId(page) for page in pages]))
     assert address.pages() == pages
     assert KVAddress.verify(address.sign(SECRET), SECRET) == address
@@ -62,7 +62,7 @@ def test_another_secret_is_refused():
 
 
 @pytest.mark.parametrize("text", ["", "=", "A", "é", "not base64!", "AAAA", "\0", SIGNED + "!"])
-def test_nonsense_is_refused(text: str):
+def test_malformed_addresses_are_refused(text: str):
     with pytest.raises(BadAddress):
         KVAddress.verify(text, SECRET)
 

@@ -1,4 +1,4 @@
-"""The lease table alone, over real memory; what KVCache makes of it is in test_cache."""
+"""The lease table alone, over real memory; `test_cache.py` tests leases in a KVCache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGES = [PageId(3), PageId(4)]
 
 
 class Leases:
-    """A table, its memory, and the least of a lease."""
+    """A lease table, its memory, and minimal leases."""
 
     def __init__(self) -> None:
         self.region = LocalRegion(small_layout(8))
@@ -30,7 +30,7 @@ def leases() -> Leases:
     return Leases()
 
 
-def test_an_open_lease_stands_in_memory(leases: Leases):
+def test_an_open_lease_is_in_memory(leases: Leases):
     lease = leases.open(begin=4)
     words = leases.region.slots[lease.slot]
     assert int(words[NONCE]) == lease.nonce != 0
@@ -47,7 +47,7 @@ def test_the_watermark_is_reread(leases: Leases):
     assert leases.table.live()[0].state == "landed"
 
 
-def test_nothing_to_receive_has_landed_at_once(leases: Leases):
+def test_an_empty_lease_has_landed_at_once(leases: Leases):
     assert leases.open(tokens=0).state == "landed"
 
 
@@ -60,7 +60,7 @@ def test_ended_and_unknown_leases_differ(leases: Leases):
         leases.table.get(LeaseId("never"))
 
 
-def test_only_so_many_ended_ones_are_remembered(leases: Leases):
+def test_the_memory_of_ended_leases_is_bounded(leases: Leases):
     first = leases.open()
     leases.table.close(first)
     for _ in range(REMEMBERED):
@@ -92,7 +92,7 @@ def test_a_writer_keeps_the_pages_in_quarantine(leases: Leases):
     assert leases.table.leased == 0
     assert list(leases.table.holders()) == [PAGES]
     assert leases.table.sweep() == []
-    assert leases.open().slot != lease.slot  # nor is its slot given to another
+    assert leases.open().slot != lease.slot  # the slot is not reused either
     leases.region.drop_right(lease.slot)
     assert leases.table.sweep() == PAGES
     assert leases.table.quarantined == 0
@@ -125,7 +125,7 @@ def test_taking_over_from_a_writer_changes_nothing(leases: Leases):
     assert leases.table.get(lease.lease_id) is lease
 
 
-def test_a_lease_that_nobody_writes_expires(leases: Leases):
+def test_a_lease_without_a_writer_expires(leases: Leases):
     lease = leases.open(now=0.0)
     assert leases.table.expired(10.0) == []
     assert leases.table.expired(10.1) == [lease]
@@ -134,12 +134,14 @@ def test_a_lease_that_nobody_writes_expires(leases: Leases):
 def test_signs_of_life_renew(leases: Leases):
     lease = leases.open(now=0.0)
     leases.region.slots[lease.slot, RENEWALS] += 1
-    assert leases.table.expired(50.0) == []  # seen before it is judged late
+    assert (
+        leases.table.expired(50.0) == []
+    )  # the sign of life is read before the deadline is checked
     assert lease.deadline == 60.0
     assert leases.table.expired(61.0) == [lease]
 
 
-def test_looking_at_a_lease_does_not_hide_a_sign_of_life(leases: Leases):
+def test_reading_a_lease_does_not_hide_a_sign_of_life(leases: Leases):
     lease = leases.open(now=0.0)
     leases.region.slots[lease.slot, LANDED] = 8
     leases.region.slots[lease.slot, RENEWALS] += 1

@@ -1,7 +1,7 @@
-"""The rules of the receive lease, each against the race that it names.
+"""The rules of the receive lease, each tested against the race that it prevents.
 
-`tests/engine/service/test_engine_rules.py` has `Draining` and what only an engine shows;
-`tests/kvcache/transport/test_transport.py` has what only stopped and killed processes show.
+`tests/engine/service/test_engine_rules.py` tests `Draining` and the rules that need an engine;
+`tests/kvcache/transport/test_transport.py` tests those that need stopped and killed processes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PROMPT = list(range(100, 122))  # five full pages and a half
 
 
 class Gate:
-    """Holds senders up within a copy, where they have the write right: as SIGSTOP does."""
+    """Holds up senders within a copy, while they have the write right, like SIGSTOP."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -72,7 +72,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """`with gate:` a sender is within its next copy, with no byte of it written."""
+    """Within `with gate:`, a sender stops in its next copy before it writes a byte."""
     gate, copy = Gate(), MappedTarget.copy
 
     def held_up(self: MappedTarget, runs: object) -> None:
@@ -85,8 +85,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def flush(mirror: Mirror) -> None:
-    """Wait for what is under way."""
+def wait_for_puts(mirror: Mirror) -> None:
+    """Wait for the mirror's puts under way."""
     assert mirror.put is not None
     mirror.put.close().result(10)
 
@@ -114,19 +114,20 @@ def test_claim_is_made_before_the_first_byte(pair: Pair):
     assert not receiver.store.pool.count_nonzero()
 
 
-def test_claim_a_sender_that_stopped_between_check_and_write_harms_no_new_owner(
+def test_claim_a_sender_stopped_between_check_and_write_does_not_write_to_new_owners(
     pair: Pair, gate: Gate
 ):
-    """The receiver closes first and then only tries for the right: it neither waits nor is fooled.
+    """The receiver closes the lease and then only tries to take the right, without waiting.
 
-    The sender has checked the lease, and writes after it has ended."""
+    The sender has checked the lease, and writes after it has ended.
+    """
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 21)
     sender.mark_send(sequence(sender, 1, PROMPT[:21]), put, 0, 21)
     with gate:
         receiver.release(lease.lease_id)
-        other = sequence(receiver, 2, range(500, 500 + 26 * SIZE))  # all that is left
+        other = sequence(receiver, 2, range(500, 500 + 26 * SIZE))  # takes all remaining pages
         assert receiver.page_use().free == 0
         assert not set(pages_of(receiver, other)) & set(lease.own)
     with pytest.raises(LeaseExpired):
@@ -144,7 +145,7 @@ def test_claim_of_an_ended_lease_is_refused_before_a_byte_is_written(pair: tuple
     assert not receiver.store.pool.count_nonzero()
 
 
-def test_claim_is_reread_so_that_a_lease_that_ends_is_written_no_more(
+def test_claim_is_reread_so_that_an_ended_lease_is_not_written(
     pair: tuple[KVCache, KVCache],
 ):
     sender, receiver = pair
@@ -196,13 +197,13 @@ def test_quarantine_ends_by_proof_never_by_time(new_cache: NewCache, clock: Cloc
     sender.clear_mark(ONE)
 
 
-def test_quarantine_is_not_for_what_no_sender_ever_claimed(cache: KVCache):
+def test_quarantine_is_skipped_for_unclaimed_leases(cache: KVCache):
     lease, _ = cache.prep_recv("r", PROMPT, 21, 0, 10.0)
     cache.release(lease.lease_id)
     assert cache.page_use().free == 32  # at once
 
 
-def test_quarantine_counts_as_room_that_leases_have(pair: Pair, gate: Gate):
+def test_quarantine_counts_as_leased_pages(pair: Pair, gate: Gate):
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 20, 12 * SIZE - 20, 10.0)  # 12 pages of 16
     put = sender.open_put(address, PROMPT, 0, 20)
@@ -220,8 +221,8 @@ def test_quarantine_counts_as_room_that_leases_have(pair: Pair, gate: Gate):
 # Death
 
 
-def test_death_fences_it_does_not_release(shared_cache: KVCache):
-    """What a sender had landed before it was killed stays until the lease ends: a replica."""
+def test_death_fences_and_keeps_the_lease(shared_cache: KVCache):
+    """The tokens landed before the sender was killed stay until the lease ends, as in a replica."""
     lease, address = shared_cache.prep_recv("r", PROMPT, 21, 0, 60.0)
     peer = Peer("s")
     peer.call("send", address, PROMPT, 0, 10)
@@ -251,7 +252,7 @@ def test_a_watermark_is_the_contiguous_length_and_landed_iff_it_is_the_end(pair:
     sender.clear_mark(ONE)
 
 
-def test_a_watermark_waits_for_what_was_only_issued(pair: Pair, gate: Gate):
+def test_a_watermark_waits_for_issued_writes(pair: Pair, gate: Gate):
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 21)
@@ -271,7 +272,7 @@ def test_a_watermark_is_where_another_sender_continues_a_failed_send(new_cache: 
     first.mark_send(ONE, put, 0, 21)
     compute(first, ONE, PROMPT[:7])
     put.close().result(10)
-    put.cancel()  # and never says anything again
+    put.cancel()  # the sender gives no further sign of life
     send(second, address, PROMPT, receiver.lease(lease.lease_id).landed, 21)
     compute(first, ONE, PROMPT[7:21])
     put.close().result(10)
@@ -297,7 +298,7 @@ def test_a_watermark_cannot_rise_nor_a_byte_be_written_beyond_the_room(pair: Pai
             put.close().result(10)
     assert not receiver.store.pool.count_nonzero()
     assert receiver.lease(lease.lease_id).landed == 0
-    receiver.transport.region.slots[lease.slot, LANDED] = 2**62  # a sender that is not ours
+    receiver.transport.region.slots[lease.slot, LANDED] = 2**62  # a faulty sender writes the word
     assert receiver.lease(lease.lease_id).landed == 11
 
 
@@ -307,7 +308,7 @@ def attend(sender: KVCache, layer: int) -> None:
 
 
 def first_layer_put(sender: KVCache, address: str) -> Put:
-    """A step that sends `PROMPT[:21]` and has come to its first layer."""
+    """Return a put of `PROMPT[:21]` whose step has computed its first layer."""
     put = sender.open_put(address, PROMPT, 0, 21)
     sender.add_sequence(ONE)
     sender.mark_send(ONE, put, 0, 21)
@@ -321,7 +322,7 @@ def test_a_watermark_rises_after_all_layers_not_after_some(pair: tuple[KVCache, 
     sender, receiver = pair
     _, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
     put = first_layer_put(sender, address)
-    put.close().result(10)  # whatever has been asked for is done
+    put.close().result(10)  # all requested writes are done
     assert put.bytes_sent == 21 * sender.layout.token_bytes
     assert receiver.store.pool[0].count_nonzero() and not receiver.store.pool[1:].count_nonzero()
     for layer in range(1, LAYERS):
@@ -413,7 +414,7 @@ def test_time_is_not_renewed_by_a_start_that_waits(new_cache: NewCache, clock: C
     assert not watch.read()[1].any()
 
 
-def test_time_ends_nothing_that_has_started(new_cache: NewCache, clock: Clock):
+def test_time_does_not_end_a_started_lease(new_cache: NewCache, clock: Clock):
     sender, receiver = new_cache(name="sender"), new_cache(name="receiver")
     lease, address = receiver.prep_recv("r", PROMPT, 21, 4, 0.5)
     send(sender, address, PROMPT, 0, 21)
@@ -455,7 +456,7 @@ def test_time_without_a_claim_is_lease_ms(new_cache: NewCache, clock: Clock):
     assert cache.page_use().free == 32
 
 
-def test_time_that_the_receiver_stood_still_does_not_count(new_cache: NewCache, clock: Clock):
+def test_time_while_the_receiver_is_stopped_does_not_count(new_cache: NewCache, clock: Clock):
     cache = new_cache()
     lease, _ = cache.prep_recv("r", PROMPT, 21, 0, 2.0)
     clock.now += 3600.0
@@ -468,11 +469,11 @@ def test_time_that_the_receiver_stood_still_does_not_count(new_cache: NewCache, 
     assert cache.sweep() == [lease]
 
 
-def test_time_is_renewed_by_a_sender_that_lives_also_in_a_queue(new_cache: NewCache, clock: Clock):
+def test_time_is_renewed_by_a_live_sender_even_in_a_queue(new_cache: NewCache, clock: Clock):
     sender, receiver = new_cache(name="sender"), new_cache(name="receiver")
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 0.5)
     put = sender.open_put(address, PROMPT, 0, 21)
-    for _ in range(10):  # it has nothing to write yet: it waits for its turn
+    for _ in range(10):  # the sender has nothing to write yet: it is queued
         clock.now += 0.4
         put.renew()
         put.renew()
@@ -486,13 +487,13 @@ def test_time_is_renewed_by_a_sender_that_lives_also_in_a_queue(new_cache: NewCa
     assert put.failed
 
 
-def test_time_landing_is_looked_at_before_expiry_and_gives_a_fresh_lease_ms(
+def test_time_landing_is_checked_before_expiry_and_renews_the_lease(
     new_cache: NewCache, clock: Clock
 ):
     sender, receiver = new_cache(name="sender"), new_cache(name="receiver")
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 0.5)
     send(sender, address, PROMPT, 0, 21)
-    clock.now += 0.9  # late, but landing is looked at first
+    clock.now += 0.9  # late, but landing is checked before the deadline
     receiver.leases()
     assert receiver.sweep() == []
     clock.now += 0.6
@@ -503,7 +504,7 @@ def test_time_landing_is_looked_at_before_expiry_and_gives_a_fresh_lease_ms(
 
 
 def test_starting_while_a_writer_may_live_beyond_the_prompt(pair: Pair, gate: Gate):
-    """A mirror that was stopped in a write of its reserve; what it does later reaches nobody."""
+    """A mirror is stopped in a write of its reserve; its late write changes no sequence."""
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 22, 10, 10.0)
     tokens = [*PROMPT, *range(10)]
@@ -511,7 +512,7 @@ def test_starting_while_a_writer_may_live_beyond_the_prompt(pair: Pair, gate: Ga
     mirror = sender.open_mirror(address, PROMPT)
     seq = sequence(sender, 1, tokens[:27])
     sender.mirror(seq, mirror, 1)
-    flush(mirror)
+    wait_for_puts(mirror)
     gate.reached.clear()
     gate.opened.clear()
     compute(sender, seq, tokens[27:])
@@ -520,10 +521,10 @@ def test_starting_while_a_writer_may_live_beyond_the_prompt(pair: Pair, gate: Ga
         with pytest.raises(KVIncomplete):
             receiver.start_lease(lease.lease_id, TWO, tokens, None)
         assert receiver.start_lease(lease.lease_id, TWO, tokens, None, fence=True) == 27
-        compute(receiver, TWO, [7, 8, 9])  # another output than the sender's
+        compute(receiver, TWO, [7, 8, 9])  # an output that differs from the sender's
         assert receiver.page_use().quarantined == 2
     with pytest.raises(LeaseExpired):
-        flush(mirror)
+        wait_for_puts(mirror)
     assert_content(receiver, TWO, [*tokens[:27], 7, 8, 9])
     receiver.sweep()
     assert receiver.page_use().quarantined == 0
@@ -538,7 +539,7 @@ def test_starting_while_a_writer_may_live_copies_the_page_of_the_watermark(
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
     send(sender, address, PROMPT, 0, 10)
     region = receiver.transport.region
-    assert region.try_right(lease.slot)  # a writer that was stopped in the middle of a copy
+    assert region.try_right(lease.slot)  # a writer stopped during a copy
     with pytest.raises(KVIncomplete):
         receiver.start_lease(lease.lease_id, ONE, PROMPT, None)
     old = list(lease.own)
@@ -547,7 +548,7 @@ def test_starting_while_a_writer_may_live_copies_the_page_of_the_watermark(
     assert pages_of(receiver, ONE)[:2] == old[:2]
     assert not set(pages_of(receiver, ONE)[2:]) & set(old)
     compute(receiver, ONE, PROMPT[10:])
-    receiver.store.pool[:, old[2:]] = 7.0  # what the writer may still do
+    receiver.store.pool[:, old[2:]] = 7.0  # a late write of the stopped writer
     assert_content(receiver, ONE, PROMPT)
     receiver.check_integrity()
     receiver.sweep()
@@ -557,7 +558,7 @@ def test_starting_while_a_writer_may_live_copies_the_page_of_the_watermark(
     assert receiver.page_use().quarantined == 0
 
 
-def test_starting_while_a_writer_may_live_needs_room_and_changes_nothing_without(
+def test_starting_while_a_writer_may_live_without_room_changes_nothing(
     pair: tuple[KVCache, KVCache],
 ):
     _, receiver = pair
@@ -576,7 +577,7 @@ def test_starting_while_a_writer_may_live_needs_room_and_changes_nothing_without
 # Mirror
 
 
-def test_mirror_sends_from_match_len_on_the_prompt_included_and_only_what_is_new(pair: Pair):
+def test_mirror_sends_new_tokens_from_match_len_on_with_the_prompt(pair: Pair):
     sender, receiver = pair
     cached(receiver, 1, PROMPT[:8])
     lease, address = receiver.prep_recv("r", PROMPT, 22, 10, 10.0)
@@ -588,10 +589,10 @@ def test_mirror_sends_from_match_len_on_the_prompt_included_and_only_what_is_new
     for at in range(0, 32, 2):
         compute(sender, ONE, tokens[at : at + 2])
         sender.mirror(ONE, mirror, 3)
-        flush(mirror)
+        wait_for_puts(mirror)
         assert mirror.put is not None
         sent.append(mirror.put.bytes_sent // whole)
-    # From token 8 on, when there are three or more to send, and at last what fills the room.
+    # From token 8 on, in puts of three or more tokens; the last put fills the room.
     assert sent == [0, 0, 0, 0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24]
     assert mirror.landed == receiver.lease(lease.lease_id).landed == 32
     assert lease.state == "landed"
@@ -601,14 +602,14 @@ def test_mirror_sends_from_match_len_on_the_prompt_included_and_only_what_is_new
 
 
 @pytest.mark.parametrize("output", range(12))
-def test_mirror_is_started_from_what_has_landed_but_the_last_token(pair: Pair, output: int):
-    """The output may be shorter than what was mirrored: what was not heard is not relied on."""
+def test_mirror_starts_from_all_landed_tokens_but_the_last(pair: Pair, output: int):
+    """The output may be shorter than the mirrored tokens; unreported tokens are computed again."""
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 22, 9, 10.0)
     tokens = [*PROMPT, *range(12)]
     mirror = sender.open_mirror(address, PROMPT)
     sender.mirror(sequence(sender, 1, tokens), mirror, 1)
-    flush(mirror)
+    wait_for_puts(mirror)
     assert mirror.landed == 31
     length = receiver.start_lease(lease.lease_id, TWO, tokens[: 22 + output], None)
     assert length == min(31, 22 + output - 1)
@@ -623,7 +624,7 @@ def test_mirror_publishes_the_prompt_only(pair: Pair):
     lease, address = receiver.prep_recv("r", PROMPT, 22, 10, 10.0)
     mirror = sender.open_mirror(address, PROMPT)
     sender.mirror(sequence(sender, 1, [*PROMPT, *range(12)]), mirror, 1)
-    flush(mirror)
+    wait_for_puts(mirror)
     sender.close_mirror(mirror)
     assert receiver.commit(lease.lease_id) == 20
     assert receiver.prefix_tokens == 20
@@ -631,7 +632,7 @@ def test_mirror_publishes_the_prompt_only(pair: Pair):
 
 
 def test_mirror_pages_are_held_until_the_put_has_drained(pair: Pair, gate: Gate):
-    """However the sequence ends: its pages are given to nobody while a put reads them."""
+    """However the sequence ends, its pages are not reused while a put reads them."""
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 22, 0, 10.0)
     mirror = sender.open_mirror(address, PROMPT)
@@ -646,7 +647,7 @@ def test_mirror_pages_are_held_until_the_put_has_drained(pair: Pair, gate: Gate)
         compute(sender, TWO, range(500, 500 + 26 * SIZE))
         sender.mirror(TWO, mirror, 1)  # one write at a time
         assert len(mirror.held) == 6
-    flush(mirror)
+    wait_for_puts(mirror)
     assert mirror.held == []
     assert sender.page_use().free == 6
     assert receiver.start_lease(lease.lease_id, ONE, [*PROMPT, 1], None) == 22
@@ -654,7 +655,7 @@ def test_mirror_pages_are_held_until_the_put_has_drained(pair: Pair, gate: Gate)
     sender.close_mirror(mirror)
 
 
-def test_mirror_that_is_closed_in_the_middle_says_no_more_than_it_knows(pair: Pair, gate: Gate):
+def test_mirror_closed_during_a_put_reports_only_landed_tokens(pair: Pair, gate: Gate):
     sender, receiver = pair
     _, address = receiver.prep_recv("r", PROMPT, 22, 0, 10.0)
     mirror = sender.open_mirror(address, PROMPT)
@@ -663,20 +664,20 @@ def test_mirror_that_is_closed_in_the_middle_says_no_more_than_it_knows(pair: Pa
     with gate:
         sender.close_mirror(mirror)
         sender.close_mirror(mirror)
-    flush(mirror)
+    wait_for_puts(mirror)
     assert (mirror.landed, mirror.held) == (0, [])
     sender.mirror(seq, mirror, 1)
     assert mirror.held == []
 
 
-def test_mirror_of_a_lease_that_has_ended_fails_and_lets_its_pages_go(pair: Pair):
+def test_mirror_of_an_ended_lease_fails_and_frees_its_pages(pair: Pair):
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 22, 0, 10.0)
     mirror = sender.open_mirror(address, PROMPT)
     receiver.release(lease.lease_id)
     sender.mirror(sequence(sender, 1, PROMPT), mirror, 1)
     with pytest.raises(LeaseExpired):
-        flush(mirror)
+        wait_for_puts(mirror)
     assert isinstance(mirror.failure, LeaseExpired)
     assert (mirror.landed, mirror.held) == (0, [])
     with pytest.raises(LeaseExpired):
@@ -691,13 +692,13 @@ def test_mirror_gets_more_room_in_the_same_lease(pair: Pair):
     tokens = [*PROMPT, *range(20)]
     seq = sequence(sender, 1, tokens)
     sender.mirror(seq, mirror, 1)
-    flush(mirror)
+    wait_for_puts(mirror)
     assert mirror.landed == 23
     same, extended = receiver.extend(address, 17)
     assert same is lease and lease.room == 40
     sender.extend_mirror(mirror, extended)
     sender.mirror(seq, mirror, 1)
-    flush(mirror)
+    wait_for_puts(mirror)
     assert mirror.landed == receiver.lease(lease.lease_id).landed == 40
     receiver.start_lease(lease.lease_id, TWO, tokens, None)
     assert_content(receiver, TWO, tokens[:40])
@@ -730,8 +731,8 @@ def test_mirror_extension_is_refused_for_any_bad_address(new_cache: NewCache):
 # Pages
 
 
-def test_pages_that_are_sent_are_held_by_the_sender(pair: Pair):
-    """What matched is the send's as well: eviction passes it by."""
+def test_pages_under_way_are_held_by_the_sender(pair: Pair):
+    """The send also holds the matched pages, so they are not evicted."""
     sender, receiver = pair
     cached(sender, 1, PROMPT)
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
@@ -742,10 +743,10 @@ def test_pages_that_are_sent_are_held_by_the_sender(pair: Pair):
     sender.mark_send(ONE, put, 0, 20)
     put.close().result(10)
     sender.remove_sequence(ONE)
-    compute(sender, TWO, range(500, 500 + 28 * SIZE))  # and not longer
+    compute(sender, TWO, range(500, 500 + 28 * SIZE))  # after the send the pages can be evicted
 
 
-def test_pages_of_a_failed_send_are_published_by_nobody_and_its_mark_is_gone(pair: Pair):
+def test_pages_of_a_failed_send_are_not_published(pair: Pair):
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 20)
@@ -757,7 +758,7 @@ def test_pages_of_a_failed_send_are_published_by_nobody_and_its_mark_is_gone(pai
         put.close().result(10)
     sender.clear_mark(seq)
     sent = put.bytes_sent
-    compute(sender, seq, PROMPT[16:])  # goes nowhere
+    compute(sender, seq, PROMPT[16:])  # nothing of it is sent
     put.close().exception(10)
     assert put.bytes_sent == sent
     assert sender.prefix_tokens == receiver.prefix_tokens == 0
@@ -776,7 +777,7 @@ def test_pages_that_are_full_are_published_and_the_tail_dropped(pair: tuple[KVCa
     assert_content(receiver, ONE, PROMPT[:20])
 
 
-def test_pages_that_a_lease_matched_are_held(cache: KVCache):
+def test_pages_matched_by_a_lease_are_held(cache: KVCache):
     cached(cache, 1, PROMPT)
     cache.prep_recv("r", PROMPT, 20, 0, 10.0)
     with pytest.raises(NoCapacity):
@@ -785,7 +786,7 @@ def test_pages_that_a_lease_matched_are_held(cache: KVCache):
     cache.remove_sequence(TWO)
 
 
-def test_pages_are_committed_once_however_often_it_is_asked_for(pair: Pair):
+def test_pages_are_committed_once_by_repeated_calls(pair: Pair):
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 17, 0, 10.0)
     send(sender, address, PROMPT, 0, 17)
@@ -796,7 +797,7 @@ def test_pages_are_committed_once_however_often_it_is_asked_for(pair: Pair):
     assert receiver.prefix_tokens == 16
 
 
-def test_pages_of_a_commit_that_meets_its_prefix_are_freed(pair: tuple[KVCache, KVCache]):
+def test_pages_of_a_commit_that_are_already_cached_are_freed(pair: tuple[KVCache, KVCache]):
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     cached(receiver, 1, PROMPT)
@@ -805,7 +806,7 @@ def test_pages_of_a_commit_that_meets_its_prefix_are_freed(pair: tuple[KVCache, 
     assert receiver.page_use().cached == 5
 
 
-def test_pages_are_matched_by_nobody_before_they_are_committed(pair: tuple[KVCache, KVCache]):
+def test_pages_are_not_matched_before_their_commit(pair: tuple[KVCache, KVCache]):
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     send(sender, address, PROMPT, 0, 20)
@@ -817,7 +818,7 @@ def test_pages_are_matched_by_nobody_before_they_are_committed(pair: tuple[KVCac
 # No hold-and-wait
 
 
-def test_no_hold_and_wait_extending_is_under_the_same_rule(cache: KVCache):
+def test_no_hold_and_wait_holds_for_extensions(cache: KVCache):
     lease, address = cache.prep_recv("a", PROMPT, 21, 0, 10.0)  # 6 pages of 16
     with pytest.raises(BadRequest):
         cache.extend(address, 11 * SIZE)  # 17 pages: never
@@ -827,7 +828,7 @@ def test_no_hold_and_wait_extending_is_under_the_same_rule(cache: KVCache):
         cache.extend(address, 3 * SIZE)
     sequence(cache, 1, range(500, 500 + 17 * SIZE))
     with pytest.raises(NoCapacity):
-        cache.extend(address, SIZE)  # a page is free, which the sequence may need to grow
+        cache.extend(address, SIZE)  # the only free page is reserved for the sequence's growth
     assert (cache.page_use().leased, lease.room) == (before.leased, 21)
     cache.extend(address, 3)  # the lease's last page has room for these
     assert (cache.page_use().leased, lease.room) == (before.leased, 24)
@@ -843,7 +844,7 @@ def test_no_hold_and_wait_leases_and_reserves_get_half_of_the_pool(cache: KVCach
     cache.prep_recv("c", [5], 1, 0, 10.0)
 
 
-def test_no_hold_and_wait_what_never_fits_is_a_bad_request(cache: KVCache):
+def test_no_hold_and_wait_a_lease_that_never_fits_is_a_bad_request(cache: KVCache):
     prompt = list(range(16 * SIZE))
     with pytest.raises(BadRequest):
         cache.prep_recv("a", prompt, len(prompt), 1, 10.0)

@@ -18,7 +18,7 @@ def test_bytes_are_those_of_the_pool():
     assert LAYOUT.token_bytes == pool[0, 0, :, 0].nbytes
 
 
-def test_a_page_lies_together_in_memory():
+def test_a_page_of_a_layer_is_contiguous():
     pool = LAYOUT.view(torch.arange(LAYOUT.nbytes // 4, dtype=LAYOUT.dtype))
     assert pool.shape == LAYOUT.shape
     page = pool[:, 2]
@@ -31,7 +31,7 @@ def test_pages_for_rounds_up(tokens: int, pages: int):
     assert LAYOUT.pages_for(tokens) == pages
 
 
-def test_a_part_of_the_model_has_its_layers_and_heads():
+def test_a_shards_layout_has_its_layers_and_heads():
     part = replace(LAYOUT, shard=Shard(1, 3, 0, 1))
     pool = torch.zeros(part.shape, dtype=part.dtype)
     assert pool.shape == (2, 5, 2, 4, 1, 8)
@@ -42,7 +42,7 @@ def test_a_part_of_the_model_has_its_layers_and_heads():
     assert LAYOUT.held == Shard(0, 3, 0, 2)
 
 
-def test_all_parts_of_a_model_have_one_fingerprint():
+def test_all_shards_of_a_model_have_one_fingerprint():
     parts = [replace(LAYOUT, shard=shard) for shard in split(3, 2, pp=2, tp=2)]
     assert {part.fingerprint("w") for part in parts} == {LAYOUT.fingerprint("w")}
 

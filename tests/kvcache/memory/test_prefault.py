@@ -1,4 +1,4 @@
-"""Memory is there before it is needed, and nobody waits for it."""
+"""Memory is faulted in before it is used, in the background."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUT = KVLayout(
 
 
 def resident(region: SharedRegion) -> int:
-    """Bytes of the pool that this process has in its page table."""
+    """Return how many bytes of the pool are in this process's page table."""
     begin, found = region.pool.data_ptr(), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = line.split()[0]
@@ -39,9 +39,9 @@ def wait_for(region: SharedRegion) -> None:
         time.sleep(0.005)
 
 
-def test_a_pool_and_a_peers_mapping_of_it():
+def test_a_pool_and_a_peers_mapping_are_faulted_in():
     own = SharedRegion.create(LAYOUT, epoch=1)
-    assert resident(own) < LAYOUT.nbytes / 8  # or there would be nothing to do
+    assert resident(own) < LAYOUT.nbytes / 8  # otherwise the test shows nothing
     populator = Prefaulter()
     populator.add(own)
     wait_for(own)
@@ -57,7 +57,7 @@ def test_a_pool_and_a_peers_mapping_of_it():
     populator.close()
 
 
-def test_the_end_does_not_wait_for_the_rest(monkeypatch: pytest.MonkeyPatch):
+def test_closing_does_not_wait_for_the_remaining_pieces(monkeypatch: pytest.MonkeyPatch):
     pieces = []
 
     def slow(*piece: int) -> int:
@@ -73,7 +73,7 @@ def test_the_end_does_not_wait_for_the_rest(monkeypatch: pytest.MonkeyPatch):
     assert len(pieces) < 100  # of 900
 
 
-def test_a_kernel_that_cannot(monkeypatch: pytest.MonkeyPatch):
+def test_a_kernel_without_support_is_asked_once_per_region(monkeypatch: pytest.MonkeyPatch):
     calls = []
     monkeypatch.setattr(populate, "_madvise", lambda *piece: calls.append(piece) or -1)
     populator = Prefaulter()
@@ -82,5 +82,5 @@ def test_a_kernel_that_cannot(monkeypatch: pytest.MonkeyPatch):
         populator.add(region)
     populator._queue.put(None)
     populator._thread.join(20)
-    assert len(calls) == len(regions)  # it is not asked again for the same one
+    assert len(calls) == len(regions)  # no second call for the same region
     regions[0].pool[0, 0] = 1.0

@@ -68,7 +68,7 @@ def test_rights_exclude_a_peer_slot_by_slot(shared: SharedRegion):
     peer.close()
 
 
-def test_workers_of_one_sender_have_a_right_together(shared: SharedRegion):
+def test_workers_of_one_sender_share_a_right(shared: SharedRegion):
     one, two = (SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT) for _ in range(2))
     assert one.try_right(4, share=9)
     assert two.try_right(4, share=9)
@@ -80,7 +80,7 @@ def test_workers_of_one_sender_have_a_right_together(shared: SharedRegion):
     shared.drop_right(4)
 
 
-def test_a_mapping_that_goes_drops_its_rights(shared: SharedRegion):
+def test_unmapping_drops_the_rights(shared: SharedRegion):
     peer = SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT)
     assert peer.try_right(1)
     peer.close()
@@ -97,7 +97,7 @@ def test_a_right_in_closed_memory_is_an_error_not_a_wait(shared: SharedRegion):
             peer.try_right(1)
 
 
-def test_another_life_is_stale(shared: SharedRegion):
+def test_another_epoch_is_stale(shared: SharedRegion):
     with pytest.raises(StaleEpoch):
         SharedRegion.attach(os.getpid(), shared.fd, 6, LAYOUT)
 
@@ -110,7 +110,7 @@ def test_another_file_is_stale():
 
 
 def test_a_pipe_is_stale():
-    """As what another process has there, whose number was the peer's."""
+    """Another process with the peer's old process id may have a pipe at this descriptor."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     ends = os.pipe()
     with pytest.raises(StaleEpoch):
@@ -120,14 +120,14 @@ def test_a_pipe_is_stale():
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_nobody_there_is_unreachable(shared: SharedRegion):
+def test_a_missing_process_is_unreachable(shared: SharedRegion):
     with pytest.raises(PeerUnreachable):
         SharedRegion.attach(os.getpid(), 9999, 5, LAYOUT)
     with pytest.raises(PeerUnreachable):
         SharedRegion.attach(2**22 + 1, shared.fd, 5, LAYOUT)
 
 
-def test_a_mapping_that_nobody_has_any_more_is_closed(shared: SharedRegion):
+def test_an_unreferenced_mapping_is_closed(shared: SharedRegion):
     before = len(list(Path("/proc/self/fd").iterdir()))
     peer = SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT)
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 2  # mmap has a duplicate
@@ -142,7 +142,7 @@ def test_a_refused_attach_leaks_no_descriptor(shared: SharedRegion):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_it_is_this_users_alone_and_in_no_file_system(shared: SharedRegion):
+def test_the_memory_is_private_and_in_no_file_system(shared: SharedRegion):
     assert stat.S_IMODE(os.fstat(shared.fd).st_mode) == 0o600
     assert str(Path(f"/proc/self/fd/{shared.fd}").readlink()).startswith("/memfd:")
     assert not os.get_inheritable(shared.fd)

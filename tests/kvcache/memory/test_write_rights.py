@@ -13,7 +13,7 @@ def test_a_right_taken_alone_is_held_once():
     assert rights.try_right(3, share=5)
 
 
-def test_a_right_is_shared_under_one_number():
+def test_a_right_is_shared_by_equal_share_numbers():
     rights = WriteRights()
     assert rights.try_right(3, share=5)
     assert rights.try_right(3, share=5)
@@ -25,7 +25,7 @@ def test_a_right_is_shared_under_one_number():
     assert rights.try_right(3)
 
 
-def test_other_processes_are_asked_for_the_first_and_told_after_the_last():
+def test_the_first_share_locks_and_the_last_one_unlocks():
     calls: list[tuple[int, ...]] = []
 
     def take(slot: int, share: int) -> bool:
@@ -41,5 +41,5 @@ def test_other_processes_are_asked_for_the_first_and_told_after_the_last():
     rights.drop_right(3)
     assert calls == [(3, 5), (3,)]
     assert not rights.try_right(9)
-    assert not rights.try_right(9)  # what was refused is not held
+    assert not rights.try_right(9)  # a refused right is not held
     assert calls[2:] == [(9, 0), (9, 0)]

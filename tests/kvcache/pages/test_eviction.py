@@ -1,4 +1,4 @@
-"""What may be evicted: pins, their limit, and that they can be taken back."""
+"""Pins of cached prefixes: what they protect from eviction, their limit, and unpinning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def matched(cache: KVCache, tokens: list[int]) -> int:
 
 
 def fill(cache: KVCache, pages: int) -> None:
-    """Take `pages` pages, evicting what has to go, and give them back."""
+    """Take `pages` pages, which evicts cached ones, and free them again."""
     cache.add_sequence(SeqId(98))
     try:
         cache.grow(SeqId(98), pages * SIZE)
@@ -35,7 +35,7 @@ def fill(cache: KVCache, pages: int) -> None:
         cache.remove_sequence(SeqId(98))
 
 
-def test_a_pinned_prefix_outlives_pressure(cache: KVCache) -> None:
+def test_a_pinned_prefix_survives_eviction(cache: KVCache) -> None:
     cached(cache, A, 1)
     cached(cache, B, 2)
     assert cache.pin(A) == len(A)
@@ -45,7 +45,7 @@ def test_a_pinned_prefix_outlives_pressure(cache: KVCache) -> None:
     assert matched(cache, B) == 0
 
 
-def test_an_unpinned_prefix_may_go(cache: KVCache) -> None:
+def test_an_unpinned_prefix_may_be_evicted(cache: KVCache) -> None:
     cached(cache, A, 1)
     cache.pin(A)
     assert cache.unpin(A) == len(A)
@@ -66,7 +66,7 @@ def test_pinned_pages_are_not_counted_as_available(cache: KVCache) -> None:
     assert matched(cache, A) == len(A)
 
 
-def test_two_pins_of_one_page_keep_it_until_both_are_gone(cache: KVCache) -> None:
+def test_a_page_with_two_pins_is_kept_until_both_end(cache: KVCache) -> None:
     cached(cache, A, 1)
     cache.pin(A)
     cache.pin(A[: 2 * SIZE])
@@ -76,7 +76,7 @@ def test_two_pins_of_one_page_keep_it_until_both_are_gone(cache: KVCache) -> Non
     assert cache.page_use().pinned == 0
 
 
-def test_pinning_again_keeps_what_is_cached_now(cache: KVCache) -> None:
+def test_pinning_again_pins_the_pages_cached_now(cache: KVCache) -> None:
     cached(cache, A[: 2 * SIZE], 1)
     assert cache.pin(A) == 2 * SIZE
     cached(cache, A, 2)
@@ -84,7 +84,7 @@ def test_pinning_again_keeps_what_is_cached_now(cache: KVCache) -> None:
     assert cache.page_use().pinned == 4
 
 
-def test_what_is_not_cached_cannot_be_pinned(cache: KVCache) -> None:
+def test_uncached_pages_cannot_be_pinned(cache: KVCache) -> None:
     assert cache.pin(A) == 0
     assert cache.page_use().pinned == 0
 

@@ -21,7 +21,7 @@ def test_fresh_pages_are_a_run_and_never_the_scratch_page():
     pool.check([pages])
 
 
-def test_too_many_takes_none():
+def test_a_request_for_too_many_pages_takes_none():
     pool = PagePool(5)
     held = pool.take(3)
     with pytest.raises(NoCapacity):
@@ -30,7 +30,7 @@ def test_too_many_takes_none():
     pool.check([held])
 
 
-def test_none_are_none():
+def test_a_request_for_no_pages_gives_none():
     pool = PagePool(3)
     assert pool.take(0) == []
     assert pool.free == pool.total == 2
@@ -58,7 +58,7 @@ def test_the_last_holder_frees_a_page():
 
 
 @pytest.mark.parametrize("change", ["share", "drop"])
-def test_a_page_that_nobody_holds_is_refused(change: str):
+def test_an_unheld_page_is_refused(change: str):
     pool = PagePool(3)
     with pytest.raises(Internal):
         getattr(pool, change)([PageId(1)])
@@ -108,7 +108,7 @@ def test_a_page_is_not_freed_while_it_is_read():
     pool.check([])
 
 
-def test_a_page_that_is_still_held_is_let_go_of_at_once():
+def test_a_page_that_is_still_held_is_dropped_at_once():
     pool = PagePool(4)
     pages = pool.take(1)
     pool.share(pages)

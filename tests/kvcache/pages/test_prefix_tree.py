@@ -65,7 +65,7 @@ def test_a_match_may_end_within_a_node(tree: Tree):
     assert tree.cache.match([1, 2, 3, 4, 9, 9]) == pages[:2]
 
 
-def test_a_page_that_begins_alike_does_not_match(tree: Tree):
+def test_a_page_with_a_common_beginning_does_not_match(tree: Tree):
     tree.keep([1, 2, 3, 4])
     assert tree.cache.match([1, 9, 3, 4]) == []
 
@@ -78,7 +78,7 @@ def test_a_branch_splits_a_node(tree: Tree):
     assert tree.cache.tokens == 8
 
 
-def test_a_split_keeps_what_hangs_below(tree: Tree):
+def test_a_split_keeps_the_nodes_below(tree: Tree):
     first = tree.keep([1, 2, 3, 4])
     below = tree.keep([1, 2, 3, 4, 5, 6])
     tree.keep([1, 2, 9, 9])
@@ -145,7 +145,7 @@ def test_pages_in_use_survive(tree: Tree):
     tree.pool.drop(pages[:1])
 
 
-def test_eviction_stops_at_what_was_wanted(tree: Tree):
+def test_eviction_stops_at_the_wanted_number(tree: Tree):
     tree.keep([1, 2, 3, 4, 5, 6])
     tree.keep([7, 8])
     assert tree.cache.evict(2) == 2
@@ -159,7 +159,7 @@ def test_an_evicted_branch_can_be_inserted_again(tree: Tree):
     assert tree.cache.match([1, 2, 3, 4])[1] == again[1]
 
 
-def test_what_is_only_looked_at_is_not_used(tree: Tree):
+def test_a_peek_does_not_count_as_use(tree: Tree):
     tree.keep([1, 2])
     tree.keep([3, 4])
     assert len(tree.cache.match([1, 2], use=False)) == 1
@@ -193,7 +193,7 @@ def test_a_cut_takes_all_that_follows(tree: Tree, keep: int):
     assert len(tree.cache.match([0, 1, 7, 7])) == (2 if keep >= 1 else 0)
 
 
-def test_a_cut_where_nothing_is_does_nothing(tree: Tree):
+def test_a_cut_of_uncached_pages_does_nothing(tree: Tree):
     tree.keep([1, 2, 3, 4])
     tree.cache.cut([1, 2, 5, 6], 1)
     tree.cache.cut([7, 8], 0)
@@ -215,7 +215,7 @@ def readable(before: PageName, page: bytes) -> PageName:
 
 
 class Follower:
-    """What one who follows the tree knows of it; whoever is told must not be told it again."""
+    """A follower's copy of the tree's names; no change may be reported twice."""
 
     def __init__(self, tree: Tree) -> None:
         names = tree.cache.follow(readable, self.tell)
@@ -228,7 +228,7 @@ class Follower:
         self.known = (self.known | set(came)) - set(went)
 
 
-def test_a_follower_knows_what_was_there_and_what_comes_and_goes(tree: Tree):
+def test_a_follower_knows_all_cached_pages(tree: Tree):
     tree.keep([1, 2, 3, 4])
     follower = Follower(tree)
     assert follower.known == {"1.2.", "1.2.3.4."}
@@ -240,7 +240,7 @@ def test_a_follower_knows_what_was_there_and_what_comes_and_goes(tree: Tree):
     assert follower.known == set()
 
 
-def test_the_latest_follower_is_told(tree: Tree):
+def test_only_the_latest_follower_is_told(tree: Tree):
     first = Follower(tree)
     tree.keep([1, 2])
     second = Follower(tree)
@@ -277,8 +277,8 @@ def test_eviction_does_not_look_at_all_leaves(tree: Tree, monkeypatch: pytest.Mo
     tree.check()
 
 
-def test_a_leaf_that_was_in_use_goes_in_its_turn(tree: Tree):
-    """What is blocked keeps its place in the order: its last use."""
+def test_a_leaf_formerly_in_use_is_evicted_by_its_last_use(tree: Tree):
+    """A blocked leaf keeps its place in the order, which is that of its last use."""
     first, second, third = (tree.keep([n, n, n, n]) for n in (1, 2, 3))
     tree.pool.share(first)
     assert tree.cache.evict(1) == 1  # of the second
@@ -289,7 +289,7 @@ def test_a_leaf_that_was_in_use_goes_in_its_turn(tree: Tree):
     assert tree.cache.match([3, 3, 3, 3], use=False) == third
 
 
-def test_a_blocked_leaf_that_grows_or_splits_can_go(tree: Tree):
+def test_a_blocked_leaf_that_grows_or_splits_can_be_evicted(tree: Tree):
     pages = tree.keep([1, 1, 2, 2])
     tree.pool.share(pages)
     assert tree.cache.evict(1) == 0
@@ -344,7 +344,7 @@ def test_eviction_order_is_that_of_a_search_through_all_leaves(history: list[Ord
 
 
 def searched(tree: Tree, wanted: int) -> set[PageId]:
-    """The pages that should go next: from the leaf used longest ago, by looking at all of them."""
+    """Return the pages to evict next, by a search for the least recently used leaf."""
     gone: set[PageId] = set()
     while len(gone) < wanted:
         leaves = []
@@ -374,8 +374,10 @@ def searched(tree: Tree, wanted: int) -> set[PageId]:
 def test_any_history_agrees_with_a_set_of_prefixes(
     history: list[tuple[str, list[int], int]], followed: int
 ):
-    """The model: the set of token prefixes, whole pages long, that are cached. Somebody follows the
-    tree after the first `followed` events, and somebody else from two events later on."""
+    """The model is the set of cached token prefixes that are whole pages long.
+
+    One follower follows the tree from event `followed` on, and another from two events later.
+    """
     tree, known = Tree(pages=200), set()
     follower: Follower | None = None
     for at, (what, tokens, number) in enumerate(history):

@@ -85,7 +85,7 @@ def test_prefixes_are_found_again(life: Callable[..., KVCache], tmp_path: Path):
     assert (tmp_path / "a.kv").stat().st_mode & 0o777 == 0o600
 
 
-def test_and_again_in_the_life_after_the_next(life: Callable[..., KVCache]):
+def test_prefixes_survive_a_second_restart(life: Callable[..., KVCache]):
     computed(life(), PROMPT)
     computed(life(), OTHER)
     cache = life()
@@ -93,7 +93,7 @@ def test_and_again_in_the_life_after_the_next(life: Callable[..., KVCache]):
 
 
 @pytest.mark.parametrize("other", [{"fingerprint": "other"}, {"slots": SLOTS + 1}])
-def test_what_is_of_something_else_is_forgotten(life: Callable[..., KVCache], other: dict):
+def test_a_file_of_another_cache_is_cleared(life: Callable[..., KVCache], other: dict):
     computed(life(), PROMPT)
     assert back(life(**other), PROMPT) == 0
     cache = life()
@@ -102,7 +102,7 @@ def test_what_is_of_something_else_is_forgotten(life: Callable[..., KVCache], ot
     assert back(life(), PROMPT) == 4 * SIZE
 
 
-def test_slots_that_were_used_again_say_what_they_have_now(life: Callable[..., KVCache]):
+def test_reused_slots_have_the_new_pages(life: Callable[..., KVCache]):
     """Six slots for ten pages."""
     computed(life(slots=6), PROMPT, OTHER, BRANCH)
     cache = life(slots=6)
@@ -122,7 +122,7 @@ def test_sequences_that_were_swapped_out_are_not_found(life: Callable[..., KVCac
     assert life().tier_use()[0].cached == 0
 
 
-def test_a_slot_that_a_sequence_took_is_not_found(life: Callable[..., KVCache]):
+def test_a_slot_reused_by_a_swap_is_not_found(life: Callable[..., KVCache]):
     """The slot held a page of a prefix before."""
     cache = life(slots=4)
     computed(cache, PROMPT)
@@ -145,7 +145,7 @@ def records(folder: Path) -> Iterator[tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("offset", [0, 8, 24, 40, 55])
-def test_a_damaged_record_is_none(life: Callable[..., KVCache], tmp_path: Path, offset: int):
+def test_a_damaged_record_is_ignored(life: Callable[..., KVCache], tmp_path: Path, offset: int):
     """The pages after it are not found either: of four pages, only those before it are."""
     computed(life(), PROMPT)
     places = list(records(tmp_path))
@@ -158,7 +158,7 @@ def test_a_damaged_record_is_none(life: Callable[..., KVCache], tmp_path: Path, 
     assert back(cache, PROMPT) == 2 * SIZE
 
 
-def test_a_damaged_page_is_found_out_when_it_is_read(life: Callable[..., KVCache], tmp_path: Path):
+def test_a_damaged_page_is_detected_when_read(life: Callable[..., KVCache], tmp_path: Path):
     computed(life(), PROMPT)
     size = (tmp_path / "a.kv").stat().st_size
     first = size - SLOTS * LAYOUT.page_bytes
@@ -171,9 +171,7 @@ def test_a_damaged_page_is_found_out_when_it_is_read(life: Callable[..., KVCache
     assert cache.tier_use()[0].cached == 0
 
 
-def test_a_file_that_is_cut_off_or_garbage_is_begun_anew(
-    life: Callable[..., KVCache], tmp_path: Path
-):
+def test_a_truncated_or_invalid_file_is_cleared(life: Callable[..., KVCache], tmp_path: Path):
     path = tmp_path / "a.kv"
     for content in (b"", b"x", os.urandom(5000)):
         path.write_bytes(content)
@@ -188,7 +186,7 @@ def test_a_file_that_is_cut_off_or_garbage_is_begun_anew(
     assert back(life(), OTHER) == 3 * SIZE
 
 
-def test_two_cannot_have_one_file(tmp_path: Path):
+def test_a_file_in_use_is_refused(tmp_path: Path):
     store = kept(tmp_path)
     with pytest.raises(BadRequest, match=r"a\.kv is in use by another engine"):
         kept(tmp_path)
@@ -234,7 +232,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_what_is_found_is_right(tmp_path: Path):
+def test_after_kills_at_any_moment_found_pages_are_right(tmp_path: Path):
     """A process that writes continuously and is killed repeatedly."""
     rng = random.Random(2)
     found = 0

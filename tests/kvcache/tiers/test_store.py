@@ -44,7 +44,7 @@ def test_each_slot_keeps_its_page(store: TierStore):
         assert torch.equal(store.fetch(PageId(slot)), filled(slot + 40))
 
 
-def test_a_page_survives_the_way_there_and_back(store: TierStore):
+def test_a_page_survives_a_round_trip(store: TierStore):
     """For every dtype, only this page is written."""
     for dtype in (torch.float32, torch.bfloat16):
         layout = KVLayout(2, 4, 4, 2, 8 if dtype == torch.float32 else 16, dtype)
@@ -63,7 +63,7 @@ def test_the_pool_is_not_copied():
     assert DevicePages(pool)._pool.data_ptr() == pool.data_ptr()
 
 
-def test_the_file_is_ours_and_nobody_sees_it(disk: DiskStore, tmp_path: Path):
+def test_the_file_is_private_and_unlinked(disk: DiskStore, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
     found = os.fstat(disk.fd)
     assert stat.S_IMODE(found.st_mode) == 0o600
@@ -81,7 +81,7 @@ def test_a_closed_store_is_gone(tmp_path: Path):
 
 
 @pytest.mark.parametrize("byte", [0, 777, LAYOUT.page_bytes - 1])
-def test_a_damaged_page_is_no_page(disk: DiskStore, byte: int):
+def test_a_damaged_page_is_an_error(disk: DiskStore, byte: int):
     """Damage the file through the descriptor table, as another program or a bad disk would."""
     for slot in (1, 2):
         disk.buffer(PageId(slot)).copy_(filled(slot))
@@ -94,7 +94,7 @@ def test_a_damaged_page_is_no_page(disk: DiskStore, byte: int):
     assert torch.equal(disk.fetch(PageId(1)), filled(1))
 
 
-def test_a_page_that_is_cut_off_is_no_page(disk: DiskStore):
+def test_a_truncated_page_is_an_error(disk: DiskStore):
     disk.buffer(PageId(4)).copy_(filled(0))
     disk.flush(PageId(4))
     os.truncate(f"/proc/self/fd/{disk.fd}", 4 * LAYOUT.page_bytes - 1)
@@ -102,7 +102,7 @@ def test_a_page_that_is_cut_off_is_no_page(disk: DiskStore):
         disk.fetch(PageId(4))
 
 
-def test_a_slot_that_was_never_written_is_no_page(disk: DiskStore):
+def test_an_unwritten_slot_is_an_error(disk: DiskStore):
     with pytest.raises(OSError, match="does not match its checksum"):
         disk.fetch(PageId(1))
 
@@ -148,7 +148,7 @@ def test_a_full_disk_is_an_error_of_the_page(tmp_path: Path):
     assert lines[5].startswith("BadRequest") and "no room for 4 pages" in lines[5]
 
 
-def test_no_folder_no_store(tmp_path: Path):
+def test_a_missing_folder_is_refused(tmp_path: Path):
     with pytest.raises(BadRequest, match="No such file"):
         DiskStore(LAYOUT, 4, tmp_path / "nowhere")
     with pytest.raises(BadRequest, match="no room"):

@@ -48,7 +48,7 @@ def done(future: Future[int]) -> int:
     return future.result(PATIENCE_S)
 
 
-def test_out_and_in_again(cache: KVCache):
+def test_a_sequence_is_swapped_out_and_in(cache: KVCache):
     cache.grow(ONE, 6 * SIZE)  # room that it has not used needs no slots
     assert done(cache.swap_out(ONE)) == len(TOKENS)
     use, (tier,) = cache.page_use(), cache.tier_use()
@@ -87,7 +87,7 @@ USES: dict[str, Callable[[KVCache], Any]] = {
 
 
 @pytest.mark.parametrize("use", list(USES))
-def test_nothing_is_done_with_a_sequence_that_is_away(cache: KVCache, store: GatedStore, use: str):
+def test_a_swapped_sequence_refuses_all_operations(cache: KVCache, store: GatedStore, use: str):
     """While it is copied out, while it is out, and while it is copied in."""
     store.gate.shut()
     out = cache.swap_out(ONE)
@@ -106,7 +106,7 @@ def test_nothing_is_done_with_a_sequence_that_is_away(cache: KVCache, store: Gat
     cache.remove_sequence(ONE)
 
 
-def test_it_comes_back_once_and_when_it_is_out(cache: KVCache, store: GatedStore):
+def test_a_swap_in_happens_once_and_after_the_swap_out(cache: KVCache, store: GatedStore):
     with pytest.raises(Internal, match="not swapped out"):
         cache.swap_in(ONE)
     store.gate.shut()
@@ -124,7 +124,7 @@ def test_it_comes_back_once_and_when_it_is_out(cache: KVCache, store: GatedStore
     cache.remove_sequence(ONE)
 
 
-def test_what_is_being_copied_is_neither_free_nor_used(cache: KVCache, store: GatedStore):
+def test_pages_under_copy_are_neither_free_nor_used(cache: KVCache, store: GatedStore):
     store.gate.shut()
     out = cache.swap_out(ONE)
     store.gate.one()
@@ -156,7 +156,7 @@ def test_what_is_being_copied_is_neither_free_nor_used(cache: KVCache, store: Ga
 
 
 @pytest.mark.parametrize("when", ["queued", "copying out", "out", "copying in"])
-def test_removed_at_any_moment(cache: KVCache, store: GatedStore, when: str):
+def test_a_sequence_may_be_removed_at_any_moment(cache: KVCache, store: GatedStore, when: str):
     if when == "queued":
         store.gate.shut()
         cached(cache, 3, [9] * SIZE)  # keeps the thread busy
@@ -188,7 +188,7 @@ def test_removed_at_any_moment(cache: KVCache, store: GatedStore, when: str):
     assert stats.bytes_in <= 2 * LAYOUT.page_bytes or when in ("out", "copying in")
 
 
-def test_swaps_and_prefixes_take_turns(cache: KVCache):
+def test_swaps_evict_prefixes_and_not_the_reverse(cache: KVCache):
     """Swaps evict prefixes, but prefixes never evict swaps."""
     cached(cache, 2, list(range(4 * SIZE)))
     quiet(cache)
@@ -225,7 +225,7 @@ def test_swaps_do_not_wait_for_prefixes(cache: KVCache, store: GatedStore):
     cache.remove_sequence(ONE)
 
 
-def test_a_prefix_whose_beginning_a_swap_has_evicted_is_not_kept(
+def test_a_prefix_whose_start_was_evicted_by_a_swap_is_dropped(
     new: Callable[..., KVCache],
 ):
     """Its third page would be found as its first."""
@@ -251,7 +251,7 @@ def test_a_prefix_whose_beginning_a_swap_has_evicted_is_not_kept(
     cache.remove_sequence(SeqId(3))
 
 
-def test_the_disk_takes_what_the_host_does_not(new: Callable[..., KVCache], tmp_path: Path):
+def test_a_full_host_swaps_to_the_disk(new: Callable[..., KVCache], tmp_path: Path):
     cache = new(HostStore(LAYOUT, 3), DiskStore(LAYOUT, 4, tmp_path))
     sequence(cache, ONE, TOKENS)
     done(cache.swap_out(ONE))
@@ -273,7 +273,7 @@ def test_a_tier_without_room_keeps_its_prefixes(new: Callable[..., KVCache], tmp
 
 
 @pytest.mark.parametrize("page", range(4))
-def test_what_cannot_be_written_is_cut_off(cache: KVCache, store: GatedStore, page: int):
+def test_a_failed_write_truncates_the_sequence(cache: KVCache, store: GatedStore, page: int):
     store.fail_at = page
     kept = page * SIZE
     assert done(cache.swap_out(ONE)) == kept
@@ -284,7 +284,9 @@ def test_what_cannot_be_written_is_cut_off(cache: KVCache, store: GatedStore, pa
 
 
 @pytest.mark.parametrize("page", range(4))
-def test_what_cannot_be_read_is_cut_off(new: Callable[..., KVCache], tmp_path: Path, page: int):
+def test_a_failed_read_truncates_the_sequence(
+    new: Callable[..., KVCache], tmp_path: Path, page: int
+):
     disk = DiskStore(LAYOUT, 8, tmp_path)
     cache = new(disk)
     sequence(cache, ONE, TOKENS)
@@ -303,7 +305,7 @@ def assert_content_of_prefix(cache: KVCache, kept: int) -> None:
     cache.remove_sequence(ONE)
 
 
-def test_shared_pages_stay_with_whom_they_are_shared(cache: KVCache):
+def test_shared_pages_stay_for_the_other_sequences(cache: KVCache):
     cache.fork_sequence(ONE, SeqId(2), 2 * SIZE)
     done(cache.swap_out(ONE))
     assert cache.page_use().active == 2
@@ -314,7 +316,7 @@ def test_shared_pages_stay_with_whom_they_are_shared(cache: KVCache):
         cache.remove_sequence(seq_id)
 
 
-def test_an_empty_sequence_can_go_too(cache: KVCache):
+def test_an_empty_sequence_can_be_swapped_out(cache: KVCache):
     cache.add_sequence(SeqId(2))
     assert done(cache.swap_out(SeqId(2))) == 0
     assert done(cache.swap_in(SeqId(2), 3)) == 0
@@ -341,7 +343,7 @@ def test_without_tiers_there_is_no_room(new: Callable[..., KVCache]):
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
-def test_closing_ends_it_with_what_is_copied(store: GatedStore, direction: str):
+def test_closing_ends_a_swap_with_the_copied_pages(store: GatedStore, direction: str):
     cache = tiered(store)
     sequence(cache, ONE, TOKENS)
     if direction == "out":
@@ -365,7 +367,7 @@ def test_closing_ends_it_with_what_is_copied(store: GatedStore, direction: str):
     at_rest(cache)
 
 
-def test_after_the_end_nothing_comes_back(store: GatedStore):
+def test_after_closing_nothing_is_swapped_in(store: GatedStore):
     cache = tiered(store)
     sequence(cache, ONE, TOKENS)
     done(cache.swap_out(ONE))

@@ -61,7 +61,7 @@ def evicted(cache: KVCache, tokens: list[int] = PROMPT) -> None:
     evict_all(cache)
 
 
-def test_a_prefix_comes_back(cache: KVCache):
+def test_a_prefix_is_promoted(cache: KVCache):
     evicted(cache)
     assert promoted(cache.promote([*PROMPT, 1, 2])) == len(PROMPT)
     seq_id = sequence(cache, 2, PROMPT)
@@ -89,14 +89,14 @@ def test_only_what_is_missing_is_copied(cache: KVCache):
     cache.remove_sequence(seq_id)
 
 
-def test_nothing_known_is_nothing_promoted(cache: KVCache):
+def test_an_unknown_prefix_promotes_nothing(cache: KVCache):
     assert cache.promote(PROMPT) is None
     evicted(cache)
     assert cache.promote([7, *PROMPT]) is None
     assert cache.promote(PROMPT[: SIZE - 1]) is None
 
 
-def test_a_commit_is_copied_behind(new: Callable[..., KVCache], store: GatedStore):
+def test_a_committed_prefix_is_copied_to_the_tier(new: Callable[..., KVCache], store: GatedStore):
     """KV that a peer put is treated like KV that was computed here."""
     cache = new(store, pages=16)
     lease, _ = cache.prep_recv("r", PROMPT, 0, 0, 10.0)
@@ -108,7 +108,7 @@ def test_a_commit_is_copied_behind(new: Callable[..., KVCache], store: GatedStor
     cache.commit(lease.lease_id)
 
 
-def test_what_lands_is_cached_then_and_not_before(cache: KVCache, store: GatedStore):
+def test_promoted_pages_are_cached_only_once_copied(cache: KVCache, store: GatedStore):
     evicted(cache)
     store.gate.shut()
     future = cache.promote(PROMPT)
@@ -123,7 +123,7 @@ def test_what_lands_is_cached_then_and_not_before(cache: KVCache, store: GatedSt
     cache.remove_sequence(SeqId(5))
 
 
-def test_two_who_want_the_same_wait_for_one_copy(cache: KVCache, store: GatedStore):
+def test_two_promotions_of_one_prefix_share_a_copy(cache: KVCache, store: GatedStore):
     evicted(cache)
     store.gate.shut()
     first = cache.promote(PROMPT)
@@ -132,7 +132,7 @@ def test_two_who_want_the_same_wait_for_one_copy(cache: KVCache, store: GatedSto
     assert promoted(first) == len(PROMPT)
 
 
-def test_who_leaves_does_not_stop_a_copy(cache: KVCache, store: GatedStore):
+def test_a_cancelled_caller_does_not_stop_the_copy(cache: KVCache, store: GatedStore):
     evicted(cache)
     store.gate.shut()
     future = cache.promote(PROMPT)
@@ -141,7 +141,7 @@ def test_who_leaves_does_not_stop_a_copy(cache: KVCache, store: GatedStore):
     assert promoted(future) == len(PROMPT)
 
 
-def test_who_computes_it_meanwhile_keeps_his_own(cache: KVCache, store: GatedStore):
+def test_pages_computed_during_a_promotion_are_kept(cache: KVCache, store: GatedStore):
     evicted(cache)
     store.gate.shut()
     future = cache.promote(PROMPT)
@@ -169,7 +169,7 @@ def test_running_sequences_keep_a_page_to_grow_into(cache: KVCache):
     cache.remove_sequence(SeqId(5))
 
 
-def test_a_promotion_that_finds_less_room_than_it_thought_leaves_nothing(cache: KVCache):
+def test_a_promotion_with_less_room_than_estimated_leaves_nothing(cache: KVCache):
     """A cached page that no sequence holds stays while a sequence holds the page after it."""
     evicted(cache)
     prompt = OTHER[: 3 * SIZE]
@@ -188,7 +188,7 @@ def test_a_promotion_that_finds_less_room_than_it_thought_leaves_nothing(cache: 
     assert promoted(cache.promote(PROMPT)) == len(PROMPT)
 
 
-def test_pages_in_a_promotion_are_nobody_elses(cache: KVCache, store: GatedStore):
+def test_pages_under_promotion_are_not_given_away(cache: KVCache, store: GatedStore):
     evicted(cache)
     store.gate.shut()
     future = cache.promote(PROMPT)
@@ -220,7 +220,7 @@ def test_pages_that_wait_to_be_copied_can_be_evicted(cache: KVCache, store: Gate
     assert promoted(cache.promote(PROMPT)) == SIZE
 
 
-def test_who_frees_a_page_that_is_being_copied_waits_for_it(cache: KVCache, store: GatedStore):
+def test_freeing_a_page_under_copy_waits_for_the_copy(cache: KVCache, store: GatedStore):
     store.gate.shut()
     cached(cache, 1, PROMPT)
     store.gate.one()
@@ -240,7 +240,7 @@ def test_who_frees_a_page_that_is_being_copied_waits_for_it(cache: KVCache, stor
     cache.remove_sequence(seq_id)
 
 
-def test_a_full_tier_forgets_what_was_used_longest_ago(new: Callable[..., KVCache]):
+def test_a_full_tier_evicts_the_least_recently_used(new: Callable[..., KVCache]):
     cache = new(HostStore(LAYOUT, 20), pages=16)
     prompts = [[1000 * n + i for i in range(4 * SIZE)] for n in range(6)]
     for number, prompt in enumerate(prompts):
@@ -274,7 +274,7 @@ def test_too_many_prefixes_at_once_are_not_all_copied(cache: KVCache, store: Gat
     assert promoted(cache.promote(PROMPT)) == len(PROMPT)
 
 
-def test_a_page_that_cannot_be_written_is_not_there(cache: KVCache, store: GatedStore):
+def test_a_page_that_cannot_be_written_is_not_cached(cache: KVCache, store: GatedStore):
     store.fail_at = 2
     evicted(cache)
     assert promoted(cache.promote(PROMPT)) == 2 * SIZE
@@ -307,7 +307,7 @@ def test_a_damaged_file_is_a_miss_and_never_other_kv(new: Callable[..., KVCache]
     cache.remove_sequence(seq_id)
 
 
-def test_the_disk_has_what_the_host_has_forgotten(new: Callable[..., KVCache], tmp_path: Path):
+def test_the_disk_keeps_prefixes_that_the_host_evicted(new: Callable[..., KVCache], tmp_path: Path):
     cache = new(HostStore(LAYOUT, 8), DiskStore(LAYOUT, 32, tmp_path))
     host, disk = cache.tiers
     evicted(cache)
@@ -374,7 +374,7 @@ def test_many_threads_at_once(new: Callable[..., KVCache], tmp_path: Path):
         assert sum(pool.map(work, range(2))) > 0
 
 
-def test_closing_ends_what_is_being_copied(store: GatedStore):
+def test_closing_ends_the_copies(store: GatedStore):
     cache = tiered(store)
     evicted(cache)
     store.gate.shut()
@@ -395,7 +395,7 @@ def test_closing_ends_what_is_being_copied(store: GatedStore):
     assert not any("tier" in thread.name for thread in threading.enumerate())
 
 
-def test_a_defect_in_one_copy_does_not_end_the_others(
+def test_an_exception_in_one_copy_does_not_end_the_others(
     cache: KVCache, monkeypatch: pytest.MonkeyPatch
 ):
     (tier,) = cache.tiers

@@ -1,8 +1,8 @@
-"""All transports through one suite; then what only processes can show, with processes.
+"""One suite for all transports, and tests that need several processes.
 
-`device` is written here, to show what one takes; NIXL has a module of its own.
+`device` is an example transport of the tests; `test_transport_nixl.py` runs the suite over NIXL.
 
-Signals are sent for real: a stopped process holds its lock on the pool, a killed one does not.
+The tests send real signals: a stopped process keeps its lock on the pool, a killed one does not.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def new(kind: str) -> Iterator[NewCache]:
-    """Makes caches of one transport, and checks the pages of each at the end."""
+    """Return a function that makes caches of one transport; at the end their pages are checked."""
     network, made, clock = MemoryNetwork(), [], Clock()
 
     def make(name: str, epoch: int = 1, pages: int = PAGES) -> KVCache:
@@ -168,7 +168,7 @@ def test_the_watermark_rises_with_each_chunk(new: NewCache):
     sender.clear_mark(ONE)
 
 
-def test_an_engine_that_is_gone_is_unreachable(new: NewCache, kind: str):
+def test_a_dead_engine_is_unreachable(new: NewCache, kind: str):
     sender, receiver = new("s"), new("r")
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     if isinstance(receiver.transport, MemoryTransport):
@@ -240,14 +240,14 @@ def test_a_start_meets_a_writer(new: NewCache):
 
 @pytest.mark.parametrize("kind", ["shm"])
 @pytest.mark.slow
-def test_memory_of_dead_peers_is_let_go(new: NewCache, peers: Callable[..., Peer]):
+def test_memory_of_dead_peers_is_unmapped(new: NewCache, peers: Callable[..., Peer]):
     sender, dead, alive = new("s"), peers("dead"), peers("alive")
     before = _memories()
     _, address = dead.call("prep_recv", PROMPT, 20)
     send(sender, address, PROMPT, 0, 20)
     dead.kill()
     _, address = alive.call("prep_recv", PROMPT, 20)
-    send(sender, address, PROMPT, 0, 20)  # its worker has let go before this put is done
+    send(sender, address, PROMPT, 0, 20)  # the dead peer's worker unmaps before this put ends
     assert _memories() == before + 1
 
 
@@ -278,9 +278,11 @@ class Later:
 
 
 @pytest.mark.parametrize("kind", ["device"])
-def test_what_a_device_computes_is_put_layer_by_layer_once_it_is_there(new: NewCache):
-    """The device is one of a few lines. Neither the step nor the put's worker waits for it: each
-    layer lands while the next is computed, and the watermark rises after the last."""
+def test_a_devices_kv_is_put_layer_by_layer_once_computed(new: NewCache):
+    """Neither the step nor the put's worker waits for the simulated device.
+
+    Each layer lands while the next is computed, and the watermark rises after the last.
+    """
     sender, receiver = new("s"), new("r")
     gates = [threading.Event() for _ in range(LAYERS)]
     each, planner = iter(gates), sender.store.planner
@@ -320,7 +322,7 @@ def test_what_a_device_computes_is_put_layer_by_layer_once_it_is_there(new: NewC
 
 
 @pytest.mark.parametrize("kind", ["device"])
-def test_a_put_that_is_cancelled_is_over_once_the_device_is(new: NewCache):
+def test_a_cancelled_put_ends_after_the_devices_work(new: NewCache):
     """Before that, the device may still write the pages, so they are not reused."""
     sender, receiver = new("s"), new("r")
     gate, planner = threading.Event(), sender.store.planner
@@ -356,7 +358,7 @@ def test_a_transport_is_found_by_the_name_in_its_endpoint():
 # Workers of one sender
 
 
-def test_who_joins_writes_beside_the_lead(new: NewCache):
+def test_a_joined_worker_writes_beside_the_lead(new: NewCache):
     lead, other, receiver = new("s"), new("t"), new("r")
     lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     first = lead.open_put(address, PROMPT, 0, 20)
@@ -394,7 +396,7 @@ def test_only_the_lead_signals(new: NewCache):
         joined.signal(20)
 
 
-def test_who_takes_over_fences_all_workers_of_the_sender_before(new: NewCache):
+def test_a_new_sender_fences_all_workers_of_the_previous_one(new: NewCache):
     lead, other, receiver = new("s"), new("t"), new("r")
     lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     first = lead.open_put(address, PROMPT, 0, 20)
@@ -421,7 +423,7 @@ def deep(new: NewCache, monkeypatch: pytest.MonkeyPatch) -> NewCache:
 
 
 def test_a_token_of_many_layers_is_one_copy(deep: NewCache):
-    """DéjàVu's buffered copies: one, instead of one per layer and half."""
+    """DéjàVu's buffered copies: one copy instead of one per layer and half (keys, values)."""
     sender, receiver = deep("s"), deep("r")
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 20)
@@ -434,11 +436,11 @@ def test_a_token_of_many_layers_is_one_copy(deep: NewCache):
     assert put.bytes_sent == 3 * 30 * sender.layout.token_bytes
     assert int(receiver.store.pool.count_nonzero()) == put.bytes_sent // 4
     assert calls.count("copy") == 3
-    assert 3 <= calls.count("try_right") <= 6  # the watermark may come too late for the same hold
+    assert 3 <= calls.count("try_right") <= 6  # the watermark may need a hold of its own
 
 
-def test_what_waits_goes_together(deep: NewCache):
-    """Layer by layer, as a step computes them, behind a slow put of the same engine."""
+def test_queued_writes_are_sent_together(deep: NewCache):
+    """The layers are written one by one, as in a step, behind a slow put of the engine."""
     sender, receiver = deep("s"), deep("r")
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 20)
@@ -452,9 +454,7 @@ def test_what_waits_goes_together(deep: NewCache):
     assert calls.count("copy") == calls.count("try_right") == 1
 
 
-def test_a_large_put_lets_go_of_the_right_again_and_again(
-    deep: NewCache, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_large_put_drops_the_right_repeatedly(deep: NewCache, monkeypatch: pytest.MonkeyPatch):
     sender, receiver = deep("s"), deep("r")
     token = sender.layout.token_bytes
     monkeypatch.setattr("kvcache.transport.put.COMMIT_BYTES", 7 * 20 * token)
@@ -490,7 +490,7 @@ def watched(put: Put) -> list[str]:
 
 @pytest.fixture
 def peers() -> Iterator[Callable[..., Peer]]:
-    """Starts processes and kills them afterwards, whatever their state."""
+    """Return a function that starts peer processes; at the end they are killed."""
     started: list[Peer] = []
 
     def start(name: str, epoch: int = 1) -> Peer:
@@ -536,13 +536,15 @@ def test_a_killed_receiver_is_unreachable(here: KVCache, peers: Callable[..., Pe
         here.open_put(address, PROMPT, 0, 21)
 
 
-def test_a_receiver_killed_during_the_put_harms_nobody(here: KVCache, peers: Callable[..., Peer]):
+def test_a_receiver_killed_during_the_put_does_not_harm_the_sender(
+    here: KVCache, peers: Callable[..., Peer]
+):
     receiver = peers("r")
     _, address = receiver.call("prep_recv", PROMPT, 21)
     put = here.open_put(address, PROMPT, 0, 21)
     receiver.kill()
     here.mark_send(sequence(here, 1, PROMPT[:21]), put, 0, 21)
-    put.close().result(10)  # into memory that nobody will read
+    put.close().result(10)  # the memory outlives its process
     with pytest.raises(PeerUnreachable):
         here.open_put(address, PROMPT, 0, 21)
 
@@ -577,7 +579,7 @@ def test_a_stopped_sender_keeps_the_pages_from_others(
     assert here.page_use().quarantined == 6
     here.sweep()
     here.check_integrity()
-    assert here.page_use().quarantined == 6  # however often it is asked
+    assert here.page_use().quarantined == 6  # repeated calls change nothing
     with pytest.raises(LeaseExpired):
         here.lease(lease.lease_id)
 
@@ -591,7 +593,7 @@ def test_a_stopped_sender_keeps_the_pages_from_others(
 
     here.sweep()
     assert here.page_use().quarantined == 0
-    compute(here, other, range(26 * 4, 32 * 4))  # and the pages are good again
+    compute(here, other, range(26 * 4, 32 * 4))  # the quarantined pages are usable again
 
 
 def test_killing_the_stopped_sender_frees_the_quarantine(
@@ -617,7 +619,7 @@ def test_a_stopped_sender_blocks_a_start_but_no_longer_than_it_lives(
     assert here.start_lease(lease.lease_id, ONE, PROMPT, None) == 0
 
 
-def test_another_sender_goes_on_after_a_killed_one(
+def test_another_sender_continues_after_a_killed_one(
     here: KVCache, stopped: tuple[Peer, ReceiveLease, str], peers: Callable[..., Peer]
 ):
     sender, lease, address = stopped
@@ -647,7 +649,7 @@ def test_a_stopped_sender_times_another_one_out(
 
 @pytest.fixture
 def another() -> Iterator[Callable[[str], KVCache]]:
-    """Makes further engines in this process."""
+    """Return a function that makes further engines in this process."""
     made: list[KVCache] = []
 
     def make(name: str) -> KVCache:
@@ -662,15 +664,17 @@ def another() -> Iterator[Callable[[str], KVCache]]:
 
 
 @pytest.mark.parametrize("waits", ["write", "claim"])
-def test_one_stopped_holder_delays_nobody_else(
+def test_a_stopped_holder_delays_only_its_slot(
     waits: str,
     here: KVCache,
     peers: Callable[..., Peer],
     another: Callable[[str], KVCache],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Of one engine's puts, those that meet a right which a stopped process holds wait for it; one
-    into another lease of the same receiver, and one to another receiver, do not."""
+    """A put waits for a write right that a stopped process holds.
+
+    The same engine's puts into another lease of the receiver, and to another receiver, do not wait.
+    """
     monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 30.0)
     sender, third, process = another("s"), another("t"), peers("p")
     pages = pages_of(sender, sequence(sender, 1, PROMPT[:21]))
@@ -696,13 +700,13 @@ def test_one_stopped_holder_delays_nobody_else(
                 assert_content(receiver, ONE, PROMPT[:21])
             assert not late.done()
         finally:
-            process.kill()  # which gives the right to who waits
+            process.kill()  # the waiting put gets the right
         put = late.result(20)
         if claimed is None:
             write(put).result(20)
     assert here.lease(contested.lease_id).landed == 21
 
 
-def test_errors_travel_between_processes_as_themselves(peers: Callable[..., Peer]):
+def test_errors_keep_their_type_between_processes(peers: Callable[..., Peer]):
     with pytest.raises(MicroserveError, match=r"malformed|secret"):
         peers("s").call("send", "nonsense", PROMPT, 0, 21)

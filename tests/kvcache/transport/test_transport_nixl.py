@@ -1,7 +1,7 @@
-"""NIXL through the suite of all transports; then what is different when a network lies between.
+"""The suite of all transports over NIXL, and tests of the differences that a network makes.
 
-Over TCP the receiver's process takes part, and a dead sender's bytes may still be on their way:
-what is tested here is that neither costs a page or a byte.
+Over TCP the receiver's process takes part in a put, and a dead sender's bytes may still arrive. The
+tests check that neither loses a page or overwrites a byte.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ test_a_claim_stands_in_the_receivers_memory = suite.test_a_claim_stands_in_the_r
 test_a_foreign_claim_cannot_join = suite.test_a_foreign_claim_cannot_join
 test_a_held_right_times_out = suite.test_a_held_right_times_out
 test_a_killed_receiver_is_unreachable = suite.test_a_killed_receiver_is_unreachable
-test_a_large_put_lets_go_of_the_right_again_and_again = (
-    suite.test_a_large_put_lets_go_of_the_right_again_and_again
-)
+test_a_large_put_drops_the_right_repeatedly = suite.test_a_large_put_drops_the_right_repeatedly
 test_a_put_from_another_process_lands = suite.test_a_put_from_another_process_lands
 test_a_put_lands = suite.test_a_put_lands
 test_a_restarted_receiver_is_stale_or_unreachable = (
@@ -77,17 +75,17 @@ test_a_stopped_sender_keeps_the_pages_from_others = (
 )
 test_a_token_of_many_layers_is_one_copy = suite.test_a_token_of_many_layers_is_one_copy
 test_an_engine_may_send_to_itself = suite.test_an_engine_may_send_to_itself
-test_another_sender_goes_on_after_a_killed_one = (
-    suite.test_another_sender_goes_on_after_a_killed_one
+test_another_sender_continues_after_a_killed_one = (
+    suite.test_another_sender_continues_after_a_killed_one
 )
-test_one_stopped_holder_delays_nobody_else = suite.test_one_stopped_holder_delays_nobody_else
+test_a_stopped_holder_delays_only_its_slot = suite.test_a_stopped_holder_delays_only_its_slot
 test_only_the_lead_signals = suite.test_only_the_lead_signals
 test_the_watermark_rises_with_each_chunk = suite.test_the_watermark_rises_with_each_chunk
 test_two_puts_at_a_time_do_not_mix = suite.test_two_puts_at_a_time_do_not_mix
-test_what_waits_goes_together = suite.test_what_waits_goes_together
-test_who_joins_writes_beside_the_lead = suite.test_who_joins_writes_beside_the_lead
-test_who_takes_over_fences_all_workers_of_the_sender_before = (
-    suite.test_who_takes_over_fences_all_workers_of_the_sender_before
+test_queued_writes_are_sent_together = suite.test_queued_writes_are_sent_together
+test_a_joined_worker_writes_beside_the_lead = suite.test_a_joined_worker_writes_beside_the_lead
+test_a_new_sender_fences_all_workers_of_the_previous_one = (
+    suite.test_a_new_sender_fences_all_workers_of_the_previous_one
 )
 
 
@@ -110,7 +108,7 @@ def nixl_cache(
 
 @pytest.fixture
 def new(wire: Mapping[str, str]) -> Iterator[Callable[..., KVCache]]:
-    """As in test_transport, with a separate address for each cache."""
+    """Like `new` in test_transport, with a separate address for each cache."""
     made: list[KVCache] = []
     clock = Clock()
 
@@ -135,7 +133,7 @@ def flags(cache: KVCache) -> torch.Tensor:
 
 @pytest.fixture
 def peers(wire: Mapping[str, str]) -> Iterator[Callable[..., Peer]]:
-    """Starts processes at the other address and kills them afterwards, whatever their state."""
+    """Return a function that starts processes at the other address; at the end they are killed."""
     started: list[Peer] = []
 
     def start(name: str, epoch: int = 1, port: int = 0) -> Peer:
@@ -157,7 +155,7 @@ def here(wire: Mapping[str, str]) -> Iterator[KVCache]:
 
 @pytest.fixture
 def another(wire: Mapping[str, str]) -> Iterator[Callable[[str], KVCache]]:
-    """Makes further engines in this process."""
+    """Return a function that makes further engines in this process."""
     made: list[KVCache] = []
 
     def make(name: str) -> KVCache:
@@ -195,7 +193,7 @@ def test_only_leased_pages_are_written(new: Callable[..., KVCache]):
     others = sorted(set(range(1, PAGES + 1)) - set(lease.own))
     assert bool((receiver.store.pool[:, others] == 7.5).all())
     last = receiver.store.pool[:, lease.own[-1]]
-    assert bool((last[:, :, 3:] == 7.5).all())  # nor beyond the end within a page
+    assert bool((last[:, :, 3:] == 7.5).all())  # the page's slots beyond the end are unchanged too
     receiver.start_lease(lease.lease_id, ONE, PROMPT, 19)
     assert_content(receiver, ONE, PROMPT[:19])
 
@@ -216,7 +214,7 @@ def test_an_ended_lease_is_refused_before_and_during_a_put(new: Callable[..., KV
     assert bool((receiver.store.pool[:, 1:] == 7.5).all())
 
 
-def test_the_later_of_two_senders_goes_on(new: Callable[..., KVCache]):
+def test_the_later_of_two_senders_continues(new: Callable[..., KVCache]):
     first, second, receiver = new("s"), new("t"), new("r")
     lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     overtaken = first.open_put(address, PROMPT, 0, 20)
@@ -231,7 +229,7 @@ def test_the_later_of_two_senders_goes_on(new: Callable[..., KVCache]):
 def test_a_restart_on_the_same_port_is_stale(new: Callable[..., KVCache]):
     sender, receiver = new("s"), nixl_cache(THERE, name="r")
     _, old = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
-    send(sender, old, PROMPT, 0, 20)  # over a connection that the restart cuts
+    send(sender, old, PROMPT, 0, 20)  # the restart breaks this connection
     port = int(receiver.transport.endpoint.rpartition(":")[2])
     receiver.transport.close()
     with pytest.raises(PeerUnreachable):
@@ -248,7 +246,7 @@ def _address(text: str) -> KVAddress:
     return KVAddress.verify(text, b"secret")
 
 
-def test_another_secret_is_turned_away(new: Callable[..., KVCache]):
+def test_another_secret_is_refused(new: Callable[..., KVCache]):
     receiver, layout = new("r"), small_layout(PAGES)
     transport = NixlTransport(1, secret=b"another", host=HERE)
     stranger = make_cache(transport, layout, name="s")
@@ -266,7 +264,7 @@ def test_an_endpoint_of_another_kind_is_unreachable(new: Callable[..., KVCache],
         sender.transport.open(replace(_address(address), endpoint=endpoint), 0)
 
 
-def test_who_says_nothing_is_turned_out(
+def test_a_silent_connection_is_closed(
     new: Callable[..., KVCache], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(nixl_handshake, "HANDSHAKE_TIMEOUT_S", 0.05)
@@ -277,7 +275,7 @@ def test_who_says_nothing_is_turned_out(
         assert connection.recv(1) == b""
 
 
-def test_senders_come_in_again_after_descriptors_ran_out(
+def test_connections_are_accepted_again_after_descriptors_ran_out(
     new: Callable[..., KVCache], monkeypatch: pytest.MonkeyPatch
 ):
     accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "too many open files")]
@@ -294,26 +292,26 @@ def test_senders_come_in_again_after_descriptors_ran_out(
     assert not failures
 
 
-def test_it_is_found_by_the_name_in_its_endpoint():
+def test_the_transport_is_found_by_its_endpoints_name():
     transport = make_transport("nixl", 1, secret=b"", host=HERE)
     transport.register(transport.allocate(small_layout(3)))
     assert transport.endpoint.startswith(f"nixl:{HERE}:")
     transport.close()
 
 
-def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_the_error_for_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(nixl_agent, "PACKAGES", ("there_is_no_such_package",))
     with pytest.raises(BadRequest, match=r"pip install 'microserve\[nixl\]'"):
         NixlTransport(1, secret=b"", host=HERE)
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
-def test_an_address_that_means_any_is_refused(host: str):
+def test_a_wildcard_address_is_refused(host: str):
     with pytest.raises(BadRequest, match="reach"):
         NixlTransport(1, secret=b"", host=host)
 
 
-def test_a_right_is_not_held_by_two(new: Callable[..., KVCache]):
+def test_a_right_has_one_holder(new: Callable[..., KVCache]):
     region = new("r").transport.region
     assert isinstance(region, FlaggedRegion)
     region.flags[5, 3] = 1  # a sender's
@@ -326,7 +324,7 @@ def test_a_right_is_not_held_by_two(new: Callable[..., KVCache]):
     assert region.flags[5, 0] == 0
 
 
-def test_workers_of_one_sender_have_a_right_together(new: Callable[..., KVCache]):
+def test_workers_of_one_sender_share_a_right(new: Callable[..., KVCache]):
     one, two, receiver = new("s"), new("t"), new("r")
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     targets = []
@@ -367,7 +365,7 @@ def test_a_killed_sender_ends_its_quarantine(
 
 
 @pytest.mark.parametrize("wire", ["tcp"], indirect=True)
-def test_a_killed_senders_last_bytes_land_nowhere(peers: Callable[..., Peer]):
+def test_a_killed_senders_last_bytes_reach_no_new_owner(peers: Callable[..., Peer]):
     """Killed while megabytes wait for the receiver; they arrive with the end of the connection."""
     layout, end = KVLayout(2, 801, 16, 4, 64, torch.float32), 390 * 16
     receiver, sender = peers("r"), peers("s")
@@ -410,11 +408,11 @@ def test_a_receiver_killed_during_the_put_is_unreachable(here: KVCache, peers: C
     here.clear_mark(ONE)
     here.remove_sequence(ONE)
     lease_id, address = other.call("prep_recv", PROMPT, 21)
-    send(here, address, PROMPT, 0, 21)  # the survivor is as good as before
+    send(here, address, PROMPT, 0, 21)  # the surviving process still works
     assert other.call("start_and_compare", lease_id, PROMPT) == 21
 
 
-def test_a_failed_link_leaves_nothing(here: KVCache, peers: Callable[..., Peer]):
+def test_a_failed_connection_leaves_nothing(here: KVCache, peers: Callable[..., Peer]):
     receiver = peers("r")
 
     def descriptors() -> set[str]:
@@ -422,16 +420,16 @@ def test_a_failed_link_leaves_nothing(here: KVCache, peers: Callable[..., Peer])
             f"{at.name} {at.readlink()}" for at in Path("/proc/self/fd").iterdir() if at.exists()
         }
 
-    gc.collect()  # what earlier tests have left to it
+    gc.collect()  # collect the garbage of earlier tests
     before = descriptors()
     _, address = receiver.call("prep_recv", PROMPT, 21)
     put = here.open_put(address, PROMPT, 0, 21)
     worker = weakref.ref(put._worker)  # type: ignore[attr-defined]
     assert descriptors() - before
     receiver.signal(signal.SIGKILL)
-    while put.close().exception(WAIT_S) is None:  # a dying process still takes a write
+    while put.close().exception(WAIT_S) is None:  # a dying process may still accept a write
         put.renew()
-    with pytest.raises(PeerUnreachable) as failure:  # which is kept, with its traceback
+    with pytest.raises(PeerUnreachable) as failure:  # the exception is kept, with its traceback
         put.close().result(WAIT_S)
     assert not descriptors() - before
     with pytest.raises(PeerUnreachable):
@@ -457,7 +455,7 @@ def test_a_stopped_receiver_times_out_over_tcp(
         with pytest.raises(PeerUnreachable):
             here.open_put(address, PROMPT, 0, 21)
     receiver.signal(signal.SIGCONT)
-    send(here, address, PROMPT, 0, 21)  # to the same process, when it is back
+    send(here, address, PROMPT, 0, 21)  # the same process, after it continues
     assert receiver.call("start_and_compare", lease_id, PROMPT) == 21
 
 
@@ -475,7 +473,7 @@ def test_a_put_completes_while_the_receiver_is_stopped(here: KVCache, peers: Cal
     assert receiver.call("start_and_compare", lease_id, PROMPT) == 21
 
 
-def test_a_vanished_senders_flags_fall(here: KVCache, peers: Callable[..., Peer]):
+def test_a_dead_senders_flags_are_cleared(here: KVCache, peers: Callable[..., Peer]):
     sender = peers("s")
     _, address = here.prep_recv("r", PROMPT, 21, 0, 60.0)
     sender.call("send", address, PROMPT, 0, 21)

@@ -38,7 +38,7 @@ def part(data: st.DataObject, layers: int, heads: int) -> Shard:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 @pytest.mark.slow
-def test_just_the_span_of_what_both_have_is_copied_once(data: st.DataObject):
+def test_the_common_span_is_copied_once(data: st.DataObject):
     """Any two shards of a model, any pages, any positions, some layers, small batches."""
     layers, heads, length = (data.draw(st.integers(1, most)) for most in (4, 4, 30))
     count = -(-length // SIZE)
@@ -121,7 +121,7 @@ def test_a_large_span_is_cut_evenly():
 
 
 @pytest.mark.parametrize("shard", [Shard(0, 1, 0, 2), Shard(0, 3, 0, 1)])
-def test_nothing_in_common_is_nothing_to_copy(shard: Shard):
+def test_shards_without_common_elements_copy_nothing(shard: Shard):
     other = Shard(1, 3, 0, 2) if shard.heads == 2 else Shard(0, 3, 1, 2)
     route = Route(replace(WHOLE, shard=shard), replace(WHOLE, shard=other), [PageId(1)], 0)
     assert not list(route.batches(range(shard.layers), [PageId(1)], 0, 4, 1 << 20))

@@ -1,8 +1,8 @@
 """Re-sharding (DistServe, DS4) over every transport: any split of a model into any other.
 
-Each worker is a transport with a pool of its own part. Every worker of the sender puts into every
-worker of the receiver; afterwards each element is where it belongs, was written once, and nothing
-else has been touched.
+Each worker is a transport with a pool for its part of the model. Every worker of the sender puts
+into every worker of the receiver. Afterwards each element is in its place, was written once, and
+nothing else has changed.
 """
 
 from __future__ import annotations

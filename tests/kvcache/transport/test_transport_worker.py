@@ -14,7 +14,7 @@ from kvcache.transport.worker import Worker
 WAIT_S = 20.0
 
 
-def test_a_task_that_waits_lets_others_go_first():
+def test_a_waiting_task_lets_others_run():
     worker, order, may = Worker("test"), [], threading.Event()
 
     def waits() -> float | None:
@@ -33,7 +33,7 @@ def test_a_task_that_waits_lets_others_go_first():
     assert order == ["second", "first"]
 
 
-def test_tasks_take_turns():
+def test_tasks_alternate():
     worker, order, begin = Worker("test"), [], threading.Event()
 
     def task(name: str) -> None:
@@ -54,7 +54,7 @@ def test_tasks_take_turns():
     assert order == ["a", "b"] * 3
 
 
-def test_it_sleeps_while_a_task_waits():
+def test_the_worker_sleeps_while_a_task_waits():
     worker, turns, done = Worker("test"), [], threading.Event()
 
     def waits() -> float | None:
@@ -79,7 +79,7 @@ def test_a_task_that_raises_ends_alone(caplog: pytest.LogCaptureFixture):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_after_the_end_nothing_is_taken():
+def test_a_closed_worker_accepts_nothing():
     worker = Worker("test")
     worker.close()
     with pytest.raises(Internal):
@@ -87,7 +87,7 @@ def test_after_the_end_nothing_is_taken():
     worker.close()
 
 
-def test_its_thread_ends_with_it():
+def test_the_thread_ends_with_its_worker():
     worker, done = Worker("test"), threading.Event()
     worker.submit(lambda: done.set())
     assert done.wait(WAIT_S)
@@ -99,7 +99,7 @@ def test_its_thread_ends_with_it():
     assert not thread.is_alive()
 
 
-def test_what_comes_to_a_put_after_its_transport_was_closed_is_refused():
+def test_writes_after_the_transport_has_closed_are_refused():
     network = MemoryNetwork()
     sender, receiver = memory_cache(network, name="a"), memory_cache(network, name="b")
     _, address = receiver.prep_recv("r", [1, 2, 3, 4], 4, 0, 60.0)
