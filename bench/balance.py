@@ -139,13 +139,13 @@ def main() -> None:
     )
 
 
-Run = dict[str, float]  # what one strategy did with one set of arrivals
+Run = dict[str, float]  # the figures of one strategy with one set of arrivals
 
 
 async def measure(
     deployment: Deployment, model: str, count: int, repeats: Iterable[int]
 ) -> tuple[dict[str, list[dict[str, list[Run]]]], dict[str, list[float]]]:
-    """All runs by workload, rate and strategy; the rates (requests/s) by workload."""
+    """Return all runs by workload, rate and strategy, and the rates (requests/s) by workload."""
     client = HttpClient(deployment.url, connect_timeout_s=CONNECT_S)
     try:
         greedy = {"ignore_eos": True, "temperature": 0}

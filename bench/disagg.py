@@ -1,31 +1,31 @@
 """The cost of prefilling on one engine and decoding on another, and of a replica.
 
-Purpose: the claims of the microserving paper about KV that moves (§4.2, Figure 12, Table 3), and
-those of DéjàVu about KV that is replicated, on two engines with a core each.
+Purpose: check the claims of the microserving paper about moving KV (§4.2, Figure 12, Table 3), and
+those of DéjàVu about replicating KV, on two engines with a core each.
 
 How: SmolLM2, engines with one thread on a core of their own, called as a router calls them but
 without one. Measurements alternate: within a repeat the two sides of each figure run one right
 after the other, the engines swap roles from repeat to repeat, and a ratio is the median of the
 repeats' own ratios. So other load on the machine affects both sides.
 
-- `ttft_1p1d_vs_single`: time to first token of 1000 tokens that nobody has cached: prefill on one
-  engine and decode on the other, over all on one. Theory: the KV is put while the layers after it
-  are computed, so what is left is a step for the last token, and the calls.
+- `ttft_1p1d_vs_single`: time to first token of 1000 tokens that no engine has cached, with prefill
+  on one engine and decode on the other, over that on one engine. Theory: each layer's KV is put
+  while later layers are computed, so the extra cost is a step for the last token, and the calls.
 - `migrate_vs_recompute`: prompts of 1000, 3000 and 5000 tokens of which all but 500 are cached on
-  another engine. Time to first token where everything is computed, over that where the cached part
-  is migrated (`prep_recv`, `remote_send`, `commit`) and 500 are computed. Theory: migrating is flat
-  but for attention over the longer context, computing is linear or worse (Figure 12; the paper
+  another engine. Time to first token if everything is computed, over that if the cached part is
+  migrated (`prep_recv`, `remote_send`, `commit`) and 500 are computed. Theory: migration is flat
+  except for attention over the longer context; computing is linear or worse (Figure 12; the paper
   has 1.7 at 1000).
-- `overlap_share`: a send of such a prompt puts what is cached while it computes the first chunk of
-  the 500, and these layer by layer. Table 3 has the time of a layer's transfer over that of its
-  computation, and says that it is hidden as long as it is the shorter of the two. Here it is
-  1 - E / T: T is how long such a send takes where the sender has everything cached, so that there
-  is nothing to hide behind; E is how long it goes on after the last layer was computed. That is the
-  share of time; the copies still take CPU of the core that computes.
-- `replication_tpot`: time per output token with a mirror on the other engine, 16 tokens behind at
-  most, over that without. Theory: 16 tokens of KV are copied while the next step is computed.
-- `cpu`: the same ratios in CPU seconds of both engines together. Where each engine has its core for
-  itself that is the same; where others use the cores as well, it is what can be relied on.
+- `overlap_share`: a send of such a prompt puts the cached pages while it computes the first chunk
+  of the 500 tokens, and puts these layer by layer. Table 3 gives the time of a layer's transfer
+  over that of its computation; a transfer shorter than the computation is hidden. Here the share is
+  1 - E / T: T is the time of such a send if the sender has everything cached, so that nothing
+  hides the transfer; E is the time that the send continues after its last layer is computed. This
+  is a share of time; the copies still take CPU of the core that computes.
+- `replication_tpot`: time per output token with a mirror on the other engine, at most 16 tokens
+  behind, over that without. Theory: 16 tokens of KV are copied while the next step is computed.
+- `cpu`: the same ratios in CPU seconds of both engines together. If each engine has its core for
+  itself, they equal the ratios of time; if other processes use the cores, they are more reliable.
 
 Run: `make bench-disagg`, or `python -m bench.disagg [--save] [--repeats 3]
 [--dtype float32]`.
@@ -54,9 +54,9 @@ FLAGS = ("smollm2", "--engines", "2", "--pool-pages", "2048")
 TTFT_TOKENS = 1000
 LENGTHS = (1000, 3000, 5000)
 NEW = 500
-PAGE = 16  # tokens; only full ones are cached, and migrate
+PAGE = 16  # tokens; only full pages are cached and migrated
 MIRRORED = {"prompt": 32, "output": 96, "every": 16}
-TIMES = 3  # the short measurements are repeated so often in each repeat
+TIMES = 3  # repetitions of the short measurements within a repeat
 ids = itertools.count()
 source = random.Random(0)
 
@@ -182,12 +182,15 @@ def send(
 
 
 def moved(sender: Engine, receiver: Engine, length: int) -> Sample:
-    """Times of one prompt length (ms): computing all, migrating what is cached and computing the
-    rest; and of two sends, one that computes the new tokens and one that has all cached."""
+    """Return the times of one prompt length (ms).
+
+    These are the times of computing all, of migrating the cached part and computing the rest, and
+    of two sends: one computes the new tokens, the other has all cached.
+    """
     context = _tokens(length - NEW)
-    with timed(sender, receiver) as recompute:  # and from now on it is cached there
+    with timed(sender, receiver) as recompute:  # the prompt is cached there from now on
         sender.generate(context + _tokens(NEW), 1)
-    # A send that computes; the same again with everything cached. Nothing of it is kept.
+    # A send that computes, then one with everything cached. Neither result is kept.
     prompt = context + _tokens(NEW)
     replies = []
     for _ in range(2):
@@ -246,7 +249,7 @@ def timed(*engines: Engine) -> Iterator[Sample]:
 
 
 def _named(**samples: Sample) -> Sample:
-    """As one: `name`, and `name_cpu`."""
+    """Merge the samples into one, with keys `name` and `name_cpu`."""
     one = {}
     for name, sample in samples.items():
         one[name], one[f"{name}_cpu"] = sample["ms"], sample["cpu_ms"]

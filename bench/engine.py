@@ -4,7 +4,7 @@ Purpose: a programmable layer is only worth its cost if the engine below it is a
 
 Theory: at batch 1 a decode step reads all weights once, so memory bandwidth is the limit; at batch
 32 and in a prefill the matrix products are. Engines differ in the rest: attention, the sampler,
-Python between the kernels, and the way of tokens out of the process.
+Python between the kernels, and the output of tokens.
 
 How: SmolLM2-135M in bfloat16 on all cores, one server process each: our engine
 (`start_generate`) and vLLM's OpenAI-style server, measured by the same client over HTTP, streamed.
@@ -20,7 +20,7 @@ Every ratio is ours over theirs, medians: more than 1 is faster than vLLM. Of ou
 
 - `overhead_b32`: the share of a step in which the model does not run, while 32 sequences decode;
 - `idle_cpu`: cores that the process keeps busy while it has nothing to do, over ten seconds;
-- `memory_mib`: what the process holds of its own after all that, beside the weights and the pool.
+- `memory_mib`: the process's private memory after all measurements, without weights and pool.
 
 Run: `make bench-engine`, or `python -m bench.engine [--save]`. Without the peer's environment
 (`make peers`) the ratios are null.
@@ -73,7 +73,7 @@ class Decode:
     prompt: int = 32
     shared: int = 0  # tokens before the prompt, the same for all
     sampled: bool = False
-    tokens: int = 128  # of each; enough that all decode together most of the time
+    tokens: int = 128  # of each sequence; enough that all decode together most of the time
 
 
 DECODES = {

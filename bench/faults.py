@@ -12,10 +12,11 @@ waits until the router uses the engine again. The receipts tell how each request
 
 Theory: a replica gets `k` tokens at a time, and one write is under way at a time. So it lags by 2 k
 at most where a write takes less than k steps, and with the token that each resumption has to
-compute anyway, `recomputed_tokens_max` is at most 2 k + 1. Of what was not mirrored yet when its
-engine died (it had just begun, or its replica's engine was the one before) all is computed again:
-`recomputed_full` counts these. A lost connection tells of a killed engine at once; a stopped one is
-found by its silence: `health_timeout_s` and an interval between questions, 2.5 s in all.
+compute anyway, `recomputed_tokens_max` is at most 2 k + 1. A request that was not mirrored yet
+when its engine died (it had just begun, or its replica's engine died before) is computed again
+completely: `recomputed_full` counts these. A lost connection reveals a killed engine at once; a
+stopped one is detected by its silence after `health_timeout_s` and one interval between health
+checks, 2.5 s in all.
 `detect` is from the signal until the request's leg has ended, `resume` until its next token.
 
 Run: `make bench-faults`, or `python -m bench.faults [--minutes 5] [--streams 16] [--save]`.
@@ -78,7 +79,7 @@ class Tally:
     false_alarms: list[str] = field(default_factory=list)
 
     def read(self, receipt: dict[str, Any]) -> None:
-        """Count what the receipt of a request says about engines that died."""
+        """Record recomputed tokens and the times to detect and resume from a request's receipt."""
         legs = [leg for leg in receipt["legs"] if leg["call"] == "start_generate"]
         for lost, after in itertools.pairwise(legs):
             ended = receipt["created"] + (lost["start_ms"] + (lost["ms"] or 0.0)) / 1e3
@@ -91,7 +92,7 @@ class Tally:
                     self.recomputed_full += 1
             began = receipt["created"] + lost["start_ms"] / 1e3
             if not faults or faults[-1].at < began:
-                continue  # it began when its engine was lost already, or was turned away
+                continue  # the leg began after its engine was lost, or was refused
             fault = faults[-1]
             self.detect[fault.kind].append((ended - fault.at) * 1e3)
             if after["first_token_ms"] is not None:
@@ -256,7 +257,7 @@ async def _break(
 
 
 async def _listen(http: httpx.AsyncClient, router: str, tally: Tally) -> None:
-    """Note engines that the router takes for lost although they are not broken."""
+    """Record engines that the router considers lost although they are not broken."""
     async with http.stream("GET", f"{router}/admin/events", timeout=None) as reply:
         async for data in _events(reply):
             event = json.loads(data)

@@ -1,7 +1,7 @@
 """A load generator with little CPU cost: HTTP/1.1 on persistent connections.
 
-It parses just enough of HTTP to find the end of an answer, since the CPU that it uses is missing to
-the server under test. One connection carries one request at a time, as in a client's pool.
+It parses just enough of HTTP to find the end of an answer, because it takes CPU time from the
+server under test. One connection carries one request at a time, as in a client's pool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Answer:
     status: int
     first_byte_s: float  # of the body
     total_s: float
-    body: bytes  # as on the wire: with the sizes of its chunks, if it came in chunks
+    body: bytes  # as received: a chunked body includes the chunk sizes
 
 
 class Connection(asyncio.Protocol):
@@ -42,8 +42,10 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
 
     async def ask(self, request: bytes, *, due: float | None = None) -> Answer:
-        """Send a request and wait for the end of its answer. `due`: when it should have been sent
-        (`time.perf_counter`), if that is not now."""
+        """Send a request and wait for the end of its answer.
+
+        `due` is when it should have been sent (`time.perf_counter`), by default now.
+        """
         if self._transport is None or self._transport.is_closing():
             raise ConnectionError("the server has closed the connection")
         self._done = asyncio.get_running_loop().create_future()
@@ -54,7 +56,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether the body of the answer has begun to arrive."""
+        """Return whether the body of the answer has begun to arrive."""
         return bool(self._body)
 
     def close(self) -> None:
@@ -138,7 +140,7 @@ async def connected(url: str, count: int) -> list[Connection]:
 async def closed_loop(
     url: str, requests: Callable[[int], bytes], *, count: int, connections: int
 ) -> list[Answer]:
-    """Send `count` requests, `requests(n)` for n = 0, 1, …; each connection always has one."""
+    """Send the requests `requests(0)` to `requests(count - 1)`; each connection always has one."""
     pool = await connected(url, connections)
     numbers = iter(range(count))
     answers: list[Answer] = []
@@ -157,8 +159,10 @@ async def closed_loop(
 async def open_loop(
     url: str, requests: Callable[[int], bytes], *, count: int, connections: int, per_s: float
 ) -> list[Answer]:
-    """`count` requests at a fixed rate, each connection in its turn; one that finds its connection
-    busy waits there, which counts."""
+    """Send `count` requests at a fixed rate over the connections in rotation.
+
+    A request whose connection is busy waits for it; the wait counts.
+    """
     pool = await connected(url, connections)
     answers: list[Answer] = []
     began = time.perf_counter() + 0.05

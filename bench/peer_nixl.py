@@ -3,10 +3,10 @@
 Run by `bench.put` in the peer's own environment, and driven over pipes: first a line with a JSON
 list of `[source, target, bytes]`, offsets into two pools of `SIZE` bytes; then, for each line, one
 WRITE of those runs, answered by `peer: SECONDS_IN_ALL SECONDS_OF_THE_TRANSFER`. At the end the
-bytes are looked at.
+bytes are checked.
 
-Both figures, since NIXL's users prepare descriptors for a transfer and may use them again: all is
-from the array of runs to the last byte, the transfer is from posting it.
+It reports both figures because NIXL's users may prepare a transfer's descriptors once and reuse
+them. The total is from the array of runs to the last byte, the transfer from posting it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-MARK = "peer:"  # before our lines; NIXL prints others
+MARK = "peer:"  # prefix of this script's lines; NIXL prints others
 
 
 def make_agent(name: str, size: int) -> tuple[Any, np.ndarray]:

@@ -1,7 +1,7 @@
 """How long the prefix cache takes to find a long prompt among many pages, and to evict one.
 
-Purpose: a match is made for every request, under the cache's lock: it must cost nothing beside a
-step.
+Purpose: a match is made for every request, under the cache's lock: its cost must be negligible
+beside a step.
 
 Theory: following a path of the radix tree is one comparison of memory a node, so a match costs what
 comparing its bytes costs, plus a dictionary lookup a node. The limit is one `bytes` comparison of
@@ -56,7 +56,7 @@ def main() -> None:
     }
     nodes, pages = sum(1 for _ in cache.holders()), cache.cached
     manager.take(manager.pool.free)
-    # In turns, as a decode that grows while everything is cached: one page, then a prompt's worth.
+    # Alternate one page, as for a growing decode, with a prompt's worth; everything is cached.
     figures["take_one_page_us"] = timed(manager.take, [1] * ROUNDS)
     figures["take_a_prompt_us"] = timed(manager.take, [TOKENS // PAGE] * (ROUNDS // 10))
     rows = [[name, *(f"{value:.1f}" for value in by.values())] for name, by in figures.items()]
@@ -85,7 +85,7 @@ def fill(manager: PageManager) -> list[npt.NDArray[np.int32]]:
 
 
 def timed(run: Callable[[Any], object], over: Sequence[Any]) -> dict[str, float]:
-    """Microseconds of a call, the garbage collector's included."""
+    """Return the microseconds of a call, including garbage collection."""
     took = []
     for each in over:
         began = time.perf_counter()

