@@ -1,8 +1,8 @@
-"""The bookkeeping of one cache: who holds which page. It needs no torch, no thread and no clock.
+"""The bookkeeping of one cache: who holds which page. It uses no torch, no thread and no clock.
 
-It decides, and describes what is to be done to page contents: `sequences` describes steps and
-copies of pages, which page stores execute. Time comes from the caller's clock. The control slots,
-in memory that peers write, are all that it reads and writes beyond its own state.
+Bookkeeping decides; page stores execute. `sequences` describes steps and page copies as plain data,
+and a page store applies them to page contents. The caller passes a clock. Beyond its own state,
+bookkeeping reads and writes only the control slots, which lie in memory that peers write.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Bookkeeping:
         identity: Identity,
         clock: Callable[[], float],
     ) -> None:
-        """`pages` of `page_size` tokens, of which page 0 is the scratch page.
+        """Manage `pages` pages of `page_size` tokens each; page 0 is the scratch page.
 
-        `slots` are the control slots of leases; `endpoint` and `shard` go into their addresses;
-        `clock` counts seconds, monotonically.
+        `slots` are the control slots of leases. `endpoint` and `shard` go into the addresses of
+        leases. `clock` returns monotonic seconds.
         """
         self.pages = PageManager(pages, page_size)
         self.sequences = SequenceTable(self.pages, page_size)
@@ -69,8 +69,8 @@ class Bookkeeping:
         return PageUse(pages.total, free, cached, leased, active, quarantined, pages.policy.pinned)
 
     def check(self, holders: Iterable[Sequence[PageId]] = ()) -> None:
-        """Prove that every page is free, or held as sequences, leases and `holders` say.
+        """Check that every page is free, or held as sequences, leases and `holders` say.
 
-        Raises `Internal`.
+        Raises `Internal` if one is not.
         """
         self.pages.check([*self.sequences.holders(), *self.receiver.holders(), *holders])

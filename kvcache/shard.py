@@ -1,9 +1,9 @@
-"""Who holds which layers and heads, and what goes where when two splits differ (DistServe, DS4).
+"""Shards of a model, and the overlap of two shards when engines are split differently.
 
 An engine may be split over workers, by layers (pipeline parallel) and KV heads (tensor parallel).
-A put between two engines is then copies only: each worker of the sender writes, into each worker of
-the receiver, the intersection of their layer ranges and of their head ranges. Nothing is computed;
-workers that share nothing do not speak.
+A put between two such engines only copies: each worker of the sender writes to each worker of the
+receiver the intersection of their layers and heads. Workers without an intersection do not connect.
+Source: DistServe, DS4.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What two shards have in common, in global layers and heads."""
+    """The intersection of two shards, in layers and heads of the model."""
 
     layer: int
     layer_end: int
@@ -49,19 +49,19 @@ class Overlap:
         return self.head_end - self.head
 
     def layers_in(self, shard: Shard) -> range:
-        """The common layers as `shard` counts its own."""
+        """Return the common layers as indices into the layers of `shard`."""
         return range(self.layer - shard.layer, self.layer_end - shard.layer)
 
     def heads_in(self, shard: Shard) -> slice:
-        """The common heads as `shard` counts its own."""
+        """Return the common heads as indices into the heads of `shard`."""
         return slice(self.head - shard.head, self.head_end - shard.head)
 
 
 def split(layers: int, heads: int, *, pp: int, tp: int) -> list[Shard]:
-    """The shards of `pp * tp` workers, pipeline stage by stage, as even as they come.
+    """Return the shards of `pp * tp` workers, pipeline stage by stage.
 
-    Where a count does not divide, the first ones get one more. Raises `BadRequest` for more parts
-    than there are layers or heads.
+    If a count does not divide evenly, the first parts get one more. Raises `BadRequest` for more
+    parts than layers or heads.
     """
     if not 1 <= pp <= layers:
         raise BadRequest(f"{layers} layers cannot be split over {pp} stages", param="pp")
@@ -75,7 +75,7 @@ def split(layers: int, heads: int, *, pp: int, tp: int) -> list[Shard]:
 
 
 def overlap(sender: Shard, receiver: Shard) -> Overlap | None:
-    """What `sender` has to write into `receiver`; None if nothing."""
+    """Return the part that `sender` writes into `receiver`; None if they have nothing in common."""
     common = Overlap(
         max(sender.layer, receiver.layer),
         min(sender.layer_end, receiver.layer_end),

@@ -30,7 +30,7 @@ class StepCache(SequenceCache, Protocol):
     """The calls of `kvcache.cache.KVCache` that a stepper makes."""
 
     @property
-    def kept(self) -> bool:
+    def persistent(self) -> bool:
         """Whether published pages survive this process."""
         ...
 

@@ -171,7 +171,7 @@ class Stepper:
     def _append(self, generation: Generation, sampled: Sampled) -> StepOutput:
         """Append a sampled token, and end the generation if it is the last one."""
         first = generation.generated == 0
-        if first or (len(generation.tokens) % self._page_size == 0 and self._cache.kept):
+        if first or (len(generation.tokens) % self._page_size == 0 and self._cache.persistent):
             self._cache.publish(generation.seq_id, generation.tokens)
         if first:
             self.parallel_sampling.prompt_computed(generation)

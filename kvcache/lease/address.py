@@ -22,17 +22,17 @@ MAC_BYTES = 16
 
 
 def prompt_digest(tokens: Sequence[int]) -> str:
-    """Return a digest of token ids; an address is valid for one prompt only."""
+    """Return a digest of token ids, which binds an address to one prompt."""
     raw = np.asarray(tokens, dtype=np.int64).tobytes()
     return hashlib.blake2b(raw, digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class KVAddress:
-    """Room for the KV of `prompt[begin:end]` and its continuation, `room` tokens in total.
+    """Room for the KV of `prompt[begin:end]` and its continuation, up to position `room`.
 
-    `begin` is a multiple of the page size. `runs` are `[first page, count]` pairs: the pages of
-    positions `begin`, `begin + page_size`, …
+    `begin` is a multiple of the page size. `runs` are the owner's pages from position `begin` on:
+    pairs of a first page and a count of consecutive pages.
     """
 
     engine_id: EngineId
@@ -44,14 +44,14 @@ class KVAddress:
     nonce: int  # in that slot while the lease is live
     begin: int
     end: int
-    room: int
+    room: int  # tokens, with those before `begin`
     runs: tuple[tuple[int, int], ...]
     fingerprint: str
     digest: str  # of prompt[:end]
     shard: Shard | None = None  # the part of the model in the owner's pool; None: all
 
     def pages(self) -> list[PageId]:
-        """Return the pages one by one."""
+        """Return the pages of `runs` as one list."""
         return [PageId(first + i) for first, count in self.runs for i in range(count)]
 
     def sign(self, secret: bytes) -> str:
@@ -61,7 +61,7 @@ class KVAddress:
 
     @classmethod
     def verify(cls, text: str, secret: bytes) -> KVAddress:
-        """Read what `sign` made. Raises `BadAddress` for anything else."""
+        """Return the address that `sign` made into `text`. Raises `BadAddress` for other text."""
         try:
             padding = "=" * (-len(text) % 4)
             # altchars with validate: urlsafe_b64decode would skip over foreign characters
@@ -71,7 +71,7 @@ class KVAddress:
         mac, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
         if not hmac.compare_digest(mac, _mac(secret, body)):
             raise BadAddress("kv_addr was not signed with this cluster's secret", param="kv_addr")
-        fields = json.loads(body)  # ours, as the signature says
+        fields = json.loads(body)  # valid, since an engine of this cluster signed it
         fields[cls.__slots__.index("runs")] = tuple(
             (first, count) for first, count in fields[cls.__slots__.index("runs")]
         )

@@ -38,13 +38,13 @@ class ControlSlots(Protocol):
 
     slots: npt.NDArray[np.uint64]  # [SLOTS, WORDS]
 
-    def try_right(self, slot: int, share: int = 0) -> bool:
-        """Take the write right of a slot if it is free; never wait.
+    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+        """Acquire the write right of a slot and return True; return False if it is held.
 
-        With `share`, the right is shared with all parties that give the same number.
+        Never waits. With `share`, all parties that pass the same number hold the right together.
         """
         ...
 
-    def drop_right(self, slot: int) -> None:
-        """Return the write right."""
+    def release_right(self, slot: int) -> None:
+        """Release the write right of a slot."""
         ...

@@ -16,5 +16,5 @@ class Identity:
     engine_id: EngineId
     epoch: int  # differs each time the engine starts
     secret: bytes  # of the cluster; signs addresses
-    fingerprint: str  # of layout and weights; equal iff KV can travel (`KVLayout`)
+    fingerprint: str  # of layout and weights; equal if one engine can use the KV of the other
     url: str = ""  # of its HTTP API; empty if it has none

@@ -25,7 +25,7 @@ class Put(Protocol):
     """
 
     bytes_sent: int
-    claim: int  # what other workers of this sender join with
+    claim: int  # the number with which other workers of this sender join
 
     def write(self, layers: range, pages: PageTable, begin: int, end: int) -> None:
         """Put positions `[begin, end)` of `layers`; `pages` are the sender's, from position 0.

@@ -23,7 +23,7 @@ from kvcache.types import LeaseId, PageId, SeqId
 
 __all__ = ["LeaseReceiver"]
 
-STALL_S = 1.0  # a longer gap between sweeps counts for no sender: this process stood still
+STALL_S = 1.0  # after a longer gap between sweeps, this process was stopped: extend all leases
 
 
 class LeaseReceiver:

@@ -19,7 +19,7 @@ __all__ = ["Mirror", "PutOpener", "Sender"]
 
 
 class PutOpener(Protocol):
-    """What opens puts: a transport."""
+    """Opens puts. `Transport` implements it."""
 
     def open(self, address: KVAddress, begin: int) -> Put:
         """Claim the lease and start a put at `begin`. See `Transport.open`."""

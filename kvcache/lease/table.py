@@ -123,7 +123,7 @@ class LeaseTable:
         words = self._control.slots[slot]
         words[CLAIM] = words[RENEWALS] = 0
         words[LANDED] = begin
-        words[NONCE] = lease.nonce  # last: from here on a sender may claim
+        words[NONCE] = lease.nonce  # written last: a sender may claim from here on
         self._live[lease.lease_id] = lease
         return lease
 
@@ -134,7 +134,7 @@ class LeaseTable:
             if lease_id in self._ended:
                 raise LeaseExpired(f"lease {lease_id} has ended", param="lease_id")
             raise UnknownLease(f"there is no lease {lease_id}", param="lease_id")
-        # A put never raises it beyond the room; do not believe a faulty writer that does.
+        # A put never raises it beyond the room; the minimum guards against a faulty writer.
         lease.landed = min(int(self._control.slots[lease.slot, LANDED]), lease.room)
         return lease
 
@@ -158,20 +158,19 @@ class LeaseTable:
     def take_over(self, lease: ReceiveLease) -> list[PageId]:
         """End a lease, and return its own pages for further use.
 
-        Raises `KVIncomplete` if a put is in flight; the lease lives on then, and the put does not
-        notice.
+        Raises `KVIncomplete` if a put is in flight. The lease and the put are then unaffected.
         """
-        if not self._control.try_right(lease.slot):
+        if not self._control.try_acquire_right(lease.slot):
             raise KVIncomplete("a sender is still writing into this lease")
         try:
             self._end(lease)
         finally:
-            self._control.drop_right(lease.slot)
+            self._control.release_right(lease.slot)
         self._slots.append(lease.slot)
         return lease.own
 
     def expired(self, now: float) -> list[ReceiveLease]:
-        """Return the leases whose time is up. A renewal since the last call extends a lease."""
+        """Return the leases past their deadline; extend those renewed since the last call."""
         late = []
         for lease in self._live.values():
             words = self._control.slots[lease.slot]
@@ -227,7 +226,7 @@ class LeaseTable:
 
     def _writer_is_gone(self, slot: int) -> bool:
         """Whether no put into a closed slot is in flight; none can begin any more."""
-        if not self._control.try_right(slot):
+        if not self._control.try_acquire_right(slot):
             return False
-        self._control.drop_right(slot)
+        self._control.release_right(slot)
         return True

@@ -1,4 +1,4 @@
-"""The memory of pages: layout, regions that peers can write, write rights, prefaulting."""
+"""The memory of pages: its layout, regions that peers can write, write rights, prefaulting."""
 
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.prefault import Prefaulter

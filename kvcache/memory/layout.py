@@ -1,4 +1,4 @@
-"""The shape of a pool, and the fingerprint that says whether KV can travel between two."""
+"""The shape of a pool, and a fingerprint that is equal where two pools can exchange KV."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["KVLayout"]
 class KVLayout:
     """`[layers, pages, 2, page_size, kv_heads, head_dim]`: FlashInfer's NHD layout, per layer.
 
-    Index 2 is 0 for keys (after RoPE, so positions are absolute) and 1 for values. Page 0 is a
-    scratch page: always zero, never owned; gathers pad with it. The pool of a worker that has a
-    part of the model only has that part's layers and heads.
+    In the third dimension, index 0 holds keys (after RoPE, at absolute positions) and index 1
+    values. Page 0 is the scratch page: always zero and never owned; gathers pad with it. A worker
+    with a shard of the model has a pool of that shard's layers and heads.
 
-    In memory a page comes before a layer: what a page has in all layers lies together, so that it
-    travels as one run of bytes however scattered the pages are. A layer is a view with strides.
+    In memory the pages are the outer dimension: all layers of a page are contiguous, so a put
+    copies a page as one run of bytes. One layer of the pool is a strided view.
     """
 
     layers: int  # of the model
@@ -30,11 +30,11 @@ class KVLayout:
     kv_heads: int  # of the model
     head_dim: int
     dtype: torch.dtype
-    shard: Shard | None = None  # the part that the pool is for; None: all
+    shard: Shard | None = None  # the part of the model in the pool; None: all
 
     @property
     def held(self) -> Shard:
-        """The layers and heads that the pool is for."""
+        """The layers and heads of the model in the pool."""
         return self.shard or Shard(0, self.layers, 0, self.kv_heads)
 
     @property
@@ -68,23 +68,24 @@ class KVLayout:
         return self.pages * self.page_bytes
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """`memory`, `nbytes` of this dtype in one dimension, as a pool of `shape`."""
+        """Return `memory`, `nbytes` bytes in one dimension of this dtype, viewed as `shape`."""
         layers, pages, *page = self.shape
         return memory.view(pages, layers, *page).transpose(0, 1)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that `tokens` tokens take."""
+        """Return the number of pages for `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def fingerprint(self, weights: str) -> str:
-        """Equal on two engines iff a page of one means the same on the other.
+        """Return a digest, equal on two engines if and only if they can use each other's pages.
 
-        `weights` is a digest of the weights and of what else shapes keys and values (RoPE). Left
-        out are the number of pages, since pools may differ in size, and the shard: between two
-        splits of a model each layer and head goes where it belongs (`kvcache.shard`).
+        `weights` is a digest of the weights and of all else that determines keys and values (RoPE).
+        The fingerprint covers neither the number of pages, because pools may differ in size, nor
+        the shard, because puts route each layer and head between different splits
+        (`kvcache.shard`).
         """
-        what = (
+        text = (
             f"page-nhd|{self.layers}|{self.page_size}|{self.kv_heads}|{self.head_dim}"
             f"|{self.dtype}|{weights}"
         )
-        return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,8 +1,8 @@
-"""Memory before it is needed.
+"""A thread that allocates the memory of pools before the first write.
 
-The first write to a page of a mapping waits until the kernel has found memory for it and cleared
-it: many times as long as the write itself takes. A put of a prompt's KV would pay for that in the
-sender, and once more for its own mapping of what is there already.
+The first write to a page of a mapping makes the kernel allocate and clear memory, which takes many
+times as long as the write itself. Without prefaulting, a put would pay for this in the sender, and
+again for the sender's own mapping of memory that exists already.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from kvcache.memory.region import SharedRegion
 __all__ = ["Prefaulter"]
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14
-PIECE_BYTES = 4 << 20  # the mapping is locked meanwhile, for a few milliseconds
-LEAST = 19  # of all priorities
+PIECE_BYTES = 4 << 20  # per call, which locks the mapping for a few milliseconds
+LOWEST_PRIORITY = 19
 
-_madvise = ctypes.CDLL(None, use_errno=True).madvise  # lets go of the GIL
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # releases the GIL
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Prefaulter:
-    """A thread that has the kernel give pools their memory, piece by piece, while nobody else wants
-    the processor. Nothing depends on it: where it cannot, or has not yet, the first write does."""
+    """Populates pools piece by piece, on a thread of the lowest priority.
+
+    It is an optimization only: where it fails or lags, the first write allocates.
+    """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[SharedRegion | None] = SimpleQueue()
@@ -35,20 +37,20 @@ class Prefaulter:
         self._thread.start()
 
     def add(self, region: SharedRegion) -> None:
-        """Next, this one's pool."""
+        """Queue the pool of a region."""
         self._queue.put(region)
 
     def close(self) -> None:
-        """Leave the rest as it is; waits for the piece under way. Idempotent."""
+        """Stop after the current piece, and wait for it. Idempotent."""
         self._closed.set()
         self._queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         while (region := self._queue.get()) is not None:
             self._populate(region)
-            del region  # nothing here is to keep a mapping
+            del region  # else the local variable keeps the mapping alive
 
     def _populate(self, region: SharedRegion) -> None:
         begin = region.pool.data_ptr() // os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PAGE_SIZE")
@@ -57,4 +59,4 @@ class Prefaulter:
             if self._closed.is_set():
                 return
             if _madvise(at, min(PIECE_BYTES, end - at), MADV_POPULATE_WRITE):
-                return  # an old kernel, or no memory: who needs it will be told
+                return  # an old kernel, or no memory: the first write reports the latter

@@ -4,8 +4,8 @@
     │ magic, epoch, slots │ nonce │ claim │ landed │ renewals │ …×N  │ KVLayout.shape           │
     └─────────────────────┴─────────────────────────────────────────┴─────────────────────────┘
 
-The words need not lie where the pool does. What is here has both in host memory; a pool on a device
-takes its words from `SharedSlots`.
+The regions here have slots and pool in host memory. The pool may also be elsewhere: a pool on a
+device uses `SharedSlots` for its words.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Slots(ControlSlots, Protocol):
 
 
 class Region(Slots, Protocol):
-    """One engine's writable memory, seen by itself or by a peer."""
+    """One engine's writable memory, as mapped by itself or by a peer."""
 
-    pool: torch.Tensor  # KVLayout.shape, wherever it lies
+    pool: torch.Tensor  # KVLayout.shape, on any device
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         ...
 
 
@@ -67,11 +67,11 @@ class LocalRegion:
         self.slots: npt.NDArray[np.uint64] = np.zeros((SLOTS, WORDS), dtype=np.uint64)
         self._rights = WriteRights()
 
-    def try_right(self, slot: int, share: int = 0) -> bool:
-        return self._rights.try_right(slot, share)
+    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+        return self._rights.try_acquire_right(slot, share)
 
-    def drop_right(self, slot: int) -> None:
-        self._rights.drop_right(slot)
+    def release_right(self, slot: int) -> None:
+        self._rights.release_right(slot)
 
     def close(self) -> None:
         pass
@@ -80,14 +80,14 @@ class LocalRegion:
 class SharedSlots:
     """Header and slots in a memfd, mapped by its owner and by its peers.
 
-    A memfd is in no file system: nothing to clean up after a SIGKILL, no `/dev/shm` limit. Peers
-    reach it through the owner's descriptor table (`/proc/PID/fd/FD`), for which they must be the
-    same user; the owner takes no part and may even be stopped. The descriptor is closed by `close`
+    A memfd is in no file system, so a SIGKILL leaves nothing behind and the limit of `/dev/shm`
+    does not apply. Peers open it through the owner's descriptor table (`/proc/PID/fd/FD`), as the
+    same user. The owner takes no part and may even be stopped. The descriptor is closed by `close`
     or with the last reference.
     """
 
     def __init__(self, fd: int, layout: KVLayout) -> None:
-        """Map an open memfd, which is this object's from now on. Use `create` or `attach`."""
+        """Map an open memfd and take over its descriptor. Use `create` or `attach`."""
         self.fd = fd
         self._close = weakref.finalize(self, os.close, fd)
         self.layout = layout
@@ -99,7 +99,7 @@ class SharedSlots:
 
     @classmethod
     def create(cls, layout: KVLayout, epoch: int) -> Self:
-        """New memory, all zero, readable and writable by this user only."""
+        """Create zeroed memory that only this user can read and write."""
         fd = os.memfd_create("microserve-kv", os.MFD_CLOEXEC)
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, cls._size(layout))
@@ -108,10 +108,10 @@ class SharedSlots:
 
     @classmethod
     def attach(cls, pid: int, fd: int, epoch: int, like: KVLayout) -> Self:
-        """Map a peer's memory; `like` gives all of its layout but the number of pages.
+        """Map a peer's memory. `like` is its layout except for the number of pages.
 
-        Raises `PeerUnreachable` if there is no such process or descriptor, or if it is another
-        user's, and `StaleEpoch` if what is there belongs to another life of the engine.
+        Raises `PeerUnreachable` if the process or descriptor does not exist or belongs to another
+        user, and `StaleEpoch` if the memory there is not of this epoch of the engine.
         """
         try:
             own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -125,7 +125,7 @@ class SharedSlots:
             layout = replace(like, pages=pages)
             if os.fstat(own).st_size < cls._size(layout):
                 raise StaleEpoch("the peer's memory has another layout")
-        except OSError as error:  # as of a pipe that another process has there
+        except OSError as error:  # the descriptor is not a memfd any more, but a pipe for example
             os.close(own)
             raise StaleEpoch(f"the engine's memory is gone: {error}") from error
         except BaseException:
@@ -133,15 +133,15 @@ class SharedSlots:
             raise
         return cls(own, layout)
 
-    def try_right(self, slot: int, share: int = 0) -> bool:
-        return self._rights.try_right(slot, share)
+    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+        return self._rights.try_acquire_right(slot, share)
 
-    def drop_right(self, slot: int) -> None:
-        self._rights.drop_right(slot)
+    def release_right(self, slot: int) -> None:
+        self._rights.release_right(slot)
 
     def close(self) -> None:
-        """Idempotent."""
-        # Tensors and arrays keep the mapping alive; it goes with the last of them.
+        """Close the descriptor. Idempotent."""
+        # Tensors and arrays keep the mapping alive until the last of them is deleted.
         self._close()
 
     @classmethod
@@ -150,7 +150,7 @@ class SharedSlots:
 
 
 class SharedRegion(SharedSlots):
-    """A memfd with the pool behind the slots: all that `shm` needs."""
+    """A memfd with the pool behind the slots, for the `shm` transport."""
 
     def __init__(self, fd: int, layout: KVLayout) -> None:
         super().__init__(fd, layout)
@@ -168,10 +168,10 @@ class SharedRegion(SharedSlots):
 
 
 def _take_lock(fd: int, slot: int, share: int) -> bool:
-    """The right as other processes see it: a lock on the slot's bytes."""
+    """Try to lock the slot's bytes against other processes; return whether it succeeded."""
     try:
         _lock(fd, slot, fcntl.F_RDLCK if share else fcntl.F_WRLCK)
-    except BlockingIOError:  # somebody has it
+    except BlockingIOError:  # another process holds it
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Write rights as the threads of one process hold them: one right per slot of a region."""
+"""Write rights over the slots of a region, among the threads of one process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["WriteRights"]
 
 
 class WriteRights:
-    """Who of this process has which slot's right; nobody ever waits for one.
+    """The holders of each slot's right in this process. Thread-safe; no call waits for a holder.
 
-    A right is taken alone, or under a number (the sender's claim): all who give the same number
-    may have it together.
+    A right is held exclusively, or shared by all holders that pass the same number, the claim of
+    their sender.
     """
 
     def __init__(
@@ -20,14 +20,17 @@ class WriteRights:
         take: Callable[[int, int], bool] = lambda slot, share: True,
         drop: Callable[[int], None] = lambda slot: None,
     ) -> None:
-        """`take(slot, share)` gets a right from other processes, for the first who has it here;
-        `drop(slot)` gives it back to them, after the last."""
+        """`take(slot, share)` acquires a right among processes, before its first holder here;
+        `drop(slot)` releases it, after the last."""
         self._take, self._drop = take, drop
-        self._held: dict[int, tuple[int, int]] = {}  # slot: the number or 0, how many
+        self._held: dict[int, tuple[int, int]] = {}  # by slot: number or 0, count of holders
         self._lock = threading.Lock()
 
-    def try_right(self, slot: int, share: int = 0) -> bool:
-        """Take a right, alone or with those who give the same number; False if it is not free."""
+    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+        """Acquire a right and return True; return False if it is held.
+
+        With `share`, holders that pass the same number share it.
+        """
         with self._lock:
             held = self._held.get(slot)
             if held is not None:
@@ -41,8 +44,8 @@ class WriteRights:
             self._held[slot] = share, 1
             return True
 
-    def drop_right(self, slot: int) -> None:
-        """Give it back."""
+    def release_right(self, slot: int) -> None:
+        """Release a right that this process holds."""
         with self._lock:
             number, holders = self._held.pop(slot)
             if holders > 1:

@@ -16,11 +16,11 @@ __all__ = ["PageStore"]
 
 
 class PageStore(Protocol):
-    """Owns the memory of pages, and does what bookkeeping describes. It decides nothing.
+    """Owns the memory of pages and executes the descriptions of bookkeeping. It decides nothing.
 
-    One bookkeeping may drive several stores, each with some of the layers or KV heads: all of them
+    One bookkeeping may drive several stores, each with some of the layers or KV heads. All of them
     execute the same descriptions. One step is under way at a time. `attention` and `put` run
-    outside of the cache's lock.
+    without the cache's lock.
     """
 
     @property
@@ -39,7 +39,7 @@ class PageStore(Protocol):
         ...
 
     def device_pages(self) -> DevicePages:
-        """Return access to whole pages for one thread, as for the copies of a tier."""
+        """Return access to whole pages for one thread, for example the thread of a tier."""
         ...
 
     def add_put(self, put: Put) -> None:
@@ -72,7 +72,7 @@ class PageStore(Protocol):
         ...
 
     def put(self, layer: int) -> None:
-        """Send what the pages hold of the step's rows in a layer of the model, computed or not.
+        """Send the step's rows of one layer of the model, as they are in the pages now.
 
         Raises `Internal` without a step.
         """

@@ -20,15 +20,15 @@ __all__ = ["ShardedPageStore"]
 class ShardedPageStore:
     """A `PageStore` made of shards. All of them execute the same step descriptions.
 
-    It computes only: an address names one endpoint, so nothing is sent from several stores, and
-    tiers copy pages of one pool. Stores that have a process each are driven without it, by passing
-    them the descriptions.
+    It only computes. It cannot send or receive, because an address names one endpoint, and it has
+    no tiers, because a tier copies the pages of one pool. Stores in processes of their own do not
+    need this class: their driver passes them the descriptions.
     """
 
     def __init__(self, stores: Sequence[PageStore]) -> None:
-        """`stores` hold each layer and KV head of the model once, as `kvcache.shard.split` says.
+        """`stores` hold each layer and KV head of the model once, as after `kvcache.shard.split`.
 
-        Raises `BadRequest` where they do not.
+        Raises `BadRequest` if they do not.
         """
         whole = replace(stores[0].layout, shard=None)
         if any(replace(store.layout, shard=None) != whole for store in stores):
@@ -41,7 +41,7 @@ class ShardedPageStore:
             held.sort(key=lambda store: store.layout.held.head)
             heads = [h for s in held for h in range(s.layout.held.head, s.layout.held.head_end)]
             if heads != list(range(whole.kv_heads)):
-                raise BadRequest(f"layer {layer} is not held once by the stores")
+                raise BadRequest(f"layer {layer} is not held by exactly one store per head")
             self._by_layer.append(held)
 
     @property

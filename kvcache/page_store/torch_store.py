@@ -22,7 +22,7 @@ class TorchPageStore:
     """A `PageStore` over one region of memory, which it owns."""
 
     def __init__(self, region: Region, *, query_heads: int) -> None:
-        """`query_heads` are those of the whole model, as are `region.layout.kv_heads`.
+        """`query_heads` and `region.layout.kv_heads` count the heads of the whole model.
 
         Raises `BadRequest` for a page size that does not divide the attention block.
         """
@@ -38,7 +38,7 @@ class TorchPageStore:
         self._first_layer = layout.held.layer
         self._puts: dict[int, Put] = {}  # by claim
         self._step: StepDescription | None = None
-        self._plan: Plan | None = None  # of the step, once somebody computes
+        self._plan: Plan | None = None  # of the step; made by its first `attention`
 
     @classmethod
     def on(cls, transport: Transport, layout: KVLayout, *, query_heads: int) -> TorchPageStore:

@@ -55,7 +55,7 @@ class EvictionPolicy:
             raise NoCapacity(f"{len(pages)} pages wanted; at most {self._limit} may be pinned")
 
     def unpin(self, key: bytes) -> int:
-        """Remove the pin of `key`; return how many pages it kept. Idempotent."""
+        """Remove the pin of `key`; return how many pages it protected. Idempotent."""
         pages = self._pinned.pop(key, [])
         self._pins[pages] -= 1
         return len(pages)
@@ -66,10 +66,10 @@ class EvictionPolicy:
         return int(np.count_nonzero(self._pins))
 
     def pages(self, key: bytes) -> list[PageId]:
-        """Return the pages that the pin of `key` keeps."""
+        """Return the pages that the pin of `key` protects."""
         return list(self._pinned.get(key, []))
 
     def unpinned(self, pages: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-        """Return for each of `pages` whether no pin keeps it."""
+        """Return a mask over `pages`: whether no pin protects the page."""
         unpinned: npt.NDArray[np.bool_] = self._pins[pages] == 0
         return unpinned

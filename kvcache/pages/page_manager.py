@@ -1,4 +1,4 @@
-"""Who holds which page of a pool, and what is evicted when pages are wanted."""
+"""The pages of one pool: their holders, the prefix tree, and eviction when pages are wanted."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ class PageManager:
 
     @property
     def available(self) -> int:
-        """Pages that are free or can be made so by eviction, at most.
+        """An upper bound of the pages that are free or can be freed by eviction.
 
-        Fewer can be had where a page that only the tree holds is continued by one that is in use.
-        That happens when a sequence has a duplicate of the former.
+        Fewer are available if a page in use continues a page that only the tree holds. That happens
+        when a sequence has a duplicate of the latter.
         """
         return self.pool.free + self.prefix.evictable
 
     def check(self, holders: Iterable[Sequence[PageId]]) -> None:
-        """Prove that the tree's pages, `holders`' and the free ones partition the pool.
+        """Check that the tree, `holders` and the free list account for each reference to a page.
 
-        Raises `Internal`.
+        Raises `Internal` if they do not.
         """
         self.pool.check([*self.prefix.holders(), *holders])

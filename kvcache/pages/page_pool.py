@@ -30,8 +30,8 @@ class PagePool:
         self.refs = np.zeros(pages, dtype=np.int32)
         self.total = pages - 1
         self.evictable = 0  # pages of which `can_evict` is true
-        self.awaited: set[PageId] = set()  # those that `unblocked` shall report
-        self.unblocked: list[PageId] = []  # awaited pages whose last other reference has gone
+        self.awaited: set[PageId] = set()  # pages to report in `unblocked`
+        self.unblocked: list[PageId] = []  # awaited pages that can be evicted now
         self._evictable = np.zeros(pages, dtype=bool)
         self._readers: dict[PageId, Callable[[], object]] = {}
 
@@ -56,7 +56,7 @@ class PagePool:
         wanted = set(pages)
         free = [page for page in self._free if page not in wanted]
         if len(free) + len(wanted) != len(self._free):
-            raise Internal("a page is claimed that somebody holds")
+            raise Internal("a claimed page is held")
         self._free = free
         claimed = sorted(wanted)
         self.refs[claimed] = 1
@@ -68,7 +68,7 @@ class PagePool:
         for page in pages:
             count = refs[page]
             if count <= 0:
-                raise Internal(f"page {page} is shared while nobody holds it")
+                raise Internal(f"page {page} is shared without a holder")
             if count == 1 and evictable[page]:
                 self.evictable -= 1
             refs[page] = count + 1
@@ -84,7 +84,7 @@ class PagePool:
         for page in reversed(pages):
             count = refs[page] - 1
             if count < 0:
-                raise Internal(f"page {page} is dropped while nobody holds it")
+                raise Internal(f"page {page} is dropped without a holder")
             refs[page] = count
             if count == 0:
                 if self._readers and page in self._readers:
@@ -97,7 +97,7 @@ class PagePool:
                     self.unblocked.append(page)
 
     def set_evictable(self, pages: Sequence[PageId] | IntArray, flag: bool) -> None:
-        """Say of different held pages whether they may be evicted once they have one reference."""
+        """Set whether held pages, all different, may be evicted once they have one reference."""
         ids = np.asarray(pages, dtype=np.intp)
         changed = ids[self._evictable[ids] != flag]
         self._evictable[changed] = flag
@@ -111,14 +111,14 @@ class PagePool:
     def begin_read(self, page: PageId, wait: Callable[[], object]) -> None:
         """Let a held page be read without the lock, until `end_read`.
 
-        If the page is freed before, freeing it calls `wait`, which returns when the page has been
-        read. So a page that is being copied is neither freed nor reused (DistServe, DS5), and
-        keeps its state otherwise: a cached page can be evicted at any moment, at the cost of one
-        page's copy at most. The reader must not need the lock to finish. A page has one reader at
+        If the page is freed earlier, `drop` calls `wait`, which returns when the page has been
+        read. So a page that is being copied is neither freed nor reused (DistServe, DS5). The
+        reader holds no reference: a cached page can be evicted at any moment, after waiting for at
+        most one page's copy. The reader must not need the lock to finish. A page has one reader at
         a time. Raises `Internal` for a free page.
         """
         if self.refs[page] <= 0:
-            raise Internal(f"page {page} is read while nobody holds it")
+            raise Internal(f"page {page} is read without a holder")
         self._readers[page] = wait
 
     def end_read(self, page: PageId) -> None:
@@ -126,12 +126,15 @@ class PagePool:
         self._readers.pop(page, None)
 
     def check(self, holders: Iterable[Sequence[PageId]]) -> None:
-        """Prove that `holders`' pages and the free list partition the pool. Raises `Internal`."""
+        """Check that `holders` and the free list account for all pages and references.
+
+        Raises `Internal` if they do not.
+        """
         counted = np.zeros_like(self.refs)
         for pages in holders:
             np.add.at(counted, list(pages), 1)
         if counted[SCRATCH_PAGE] or self.refs[SCRATCH_PAGE]:
-            raise Internal("somebody holds the scratch page")
+            raise Internal("the scratch page is held")
         wrong = np.flatnonzero(counted != self.refs)
         if wrong.size:
             page = int(wrong[0])
@@ -146,4 +149,4 @@ class PagePool:
         free = np.zeros_like(self.refs)
         np.add.at(free, self._free, 1)
         if not np.array_equal(free[1:], (self.refs[1:] == 0).astype(free.dtype)):
-            raise Internal("the free list is not the set of pages that nobody holds")
+            raise Internal("the free list is not the set of pages without holders")

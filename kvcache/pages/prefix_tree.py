@@ -54,7 +54,7 @@ class _Node:
 
 
 class PrefixTree:
-    """The pages of earlier prompts, found by their tokens. The cache's lock guards it."""
+    """Finds the pages of earlier prompts by their tokens. The cache's lock guards it."""
 
     def __init__(self, pool: PagePool, page_size: int, policy: EvictionPolicy) -> None:
         self._pool = pool
@@ -183,9 +183,10 @@ class PrefixTree:
         return int(np.count_nonzero(self._held)) * self._page_size
 
     def pin(self, tokens: Sequence[int]) -> int:
-        """Protect what is cached of a prefix from eviction; return its tokens.
+        """Protect the cached pages of a prefix from eviction; return their tokens.
 
-        A second call for the same prefix protects what is cached of it then. Raises `NoCapacity`.
+        A second call for the same prefix replaces the pages by those that are cached then. Raises
+        `NoCapacity`.
         """
         pages, key = self.match(tokens), self._key(tokens)
         before = self._policy.pages(key)
@@ -194,7 +195,7 @@ class PrefixTree:
         return len(pages) * self._page_size
 
     def unpin(self, tokens: Sequence[int]) -> int:
-        """Remove the pin of a prefix; return the tokens that it kept. Idempotent."""
+        """Remove the pin of a prefix; return the tokens that it protected. Idempotent."""
         key = self._key(tokens)
         before = self._policy.pages(key)
         unpinned = self._policy.unpin(key)
@@ -218,7 +219,10 @@ class PrefixTree:
         return np.asarray(tokens[:full], dtype=np.int32).tobytes()
 
     def _walk(self, key: bytes) -> Iterator[tuple[_Node, int]]:
-        """Yield the nodes along `key` and how many of their pages match: all, but for the last."""
+        """Yield each node along `key` with the number of its pages that match.
+
+        All pages of a node match, except for the last node.
+        """
         step = self._page_key
         node, at = self._root, 0
         while (child := node.children.get(key[at : at + step])) is not None:

@@ -18,8 +18,8 @@ LEAST = 16  # entries of the smallest array
 class BlockTable:
     """The pages of one sequence, in the order of its positions, as an int32 array.
 
-    The array lives as long as the sequence and is updated in place; it is replaced by one of twice
-    the size when it is full. Entry `i` is the page of positions `[i * page_size, ...)`.
+    The array is updated in place for the life of the sequence. A full array is replaced by one of
+    twice the size. Entry `i` is the page of positions `[i * page_size, (i + 1) * page_size)`.
     """
 
     __slots__ = ("_count", "_ids")
@@ -34,7 +34,7 @@ class BlockTable:
 
     @property
     def ids(self) -> PageIds:
-        """The pages, as a view. It holds until `truncate`, and does not see later `extend`s."""
+        """The pages, as a view, valid until `truncate`. It does not include later `extend`s."""
         return self._ids[: self._count]
 
     def pages(self, begin: int = 0, end: int | None = None) -> list[PageId]:

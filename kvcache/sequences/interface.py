@@ -1,4 +1,4 @@
-"""What a scheduler needs of a KV cache: sequences, their room, and swapping. Imports no torch."""
+"""The part of a KV cache that a scheduler uses: sequences, their pages, and swapping."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SequenceCache(Protocol):
         ...
 
     def swap_out(self, seq_id: SeqId) -> Future[int]:
-        """Move a sequence to a tier; the result is the length that was kept.
+        """Move a sequence to a tier; the result is its length there, in tokens.
 
         Raises `NoCapacity`, changing nothing, if no tier has room.
         """

@@ -12,7 +12,7 @@ __all__ = ["PageCopy", "PagedSequence", "SendRange", "Span", "StepDescription", 
 
 
 class SendRange(NamedTuple):
-    """Positions `[begin, end)` of a sequence, to be sent by the put `claim` when computed."""
+    """Positions `[begin, end)` of a sequence, which the put `claim` sends once computed."""
 
     claim: int
     begin: int
@@ -21,7 +21,7 @@ class SendRange(NamedTuple):
 
 @dataclass(slots=True)
 class PagedSequence:
-    """One sequence: its block table, how many tokens have KV, and what is sent of it."""
+    """One sequence: its block table, its length, and the positions that its put sends."""
 
     table: BlockTable = field(default_factory=BlockTable)  # may reach past `length`
     length: int = 0  # tokens whose KV is present
@@ -55,9 +55,10 @@ class PageCopy(NamedTuple):
 
 
 class StepSend(NamedTuple):
-    """What a step sends of one span: positions `[begin, end)`, through the put `claim`.
+    """Positions `[begin, end)` of one span of a step, which the put `claim` sends.
 
-    After the step, the watermark rises to `landed`. `begin >= end` sends nothing.
+    After the step, the receiver's watermark rises to `landed`. With `begin >= end`, nothing is
+    sent.
     """
 
     claim: int
@@ -68,7 +69,7 @@ class StepSend(NamedTuple):
 
 
 class StepDescription(NamedTuple):
-    """A step: plain ints and int32 arrays, valid until the step is finished or aborted."""
+    """A step as ints and int32 arrays, which are valid until the step is finished or aborted."""
 
     seq_ids: tuple[SeqId, ...]
     spans: tuple[Span, ...]  # of each sequence; their rows follow each other from 0

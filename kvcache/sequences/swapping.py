@@ -1,4 +1,4 @@
-"""What the sequence table needs of the tiers: a place for sequences that leave the device."""
+"""The part of the tiers that the sequence table uses: room for sequences that leave the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SwappedSequence(Protocol):
     """A sequence that has left the device, or is on its way there or back."""
 
     length: int
-    out: Future[int]  # done when it has left, with the length that was kept
+    out: Future[int]  # done when it has left; the result is its length in tokens
 
     @property
     def moving(self) -> bool:
@@ -26,11 +26,11 @@ class SwappedSequence(Protocol):
     def copy_in(
         self, pages: list[PageId], on_end: Callable[[list[PageId], int], None]
     ) -> Future[int]:
-        """Copy it into `pages`; at the end pass them to `on_end` with the restored length."""
+        """Copy it into `pages`; at the end call `on_end` with them and the restored length."""
         ...
 
     def abandon(self) -> None:
-        """Give it up."""
+        """Release its room, at once or after the page that is being copied."""
         ...
 
 
@@ -38,11 +38,14 @@ class SwapSpace(Protocol):
     """Room for swapped sequences."""
 
     def swap_out(self, pages: list[PageId], length: int) -> SwappedSequence:
-        """Copy a sequence's pages, whose references are given. Raises `NoCapacity`."""
+        """Start to copy a sequence's pages out, and take over the references to them.
+
+        Raises `NoCapacity` without room, changing nothing.
+        """
         ...
 
     def forget(self, swap: SwappedSequence) -> None:
-        """Drop the record of a sequence that is back or was removed."""
+        """Drop the record of a sequence that has returned or was removed."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The sequences of one cache: which pages each has, and how many tokens are in them."""
+"""The sequences of one cache: their block tables and their lengths in tokens."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class SequenceTable:
         self._manager = manager
         self._all: dict[SeqId, PagedSequence] = {}
         self._swapped: dict[SeqId, SwappedSequence] = {}
-        self._copies: list[PageCopy] = []  # described to nobody yet; their sources are held
-        self._copying: list[PageCopy] = []  # of the step under way; their sources are held
+        # Both hold references to the sources of their copies.
+        self._copies: list[PageCopy] = []  # not yet handed out
+        self._copying: list[PageCopy] = []  # handed out, not yet executed
 
     def __len__(self) -> int:
         """Number of sequences on the device."""
@@ -170,12 +171,15 @@ class SequenceTable:
     # Copies
 
     def copy_page(self, source: PageId, target: PageId, tokens: int) -> None:
-        """Describe a copy, in `take_copies` or the next step. It holds `source` until then."""
+        """Describe a copy, which `take_copies` or the next step hands out.
+
+        `source` is held until `copied`.
+        """
         self._manager.share([source])
         self._copies.append(PageCopy(source, target, tokens))
 
     def take_copies(self) -> list[PageCopy]:
-        """Return the copies that no step has described; call `copied` when they are done."""
+        """Hand out the copies that no step contains; call `copied` when they are executed."""
         copies, self._copies = self._copies, []
         self._copying += copies
         return copies

@@ -24,7 +24,7 @@ __all__ = ["DiskStore"]
 
 
 class DiskStore:
-    """A `Store` in a file that only this user can access. A file without a name is temporary.
+    """A `TierStore` in a file that only this user can access. A file without a name is temporary.
 
     A file with a name is found by the next process, so the cache survives the engine (DéjàVu,
     replication to persistent storage). In a memory file system such as /dev/shm, the host's memory

@@ -12,9 +12,11 @@ import torch
 from kvcache.errors import NoCapacity
 from kvcache.pages import PageManager, Tokens
 from kvcache.sequences import SwappedSequence
+from kvcache.tiers.move import Move
+from kvcache.tiers.statistics import TierUse
 from kvcache.tiers.store import DevicePages, TierStore
 from kvcache.tiers.swap import Swap
-from kvcache.tiers.tier import Move, Tier, TierUse, UpperTier
+from kvcache.tiers.tier import Tier, UpperTier
 from kvcache.types import PageId
 
 __all__ = ["Tiers"]

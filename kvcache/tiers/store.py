@@ -65,7 +65,7 @@ class TierStore(Protocol):
 
 
 class HostStore:
-    """A `Store` in host memory: `[slots, layers, 2, page_size, kv_heads, head_dim]` as bytes.
+    """A `TierStore` in host memory: `[slots, layers, 2, page_size, kv_heads, head_dim]` as bytes.
 
     A slot is contiguous. The operating system allocates its memory at the first use.
     """

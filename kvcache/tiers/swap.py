@@ -7,7 +7,8 @@ from concurrent.futures import Future
 
 from kvcache.errors import Internal
 from kvcache.pages import PageManager
-from kvcache.tiers.tier import Move, Tier
+from kvcache.tiers.move import Move
+from kvcache.tiers.tier import Tier
 from kvcache.types import PageId
 
 __all__ = ["Swap"]
@@ -16,9 +17,9 @@ __all__ = ["Swap"]
 class Swap:
     """A sequence's KV in a tier, or being copied there or back. Guarded by the cache's lock.
 
-    DistServe, DS5 and DS6: pages and slots are held while they are copied, and the sequence exists
-    again only once all of it is back. From the first page that cannot be copied on, the KV is
-    dropped; the sequence becomes shorter, and the rest is computed again.
+    Pages and slots are held while they are copied, and the sequence exists again only when all of
+    it is back (DistServe, DS5 and DS6). If a page cannot be copied, its KV and all that follows it
+    are dropped: the sequence becomes shorter, and the rest is computed again.
     """
 
     def __init__(

@@ -16,8 +16,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -27,10 +25,12 @@ import torch
 
 from kvcache.errors import NoCapacity
 from kvcache.pages import PageManager, Tokens
+from kvcache.tiers.move import Move
+from kvcache.tiers.statistics import TierStats, TierUse
 from kvcache.tiers.store import DevicePages, TierStore
 from kvcache.types import PageId
 
-__all__ = ["Move", "Tier", "TierStats", "TierUse", "UpperTier"]
+__all__ = ["Tier", "UpperTier"]
 
 log = logging.getLogger(__name__)
 
@@ -45,51 +45,6 @@ class UpperTier(Protocol):
     def read(self, page: PageId, out: torch.Tensor) -> None:
         """Copy a page into `out`; called by the thread of the tier below."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class TierUse:
-    """Slots by owner, adding up to `total`."""
-
-    name: str
-    total: int
-    free: int
-    cached: int
-    swapped: int
-    copying: int
-
-
-@dataclass(slots=True)
-class TierStats:
-    """Counters since the start."""
-
-    promoted_tokens: int = 0
-    swaps_out: int = 0
-    swaps_in: int = 0
-    bytes_in: int = 0  # written to the tier
-    bytes_out: int = 0  # copied from the tier to the device
-    failures: int = 0  # pages that could not be copied
-    skipped: int = 0  # prefixes without write-behind, for lack of time or room
-
-
-@dataclass(slots=True, eq=False)
-class Move:
-    """A copy of device pages to slots (`out`) or back; it holds both until its end.
-
-    `pages[first + i]` corresponds to `slots[i]`. At the end `finish`, called under the lock, takes
-    over pages and slots, of which the first `done` are copied; its return value becomes the result
-    of `ended`.
-    """
-
-    out: bool
-    pages: list[PageId]
-    slots: list[PageId]
-    first: int
-    finish: Callable[[Move], int]
-    done: int = 0
-    failed: bool = False
-    wanted: bool = True  # if False, the move ends after the page that is being copied
-    ended: Future[int] = field(default_factory=Future)
 
 
 class Tier:

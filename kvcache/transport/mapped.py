@@ -35,11 +35,11 @@ class MappedSlots:
     def layout(self) -> KVLayout:
         return self._slots.layout
 
-    def try_right(self, slot: int, share: int = 0) -> bool:
-        return self._slots.try_right(slot, share)
+    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+        return self._slots.try_acquire_right(slot, share)
 
-    def drop_right(self, slot: int) -> None:
-        self._slots.drop_right(slot)
+    def release_right(self, slot: int) -> None:
+        self._slots.release_right(slot)
 
     def words(self, slot: int) -> npt.NDArray[np.uint64]:
         words: npt.NDArray[np.uint64] = self._slots.slots[slot]

@@ -282,12 +282,12 @@ class QueuedPut:
         Return None when it has run, else the delay in seconds until the next attempt. Raises:
         `Timeout` after `RIGHT_TIMEOUT_S` without the right.
         """
-        if self._target.try_right(self._slot, share):
+        if self._target.try_acquire_right(self._slot, share):
             self._waiting_since = None
             try:
                 work()
             finally:
-                self._target.drop_right(self._slot)
+                self._target.release_right(self._slot)
             return None
         now = time.monotonic()
         if self._waiting_since is None:

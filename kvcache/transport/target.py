@@ -25,7 +25,7 @@ class Target(Protocol):
         """Layout of the peer's pool."""
         ...
 
-    def try_right(self, slot: int, share: int = 0) -> bool:
+    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
         """Take the write right of a slot if it is free; never wait for its holder.
 
         The right is exclusive with `share=0`, otherwise shared by all holders with the same
@@ -33,7 +33,7 @@ class Target(Protocol):
         """
         ...
 
-    def drop_right(self, slot: int) -> None:
+    def release_right(self, slot: int) -> None:
         """Release the write right. No write made under it is still in flight."""
         ...
 

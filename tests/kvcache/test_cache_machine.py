@@ -592,7 +592,7 @@ class TwoCaches(RuleBasedStateMachine):
         except GONE:
             return multiple()
         region, size = lease.cache.transport.region, lease.cache.layout.page_size
-        if not region.try_right(real.slot):
+        if not region.try_acquire_right(real.slot):
             return multiple()
         behind = range(real.landed - real.begin, real.room - real.begin)
         places = [(real.own[at // size], at % size) for at in behind]
@@ -610,7 +610,7 @@ class TwoCaches(RuleBasedStateMachine):
         if writes:
             for page, slot in stopped.places:
                 stopped.cache.store.pool[:, page, :, slot] = LATE
-        stopped.cache.transport.region.drop_right(stopped.slot)
+        stopped.cache.transport.region.release_right(stopped.slot)
 
     # Restarts of caches
 

@@ -54,21 +54,21 @@ class FlaggedRegion(LocalRegion):
             (self.pool.data_ptr(), layout.nbytes),
         ]
 
-    def try_right(self, slot: int, share: int = 0) -> bool:
+    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
         """Try to take the right for the owner, which never shares it."""
-        if not super().try_right(slot):
+        if not super().try_acquire_right(slot):
             return False
         self.flags[slot, OWNER] = 1
         with self._fence:  # a full memory barrier between the store above and the loads below
             pass
         if self.flags[slot, OWNER + 1 :].any():
-            self.drop_right(slot)
+            self.release_right(slot)
             return False
         return True
 
-    def drop_right(self, slot: int) -> None:
+    def release_right(self, slot: int) -> None:
         self.flags[slot, OWNER] = 0
-        super().drop_right(slot)
+        super().release_right(slot)
 
 
 class SenderListener:

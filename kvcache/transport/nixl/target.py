@@ -99,18 +99,18 @@ class NixlTarget(HostTarget):
     def layout(self) -> KVLayout:
         return replace(self._like, pages=self._peer.pages)
 
-    def try_right(self, slot: int, share: int = 0) -> bool:
+    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
         self._write_words(slot, {WORDS + self._peer.party: share or EXCLUSIVE})
         self._read_row(slot)
         flags = self._row[WORDS:].copy()
         flags[self._peer.party] = 0
         if ((flags != 0) & (flags != share)).any():
-            self.drop_right(slot)
+            self.release_right(slot)
             return False
         self._row_is_fresh = True
         return True
 
-    def drop_right(self, slot: int) -> None:
+    def release_right(self, slot: int) -> None:
         # After a failure the receiver lowers the flag, once no byte of this sender can arrive.
         if self._failure is None:
             self._write_words(slot, {WORDS + self._peer.party: 0})

@@ -90,7 +90,7 @@ def to(got: PrepRecvReply, every: int = 4) -> Mirror:
 async def take_right(replica: MicroserveEngine, slot: int) -> Region:
     """Take a lease's write right, like a writer that is stopped during a copy."""
     region = replica.cache.transport.region
-    await until(lambda: region.try_right(slot))
+    await until(lambda: region.try_acquire_right(slot))
     return region
 
 
@@ -371,7 +371,7 @@ async def stuck(source: MicroserveEngine, replica: MicroserveEngine) -> None:
     assert len(part.tokens) == 400
     assert source.running == 0
     source.cache.check_integrity()
-    region.drop_right(held.slot)
+    region.release_right(held.slot)
     await at_rest(source)
     assert not source.cache._sender._writing
     replica.release(Release(lease_id=got.lease_id))
@@ -392,7 +392,7 @@ async def test_a_writer_stopped_beyond_the_prompt_loses_its_claim(
     assert first + rest == whole + Part()
     assert rest.begin == min(landed, END + len(first.tokens) - 1) > END
     assert replica.cache.page_use().quarantined > 0
-    region.drop_right(held.slot)
+    region.release_right(held.slot)
     await at_rest(replica)
 
 

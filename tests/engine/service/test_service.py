@@ -353,14 +353,14 @@ async def test_a_release_reaches_a_send_that_waits_for_its_claim(
     got = decode.prep_recv(prep(PROMPT, END))
     (lease,) = decode.cache.leases()
     region = decode.cache.transport.region
-    assert region.try_right(lease.slot)  # the claim has to wait
+    assert region.try_acquire_right(lease.slot)  # the claim has to wait
     monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 20.0)
     call = asyncio.create_task(prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr)))
     await asyncio.sleep(0)
     assert prefill.puts_in_flight == 1
     prefill.release(Release(request_id="r"))
     assert prefill.puts_in_flight == 0
-    region.drop_right(lease.slot)
+    region.release_right(lease.slot)
     with pytest.raises(Internal, match="aborted"):
         await call
     decode.release(Release(lease_id=got.lease_id))

@@ -86,14 +86,14 @@ def test_a_closed_slot_is_closed_in_memory(leases: Leases):
 
 def test_a_writer_keeps_the_pages_in_quarantine(leases: Leases):
     lease = leases.open()
-    assert leases.region.try_right(lease.slot)
+    assert leases.region.try_acquire_right(lease.slot)
     assert leases.table.close(lease) == []
     assert leases.table.quarantined == 2
     assert leases.table.leased == 0
     assert list(leases.table.holders()) == [PAGES]
     assert leases.table.sweep() == []
     assert leases.open().slot != lease.slot  # the slot is not reused either
-    leases.region.drop_right(lease.slot)
+    leases.region.release_right(lease.slot)
     assert leases.table.sweep() == PAGES
     assert leases.table.quarantined == 0
     assert leases.table.sweep() == []
@@ -103,22 +103,22 @@ def test_taking_over_ends_the_lease(leases: Leases):
     lease = leases.open()
     leases.table.take_over(lease)
     assert int(leases.region.slots[lease.slot, NONCE]) == 0
-    assert leases.region.try_right(lease.slot)
+    assert leases.region.try_acquire_right(lease.slot)
     with pytest.raises(LeaseExpired):
         leases.table.get(lease.lease_id)
 
 
 def test_taking_over_from_a_writer_changes_nothing(leases: Leases):
     lease = leases.open()
-    assert leases.region.try_right(lease.slot)
+    assert leases.region.try_acquire_right(lease.slot)
     seen: list[int] = []
-    try_right = leases.region.try_right
+    try_acquire_right = leases.region.try_acquire_right
 
     def watched(slot: int) -> bool:
         seen.append(int(leases.region.slots[slot, NONCE]))
-        return try_right(slot)
+        return try_acquire_right(slot)
 
-    leases.region.try_right = watched  # type: ignore[method-assign]
+    leases.region.try_acquire_right = watched  # type: ignore[method-assign]
     with pytest.raises(KVIncomplete):
         leases.table.take_over(lease)
     assert seen == [lease.nonce]  # the writer never saw the lease closed

@@ -539,7 +539,7 @@ def test_starting_while_a_writer_may_live_copies_the_page_of_the_watermark(
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
     send(sender, address, PROMPT, 0, 10)
     region = receiver.transport.region
-    assert region.try_right(lease.slot)  # a writer stopped during a copy
+    assert region.try_acquire_right(lease.slot)  # a writer stopped during a copy
     with pytest.raises(KVIncomplete):
         receiver.start_lease(lease.lease_id, ONE, PROMPT, None)
     old = list(lease.own)
@@ -553,7 +553,7 @@ def test_starting_while_a_writer_may_live_copies_the_page_of_the_watermark(
     receiver.check_integrity()
     receiver.sweep()
     assert receiver.page_use().quarantined == 4  # ended by proof, never by time
-    region.drop_right(lease.slot)
+    region.release_right(lease.slot)
     receiver.sweep()
     assert receiver.page_use().quarantined == 0
 
@@ -566,10 +566,10 @@ def test_starting_while_a_writer_may_live_without_room_changes_nothing(
     receiver.add_sequence(TWO)
     receiver.grow(TWO, receiver.available * SIZE)
     region = receiver.transport.region
-    assert region.try_right(lease.slot)
+    assert region.try_acquire_right(lease.slot)
     with pytest.raises(NoCapacity):
         receiver.start_lease(lease.lease_id, ONE, PROMPT, None, fence=True)
-    region.drop_right(lease.slot)
+    region.release_right(lease.slot)
     receiver.remove_sequence(TWO)
     assert receiver.start_lease(lease.lease_id, ONE, PROMPT, None) == 0
 

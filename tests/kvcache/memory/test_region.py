@@ -39,11 +39,11 @@ def test_new_memory_is_zero(region: Region):
 
 
 def test_a_right_is_held_once(region: Region):
-    assert region.try_right(3)
-    assert not region.try_right(3)
-    region.drop_right(3)
-    assert region.try_right(3)
-    region.drop_right(3)
+    assert region.try_acquire_right(3)
+    assert not region.try_acquire_right(3)
+    region.release_right(3)
+    assert region.try_acquire_right(3)
+    region.release_right(3)
 
 
 def test_a_peer_sees_what_is_written(shared: SharedRegion):
@@ -58,35 +58,35 @@ def test_a_peer_sees_what_is_written(shared: SharedRegion):
 
 def test_rights_exclude_a_peer_slot_by_slot(shared: SharedRegion):
     peer = SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT)
-    assert peer.try_right(0)
-    assert not shared.try_right(0)
-    peer.drop_right(0)
-    assert shared.try_right(SLOTS - 1)
-    assert peer.try_right(0)
-    peer.drop_right(0)
-    shared.drop_right(SLOTS - 1)
+    assert peer.try_acquire_right(0)
+    assert not shared.try_acquire_right(0)
+    peer.release_right(0)
+    assert shared.try_acquire_right(SLOTS - 1)
+    assert peer.try_acquire_right(0)
+    peer.release_right(0)
+    shared.release_right(SLOTS - 1)
     peer.close()
 
 
 def test_workers_of_one_sender_share_a_right(shared: SharedRegion):
     one, two = (SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT) for _ in range(2))
-    assert one.try_right(4, share=9)
-    assert two.try_right(4, share=9)
-    one.drop_right(4)
-    assert not shared.try_right(4)  # the owner waits for the last
-    two.drop_right(4)
-    assert shared.try_right(4)
-    assert not one.try_right(4, share=9)
-    shared.drop_right(4)
+    assert one.try_acquire_right(4, share=9)
+    assert two.try_acquire_right(4, share=9)
+    one.release_right(4)
+    assert not shared.try_acquire_right(4)  # the owner waits for the last
+    two.release_right(4)
+    assert shared.try_acquire_right(4)
+    assert not one.try_acquire_right(4, share=9)
+    shared.release_right(4)
 
 
 def test_unmapping_drops_the_rights(shared: SharedRegion):
     peer = SharedRegion.attach(os.getpid(), shared.fd, 5, LAYOUT)
-    assert peer.try_right(1)
+    assert peer.try_acquire_right(1)
     peer.close()
     del peer  # Python's mmap has a duplicate of the descriptor
-    assert shared.try_right(1)
-    shared.drop_right(1)
+    assert shared.try_acquire_right(1)
+    shared.release_right(1)
 
 
 def test_a_right_in_closed_memory_is_an_error_not_a_wait(shared: SharedRegion):
@@ -94,7 +94,7 @@ def test_a_right_in_closed_memory_is_an_error_not_a_wait(shared: SharedRegion):
     peer.close()
     for _ in range(2):
         with pytest.raises(OSError, match="descriptor"):
-            peer.try_right(1)
+            peer.try_acquire_right(1)
 
 
 def test_another_epoch_is_stale(shared: SharedRegion):

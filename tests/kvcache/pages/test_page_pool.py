@@ -122,7 +122,7 @@ def test_a_page_that_is_still_held_is_dropped_at_once():
 
 def test_a_free_page_is_not_read():
     pool = PagePool(4)
-    with pytest.raises(Internal, match="nobody holds"):
+    with pytest.raises(Internal, match="without a holder"):
         pool.begin_read(PageId(1), pytest.fail)
 
 

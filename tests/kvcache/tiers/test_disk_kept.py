@@ -78,7 +78,7 @@ def damage(folder: Path, at: int) -> None:
 def test_prefixes_are_found_again(life: Callable[..., KVCache], tmp_path: Path):
     computed(life(), PROMPT, OTHER, BRANCH)
     cache = life()
-    assert cache.kept
+    assert cache.persistent
     assert cache.tier_use()[0].cached == 4 + 3 + 3
     cache.check_integrity()
     assert [back(cache, each) for each in (BRANCH, PROMPT, OTHER)] == [5 * SIZE, 2 * SIZE, 3 * SIZE]

@@ -212,10 +212,10 @@ def test_a_held_right_times_out(new: NewCache, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvcache.transport.put.RIGHT_TIMEOUT_S", 0.01)
     sender, receiver = new("s"), new("r")
     lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
-    assert receiver.transport.region.try_right(lease.slot)
+    assert receiver.transport.region.try_acquire_right(lease.slot)
     with pytest.raises(Timeout):
         sender.open_put(address, PROMPT, 0, 20)
-    receiver.transport.region.drop_right(lease.slot)
+    receiver.transport.region.release_right(lease.slot)
 
 
 def test_a_start_meets_a_writer(new: NewCache):
@@ -224,14 +224,14 @@ def test_a_start_meets_a_writer(new: NewCache):
     lease, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     put = sender.open_put(address, PROMPT, 0, 20)
     region = receiver.transport.region
-    assert region.try_right(lease.slot)
+    assert region.try_acquire_right(lease.slot)
     for call in (
         lambda: receiver.start_lease(lease.lease_id, ONE, PROMPT, 0),
         lambda: receiver.start_lease(lease.lease_id, ONE, PROMPT, None),
     ):
         with pytest.raises(KVIncomplete):
             call()
-    region.drop_right(lease.slot)
+    region.release_right(lease.slot)
     sender.mark_send(sequence(sender, 1, PROMPT[:20]), put, 0, 20)
     put.close().result(10)
     sender.clear_mark(ONE)
@@ -436,7 +436,7 @@ def test_a_token_of_many_layers_is_one_copy(deep: NewCache):
     assert put.bytes_sent == 3 * 30 * sender.layout.token_bytes
     assert int(receiver.store.pool.count_nonzero()) == put.bytes_sent // 4
     assert calls.count("copy") == 3
-    assert 3 <= calls.count("try_right") <= 6  # the watermark may need a hold of its own
+    assert 3 <= calls.count("try_acquire_right") <= 6  # the watermark may need a hold of its own
 
 
 def test_queued_writes_are_sent_together(deep: NewCache):
@@ -451,7 +451,7 @@ def test_queued_writes_are_sent_together(deep: NewCache):
     put.signal(4)
     gate.set()
     put.close().result(10)
-    assert calls.count("copy") == calls.count("try_right") == 1
+    assert calls.count("copy") == calls.count("try_acquire_right") == 1
 
 
 def test_a_large_put_drops_the_right_repeatedly(deep: NewCache, monkeypatch: pytest.MonkeyPatch):
@@ -463,7 +463,7 @@ def test_a_large_put_drops_the_right_repeatedly(deep: NewCache, monkeypatch: pyt
     calls = watched(put)
     put.write(range(30), [PageId(page) for page in range(1, 6)], 0, 20)
     put.close().result(10)
-    assert calls == ["try_right", "copy", "drop_right"] * 5  # 7, 7, 7, 7 and 2 layers
+    assert calls == ["try_acquire_right", "copy", "release_right"] * 5  # 7, 7, 7, 7 and 2 layers
     assert put.bytes_sent == 30 * 20 * token
 
 
@@ -480,7 +480,7 @@ def watched(put: Put) -> list[str]:
 
         setattr(target, name, call)
 
-    for name in ("try_right", "copy", "drop_right"):
+    for name in ("try_acquire_right", "copy", "release_right"):
         watch(name)
     return calls
 

@@ -315,12 +315,12 @@ def test_a_right_has_one_holder(new: Callable[..., KVCache]):
     region = new("r").transport.region
     assert isinstance(region, FlaggedRegion)
     region.flags[5, 3] = 1  # a sender's
-    assert not region.try_right(5)
+    assert not region.try_acquire_right(5)
     region.flags[5, 3] = 0
-    assert region.try_right(5)
-    assert not region.try_right(5)
+    assert region.try_acquire_right(5)
+    assert not region.try_acquire_right(5)
     assert region.flags[5, 0] == 1
-    region.drop_right(5)
+    region.release_right(5)
     assert region.flags[5, 0] == 0
 
 
@@ -334,18 +334,18 @@ def test_workers_of_one_sender_share_a_right(new: Callable[..., KVCache]):
         targets.append(target)
     region = receiver.transport.region
     first, second = targets
-    assert first.try_right(7, 5)
-    assert not second.try_right(7)
-    assert not second.try_right(7, 6)
-    assert second.try_right(7, 5)
-    first.drop_right(7)
-    assert not region.try_right(7)
-    second.drop_right(7)
-    assert first.try_right(7)
-    assert not second.try_right(7, 5)
-    first.drop_right(7)
-    assert region.try_right(7)
-    region.drop_right(7)
+    assert first.try_acquire_right(7, 5)
+    assert not second.try_acquire_right(7)
+    assert not second.try_acquire_right(7, 6)
+    assert second.try_acquire_right(7, 5)
+    first.release_right(7)
+    assert not region.try_acquire_right(7)
+    second.release_right(7)
+    assert first.try_acquire_right(7)
+    assert not second.try_acquire_right(7, 5)
+    first.release_right(7)
+    assert region.try_acquire_right(7)
+    region.release_right(7)
 
 
 # Two processes

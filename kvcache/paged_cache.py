@@ -1,0 +1,188 @@
+"""Sequences in pages, and the steps that compute them: the part of `KVCache` without peers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import torch
+
+from kvcache.errors import Internal
+from kvcache.lease.put import Put
+from kvcache.page_store.base import PageStore
+from kvcache.sequences.step import SendRange, StepDescription
+from kvcache.sequences.table import SequenceTable
+from kvcache.types import SeqId
+
+__all__ = ["PagedCache"]
+
+
+class PagedCache:
+    """The sequences of one engine: their declaration, and `attention` over them.
+
+    `lock` guards the metadata; `kvcache.cache` says what it does not guard.
+    """
+
+    def __init__(self, store: PageStore, sequences: SequenceTable) -> None:
+        """`sequences` describes steps and copies, and `store` executes them."""
+        self.store = store
+        self.lock = threading.RLock()
+        self._sequences = sequences
+        self._step: StepDescription | None = None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.store.layout.page_size
+
+    # Declare: sequences
+
+    def add_sequence(self, seq_id: SeqId, tokens: Sequence[int] = ()) -> int:
+        """Add a sequence with the longest cached prefix of `tokens`; return its length."""
+        with self.lock:
+            return self._sequences.add_sequence(seq_id, tokens)
+
+    def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
+        """Add a sequence with the first `length` tokens of `parent`.
+
+        It shares full pages and gets a copy of a partial last one. Raises `BadRange`, `NoCapacity`.
+        """
+        with self._copying(child):
+            self._sequences.fork_sequence(parent, child, length)
+
+    def remove_sequence(self, seq_id: SeqId) -> None:
+        """Release a sequence's pages for immediate reuse. Close its put first, if it has one."""
+        with self.lock:
+            send = self._sequences.sending(seq_id)
+            self._sequences.remove_sequence(seq_id)
+            self._forget_put(send)
+
+    def pop(self, seq_id: SeqId, count: int) -> None:
+        """Forget the last `count` tokens of a sequence, and the pages that this leaves empty."""
+        with self.lock:
+            self._sequences.pop(seq_id, count)
+
+    def grow(self, seq_id: SeqId, length: int) -> None:
+        """Make room for `length` tokens. Raises `NoCapacity`, changing nothing."""
+        with self.lock:
+            self._sequences.grow(seq_id, length)
+
+    def length(self, seq_id: SeqId) -> int:
+        """Return the number of tokens whose KV the sequence has."""
+        with self.lock:
+            return self._sequences[seq_id].length
+
+    def publish(self, seq_id: SeqId, tokens: Sequence[int]) -> None:
+        """Share the sequence's full pages through the prefix cache; `tokens` are its own."""
+        with self.lock:
+            self._sequences.publish(seq_id, tokens)
+
+    def swap_out(self, seq_id: SeqId) -> Future[int]:
+        """Move a sequence that is in no step to a tier; its pages are released when copied.
+
+        Once the result is there, the sequence can be swapped in. It can be removed at any moment.
+        All other calls on it raise `Internal`. The result is its length: less than before where the
+        tier could not be written. Raises `NoCapacity`, changing nothing, if no tier has room.
+        """
+        with self.lock:
+            return self._sequences.swap_out(seq_id)
+
+    def swap_in(self, seq_id: SeqId, length: int = 0) -> Future[int]:
+        """Bring a sequence back, with room for `length` tokens; it exists when the result is there.
+
+        The result is its length: less than before where the tier could not be read. Raises
+        `NoCapacity`, changing nothing, also if running sequences would lose their room to grow, and
+        `Internal` for a sequence that is not swapped out.
+        """
+        with self.lock:
+            return self._sequences.swap_in(seq_id, length)
+
+    # Declare: sending
+
+    def mark_send(self, seq_id: SeqId, put: Put, begin: int, end: int) -> None:
+        """Send positions `[begin, end)` of a sequence.
+
+        Those present are sent at once, all layers of a page together. The others are sent layer by
+        layer as `attention` computes them.
+        """
+        with self.lock:
+            sequence = self._sequences[seq_id]
+            self._forget_put(sequence.send)
+            self.store.add_put(put)
+            self._sequences.send(seq_id, SendRange(put.claim, begin, end))
+            present = min(sequence.length, end)
+            if begin < present:
+                self.store.send(put.claim, sequence.table.ids, begin, present)
+
+    def clear_mark(self, seq_id: SeqId) -> None:
+        """Send nothing further of a sequence."""
+        with self.lock:
+            self._forget_put(self._sequences.sending(seq_id))
+            self._sequences.send(seq_id, None)
+
+    # Compute
+
+    def begin_forward(self, seq_ids: Sequence[SeqId], lengths: Sequence[int]) -> None:
+        """Declare a step: `lengths[i]` further tokens of sequence `seq_ids[i]`, row after row.
+
+        `grow` must have made room. The step's metadata is planned once for all layers.
+        """
+        with self.lock:
+            self._step = self._sequences.begin_step(seq_ids, lengths)
+            self.store.begin(self._step)
+
+    def attention(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Append keys and values, send the marked rows, and attend.
+
+        `q` is `[rows, heads, head_dim]`, `k` and `v` are `[rows, kv_heads, head_dim]`, after RoPE.
+        Rows past the declared ones are padding. The result has the shape of `q`.
+        """
+        return self.store.attention(layer, q, k, v)
+
+    def put(self, layer: int) -> None:
+        """Send the marked rows of a layer as they are in the pages, without computing it."""
+        self.store.put(layer)
+
+    def end_forward(self) -> None:
+        """Count the step's tokens as present, and raise the watermarks of those sent."""
+        with self.lock:
+            step, self._step = self._step, None
+            if step is None:
+                raise Internal("end_forward without begin_forward")
+            self._sequences.finish_step(step)
+            self.store.end()
+
+    def abort_forward(self) -> None:
+        """Forget a step that failed; its tokens are not present."""
+        with self.lock:
+            step, self._step = self._step, None
+            self.store.abort()
+            if step is not None:
+                self._sequences.copied(step.copies)
+
+    @contextmanager
+    def _copying(self, new: SeqId) -> Iterator[None]:
+        """Hold the lock while sequence `new` is made; then execute the copies that fill its pages.
+
+        They do not wait for the next step, because the pages may be sent or swapped before it. If
+        they fail, the sequence is removed.
+        """
+        with self.lock:
+            yield
+            copies = self._sequences.take_copies()
+            try:
+                if copies:
+                    self.store.copy(copies)
+            except BaseException:
+                self._sequences.remove_sequence(new)
+                raise
+            finally:
+                self._sequences.copied(copies)
+
+    def _forget_put(self, send: SendRange | None) -> None:
+        if send is not None:
+            self.store.remove_put(send.claim)
