@@ -14,7 +14,7 @@ from kvcache.lease.put import Put
 from kvcache.page_store.base import PageStore
 from kvcache.sequences.step import SendRange, StepDescription
 from kvcache.sequences.table import SequenceTable
-from kvcache.types import SeqId
+from kvcache.types import SeqId, TokenPos
 
 __all__ = ["PagedCache"]
 
@@ -111,10 +111,11 @@ class PagedCache:
             sequence = self._sequences[seq_id]
             self._forget_put(sequence.send)
             self.store.add_put(put)
-            self._sequences.send(seq_id, SendRange(put.claim, begin, end))
-            present = min(sequence.length, end)
-            if begin < present:
-                self.store.send(put.claim, sequence.table.ids, begin, present)
+            send = SendRange(put.claim, TokenPos(begin), TokenPos(end))
+            self._sequences.send(seq_id, send)
+            present = TokenPos(min(sequence.length, end))
+            if send.begin < present:
+                self.store.send(put.claim, sequence.table.ids, send.begin, present)
 
     def clear_mark(self, seq_id: SeqId) -> None:
         """Send nothing further of a sequence."""

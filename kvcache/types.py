@@ -8,7 +8,7 @@ __all__ = ["EngineId", "LeaseId", "PageId", "PageName", "SeqId", "SlotIndex", "T
 
 PageId = NewType("PageId", int)  # a page of the pool; 0 is the scratch page
 PageName = NewType("PageName", str)  # a page of a prefix; identifies all tokens up to its end
-SlotIndex = NewType("SlotIndex", int)  # a token's place within its page: TokenPos % page_size
+SlotIndex = NewType("SlotIndex", int)  # the control slot of a receive lease
 TokenPos = NewType("TokenPos", int)  # absolute position in a sequence
 SeqId = NewType("SeqId", int)  # a sequence of this engine's cache
 LeaseId = NewType("LeaseId", str)  # a receive lease of this engine

@@ -24,7 +24,7 @@ import torch
 from kvcache.attention.plan import row_slots
 from kvcache.pages import SCRATCH_PAGE
 from kvcache.sequences import Span
-from kvcache.types import PageId
+from kvcache.types import PageId, TokenPos
 
 __all__ = [
     "BLOCK",
@@ -91,7 +91,7 @@ def plan_tiles(
             continue
         for at in range(0, span.count, QUERY_TILE):
             count = min(QUERY_TILE, span.count - at)
-            part = Span(span.row + at, span.start + at, count, span.pages)
+            part = Span(span.row + at, TokenPos(span.start + at), count, span.pages)
             tiles.append(_plan_tile([part], page_size, group, device))
     return tiles
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcache.errors import BadAddress
 from kvcache.shard import Shard
-from kvcache.types import EngineId, LeaseId, PageId
+from kvcache.types import EngineId, LeaseId, PageId, SlotIndex
 
 __all__ = ["KVAddress", "prompt_digest"]
 
@@ -40,7 +40,7 @@ class KVAddress:
     url: str  # of the owner's HTTP API, to extend the lease; empty if there is none
     endpoint: str  # of the owner's transport, as in "shm:<pid>:<fd>"
     lease_id: LeaseId
-    slot: int  # of the lease, in the owner's control block
+    slot: SlotIndex  # of the lease, in the owner's control block
     nonce: int  # in that slot while the lease is live
     begin: int
     end: int

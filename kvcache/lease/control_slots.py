@@ -23,6 +23,8 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.types import SlotIndex
+
 __all__ = ["CLAIM", "LANDED", "NONCE", "RENEWALS", "SLOTS", "WORDS", "ControlSlots"]
 
 NONCE: Final = 0
@@ -38,13 +40,13 @@ class ControlSlots(Protocol):
 
     slots: npt.NDArray[np.uint64]  # [SLOTS, WORDS]
 
-    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+    def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
         """Acquire the write right of a slot and return True; return False if it is held.
 
         Never waits. With `share`, all parties that pass the same number hold the right together.
         """
         ...
 
-    def release_right(self, slot: int) -> None:
+    def release_right(self, slot: SlotIndex) -> None:
         """Release the write right of a slot."""
         ...

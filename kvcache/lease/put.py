@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.types import PageId
+from kvcache.types import PageId, TokenPos
 
 __all__ = ["PageTable", "Put"]
 
@@ -27,7 +27,7 @@ class Put(Protocol):
     bytes_sent: int
     claim: int  # the number with which other workers of this sender join
 
-    def write(self, layers: range, pages: PageTable, begin: int, end: int) -> None:
+    def write(self, layers: range, pages: PageTable, begin: TokenPos, end: TokenPos) -> None:
         """Put positions `[begin, end)` of `layers`; `pages` are the sender's, from position 0.
 
         The pages may still be in computation: the put waits for the work that the caller has
@@ -36,7 +36,7 @@ class Put(Protocol):
         """
         ...
 
-    def signal(self, landed: int) -> None:
+    def signal(self, landed: TokenPos) -> None:
         """Raise the receiver's watermark to `landed` once all writes so far are complete.
 
         Where several workers of a sender write, only the lead signals, after the `close` of every

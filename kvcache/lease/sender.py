@@ -13,7 +13,7 @@ from kvcache.lease.identity import Identity
 from kvcache.lease.put import Put
 from kvcache.pages import PageManager
 from kvcache.sequences import PagedSequence
-from kvcache.types import PageId
+from kvcache.types import PageId, TokenPos
 
 __all__ = ["Mirror", "PutOpener", "Sender"]
 
@@ -38,7 +38,7 @@ class Mirror:
         self.address = address
         self.begin = address.begin  # first position to send
         self.landed = address.begin  # tokens whose KV is known to have landed
-        self.sent = address.begin  # tokens whose KV has landed or is in flight
+        self.sent = TokenPos(address.begin)  # tokens whose KV has landed or is in flight
         self.put: Put | None = None
         self.held: list[PageId] = []  # pages of the write in flight
         self.failure: MicroserveError | None = None
@@ -119,7 +119,7 @@ class Sender:
 
     def advance(self, mirror: Mirror, sequence: PagedSequence, every: int) -> None:
         """See `KVCache.mirror`."""
-        end = min(sequence.length, mirror.room)
+        end = TokenPos(min(sequence.length, mirror.room))
         due = max(min(mirror.sent + every, mirror.room), mirror.sent + 1)
         if end < due or mirror.put is None or mirror in self._writing:
             return

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvcache.errors import KVIncomplete, LeaseExpired, NoCapacity, UnknownLease
 from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, ControlSlots
-from kvcache.types import LeaseId, PageId
+from kvcache.types import LeaseId, PageId, SlotIndex
 
 __all__ = ["LeaseTable", "ReceiveLease", "Watch"]
 
@@ -36,7 +36,7 @@ class ReceiveLease:
 
     lease_id: LeaseId
     request_id: str
-    slot: int
+    slot: SlotIndex
     nonce: int
     tokens: list[int]  # prompt[:end]
     room: int  # end and reserve
@@ -76,10 +76,10 @@ class LeaseTable:
 
     def __init__(self, slots: ControlSlots) -> None:
         self._control = slots
-        self._slots = list(range(SLOTS - 1, -1, -1))
+        self._slots = [SlotIndex(slot) for slot in range(SLOTS - 1, -1, -1)]  # free ones
         self._live: dict[LeaseId, ReceiveLease] = {}
         self._ended: dict[LeaseId, int | None] = {}  # what was committed, if it was
-        self._quarantine: list[tuple[int, list[PageId]]] = []
+        self._quarantine: list[tuple[SlotIndex, list[PageId]]] = []
 
     def committed(self, lease_id: LeaseId) -> int | None:
         """Return the tokens published of a committed lease; None if it was not committed."""
@@ -224,7 +224,7 @@ class LeaseTable:
         if len(self._ended) > REMEMBERED:
             del self._ended[next(iter(self._ended))]
 
-    def _writer_is_gone(self, slot: int) -> bool:
+    def _writer_is_gone(self, slot: SlotIndex) -> bool:
         """Whether no put into a closed slot is in flight; none can begin any more."""
         if not self._control.try_acquire_right(slot):
             return False

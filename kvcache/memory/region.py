@@ -27,6 +27,7 @@ from kvcache.errors import PeerUnreachable, StaleEpoch
 from kvcache.lease import SLOTS, WORDS, ControlSlots
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.write_rights import WriteRights
+from kvcache.types import SlotIndex
 
 __all__ = [
     "LocalRegion",
@@ -67,10 +68,10 @@ class LocalRegion:
         self.slots: npt.NDArray[np.uint64] = np.zeros((SLOTS, WORDS), dtype=np.uint64)
         self._rights = WriteRights()
 
-    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+    def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
         return self._rights.try_acquire_right(slot, share)
 
-    def release_right(self, slot: int) -> None:
+    def release_right(self, slot: SlotIndex) -> None:
         self._rights.release_right(slot)
 
     def close(self) -> None:
@@ -133,10 +134,10 @@ class SharedSlots:
             raise
         return cls(own, layout)
 
-    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+    def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
         return self._rights.try_acquire_right(slot, share)
 
-    def release_right(self, slot: int) -> None:
+    def release_right(self, slot: SlotIndex) -> None:
         self._rights.release_right(slot)
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ class SharedRegion(SharedSlots):
         return POOL_AT + layout.nbytes
 
 
-def _take_lock(fd: int, slot: int, share: int) -> bool:
+def _take_lock(fd: int, slot: SlotIndex, share: int) -> bool:
     """Try to lock the slot's bytes against other processes; return whether it succeeded."""
     try:
         _lock(fd, slot, fcntl.F_RDLCK if share else fcntl.F_WRLCK)
@@ -176,11 +177,11 @@ def _take_lock(fd: int, slot: int, share: int) -> bool:
     return True
 
 
-def _drop_lock(fd: int, slot: int) -> None:
+def _drop_lock(fd: int, slot: SlotIndex) -> None:
     _lock(fd, slot, fcntl.F_UNLCK)
 
 
-def _lock(fd: int, slot: int, kind: int) -> None:
+def _lock(fd: int, slot: SlotIndex, kind: int) -> None:
     # struct flock: l_type, l_whence, l_start, l_len, l_pid (0 for OFD locks)
     start = HEADER_BYTES + slot * WORDS * 8
     flock = struct.pack("hhxxxxqqixxxx", kind, os.SEEK_SET, start, WORDS * 8, 0)

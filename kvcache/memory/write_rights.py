@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from kvcache.types import SlotIndex
+
 __all__ = ["WriteRights"]
 
 
@@ -26,7 +28,7 @@ class WriteRights:
         self._held: dict[int, tuple[int, int]] = {}  # by slot: number or 0, count of holders
         self._lock = threading.Lock()
 
-    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+    def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
         """Acquire a right and return True; return False if it is held.
 
         With `share`, holders that pass the same number share it.
@@ -44,7 +46,7 @@ class WriteRights:
             self._held[slot] = share, 1
             return True
 
-    def release_right(self, slot: int) -> None:
+    def release_right(self, slot: SlotIndex) -> None:
         """Release a right that this process holds."""
         with self._lock:
             number, holders = self._held.pop(slot)

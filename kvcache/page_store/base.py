@@ -11,6 +11,7 @@ from kvcache.lease import ControlSlots, Put
 from kvcache.memory import KVLayout
 from kvcache.sequences import PageCopy, PageIds, StepDescription
 from kvcache.tiers import DevicePages
+from kvcache.types import TokenPos
 
 __all__ = ["PageStore"]
 
@@ -54,7 +55,7 @@ class PageStore(Protocol):
         """Copy parts of pages; later work on the store's device sees the result."""
         ...
 
-    def send(self, claim: int, pages: PageIds, begin: int, end: int) -> None:
+    def send(self, claim: int, pages: PageIds, begin: TokenPos, end: TokenPos) -> None:
         """Send positions `[begin, end)`, which are present, in all layers; then signal `end`."""
         ...
 

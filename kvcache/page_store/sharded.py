@@ -13,6 +13,7 @@ from kvcache.memory import KVLayout
 from kvcache.page_store.base import PageStore
 from kvcache.sequences import PageCopy, PageIds, StepDescription
 from kvcache.tiers import DevicePages
+from kvcache.types import TokenPos
 
 __all__ = ["ShardedPageStore"]
 
@@ -61,7 +62,7 @@ class ShardedPageStore:
     def remove_put(self, claim: int) -> None:
         pass
 
-    def send(self, claim: int, pages: PageIds, begin: int, end: int) -> None:
+    def send(self, claim: int, pages: PageIds, begin: TokenPos, end: TokenPos) -> None:
         raise Internal("nothing is sent from several stores")
 
     def copy(self, copies: Sequence[PageCopy]) -> None:

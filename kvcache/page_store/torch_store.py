@@ -14,6 +14,7 @@ from kvcache.pages import SCRATCH_PAGE
 from kvcache.sequences import PageCopy, PageIds, StepDescription
 from kvcache.tiers import DevicePages
 from kvcache.transport import Transport
+from kvcache.types import TokenPos
 
 __all__ = ["TorchPageStore"]
 
@@ -75,7 +76,7 @@ class TorchPageStore:
         for source, target, tokens in copies:
             self.pool[:, target, :, :tokens] = self.pool[:, source, :, :tokens]
 
-    def send(self, claim: int, pages: PageIds, begin: int, end: int) -> None:
+    def send(self, claim: int, pages: PageIds, begin: TokenPos, end: TokenPos) -> None:
         put = self._puts[claim]
         put.write(range(self.layout.held.layers), pages, begin, end)
         put.signal(end)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvcache.sequences.block_table import BlockTable, PageIds
-from kvcache.types import PageId, SeqId
+from kvcache.types import PageId, SeqId, TokenPos
 
 __all__ = ["PageCopy", "PagedSequence", "SendRange", "Span", "StepDescription", "StepSend"]
 
@@ -15,8 +15,8 @@ class SendRange(NamedTuple):
     """Positions `[begin, end)` of a sequence, which the put `claim` sends once computed."""
 
     claim: int
-    begin: int
-    end: int
+    begin: TokenPos
+    end: TokenPos
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Span:
     """The tokens of one sequence in a step: rows `[row, row + count)`, positions from `start`."""
 
     row: int
-    start: int
+    start: TokenPos
     count: int
     pages: PageIds  # the sequence's block table, from position 0
 
@@ -63,9 +63,9 @@ class StepSend(NamedTuple):
 
     claim: int
     span: int
-    begin: int
-    end: int
-    landed: int
+    begin: TokenPos
+    end: TokenPos
+    landed: TokenPos
 
 
 class StepDescription(NamedTuple):

@@ -19,7 +19,7 @@ from kvcache.sequences.step import (
     StepSend,
 )
 from kvcache.sequences.swapping import NoSwapSpace, SwappedSequence, SwapSpace
-from kvcache.types import PageId, SeqId
+from kvcache.types import PageId, SeqId, TokenPos
 
 __all__ = ["SequenceTable"]
 
@@ -146,8 +146,8 @@ class SequenceTable:
         row = 0
         for seq_id, count in zip(seq_ids, counts, strict=True):
             sequence = self[seq_id]
-            start, table = sequence.length, sequence.table
-            end = start + count
+            start, table = TokenPos(sequence.length), sequence.table
+            end = TokenPos(start + count)
             if count < 1 or end > len(table) * self.page_size:
                 raise Internal(f"no room for {count} tokens at {start} of a sequence")
             send = sequence.send

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvcache.memory import KVLayout, Region, Slots
 from kvcache.transport.runs import Runs
 from kvcache.transport.target import HostTarget
+from kvcache.types import SlotIndex
 
 __all__ = ["MappedSlots", "MappedTarget"]
 
@@ -35,17 +36,17 @@ class MappedSlots:
     def layout(self) -> KVLayout:
         return self._slots.layout
 
-    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+    def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
         return self._slots.try_acquire_right(slot, share)
 
-    def release_right(self, slot: int) -> None:
+    def release_right(self, slot: SlotIndex) -> None:
         self._slots.release_right(slot)
 
-    def words(self, slot: int) -> npt.NDArray[np.uint64]:
+    def words(self, slot: SlotIndex) -> npt.NDArray[np.uint64]:
         words: npt.NDArray[np.uint64] = self._slots.slots[slot]
         return words
 
-    def store(self, slot: int, words: Mapping[int, int]) -> None:
+    def store(self, slot: SlotIndex, words: Mapping[int, int]) -> None:
         for word, value in words.items():
             self._slots.slots[slot, word] = value
 

@@ -23,6 +23,7 @@ from kvcache.memory import KVLayout
 from kvcache.transport.runs import Route, Runs
 from kvcache.transport.target import Target
 from kvcache.transport.worker import Worker
+from kvcache.types import TokenPos
 
 __all__ = ["QueuedPut"]
 
@@ -125,12 +126,12 @@ class QueuedPut:
         self._worker.submit(task)
         claimed.result()
 
-    def write(self, layers: range, pages: PageTable, begin: int, end: int) -> None:
+    def write(self, layers: range, pages: PageTable, begin: TokenPos, end: TokenPos) -> None:
         # Copy the pages: the caller's table may change before the write runs.
         batches = self._batches(layers, np.array(pages, dtype=np.int64), begin, end)
         self._add(_Write(batches, self._target.record_event()))
 
-    def signal(self, landed: int) -> None:
+    def signal(self, landed: TokenPos) -> None:
         if self._joins:
             raise Internal("a put that joined a claim cannot raise the watermark")
         self._add({LANDED: landed})

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvcache.memory import KVLayout
 from kvcache.transport.runs import Runs
+from kvcache.types import SlotIndex
 
 __all__ = ["HostTarget", "Target"]
 
@@ -25,7 +26,7 @@ class Target(Protocol):
         """Layout of the peer's pool."""
         ...
 
-    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+    def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
         """Take the write right of a slot if it is free; never wait for its holder.
 
         The right is exclusive with `share=0`, otherwise shared by all holders with the same
@@ -33,15 +34,15 @@ class Target(Protocol):
         """
         ...
 
-    def release_right(self, slot: int) -> None:
+    def release_right(self, slot: SlotIndex) -> None:
         """Release the write right. No write made under it is still in flight."""
         ...
 
-    def words(self, slot: int) -> npt.NDArray[np.uint64]:
+    def words(self, slot: SlotIndex) -> npt.NDArray[np.uint64]:
         """Return the current words of the slot."""
         ...
 
-    def store(self, slot: int, words: Mapping[int, int]) -> None:
+    def store(self, slot: SlotIndex, words: Mapping[int, int]) -> None:
         """Write some of the slot's words. The caller holds the write right."""
         ...
 

@@ -28,6 +28,7 @@ from kvcache.lease import SLOTS, WORDS
 from kvcache.memory import KVLayout, LocalRegion
 from kvcache.transport.nixl.agent import Agent
 from kvcache.transport.nixl.handshake import RemoteRegion, accept_handshake, enable_keepalive
+from kvcache.types import SlotIndex
 
 __all__ = ["PARTIES", "ROW", "FlaggedRegion", "SenderListener"]
 
@@ -54,7 +55,7 @@ class FlaggedRegion(LocalRegion):
             (self.pool.data_ptr(), layout.nbytes),
         ]
 
-    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+    def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
         """Try to take the right for the owner, which never shares it."""
         if not super().try_acquire_right(slot):
             return False
@@ -66,7 +67,7 @@ class FlaggedRegion(LocalRegion):
             return False
         return True
 
-    def release_right(self, slot: int) -> None:
+    def release_right(self, slot: SlotIndex) -> None:
         self.flags[slot, OWNER] = 0
         super().release_right(slot)
 

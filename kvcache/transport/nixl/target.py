@@ -25,6 +25,7 @@ from kvcache.transport.nixl.listener import ROW
 from kvcache.transport.runs import Runs
 from kvcache.transport.target import HostTarget
 from kvcache.transport.worker import Worker
+from kvcache.types import SlotIndex
 
 __all__ = ["NixlTarget"]
 
@@ -99,7 +100,7 @@ class NixlTarget(HostTarget):
     def layout(self) -> KVLayout:
         return replace(self._like, pages=self._peer.pages)
 
-    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+    def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
         self._write_words(slot, {WORDS + self._peer.party: share or EXCLUSIVE})
         self._read_row(slot)
         flags = self._row[WORDS:].copy()
@@ -110,27 +111,27 @@ class NixlTarget(HostTarget):
         self._row_is_fresh = True
         return True
 
-    def release_right(self, slot: int) -> None:
+    def release_right(self, slot: SlotIndex) -> None:
         # After a failure the receiver lowers the flag, once no byte of this sender can arrive.
         if self._failure is None:
             self._write_words(slot, {WORDS + self._peer.party: 0})
 
-    def words(self, slot: int) -> npt.NDArray[np.uint64]:
+    def words(self, slot: SlotIndex) -> npt.NDArray[np.uint64]:
         if not self._row_is_fresh:
             self._read_row(slot)
         self._row_is_fresh = False
         return self._row[:WORDS]
 
-    def store(self, slot: int, words: Mapping[int, int]) -> None:
+    def store(self, slot: SlotIndex, words: Mapping[int, int]) -> None:
         self._write_words(slot, words)
 
     def copy(self, runs: Runs) -> None:
         self._transfer("WRITE", runs + self._bases)
 
-    def _read_row(self, slot: int) -> None:
+    def _read_row(self, slot: SlotIndex) -> None:
         self._transfer("READ", [(self._row.ctypes.data, self._at(slot, 0), ROW_BYTES)])
 
-    def _write_words(self, slot: int, words: Mapping[int, int]) -> None:
+    def _write_words(self, slot: SlotIndex, words: Mapping[int, int]) -> None:
         pieces = []
         for word, value in words.items():
             self._out[word] = value
@@ -143,7 +144,7 @@ class NixlTarget(HostTarget):
             raise self._failure
         return self._remote
 
-    def _at(self, slot: int, word: int) -> int:
+    def _at(self, slot: SlotIndex, word: int) -> int:
         return self._peer.table + (slot * ROW + word) * WORD
 
     def _transfer(self, direction: Literal["WRITE", "READ"], pieces: npt.ArrayLike) -> None:
