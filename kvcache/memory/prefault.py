@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from queue import SimpleQueue
 
 from kvcache.memory.region import SharedRegion
@@ -27,18 +28,19 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Prefaulter:
     """Populates pools piece by piece, on a thread of the lowest priority.
 
-    It is an optimization only: where it fails or lags, the first write allocates.
+    It is an optimization only: where it fails or lags, the first write allocates. It keeps no
+    region alive for longer than a piece, so the memory of a dead peer is released.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[SharedRegion | None] = SimpleQueue()
+        self._queue: SimpleQueue[weakref.ref[SharedRegion] | None] = SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="populate", daemon=True)
         self._thread.start()
 
     def add(self, region: SharedRegion) -> None:
         """Queue the pool of a region."""
-        self._queue.put(region)
+        self._queue.put(weakref.ref(region))
 
     def close(self) -> None:
         """Stop after the current piece, and wait for it. Idempotent."""
@@ -48,15 +50,20 @@ class Prefaulter:
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        while (region := self._queue.get()) is not None:
-            self._populate(region)
-            del region  # else the local variable keeps the mapping alive
+        while (reference := self._queue.get()) is not None:
+            piece = 0
+            while not self._closed.is_set() and _populate(reference(), piece):
+                piece += 1
 
-    def _populate(self, region: SharedRegion) -> None:
-        begin = region.pool.data_ptr() // os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PAGE_SIZE")
-        end = region.pool.data_ptr() + region.layout.nbytes
-        for at in range(begin, end, PIECE_BYTES):
-            if self._closed.is_set():
-                return
-            if _madvise(at, min(PIECE_BYTES, end - at), MADV_POPULATE_WRITE):
-                return  # an old kernel, or no memory: the first write reports the latter
+
+def _populate(region: SharedRegion | None, piece: int) -> bool:
+    """Populate one piece of a pool. Return whether there may be others."""
+    if region is None:
+        return False
+    system_page = os.sysconf("SC_PAGE_SIZE")
+    end = region.pool.data_ptr() + region.layout.nbytes
+    at = region.pool.data_ptr() // system_page * system_page + piece * PIECE_BYTES
+    if at >= end:
+        return False
+    # It fails on old kernels and without memory; in the latter case, the first write fails too.
+    return not _madvise(at, min(PIECE_BYTES, end - at), MADV_POPULATE_WRITE)

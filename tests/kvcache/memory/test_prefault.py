@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -67,10 +69,38 @@ def test_closing_does_not_wait_for_the_remaining_pieces(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(populate, "_madvise", slow)
     populator = Prefaulter()
-    for _ in range(100):
-        populator.add(SharedRegion.create(LAYOUT, epoch=1))
+    regions = [SharedRegion.create(LAYOUT, epoch=1) for _ in range(100)]
+    for region in regions:
+        populator.add(region)
     populator.close()
     assert len(pieces) < 100  # of 900
+
+
+def test_a_region_is_not_kept_beyond_a_piece(monkeypatch: pytest.MonkeyPatch):
+    began, go_on, pieces = threading.Event(), threading.Event(), []
+
+    def gated(*piece: int) -> int:
+        pieces.append(piece)
+        began.set()
+        assert go_on.wait(20)
+        return 0
+
+    monkeypatch.setattr(populate, "_madvise", gated)
+    populator = Prefaulter()
+    regions = [SharedRegion.create(LAYOUT, epoch=1) for _ in range(2)]
+    for region in regions:
+        populator.add(region)
+    del region
+    assert began.wait(20)
+    first, second = map(weakref.ref, regions)
+    regions.clear()
+    assert first() is not None  # the kernel is writing to its mapping
+    assert second() is None
+    go_on.set()
+    populator._queue.put(None)
+    populator._thread.join(20)
+    assert first() is None
+    assert len(pieces) == 1
 
 
 def test_a_kernel_without_support_is_asked_once_per_region(monkeypatch: pytest.MonkeyPatch):
