@@ -118,7 +118,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed; on Debian: apt install python3-venv" >&2; exit 1; }
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing into $(VENV) (a minute or so)" >&2
+	@echo "installing into $(VENV) (one to three minutes)" >&2
 	@$(PIP) --editable .
 	@touch $@
 

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def router(real_engines: list[str]) -> Iterator[RouterProcess]:
     router = RouterProcess(real_engines, "data_parallel", "--allow-upload")
-    for tier, engine in enumerate(("engine-0", "engine-1")):
-        body = {"labels": {"tier": str(tier)}}
+    for price, engine in enumerate(("engine-0", "engine-1")):
+        body = {"labels": {"price": str(price)}}
         router.http.patch(f"/admin/engines/{engine}", json=body).raise_for_status()
     yield router
     router.kill()
@@ -107,15 +107,15 @@ def test_a_hedge_asks_both_and_gives_one_answer(router, real_engines):
     assert len(legs(router, prompt(20))) == 1
 
 
-def test_tiers_prefer_the_nearest(router):
-    load(router, "tiers")
+def test_price_classes_prefer_the_cheapest(router):
+    load(router, "price_classes")
     assert {legs(router, prompt(20))[0][1] for _ in range(3)} == {"engine-0"}
-    router.use("tiers", room=0)  # no engine has room: the nearest is chosen
+    router.use("price_classes", capacity=0)  # every engine is busy: the cheapest is chosen
     assert legs(router, prompt(20))[0][1] == "engine-0"
 
 
 def test_a_replica_is_in_another_zone(router):
-    load(router, "other_zone", label="tier")
+    load(router, "other_zone", label="price")
     body = {"prompt": prompt(40), "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
     reply = router.http.post("/v1/completions", json=body)
     receipt = router.http.get(f"/admin/requests/{reply.headers['X-Request-Id']}").json()
