@@ -41,7 +41,8 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
     """Serve while the body runs.
 
     On exit the router still listens, and reports that it drains, until its requests have ended, for
-    `shutdown_s` at most. Then it cancels them, which ends their leases and generations.
+    `shutdown_s` at most. Then it ends them with the error `draining`, and with them their leases
+    and generations on engines. Clients have up to a second more to read that error.
 
     Raises `OSError` if the address is taken, `BadRequest` if certificate or key are unusable, and
     what `assembled` raises.
@@ -67,6 +68,7 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
                     try:
                         yield Server(_url(scheme, config.host, listener.getsockname()[1]), router)
                         await router.shutdown.finish(config.shutdown_s)
+                        router.shutdown.end_requests()
                     finally:
                         watch.cancel()
             finally:
@@ -83,7 +85,7 @@ async def run(config: RouterConfig) -> None:
     shutdowns: list[Shutdown] = []
 
     def on_signal() -> None:
-        """First signal: finish the running requests. Second: cancel them."""
+        """First signal: finish the running requests. Second: end them."""
         if stop.is_set():
             for shutdown in shutdowns:
                 shutdown.hurry()

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from types import TracebackType
 
-from engine.protocol import MicroserveError, Timeout
+from engine.protocol import Draining, MicroserveError, Timeout
 from router.admission import ANYBODY
 from router.api.http import HttpRequest
 from router.api.parts import Router
@@ -45,13 +45,14 @@ def priority_of(http: HttpRequest, requested: int | None) -> int:
 class accounted:
     """Scope of the work on one request, cancelled `timeout_s` after it `arrived` (loop time).
 
-    Raises `Timeout` then, naming the phase that it was in. Calls `tally` at the end, to note in the
+    Raises `Timeout` then, naming the phase that it was in, or `Draining` if the router's shutdown
+    has ended the request. Calls `tally` at the end, to note in the
     receipt what was written. Other exceptions pass through.
     """
 
     __slots__ = (
-        "_caller", "_due", "_phase", "_receipt", "_router", "_scope", "_tally", "_timeout_s",
-        "_timer", "_trace",
+        "_caller", "_due", "_phase", "_receipt", "_router", "_scope", "_shut_down", "_tally",
+        "_timeout_s", "_timer", "_trace",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +72,7 @@ class accounted:
         self._due, self._timeout_s = arrived + timeout_s, timeout_s
         self._tally = tally
         self._phase = ""
+        self._shut_down = False
         self._scope = CancelScope()
 
     def __enter__(self) -> None:
@@ -78,7 +80,7 @@ class accounted:
         serves(receipt)
         router.metrics.in_flight.inc()
         router.limits.charge(self._caller, receipt.prompt_tokens)
-        router.shutdown.request_begins()
+        router.shutdown.request_begins(self._end)
         self._scope.__enter__()
         self._timer = asyncio.get_running_loop().call_at(self._due, self._expire)
 
@@ -93,12 +95,9 @@ class accounted:
         try:
             self._scope.__exit__(kind, error, traceback)
         except TimeoutError:
-            late = Timeout(
-                f"the request took longer than {self._timeout_s:g} s; it was in: {self._phase} "
-                f"(strategy {receipt.strategy}, generation {receipt.generation})"
-            )
-            receipt.fail(late)
-            raise late from None
+            ended = self._why()
+            receipt.fail(ended)
+            raise ended from None
         else:
             if kind is None:
                 receipt.status = "done"
@@ -110,7 +109,7 @@ class accounted:
             try:
                 self._close()
             finally:
-                self._router.shutdown.request_ends()
+                self._router.shutdown.request_ends(self._end)
 
     def _close(self) -> None:
         router, receipt = self._router, self._receipt
@@ -124,6 +123,22 @@ class accounted:
             self._trace.finish(receipt)
         if log.isEnabledFor(logging.INFO):
             log.info("request %s", receipt.status, extra={"receipt": receipt.summary()})
+
+    def _why(self) -> MicroserveError:
+        """Return the error of a request that was ended here."""
+        if self._shut_down:
+            return Draining("the router shut down before the request had ended")
+        receipt = self._receipt
+        return Timeout(
+            f"the request took longer than {self._timeout_s:g} s; it was in: {self._phase} "
+            f"(strategy {receipt.strategy}, generation {receipt.generation})"
+        )
+
+    def _end(self) -> None:
+        """End the request because the router shuts down."""
+        if not self._scope.cancelled:
+            self._shut_down = True
+            self._scope.cancel()
 
     def _expire(self) -> None:
         self._phase = self._receipt.phase  # read now: its legs are about to end

@@ -84,7 +84,9 @@ def up(
     state_file: Path | None,
     **flags: Any,
 ) -> None:
-    """Start engines and a router on this machine; Ctrl-C ends all of them.
+    """Start engines and a router on this machine.
+
+    Ctrl-C ends all of them.
 
     MODEL is smollm2 (the default), tiny, mock, a folder, a .gguf file or a Hugging Face id.
     """
@@ -140,6 +142,7 @@ async def _run_until_signal(fleet: Fleet) -> None:
         nonlocal signals
         signals += 1
         if signals == 1:
+            click.echo("stopping the router, then the engines; a second signal kills", err=True)
             running.cancel()
         else:
             fleet.kill()

@@ -20,12 +20,15 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def up(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen, dict]]:
+def up(
+    folder: Path, *flags: str, own_group: bool = False
+) -> Iterator[tuple[subprocess.Popen, dict]]:
     state = folder / "state.json"
     command = [sys.executable, "-m", "router", "up", "tiny", "--port", "0", "--pool-pages", "256"]
     process = subprocess.Popen(
         [*command, "--state-file", str(state), *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=own_group,
     )  # fmt: skip
     try:
         wait_for(lambda: state.exists() or process.poll() is not None)
@@ -56,6 +59,26 @@ def pids(state: dict) -> list[int]:
 def ask(state: dict) -> int:
     body = {"prompt": [1, 2, 3], "max_tokens": 2}
     return httpx.post(state["router"]["url"] + "/v1/completions", json=body, timeout=30).status_code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stream_that_outlives_the_shutdown_ends_with_an_error(tmp_path, number):
+    """Ctrl-C sends SIGINT to the process group; `kill` sends SIGTERM to `up` alone."""
+    body = {"prompt": [1, 2, 3], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with up(tmp_path, "--shutdown", "0.2", own_group=True) as (process, state):
+        url = state["router"]["url"] + "/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=30) as reply:
+            lines = (line for line in reply.iter_lines() if line)
+            read = [next(lines)]
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+            read += lines
+        assert json.loads(read[-1].removeprefix("data: "))["error"]["code"] == "draining"
+        assert len(read) < body["max_tokens"]
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0 and "stopping" in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
