@@ -3,7 +3,7 @@
 An engine may be split over workers, by layers (pipeline parallel) and KV heads (tensor parallel).
 A put between two such engines only copies: each worker of the sender writes to each worker of the
 receiver the intersection of their layers and heads. Workers without an intersection do not connect.
-Source: DistServe, DS4.
+Source: DistServe.
 """
 
 from __future__ import annotations

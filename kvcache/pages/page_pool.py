@@ -112,7 +112,7 @@ class PagePool:
         """Let a held page be read without the lock, until `end_read`.
 
         If the page is freed earlier, `drop` calls `wait`, which returns when the page has been
-        read. So a page that is being copied is neither freed nor reused (DistServe, DS5). The
+        read. So a page that is being copied is neither freed nor reused (DistServe). The
         reader holds no reference: a cached page can be evicted at any moment, after waiting for at
         most one page's copy. The reader must not need the lock to finish. A page has one reader at
         a time. Raises `Internal` for a free page.

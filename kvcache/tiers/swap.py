@@ -18,7 +18,7 @@ class Swap:
     """A sequence's KV in a tier, or being copied there or back. Guarded by the cache's lock.
 
     Pages and slots are held while they are copied, and the sequence exists again only when all of
-    it is back (DistServe, DS5 and DS6). If a page cannot be copied, its KV and all that follows it
+    it is back (DistServe). If a page cannot be copied, its KV and all that follows it
     are dropped: the sequence becomes shorter, and the rest is computed again.
     """
 

@@ -4,7 +4,7 @@ The thread copies one page at a time, without holding the lock. Moves for promot
 priority. In the remaining time the thread copies the prefixes of the tier above (*write-behind*),
 so that the tier above can evict them without a copy.
 
-Page contents stay valid during a copy (DistServe, DS5): a move holds its pages and slots until its
+Page contents stay valid during a copy (DistServe): a move holds its pages and slots until its
 end, and a page read for write-behind, which may be held by its prefix tree alone, is not freed
 while it is read (`PagePool.begin_read`). A page that only waits for write-behind is not held; if it
 is evicted first, it is not copied.

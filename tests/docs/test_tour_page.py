@@ -54,26 +54,43 @@ def test_all_recipes_are_found():
     assert list(RECIPES) == kinds
 
 
-def test_the_recipes_work(tmp_path: Path):
-    """All recipes share one tree and one run: importing torch takes longer than the tests."""
-    ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
-    for part in COPIED:
-        source = ROOT / part
-        if source.is_dir():
-            shutil.copytree(source, tmp_path / part, ignore=ignored)
-        else:
-            shutil.copy(source, tmp_path / part)
-    files, chosen = [], []
-    for recipe in RECIPES.values():
-        file, *select = follow(recipe, tmp_path)
-        files.append(file)
-        chosen.append(select[-1] if select else Path(file).stem)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *files, "-k", " or ".join(chosen)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+def run(tree: Path, *arguments: str) -> None:
+    """Run a Python module in `tree`; it must succeed."""
+    ended = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
         capture_output=True,
         text=True,
         timeout=250,
     )
-    assert run.returncode == 0, run.stdout + run.stderr
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    """Return a copy of the tree in which all recipes are followed, and pytest's arguments."""
+    tree = tmp_path_factory.mktemp("tour")
+    ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
+    for part in COPIED:
+        source = ROOT / part
+        if source.is_dir():
+            shutil.copytree(source, tree / part, ignore=ignored)
+        else:
+            shutil.copy(source, tree / part)
+    return tree, [follow(recipe, tree) for recipe in RECIPES.values()]
+
+
+def test_the_recipes_work(followed):
+    """All recipes share one tree and one run: importing torch takes longer than the tests."""
+    tree, commands = followed
+    chosen = [select[-1] if select else Path(file).stem for file, *select in commands]
+    run(tree, "pytest", "-q", *(file for file, *_ in commands), "-k", " or ".join(chosen))
+
+
+def test_the_recipes_pass_the_checks_of_style_and_types(followed):
+    tree, _ = followed
+    files = [name for recipe in RECIPES.values() for name, _ in FILE.findall(recipe)]
+    run(tree, "ruff", "format", "--check", *files)
+    run(tree, "ruff", "check", *files)
+    run(tree, "mypy", *(name for name in files if not name.startswith("tests/")))

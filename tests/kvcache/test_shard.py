@@ -1,4 +1,4 @@
-"""Re-sharding (DS4): every layer and head of every receiver is written once, by its owner."""
+"""Re-sharding (DistServe): every layer and head of every receiver is written once, by its owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences that leave the device and come back, at every interleaving (DistServe, DS5 and DS6)."""
+"""Sequences that leave the device and come back, at every interleaving (DistServe)."""
 
 from __future__ import annotations
 

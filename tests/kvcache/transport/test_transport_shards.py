@@ -1,4 +1,4 @@
-"""Re-sharding (DistServe, DS4) over every transport: any split of a model into any other.
+"""Re-sharding (DistServe) over every transport: any split of a model into any other.
 
 Each worker is a transport with a pool for its part of the model. Every worker of the sender puts
 into every worker of the receiver. Afterwards each element is in its place, was written once, and
