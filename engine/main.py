@@ -62,7 +62,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: --host {config.host} needs --api-key", file=sys.stderr)
         return 2
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    secret = os.environ.get("MICROSERVE_SECRET", "").encode() or secrets.token_bytes(32)
+    secret = os.environ.get("MICROSERVE_SECRET", "").encode()
+    if not secret:
+        secret = secrets.token_bytes(32)
+        if config.model != "mock":
+            log.warning("without MICROSERVE_SECRET, this engine cannot exchange KV with others")
     # Importing torch takes a second; the flags are valid and the process is on its cores now.
     from engine.models import ModelError
     from engine.protocol import MicroserveError
@@ -84,7 +88,8 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
     parser = argparse.ArgumentParser(
         prog="python -m engine",
         usage="python -m engine [MODEL] [flags]",
-        description="Run one engine.",
+        description="Run one engine. Engines that exchange KV need the same MICROSERVE_SECRET in "
+        "their environment.",
     )
     parser.add_argument(
         "model",

@@ -133,13 +133,13 @@ def time_line(client: httpx.Client, answer: Answer) -> dict[str, Any]:
         padding=(0, 1, 0, 0),
     )
     for column in (
-        "at ms",
+        "at_ms",
         "leg",
         "engine",
         "range",
         "cached",
         "computed",
-        "bytes put",
+        "bytes_put",
         "tokens",
         "ms",
     ):

@@ -11,7 +11,15 @@ from typing_extensions import TypedDict
 from engine.protocol import BadRequest, Draining, MicroserveError, NoCapacity
 from router.base import MethodNotAllowed, NoEngines
 
-__all__ = ["ErrorObject", "complaint", "error_headers", "error_json", "error_object", "invalid"]
+__all__ = [
+    "ErrorObject",
+    "complaint",
+    "error_headers",
+    "error_json",
+    "error_object",
+    "invalid",
+    "not_json",
+]
 
 # OpenAI's types by status; other errors keep the names of our own tree.
 _TYPES = {
@@ -83,3 +91,8 @@ def complaint(message: str, path: Iterable[int | str], *, within: str = "") -> B
     for part in path:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     return BadRequest(f"{param}: {message}" if param else message, param=param or None)
+
+
+def not_json(problem: str, position: int) -> BadRequest:
+    """Return the error of a body that is not JSON from `position` on."""
+    return BadRequest(f"the body is not JSON: {problem} (character {position})")

@@ -77,9 +77,9 @@ class Route(APIRoute):
         return handler
 
 
-def api_router() -> APIRouter:
-    """Return a router of routes that describe themselves."""
-    return APIRouter(route_class=Route)
+def api_router(tag: str) -> APIRouter:
+    """Return a router of routes that describe themselves. `/docs` lists them under `tag`."""
+    return APIRouter(route_class=Route, tags=[tag])
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -97,7 +97,7 @@ def raw_body(body: Any) -> dict[str, Any]:
 
 def add_docs(app: FastAPI) -> None:
     """Add `/openapi.json`, and `/docs` with all that it needs, so that it works offline."""
-    api = api_router()
+    api = api_router("Observation")
     made: list[dict[str, Any]] = []
 
     @api.get("/openapi.json", response_model=dict[str, Any])

@@ -17,7 +17,7 @@ __all__ = ["routes"]
 
 def routes(router: Router) -> APIRouter:
     """Return `/health`, `/metrics` and `/version`."""
-    api = api_router()
+    api = api_router("Observation")
 
     @api.get("/health", response_model=dict[str, Any], responses={503: {"model": dict[str, Any]}})
     async def health() -> Response:

@@ -12,7 +12,7 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from engine.protocol import BadRequest, Internal, MicroserveError
-from router.api.errors import complaint, error_headers, error_object
+from router.api.errors import complaint, error_headers, error_object, not_json
 from router.api.http import HttpRequest
 from router.base import MethodNotAllowed, NotFound
 
@@ -102,7 +102,7 @@ def _invalid(error: Exception) -> MicroserveError:
         return _unknown()
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return BadRequest(f"the body is not JSON: {first['ctx']['error']}")
+        return not_json(first["ctx"]["error"], first["loc"][1])
     where, *path = first["loc"]
     if where == "body" and not path:
         return BadRequest("the body is not a JSON object")

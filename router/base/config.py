@@ -120,5 +120,7 @@ class RouterConfig:
     log_format: Literal["text", "json"] = flag(
         "text", LOGS, "plain text, or one JSON object per line"
     )
-    log_level: str = flag("warning", LOGS, "debug, info, warning or error")
+    log_level: Literal["debug", "info", "warning", "error"] = flag(
+        "warning", LOGS, "lowest level of logged messages"
+    )
     parent_pid: int = flag(0, SERVER, "stop when this process ends; 0: never")

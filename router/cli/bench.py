@@ -44,7 +44,7 @@ POSITIVE = click.FloatRange(0, min_open=True)
 @option("--url", default="http://127.0.0.1:8000", show_default=True, group="Server",
         help="URL of the server under load")  # fmt: skip
 @option("--model", default="", group="Server", help="model name  [default: the first one listed]")
-@option("--api-key", default="", group="Server", help="key that the server requests for")
+@option("--api-key", default="", group="Server", help="key that the server asks for")
 @option("--timeout", "timeout_s", type=POSITIVE, default=600.0, show_default=True, group="Server",
         help="total time of a request (s)")  # fmt: skip
 @option("--workload", type=click.Choice(WORKLOADS), default="fixed", show_default=True,
@@ -77,10 +77,11 @@ POSITIVE = click.FloatRange(0, min_open=True)
 @option("--slo-tpot-ms", type=click.FloatRange(0), group="Goodput",
         help="objective for the time per output token after the first (ms)")  # fmt: skip
 def bench(**options: Any) -> None:
-    """Put load on an OpenAI-compatible server and measure it from the client's side.
+    """Put load on a server and measure its responses.
 
-    Prints tables, and one JSON document as the last line of standard output. Runs with the same
-    seed send the same requests at the same times.
+    The server has the OpenAI API; times are those that its clients see. Prints tables, and one
+    JSON document as the last line of standard output. Runs with the same seed send the same
+    requests at the same times.
     """
     try:
         outcomes = asyncio.run(_run(options))
@@ -143,7 +144,10 @@ def _requests(options: dict[str, Any]) -> tuple[Iterator[LoadRequest], bool]:
 
 
 async def _first_model(client: HttpClient) -> str:
+    """Return the model that the server lists first. Raises `BadRequest` if it lists none."""
     reply = await client.call("GET", "/v1/models")
+    if reply.status == 401:
+        raise BadRequest(f"{client.url} asks for a key (401): use --api-key")
     try:
         return str(json.loads(reply.body)["data"][0]["id"])
     except (ValueError, LookupError, TypeError):

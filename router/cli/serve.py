@@ -26,7 +26,8 @@ __all__ = ["engine", "router"]
 def engine(model: str, **flags: Any) -> None:
     """Run one engine.
 
-    MODEL is smollm2, tiny, mock, a folder, a .gguf file or a Hugging Face id.
+    MODEL is smollm2, tiny, mock, a folder, a .gguf file or a Hugging Face id. Engines that exchange
+    KV need the same MICROSERVE_SECRET in their environment.
     """
     flags = given(EngineConfig, flags)
     keys = {

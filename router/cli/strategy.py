@@ -132,7 +132,10 @@ def load(client: httpx.Client, file: Path, watch: bool) -> None:
 @strategy.command()
 @click.pass_obj
 def rollback(client: httpx.Client) -> None:
-    """End the canary if there is one, else reactivate the previous strategy."""
+    """Go back to the previous strategy.
+
+    If there is a canary, only end that.
+    """
     click.echo(_generation(_call(client, "POST", "/admin/rollback", {})))
 
 
@@ -148,7 +151,9 @@ def rollback(client: httpx.Client) -> None:
 def check(
     file: str, params: tuple[str, ...], model: str, dry_run: bool, only: tuple[str, ...]
 ) -> None:
-    """Test the strategy in FILE on this machine. No running router is needed.
+    """Test a strategy, by file or name.
+
+    It runs on this machine and needs no running router.
 
     First comes a dry run on simulated engines, as in a router that loads a strategy: with cold and
     warm caches, one request and several, a cancelled request, and an engine that dies.

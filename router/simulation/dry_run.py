@@ -66,8 +66,9 @@ async def _all(bound: Bound) -> int:
         for roles in CLUSTERS:
             async with simulated_router(bound, roles) as router:
                 for length in LENGTHS:
+                    tokens = "1 token" if length == 1 else f"{length} tokens"
                     for state in ("cold", "warm"):
-                        await router.check(f"{length} tokens, {state}", [_prompt(length)])
+                        await router.check(f"{tokens}, {state}", [_prompt(length)])
                 await router.check("8 requests at once", [_prompt(30 + i) for i in range(8)])
                 requests += router.requests
         for roles in CLUSTERS[1:3]:

@@ -92,6 +92,17 @@ def test_a_failed_start_says_why(
     assert why in error and "Traceback" not in error
 
 
+def test_a_missing_secret_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.delenv("MICROSERVE_SECRET", raising=False)
+    for model, wanted in (("tiny", 1), ("mock", 0)):
+        caplog.clear()
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            main([model, "--port", str(taken.getsockname()[1])])
+        assert caplog.text.count("MICROSERVE_SECRET") == wanted
+
+
 def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["tiny", "--port", str(taken.getsockname()[1])]) == 1

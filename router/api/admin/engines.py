@@ -38,7 +38,7 @@ class ChangeEngine(Body):
 
 def routes(router: Router) -> APIRouter:
     """Return `/admin/engines`."""
-    api = api_router()
+    api = api_router("Engines")
     registry = router.registry
 
     @api.get("/admin/engines", response_model=dict[str, Any])

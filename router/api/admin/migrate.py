@@ -34,7 +34,7 @@ class Migrate(Body):
 
 def routes(router: Router) -> APIRouter:
     """Return `/admin/migrate`."""
-    api = api_router()
+    api = api_router("Engines")
 
     @api.post(
         "/admin/migrate",

@@ -15,7 +15,7 @@ __all__ = ["routes"]
 
 def routes(router: Router) -> APIRouter:
     """Return `/admin/requests`."""
-    api = api_router()
+    api = api_router("Observation")
 
     @api.get("/admin/requests/{id:path}", response_model=dict[str, Any])
     async def receipt(id: str) -> Response:

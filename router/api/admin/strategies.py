@@ -58,7 +58,7 @@ class EventStream(Sent):
 
 def routes(router: Router) -> APIRouter:
     """Return `/admin/strateg…`, `/admin/rollback`, `/admin/audit` and `/admin/events`."""
-    api = api_router()
+    api = api_router("Strategies")
     rollout = router.rollout
 
     @api.get("/admin/strategies", response_model=dict[str, Any])
@@ -117,7 +117,7 @@ def routes(router: Router) -> APIRouter:
     @api.post("/admin/rollback", response_model=dict[str, Any], responses=errors(409))
     async def rollback(http: Http) -> Response:
         """Activate what was active before."""
-        return reply(rollout.rollback(http.who).describe())
+        return reply({**rollout.rollback(http.who).describe(), "canary": False})
 
     @api.get("/admin/audit", response_model=dict[str, Any])
     async def audit() -> Response:

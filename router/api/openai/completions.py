@@ -40,7 +40,7 @@ def handlers(router: Router) -> dict[tuple[str, str], Handler]:
 
 def routes(router: Router) -> APIRouter:
     """Return the same handlers as routes, for their description in `/openapi.json`."""
-    api = api_router()
+    api = api_router("OpenAI")
     for (method, path), handler in handlers(router).items():
         answer, body, reply = DESCRIBED[path]
         endpoint = _endpoint(handler)

@@ -50,7 +50,7 @@ def _card(router: Router) -> ModelCard:
 
 def routes(router: Router) -> APIRouter:
     """Return `/v1/models`."""
-    api = api_router()
+    api = api_router("OpenAI")
 
     @api.get("/v1/models", response_model=ModelList, responses=errors(503))
     async def models() -> Response:

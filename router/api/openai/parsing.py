@@ -14,7 +14,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from engine.protocol import BadRequest, Sampling
-from router.api.errors import invalid
+from router.api.errors import invalid, not_json
 from router.api.openai.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from router.api.openai.structure import read_structure
 from router.base import ModelNotFound
@@ -81,8 +81,8 @@ def load(body: bytes) -> dict[str, Any]:
     """Return a JSON object. Raises `BadRequest` for anything else."""
     try:
         fields = orjson.loads(body)
-    except ValueError as error:
-        raise BadRequest(f"the body is not JSON: {error}") from None
+    except orjson.JSONDecodeError as error:
+        raise not_json(error.msg, error.pos) from None
     if not isinstance(fields, dict):
         raise BadRequest("the body is not a JSON object")
     return fields

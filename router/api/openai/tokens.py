@@ -30,7 +30,7 @@ class Detokenized(TypedDict):
 
 def routes(router: Router) -> APIRouter:
     """Return `/tokenize` and `/detokenize`."""
-    api = api_router()
+    api = api_router("OpenAI")
 
     @api.post(
         "/tokenize",

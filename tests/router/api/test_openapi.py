@@ -30,6 +30,7 @@ async def test_every_route_is_described(route_real):
         for path, operations in paths.items():
             for method, operation in operations.items():
                 assert operation["summary"].endswith("."), (path, "has no docstring")
+                assert operation["tags"], (path, "has no heading in /docs")
                 if method in ("post", "put", "patch") and path != "/admin/rollback":
                     assert "requestBody" in operation, (method, path)
 

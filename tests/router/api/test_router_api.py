@@ -350,6 +350,7 @@ async def test_strategies_are_loaded_from_uploaded_source_if_allowed(route, fake
         assert (await r.get("/admin/strategies"))["active"]["name"] == "mine"
         status, body = await r.post("/admin/rollback", {})
         assert (status, body["name"], body["generation"]) == (200, "data_parallel", 3)
+        assert body["canary"] is False
 
 
 @pytest.mark.parametrize(
@@ -365,7 +366,9 @@ async def test_strategies_are_loaded_from_uploaded_source_if_allowed(route, fake
 )
 async def test_the_admin_api_takes_the_same_json(route, fake, body):
     async with route(fake("a")) as r:
+        model = await r.http.post(r.server.url + "/v1/completions", data=body)
         response = await r.http.put(r.server.url + "/admin/strategy", data=body)
         error = (await response.json())["error"]
+        assert error == (await model.json())["error"]
     assert (response.status, error["type"]) == (400, "invalid_request_error")
     assert error["message"].startswith("the body is not JSON: ")

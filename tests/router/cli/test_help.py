@@ -39,3 +39,17 @@ def test_all_other_options_have_a_heading(command):
     shown = sections(*command.split())
     assert len(shown) > 2
     assert shown["Options"].count("--") == 1
+
+
+@pytest.mark.parametrize("command", [(), ("strategy",)])
+def test_a_list_of_commands_has_whole_sentences(command):
+    listed = CliRunner().invoke(cli, [*command, "--help"], terminal_width=80).output
+    described = listed.partition("Commands:")[2].splitlines()[1:]
+    assert len(described) >= 6
+    assert all(line.startswith("  ") and line.endswith(".") for line in described), listed
+    assert "..." not in "".join(described), listed
+
+
+def test_an_unknown_log_level_is_refused():
+    done = CliRunner().invoke(cli, ["router", "--log-level", "loud", "--port", "0"])
+    assert done.exit_code == 2 and "'loud' is not one of" in done.output

@@ -145,6 +145,8 @@ async def test_a_run(route, fake, tmp_path):
         trace = await bench(r, *key, "--workload", "mooncake", "--file", str(path))
         assert trace["completed"] == 3
         a.refuse["start_generate"] = [NoCapacity("full")] * 100
+        listed = await asyncio.to_thread(CliRunner().invoke, cli, ["bench", "--url", r.server.url])
+        assert listed.exit_code == 1 and "use --api-key" in listed.output
         limited = await bench(r, "--requests", "2", "--model", "fake")
         assert limited["errors"] == 2 and "key" in next(iter(limited["error_messages"]))
 
