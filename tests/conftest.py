@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
-from process_marks import starts_processes
 
 # A shell ignores SIGINT in background jobs, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,9 +26,13 @@ settings.register_profile("fuzz", max_examples=5000, deadline=None, print_blob=T
 settings.load_profile("deterministic")
 
 
+HERE = Path(__file__).parent
+DEPLOYMENTS = (HERE / "conformance", HERE / "e2e")  # all of their tests start processes
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if starts_processes(item):
+        if any(item.path.is_relative_to(folder) for folder in DEPLOYMENTS):
             item.add_marker(pytest.mark.processes)
 
 

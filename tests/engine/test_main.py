@@ -109,6 +109,7 @@ def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]):
     assert "in use" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_an_engine_whose_parent_has_ended_ends_too():
     """This runs in a child process, because the flag kills its process."""
     flags = ["-m", "engine", "tiny", "--parent-pid", str(2**22 + 1)]
@@ -123,6 +124,7 @@ def guarded() -> Iterator[EngineProcess]:
     process.kill()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_keys_secrets_and_a_clean_exit(guarded: EngineProcess, engine_process: EngineProcess):
     """One test checks all of it, because starting a process takes a second."""
@@ -150,6 +152,7 @@ def test_keys_secrets_and_a_clean_exit(guarded: EngineProcess, engine_process: E
     assert "Traceback" not in log
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_kv_is_sent_between_two_engine_processes(engine_process: EngineProcess):
     """The sender is killed, the receiver continues, and a new sender has a new epoch."""
@@ -172,6 +175,7 @@ def test_kv_is_sent_between_two_engine_processes(engine_process: EngineProcess):
         sender.kill()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_an_engine_dies_with_its_parent():
     code = (

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from engine_process import ROOT, EngineProcess
 
+pytestmark = pytest.mark.processes
+
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 PROMPT = [(11 * n) % 250 for n in range(200)]
 

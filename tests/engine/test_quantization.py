@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from engine_process import EngineProcess
 
+pytestmark = pytest.mark.processes
+
 PROMPT = [(7 * n) % 250 for n in range(40)]
 FLAGS = ("--dtype", "bfloat16", "--pool-pages", "50")
 

@@ -217,6 +217,7 @@ print(*sorted({"torch", "numba"} & sys.modules.keys()))
 """
 
 
+@pytest.mark.processes
 def test_bookkeeping_works_without_torch():
     done = subprocess.run(
         [sys.executable, "-c", BARE], capture_output=True, text=True, timeout=60, check=True

@@ -7,6 +7,8 @@ import asyncio
 import pytest
 from openai import AsyncOpenAI
 
+pytestmark = pytest.mark.processes
+
 PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(150)]
 STRATEGIES = [
     ("data_parallel", {}), ("prefill_decode", {}), ("balanced", {"ratio": 0.3}),

@@ -42,6 +42,7 @@ def error_of(reply: httpx.Response) -> tuple[int, str, str | None]:
     return reply.status_code, body["error"]["type"], body["error"]["param"]
 
 
+@pytest.mark.processes
 def test_the_api_is_documented(server: EngineProcess):
     """The schema includes calls whose response class has no status code."""
     reply = httpx.get(f"{server.url}/openapi.json")
@@ -50,6 +51,7 @@ def test_the_api_is_documented(server: EngineProcess):
         assert f"/microserving/{call}" in reply.json()["paths"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("call", "body", "expected"),
     [
@@ -107,10 +109,12 @@ def test_bad_calls(
     assert error_of(engine_process.post(call, **body)) == expected
 
 
+@pytest.mark.processes
 def test_after_bad_calls_the_engine_works(server: EngineProcess):
     assert server.http.get("/health").status_code == 200
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "call", ["prep_recv", "remote_send", "start_generate", "commit", "release"]
 )
@@ -124,6 +128,7 @@ def test_bodies_that_are_not_messages_are_refused(
     assert error_of(reply)[:2] == (400, "bad_request")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "presence_penalty"])
 def test_non_finite_numbers_are_refused(engine_process: EngineProcess, field: str, number: str):
@@ -132,17 +137,20 @@ def test_non_finite_numbers_are_refused(engine_process: EngineProcess, field: st
     assert error_of(reply) == (400, "bad_request", field)
 
 
+@pytest.mark.processes
 def test_a_huge_body_is_too_large(server: EngineProcess):
     reply = server.http.post("/microserving/prep_recv", content=b" " * (50 << 20))
     assert error_of(reply)[:2] == (413, "too_large")
 
 
+@pytest.mark.processes
 def test_a_huge_body_of_unknown_length_is_too_large(server: EngineProcess):
     pieces = (b" " * (1 << 20) for _ in range(50))
     reply = server.http.post("/microserving/prep_recv", content=pieces)
     assert error_of(reply)[:2] == (413, "too_large")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -157,6 +165,7 @@ def test_unknown_paths_and_methods(server: EngineProcess, method: str, path: str
     assert error_of(server.http.request(method, path))[:2] == (status, "bad_request")
 
 
+@pytest.mark.processes
 def test_a_generation_is_an_event_stream(server: EngineProcess):
     got = server.generate(PROMPT, max_tokens=6)
     assert got[0]["begin"] in (0, 32)
@@ -167,6 +176,7 @@ def test_a_generation_is_an_event_stream(server: EngineProcess):
     assert [token for event in rest for token in event["token_ids"]] == tokens[2:]
 
 
+@pytest.mark.processes
 def test_an_engine_sends_to_itself(server: EngineProcess):
     """All receiving calls in one process, over shared memory."""
     prompt = [(n * n) % 250 for n in range(45)]
@@ -184,6 +194,7 @@ def test_an_engine_sends_to_itself(server: EngineProcess):
     assert error_of(late)[:2] == (410, "lease_expired")
 
 
+@pytest.mark.processes
 def test_another_prompt_or_a_changed_address_is_refused(server: EngineProcess):
     prompt = [(n * n + 1) % 250 for n in range(40)]
     got = server.post("prep_recv", request_id="forged", prompt=prompt, end=39).json()
@@ -196,6 +207,7 @@ def test_another_prompt_or_a_changed_address_is_refused(server: EngineProcess):
     assert server.post("release", request_id="forged").json() == {"released": True}
 
 
+@pytest.mark.processes
 def test_an_expired_lease_is_gone(server: EngineProcess):
     prompt = PROMPT[::-1]
     got = server.post("prep_recv", request_id="r", prompt=prompt, end=39, lease_ms=1).json()
@@ -203,6 +215,7 @@ def test_an_expired_lease_is_gone(server: EngineProcess):
     assert error_of(server.post("start_generate", **body)) == (410, "lease_expired", "lease_id")
 
 
+@pytest.mark.processes
 def test_a_live_duplicate_is_refused(server: EngineProcess):
     with server.http.stream("POST", "/microserving/start_generate", json=LONG) as first:
         got = events(first)
@@ -212,6 +225,7 @@ def test_a_live_duplicate_is_refused(server: EngineProcess):
     server.at_rest()
 
 
+@pytest.mark.processes
 def test_a_full_queue_has_a_retry_after(server: EngineProcess):
     streams = []
     try:
@@ -229,6 +243,7 @@ def test_a_full_queue_has_a_retry_after(server: EngineProcess):
             stream.__exit__(None, None, None)
 
 
+@pytest.mark.processes
 def test_a_release_ends_a_stream_with_an_error(server: EngineProcess):
     body = {**LONG, "request_id": "to release"}
     with server.http.stream("POST", "/microserving/start_generate", json=body) as stream:
@@ -238,12 +253,14 @@ def test_a_release_ends_a_stream_with_an_error(server: EngineProcess):
         assert "error" in list(got)[-1]
 
 
+@pytest.mark.processes
 def test_a_disconnect_from_a_stream_frees_its_pages(server: EngineProcess):
     with server.http.stream("POST", "/microserving/start_generate", json=LONG) as stream:
         next(events(stream))
     server.at_rest()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("call", ["start_generate", "remote_send"])
 def test_a_disconnect_from_a_waiting_call_frees_its_pages(server: EngineProcess, call: str):
     """The client disconnects while its call waits for KV or in the queue."""
@@ -265,6 +282,7 @@ def test_a_disconnect_from_a_waiting_call_frees_its_pages(server: EngineProcess,
     server.at_rest()
 
 
+@pytest.mark.processes
 def test_model_and_state_describe_the_engine_to_a_router(server: EngineProcess):
     model = server.http.get("/microserving/model").json()
     assert (model["name"], model["vocab_size"], model["page_size"]) == ("tiny", 512, 16)
@@ -389,6 +407,7 @@ async def test_a_stuck_or_dead_loop_is_unhealthy(caplog: pytest.LogCaptureFixtur
             assert error_of(await http.get("/health"))[:2] == (500, "internal")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("path", "assets"), [("/docs", 3), ("/redoc", 2)])
 def test_the_documentation_page_needs_no_other_host(server: EngineProcess, path: str, assets: int):
     page = server.http.get(path)

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+pytestmark = pytest.mark.processes
+
 
 @contextmanager
 def running(*args: str) -> Iterator[subprocess.Popen[str]]:

@@ -238,6 +238,7 @@ def test_a_send_closes_when_its_writes_have_drained(new: Callable[..., Machine])
     receiver.cache.release(lease.lease_id)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "module",
     [

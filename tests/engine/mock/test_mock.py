@@ -11,6 +11,8 @@ from engine_process import EngineProcess
 
 from engine.protocol import page_names
 
+pytestmark = pytest.mark.processes
+
 PROMPT = list(range(40))
 FLAGS = ("--step-ms", "0", "--prefill-tokens-per-ms", "0")
 

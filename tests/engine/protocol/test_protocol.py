@@ -137,6 +137,7 @@ def test_minus_infinity_survives_serialization():
     assert Event.model_validate_json(event.model_dump_json(exclude_none=True)) == event
 
 
+@pytest.mark.processes
 def test_the_protocol_needs_no_torch():
     code = "import sys, engine.protocol; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

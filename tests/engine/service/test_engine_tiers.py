@@ -449,6 +449,7 @@ async def test_waits_for_a_promotion_are_bounded(monkeypatch: pytest.MonkeyPatch
 # Real processes
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_real_engine_answers_from_its_tiers(tmp_path: Path):
     engine = EngineProcess(
@@ -478,6 +479,7 @@ def test_a_real_engine_answers_from_its_tiers(tmp_path: Path):
         engine.kill()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_an_idle_engine_with_tiers_uses_no_cpu(tmp_path: Path):
     engine = EngineProcess(
@@ -495,6 +497,7 @@ def test_an_idle_engine_with_tiers_uses_no_cpu(tmp_path: Path):
         engine.kill()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_unused_host_pages_take_no_memory():
     engine = EngineProcess("--pool-pages", "16", "--host-pages", str(1 << 18))

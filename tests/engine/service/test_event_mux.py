@@ -95,6 +95,7 @@ def start(engine: EngineProcess, request_id: str, stream_id: str, **fields: Any)
     return engine.post("start_generate", **body)
 
 
+@pytest.mark.processes
 def test_events_are_those_of_the_event_stream(engine_process: EngineProcess):
     with reading(engine_process, "one") as reader:
         assert start(engine_process, "a", "one", logprobs=1).json() == {"request_id": "a"}
@@ -114,6 +115,7 @@ def test_events_are_those_of_the_event_stream(engine_process: EngineProcess):
     engine_process.at_rest()
 
 
+@pytest.mark.processes
 def test_the_events_of_a_step_are_one_frame(mock: EngineProcess):
     with reading(mock, "one") as reader:
         for name in "abcd":
@@ -127,6 +129,7 @@ def test_the_events_of_a_step_are_one_frame(mock: EngineProcess):
     mock.at_rest()
 
 
+@pytest.mark.processes
 def test_stream_tokens_gathers(mock: EngineProcess):
     with reading(mock, "one") as reader:
         start(mock, "a", "one", max_tokens=25, stream_tokens=10)
@@ -138,6 +141,7 @@ def test_stream_tokens_gathers(mock: EngineProcess):
     assert events[-1]["usage"]["completion_tokens"] == 25
 
 
+@pytest.mark.processes
 def test_the_interval_of_a_stream_batches_its_tokens(mock: EngineProcess):
     with reading(mock, "one") as reader:
         for name in "abcd":
@@ -162,6 +166,7 @@ def test_the_interval_of_a_stream_batches_its_tokens(mock: EngineProcess):
         slow.kill()
 
 
+@pytest.mark.processes
 def test_losing_the_stream_aborts_its_generations(mock: EngineProcess):
     with reading(mock, "lost") as lost, reading(mock, "kept") as kept:
         start(mock, "a", "lost", max_tokens=10_000)
@@ -175,6 +180,7 @@ def test_losing_the_stream_aborts_its_generations(mock: EngineProcess):
         assert (refused.status_code, refused.json()["error"]["code"]) == (502, "unknown_stream")
 
 
+@pytest.mark.processes
 def test_release_ends_a_generation_and_nothing_else(mock: EngineProcess):
     with reading(mock, "one") as reader:
         for name in "ab":
@@ -187,6 +193,7 @@ def test_release_ends_a_generation_and_nothing_else(mock: EngineProcess):
     mock.at_rest()
 
 
+@pytest.mark.processes
 def test_errors_of_the_call_are_http_errors(mock: EngineProcess):
     with reading(mock, "one"):
         again = mock.http.get("/microserving/stream", params={"id": "one"})
@@ -227,6 +234,7 @@ async def test_a_slow_reader_gets_fewer_frames_and_is_then_cut_off(monkeypatch, 
             await begin("c", 10)
 
 
+@pytest.mark.processes
 def test_shutdown_ends_the_stream_after_its_last_events():
     engine = EngineProcess("--step-ms", "5", model="mock")
     try:

@@ -24,6 +24,7 @@ VLLM = {
 }
 
 
+@pytest.mark.processes
 def test_metrics_have_vllms_names_and_count():
     engine = EngineProcess("--step-ms", "0", "--prefill-tokens-per-ms", "0", model="mock")
     try:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from engine_process import EngineProcess
 
+pytestmark = pytest.mark.processes
+
 PROMPT = [(7 * n) % 250 for n in range(45)]
 EVERY = 8
 OPTIONS: dict[str, Any] = {"max_tokens": 300, "temperature": 0.8, "seed": 11, "logprobs": 2}

@@ -221,6 +221,7 @@ def test_quarantine_counts_as_leased_pages(pair: Pair, gate: Gate):
 # Death
 
 
+@pytest.mark.processes
 def test_death_fences_and_keeps_the_lease(shared_cache: KVCache):
     """The tokens landed before the sender was killed stay until the lease ends, as in a replica."""
     lease, address = shared_cache.prep_recv("r", PROMPT, 21, 0, 60.0)

@@ -231,6 +231,7 @@ def prompts() -> list[list[int]]:
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_after_kills_at_any_moment_found_pages_are_right(tmp_path: Path):
     """A process that writes continuously and is killed repeatedly."""

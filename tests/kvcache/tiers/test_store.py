@@ -137,6 +137,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_full_disk_is_an_error_of_the_page(tmp_path: Path):
     """A real size limit, in a separate process: writes beyond it fail as on a full disk."""

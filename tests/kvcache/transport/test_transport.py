@@ -238,6 +238,7 @@ def test_a_start_meets_a_writer(new: NewCache):
     assert receiver.start_lease(lease.lease_id, ONE, PROMPT, None) == 20
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["shm"])
 @pytest.mark.slow
 def test_memory_of_dead_peers_is_unmapped(new: NewCache, peers: Callable[..., Peer]):
@@ -511,6 +512,7 @@ def here() -> Iterator[KVCache]:
     cache.close()
 
 
+@pytest.mark.processes
 def test_a_put_from_another_process_lands(here: KVCache, peers: Callable[..., Peer]):
     lease, address = here.prep_recv("r", PROMPT, 21, 0, 60.0)
     peers("s").call("send", address, PROMPT, 0, 21)
@@ -518,6 +520,7 @@ def test_a_put_from_another_process_lands(here: KVCache, peers: Callable[..., Pe
     assert_content(here, ONE, PROMPT[:21])
 
 
+@pytest.mark.processes
 def test_a_put_completes_while_the_receiver_is_stopped(here: KVCache, peers: Callable[..., Peer]):
     receiver = peers("r")
     lease_id, address = receiver.call("prep_recv", PROMPT, 21)
@@ -528,6 +531,7 @@ def test_a_put_completes_while_the_receiver_is_stopped(here: KVCache, peers: Cal
     assert receiver.call("start_and_compare", lease_id, PROMPT) == 21
 
 
+@pytest.mark.processes
 def test_a_killed_receiver_is_unreachable(here: KVCache, peers: Callable[..., Peer]):
     receiver = peers("r")
     _, address = receiver.call("prep_recv", PROMPT, 21)
@@ -536,6 +540,7 @@ def test_a_killed_receiver_is_unreachable(here: KVCache, peers: Callable[..., Pe
         here.open_put(address, PROMPT, 0, 21)
 
 
+@pytest.mark.processes
 def test_a_receiver_killed_during_the_put_does_not_harm_the_sender(
     here: KVCache, peers: Callable[..., Peer]
 ):
@@ -549,6 +554,7 @@ def test_a_receiver_killed_during_the_put_does_not_harm_the_sender(
         here.open_put(address, PROMPT, 0, 21)
 
 
+@pytest.mark.processes
 def test_a_restarted_receiver_is_stale_or_unreachable(here: KVCache, peers: Callable[..., Peer]):
     first = peers("r", 1)
     _, address = first.call("prep_recv", PROMPT, 21)
@@ -571,6 +577,7 @@ def stopped(here: KVCache, peers: Callable[..., Peer]) -> tuple[Peer, ReceiveLea
     return sender, lease, address
 
 
+@pytest.mark.processes
 def test_a_stopped_sender_keeps_the_pages_from_others(
     here: KVCache, stopped: tuple[Peer, ReceiveLease, str]
 ):
@@ -596,6 +603,7 @@ def test_a_stopped_sender_keeps_the_pages_from_others(
     compute(here, other, range(26 * 4, 32 * 4))  # the quarantined pages are usable again
 
 
+@pytest.mark.processes
 def test_killing_the_stopped_sender_frees_the_quarantine(
     here: KVCache, stopped: tuple[Peer, ReceiveLease, str]
 ):
@@ -609,6 +617,7 @@ def test_killing_the_stopped_sender_frees_the_quarantine(
     assert not here.store.pool.count_nonzero()
 
 
+@pytest.mark.processes
 def test_a_stopped_sender_blocks_a_start_but_no_longer_than_it_lives(
     here: KVCache, stopped: tuple[Peer, ReceiveLease, str]
 ):
@@ -619,6 +628,7 @@ def test_a_stopped_sender_blocks_a_start_but_no_longer_than_it_lives(
     assert here.start_lease(lease.lease_id, ONE, PROMPT, None) == 0
 
 
+@pytest.mark.processes
 def test_another_sender_continues_after_a_killed_one(
     here: KVCache, stopped: tuple[Peer, ReceiveLease, str], peers: Callable[..., Peer]
 ):
@@ -629,6 +639,7 @@ def test_another_sender_continues_after_a_killed_one(
     assert_content(here, ONE, PROMPT[:21])
 
 
+@pytest.mark.processes
 def test_a_stopped_sender_times_another_one_out(
     here: KVCache,
     stopped: tuple[Peer, ReceiveLease, str],
@@ -663,6 +674,7 @@ def another() -> Iterator[Callable[[str], KVCache]]:
         cache.close()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("waits", ["write", "claim"])
 def test_a_stopped_holder_delays_only_its_slot(
     waits: str,
@@ -707,6 +719,7 @@ def test_a_stopped_holder_delays_only_its_slot(
     assert here.lease(contested.lease_id).landed == 21
 
 
+@pytest.mark.processes
 def test_errors_keep_their_type_between_processes(peers: Callable[..., Peer]):
     with pytest.raises(MicroserveError, match=r"malformed|secret"):
         peers("s").call("send", "nonsense", PROMPT, 0, 21)

@@ -351,6 +351,7 @@ def test_workers_of_one_sender_share_a_right(new: Callable[..., KVCache]):
 # Two processes
 
 
+@pytest.mark.processes
 def test_a_killed_sender_ends_its_quarantine(
     here: KVCache, stopped: tuple[Peer, ReceiveLease, str]
 ):
@@ -364,6 +365,7 @@ def test_a_killed_sender_ends_its_quarantine(
     assert here.page_use().free == here.page_use().total
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("wire", ["tcp"], indirect=True)
 def test_a_killed_senders_last_bytes_reach_no_new_owner(peers: Callable[..., Peer]):
     """Killed while megabytes wait for the receiver; they arrive with the end of the connection."""
@@ -396,6 +398,7 @@ def full(receiver: Peer) -> bool:
     return False
 
 
+@pytest.mark.processes
 def test_a_receiver_killed_during_the_put_is_unreachable(here: KVCache, peers: Callable[..., Peer]):
     receiver, other = peers("r"), peers("o")
     _, address = receiver.call("prep_recv", PROMPT, 21)
@@ -412,6 +415,7 @@ def test_a_receiver_killed_during_the_put_is_unreachable(here: KVCache, peers: C
     assert other.call("start_and_compare", lease_id, PROMPT) == 21
 
 
+@pytest.mark.processes
 def test_a_failed_connection_leaves_nothing(here: KVCache, peers: Callable[..., Peer]):
     receiver = peers("r")
 
@@ -438,6 +442,7 @@ def test_a_failed_connection_leaves_nothing(here: KVCache, peers: Callable[..., 
     until(lambda: gc.collect() >= 0 and worker() is None)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("wire", ["tcp"], indirect=True)
 def test_a_stopped_receiver_times_out_over_tcp(
     here: KVCache, peers: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
@@ -459,6 +464,7 @@ def test_a_stopped_receiver_times_out_over_tcp(
     assert receiver.call("start_and_compare", lease_id, PROMPT) == 21
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("wire", ["shared"], indirect=True)
 def test_a_put_completes_while_the_receiver_is_stopped(here: KVCache, peers: Callable[..., Peer]):
     """On one host, after the handshake."""
@@ -473,6 +479,7 @@ def test_a_put_completes_while_the_receiver_is_stopped(here: KVCache, peers: Cal
     assert receiver.call("start_and_compare", lease_id, PROMPT) == 21
 
 
+@pytest.mark.processes
 def test_a_dead_senders_flags_are_cleared(here: KVCache, peers: Callable[..., Peer]):
     sender = peers("s")
     _, address = here.prep_recv("r", PROMPT, 21, 0, 60.0)
@@ -513,6 +520,7 @@ def namespace() -> Iterator[tuple[str, str, str, str]]:
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+@pytest.mark.processes
 def test_a_put_lands_in_another_network(
     namespace: tuple[str, str, str, str], monkeypatch: pytest.MonkeyPatch
 ):

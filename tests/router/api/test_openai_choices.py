@@ -13,6 +13,8 @@ import aiohttp
 import pytest
 from engine_process import EngineProcess
 
+pytestmark = pytest.mark.processes
+
 PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(150)]
 SAMPLING = {
     "max_tokens": 12, "temperature": 1, "seed": 11, "ignore_eos": True, "return_token_ids": True,

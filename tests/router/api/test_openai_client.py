@@ -61,6 +61,7 @@ def route_small(small_engine: EngineProcess):
     return lambda **config: routed([small_engine.url], **config)
 
 
+@pytest.mark.processes
 async def test_chat_whole_and_streamed_are_the_same(route_real):
     async with route_real() as r, clients(r) as client:
         whole = await client.chat.completions.create(**CHAT)
@@ -90,6 +91,7 @@ async def test_chat_whole_and_streamed_are_the_same(route_real):
     assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
+@pytest.mark.processes
 async def test_completions_whole_and_streamed_are_the_same(route_real):
     async with route_real() as r, clients(r) as client:
         asked = PROMPT | {"prompt": "wörld 🌍", "n": 2, "echo": True}
@@ -118,11 +120,13 @@ def use_the_client_without_asyncio(url: str) -> None:
         assert contents == [choice.message.content for choice in whole.choices]
 
 
+@pytest.mark.processes
 async def test_the_client_without_asyncio(route_real):
     async with route_real(strategy="prefill_decode") as r:
         await asyncio.to_thread(use_the_client_without_asyncio, r.server.url)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["data_parallel", "prefill_decode"])
 async def test_structured_outputs_are_parsed(route_real, strategy):
     wanted: dict[str, Any] = {**CHAT, "max_tokens": 300, "response_format": Point}
@@ -142,6 +146,7 @@ async def test_structured_outputs_are_parsed(route_real, strategy):
             await client.chat.completions.parse(**wanted | {"max_tokens": 2})
 
 
+@pytest.mark.processes
 async def test_vllm_fields_for_structured_outputs(route_real):
     cases = [
         ({"structured_outputs": {"regex": "[0-9]{3}"}}, r"[0-9]{3}"),
@@ -173,6 +178,7 @@ async def test_vllm_fields_for_structured_outputs(route_real):
             assert refused.value.param == param
 
 
+@pytest.mark.processes
 async def test_logprobs(route_real):
     async with route_real() as r, clients(r) as client:
         chat = await client.chat.completions.create(
@@ -204,6 +210,7 @@ async def test_logprobs(route_real):
         assert [x for part in streamed for x in getattr(part, name)] == getattr(logprobs, name)
 
 
+@pytest.mark.processes
 async def test_stop_strings_may_span_tokens(route_real):
     async with route_real() as r, clients(r) as client:
         whole = (await client.completions.create(**PROMPT, temperature=0)).choices[0].text
@@ -219,6 +226,7 @@ async def test_stop_strings_may_span_tokens(route_real):
         assert kept.choices[0].text == cut + stop
 
 
+@pytest.mark.processes
 async def test_raw_responses_and_request_ids(route_real):
     async with route_real() as r, clients(r) as client:
         raw = await client.chat.completions.with_raw_response.create(
@@ -235,6 +243,7 @@ async def test_raw_responses_and_request_ids(route_real):
         assert lines[-1] == "data: [DONE]"
 
 
+@pytest.mark.processes
 async def test_a_served_model_name(route_real):
     async with route_real(served_model_name="gpt-tiny") as r, clients(r) as client:
         assert (await client.models.retrieve("gpt-tiny")).root == "tiny"
@@ -247,6 +256,7 @@ async def test_a_served_model_name(route_real):
             await client.models.retrieve("tiny")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("change", "error", "code", "param"),
     [
@@ -269,6 +279,7 @@ async def test_errors_are_of_the_right_class(route_real, change, error, code, pa
     assert caught.value.request_id
 
 
+@pytest.mark.processes
 async def test_unknown_paths_and_methods_have_error_objects(route_real):
     async with route_real(max_body_mb=1) as r, clients(r) as client:
         with pytest.raises(openai.NotFoundError, match="/v1/nothing"):
@@ -281,6 +292,7 @@ async def test_unknown_paths_and_methods_have_error_objects(route_real):
         assert (refused.value.status_code, refused.value.code) == (413, "too_large")
 
 
+@pytest.mark.processes
 async def test_keys(route_real):
     async with route_real(api_key="right") as r:
         async with clients(r, api_key="wrong") as client:
@@ -298,6 +310,7 @@ async def test_without_engines():
     assert (failed.value.status_code, failed.value.code) == (503, "no_engines")
 
 
+@pytest.mark.processes
 async def test_a_full_engine_is_a_rate_limit_error_that_the_client_retries(
     route_small, small_engine
 ):
@@ -321,6 +334,7 @@ async def test_a_full_engine_is_a_rate_limit_error_that_the_client_retries(
     await asyncio.to_thread(small_engine.at_rest)
 
 
+@pytest.mark.processes
 async def test_a_timeout_ends_the_generation(route_small, small_engine):
     async with route_small() as r, clients(r) as client:
         with pytest.raises(openai.APITimeoutError):
@@ -328,6 +342,7 @@ async def test_a_timeout_ends_the_generation(route_small, small_engine):
         await asyncio.to_thread(small_engine.at_rest)
 
 
+@pytest.mark.processes
 async def test_cancellation_ends_the_generation(route_small, small_engine):
     async with route_small() as r, clients(r) as client:
         whole = asyncio.create_task(client.completions.create(**LONG))
@@ -340,6 +355,7 @@ async def test_cancellation_ends_the_generation(route_small, small_engine):
         await asyncio.to_thread(small_engine.at_rest)
 
 
+@pytest.mark.processes
 async def test_a_failure_in_mid_stream_raises():
     engine = EngineProcess("--pool-pages", "1024")
     try:

@@ -10,6 +10,7 @@ import pytest
 from openapi_fuzz import fuzz
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 async def test_schemathesis_finds_nothing(route_real):
     async with route_real() as r:
@@ -17,6 +18,7 @@ async def test_schemathesis_finds_nothing(route_real):
     assert calls > 40
 
 
+@pytest.mark.processes
 async def test_every_route_is_described(route_real):
     async with route_real() as r:
         document = await r.get("/openapi.json")
@@ -76,6 +78,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.processes
 async def test_the_schema_and_the_router_agree(route_real):
     """Both are made from the same types: each accepts exactly what the other accepts."""
     async with route_real() as r:
@@ -96,6 +99,7 @@ async def test_the_schema_and_the_router_agree(route_real):
 RICH = {"max_tokens": 6, "n": 2, "return_token_ids": True, "seed": 1}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("path", "fields"),
     [

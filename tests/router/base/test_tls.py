@@ -48,6 +48,7 @@ def test_missing_and_wrong_files_are_refused(tmp_path, files):
             client_context(ca)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_tls_from_the_client_to_the_engine(files):
     """An engine that serves HTTPS registers itself with a router that does."""
@@ -89,6 +90,7 @@ def test_tls_from_the_client_to_the_engine(files):
         client.close()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_whole_cluster_with_tls_at_its_front(files):
     tls = ("--tls-cert", files["cert"], "--tls-key", files["key"])
@@ -118,6 +120,7 @@ def _arguments(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [("router", "--admin-key=the-secret"), ("engine", "mock")])
 def test_keys_given_as_flags_are_hidden_from_the_process_list(command):

@@ -70,6 +70,7 @@ def test_the_page_has_seven_examples_and_an_introduction():
     assert len(EXAMPLES) == 8
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_each_example_gives_the_tokens_of_one_engine(router, real_engines, name):
     load(router, name)
@@ -81,6 +82,7 @@ def test_each_example_gives_the_tokens_of_one_engine(router, real_engines, name)
     assert router.strategies()["active"]["offences"] == {}
 
 
+@pytest.mark.processes
 def test_long_prompts_are_disaggregated_and_short_ones_are_not(router):
     load(router, "long_prompts", threshold=64)
     assert [call for call, _ in legs(router, prompt(40))] == ["start_generate"]
@@ -88,6 +90,7 @@ def test_long_prompts_are_disaggregated_and_short_ones_are_not(router):
     assert "remote_send" in [call for call, _ in legs(router, long)]
 
 
+@pytest.mark.processes
 def test_a_session_stays_on_its_engine_and_sessions_are_spread(router):
     load(router, "sticky")
     homes = {}
@@ -97,6 +100,7 @@ def test_a_session_stays_on_its_engine_and_sessions_are_spread(router):
     assert len(set(homes.values())) == 2
 
 
+@pytest.mark.processes
 def test_a_hedge_asks_both_and_gives_one_answer(router, real_engines):
     load(router, "hedged", after_ms=0)
     tokens = prompt(300)
@@ -107,6 +111,7 @@ def test_a_hedge_asks_both_and_gives_one_answer(router, real_engines):
     assert len(legs(router, prompt(20))) == 1
 
 
+@pytest.mark.processes
 def test_price_classes_prefer_the_cheapest(router):
     load(router, "price_classes")
     assert {legs(router, prompt(20))[0][1] for _ in range(3)} == {"engine-0"}
@@ -114,6 +119,7 @@ def test_price_classes_prefer_the_cheapest(router):
     assert legs(router, prompt(20))[0][1] == "engine-0"
 
 
+@pytest.mark.processes
 def test_a_replica_is_in_another_zone(router):
     load(router, "other_zone", label="price")
     body = {"prompt": prompt(40), "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
@@ -124,6 +130,7 @@ def test_a_replica_is_in_another_zone(router):
     assert leg["landed"] >= 40 and receipt["fallbacks"] == []
 
 
+@pytest.mark.processes
 def test_a_prefix_is_pinned_once_and_found(router, real_engines):
     def pinned() -> int:
         states = [httpx.get(f"{url}/microserving/state").json() for url in real_engines]

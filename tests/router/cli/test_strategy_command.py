@@ -12,7 +12,7 @@ from router_process import RouterProcess, until
 
 from router.base.errors import StartFailed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 SOURCE = '''
 from typing import Annotated
 from pydantic import Field

@@ -237,6 +237,7 @@ async def test_a_removed_engine_is_no_longer_followed(route, fake):
 # Simulated engines
 
 
+@pytest.mark.processes
 def test_a_dry_run_includes_warm_caches():
     @strategy
     async def mine(request, cluster):
@@ -283,6 +284,7 @@ async def engines(count: int, *flags: str) -> AsyncIterator[list[EngineProcess]]
             engine.kill()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 async def test_the_index_follows_evictions_deaths_and_restarts(routed_to):
     """Random prompts with common prefixes, in pools that hold a part of them.
@@ -344,6 +346,7 @@ async def test_the_index_follows_evictions_deaths_and_restarts(routed_to):
         await right(seen)
 
 
+@pytest.mark.processes
 async def test_concurrent_requests_with_a_common_prefix_share_its_prefill(route_real):
     """The first of them computes the common prefix for all."""
     salt = random.Random(11)

@@ -14,7 +14,7 @@ from router_process import RouterProcess
 NEW = 3
 NAMES = ("e0", "e1", "e2", "e3")
 salts = itertools.count(1)
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,7 @@ def migration(prefix: Any, source: str, target: str, **fields: Any) -> dict[str,
     return {"prefix": prefix, "from": source, "to": target, **fields}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["cache_aware", "migrate"])
 async def test_a_topic_is_migrated_to_another_engine(route_real, strategy):
     """Example 4: one engine serves a topic; when it is overloaded, another gets the topic too."""
@@ -111,6 +112,7 @@ async def test_a_topic_is_migrated_to_another_engine(route_real, strategy):
         await r.settled()
 
 
+@pytest.mark.processes
 async def test_migrating_again_sends_the_missing_pages_and_moves_the_pin(route_real):
     topic = prompt(100)
     async with route_real() as r:
@@ -134,6 +136,7 @@ async def test_migrating_again_sends_the_missing_pages_and_moves_the_pin(route_r
         assert [await pinned("engine-0"), await pinned("engine-1")] == [before[0] + 4, before[1]]
 
 
+@pytest.mark.processes
 async def test_a_prefix_may_be_text_and_is_audited(route_real):
     text = "".join(chr(97 + token % 26) for token in prompt(60))
     async with route_real() as r:
@@ -153,6 +156,7 @@ async def test_a_prefix_may_be_text_and_is_audited(route_real):
         assert {name: entry[name] for name in told} == told
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("changes", "status", "param"),
     [
@@ -263,6 +267,7 @@ async def test_down_and_draining_engines_receive_no_prefix(route, scripted):
         assert not target.leases
 
 
+@pytest.mark.processes
 async def test_migrate_moves_a_prefix_from_an_overloaded_engine(route_real):
     """`migrate` moves a prefix only under overload, only once, and the tokens are the same."""
     topic = prompt(200)
@@ -287,6 +292,7 @@ async def test_migrate_moves_a_prefix_from_an_overloaded_engine(route_real):
         await r.settled()
 
 
+@pytest.mark.processes
 async def test_migrate_moves_nothing_without_overload(route_real):
     topic = prompt(200)
     async with route_real(strategy="migrate", params={"overload": 32}) as r:
@@ -298,6 +304,7 @@ async def test_migrate_moves_nothing_without_overload(route_real):
             assert (leg["engine"], leg["begin"]) == (source, 192)
 
 
+@pytest.mark.processes
 async def test_a_session_stays_on_its_engine(route_real):
     """Each request of a session reuses the KV that the one before has cached."""
     async with route_real(strategy="cache_aware") as r:

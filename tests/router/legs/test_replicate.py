@@ -17,6 +17,8 @@ import pytest
 from engine_process import EngineProcess
 from waiting import until
 
+pytestmark = pytest.mark.processes
+
 SECRET = "6f" * 32
 FLAGS = ("--pool-pages", "1024")
 PROMPT = [(7 * i * i + 3 * i) % 500 + 1 for i in range(200)]

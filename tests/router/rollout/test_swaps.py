@@ -13,6 +13,8 @@ import httpx
 import pytest
 from router_process import RouterProcess, until
 
+pytestmark = pytest.mark.processes
+
 SWAPS, NEW, CLIENTS = 1000, 32, 4
 STRATEGIES = [
     ("data_parallel", {}), ("prefill_decode", {}), ("balanced", {"ratio": 0.5}),

@@ -78,6 +78,7 @@ def router(real_engines: list[str], blocks: Path) -> Iterator[RouterProcess]:
     router.kill()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_blocking_strategy_is_interrupted_and_disabled_after_three_times(router):
     wanted = router.tokens(GOOD, 8)
@@ -108,6 +109,7 @@ def test_a_blocking_strategy_is_interrupted_and_disabled_after_three_times(route
     assert f'generation="{generation}",kind="blocked",strategy="blocks"' in metrics
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_call_that_cannot_be_interrupted_is_named_while_it_lasts(router):
     router.use("blocks", how="sleep")
@@ -176,6 +178,7 @@ async def test_only_the_blocking_strategy_is_interrupted():
     assert beats
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_up_restarts_a_router_that_hangs_for_good(tmp_path, blocks):
     state = tmp_path / "state.json"

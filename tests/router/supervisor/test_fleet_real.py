@@ -13,6 +13,8 @@ from forked import ForkedProcess, run_microserve
 
 from router.base.config import RouterConfig
 
+pytestmark = pytest.mark.processes
+
 ASK = {"prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
 FLAGS = ("--step-ms", "10", "--prefill-tokens-per-ms", "0")
 DEFAULTS = {

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import asynccontextmanager
 
+import pytest
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -79,6 +80,7 @@ def test_tracing_is_enabled_by_the_environment_only():
         assert isinstance(open_tracing(environment), Untraced)
 
 
+@pytest.mark.processes
 def test_the_sdk_is_not_imported_without_tracing():
     """FastAPI imports the API package if it is installed, but neither SDK nor exporter."""
     code = (

@@ -64,6 +64,7 @@ def test_hub_id_is_a_snapshot_folder(tmp_path, monkeypatch):
     assert {"config.json", "tokenizer.json", "model-*.safetensors"} < set(patterns)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_hub_offline(tmp_path):
     """An empty cache gives a clear error at once; a filled one gives the model."""
@@ -98,6 +99,7 @@ def test_hub_failure_is_ours(monkeypatch):
             prepare_model("org/name")
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_preparing_needs_no_torch():
     code = (
@@ -108,6 +110,7 @@ def test_preparing_needs_no_torch():
     assert result.stdout.strip() == "[]", result.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_command_line():
     assert python("-m", "engine.models", "tiny").returncode == 0
@@ -117,6 +120,7 @@ def test_command_line():
     assert python("-m", "engine.models").returncode == 1
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_running_needs_no_transformers():
     """Only the tests depend on transformers."""
