@@ -7,6 +7,7 @@ import click
 from router.base import PREFIX, drop_service_links, hide_keys
 from router.cli.bench import bench
 from router.cli.chat import chat
+from router.cli.options import CONTEXT
 from router.cli.serve import engine, router
 from router.cli.strategy import strategy
 from router.cli.up import up
@@ -14,7 +15,7 @@ from router.cli.up import up
 __all__ = ["main"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings=CONTEXT)
 @click.version_option(package_name="microserve")
 def cli() -> None:
     """A programmable router over LLM microserving engines."""

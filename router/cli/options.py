@@ -10,7 +10,9 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-__all__ = ["GroupedCommand", "config_options", "given", "option", "read_params"]
+__all__ = ["CONTEXT", "GroupedCommand", "config_options", "given", "option", "read_params"]
+
+CONTEXT = {"help_option_names": ["-h", "--help"]}  # of each command, also when called by itself
 
 F = TypeVar("F", bound=Callable[..., Any])
 OTHERS = "Options"
@@ -29,6 +31,9 @@ class GroupedCommand(click.Command):
 
     Options without a group come last.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"context_settings": CONTEXT, **kwargs})
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -12,7 +12,7 @@ import httpx
 
 from engine.protocol import MicroserveError
 from router.base import changes_of
-from router.cli.options import GroupedCommand, option, read_params
+from router.cli.options import CONTEXT, GroupedCommand, option, read_params
 from router.cli.preflight import check_conformance, check_strategy
 from router.conformance import ALL
 from router.rollout import read_source
@@ -31,7 +31,7 @@ params_option = option(
 )  # fmt: skip
 
 
-@click.group()
+@click.group(context_settings=CONTEXT)
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="the router's URL")
 @click.option("--admin-key", default="", help="key of the router's admin API")
 @click.pass_context

@@ -53,3 +53,8 @@ def test_a_list_of_commands_has_whole_sentences(command):
 def test_an_unknown_log_level_is_refused():
     done = CliRunner().invoke(cli, ["router", "--log-level", "loud", "--port", "0"])
     assert done.exit_code == 2 and "'loud' is not one of" in done.output
+
+
+def test_a_command_called_by_itself_has_the_same_help():
+    command = cli.commands["router"]
+    assert "  -h, --help" in CliRunner().invoke(command, ["-h"]).output
