@@ -81,7 +81,7 @@ DECODES = {
     "decode_b8": Decode(8),
     "decode_b32": Decode(32),
     "decode_b32_sampled": Decode(32, sampled=True),
-    "decode_b8_ctx1000": Decode(8, 1000, tokens=512),
+    "decode_b8_ctx1000": Decode(8, 1000, tokens=1024),
     "decode_b16_shared2000": Decode(16, shared=2000, tokens=256),
 }
 

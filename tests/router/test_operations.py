@@ -224,6 +224,7 @@ async def test_fallbacks_are_named(route, fake):
         assert 'microserve_router_fallbacks_total{fallback="collapsed"} 1.0' in await metrics(r)
 
 
+@pytest.mark.slow
 async def test_series_of_old_generations_are_dropped(route, fake):
     async with route(fake("a")) as r:
         strategy = r.server.router.revisions.active.bound.strategy

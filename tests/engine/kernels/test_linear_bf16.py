@@ -69,6 +69,7 @@ def test_weights_that_do_not_divide_into_blocks_use_onednn(outputs: int, inputs:
 
 
 @pytest.mark.parametrize(("feature", "there"), [("amx-bf16", True), ("avx512bf16", False)])
+@pytest.mark.slow
 def test_processors_with_amx_or_without_avx512_bf16_use_onednn(monkeypatch, feature, there):
     has = {"avx512bf16": True, "amx-bf16": False} | {feature: there}
     monkeypatch.setattr(linear_bf16, "available", lambda: has["avx512bf16"])

@@ -54,6 +54,7 @@ def test_decodes_of_many_lengths(page_size: int, kv_heads: int, group: int, dim:
         near(out, many.dense(index)[-1:])
 
 
+@pytest.mark.slow
 def test_a_decode_at_every_position():
     one = world([70])
     near(torch.cat([one.step([(0, at, 1)])[0] for at in range(70)]), one.dense(0))
@@ -68,6 +69,7 @@ def test_a_prefill_in_chunks(cuts: list[int], dim: int):
     near(torch.cat([one.step([(0, a, b - a)])[0] for a, b in steps]), one.dense(0))
 
 
+@pytest.mark.slow
 def test_a_mixed_step(dim: int):
     lengths = [300, 1, 129, 70, 33, 200]
     mixed = world(lengths, dim=dim)

@@ -90,6 +90,7 @@ def test_shared_pages_are_read_by_levels(monkeypatch: pytest.MonkeyPatch, share:
     assert len(on._wrappers) == levels
 
 
+@pytest.mark.slow
 def test_padding_rows_are_finite():
     one = world([20])
     one.step([(0, 0, 19)])

@@ -277,6 +277,7 @@ async def test_trailers_do_not_change_the_request(served):
     assert status == 200 and headers["x-request-id"] != "trailer"
 
 
+@pytest.mark.slow
 async def test_a_long_body_does_not_count_towards_the_next_head(served):
     _, _, connect = served
     client = await connect()
@@ -326,6 +327,7 @@ async def echoing(size: int) -> AsyncIterator[tuple[Echo, Connections, Client]]:
 
 
 @pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_is_buffered_within_bounds(answered):
     """Neither answers nor requests pile up, and each write ends in the middle of a request."""
     async with echoing(10_000) as (service, connections, client):
@@ -342,6 +344,7 @@ async def test_a_client_that_does_not_read_is_buffered_within_bounds(answered):
         assert connection.transport.get_write_buffer_size() < 2**17
 
 
+@pytest.mark.slow
 async def test_the_server_closes_after_its_last_answer_is_sent():
     async with echoing(8_000_000) as (service, connections, client):
         client.writer.write(get("/") * 2)

@@ -163,6 +163,7 @@ BAD_CHAT = [
 ]
 
 
+@pytest.mark.slow
 async def test_bad_requests_name_the_parameter(route, fake):
     a = fake("a")
     async with route(a) as r:
@@ -191,6 +192,7 @@ async def test_harmless_values_and_unknown_fields_are_accepted(route, fake):
         assert (await r.post("/v1/chat/completions", {**CHAT, **extras}))[0] == 200
 
 
+@pytest.mark.slow
 async def test_errors_of_the_server_itself_are_error_objects(route, fake):
     async with route(fake("a"), max_body_mb=1) as r:
         status, body = await r.post("/v1/nothing", {})
@@ -320,6 +322,7 @@ async def test_an_engine_with_another_model_is_not_used(route, fake):
     assert not a.named("start_generate") or not b.named("start_generate")
 
 
+@pytest.mark.slow
 async def test_strategies_are_loaded_from_uploaded_source_if_allowed(route, fake):
     source = (
         '"""Mine."""\nfrom router import Cluster, Request, strategy\n\n'

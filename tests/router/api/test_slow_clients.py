@@ -39,6 +39,7 @@ async def metrics(r) -> str:
         return await response.text()
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(route, fake):
     """Its answer is far larger than the buffers between it and the engine."""
     a = fake("a")
@@ -77,6 +78,7 @@ async def test_a_slow_reader_is_not_dropped(route, fake):
         assert size > 1000 * 2**12
 
 
+@pytest.mark.slow
 async def test_an_incomplete_head_or_body_times_out(route, fake):
     async with route(fake("a"), body_timeout_s=0.1) as r:
         async with connected(r) as (reader, writer):

@@ -153,6 +153,7 @@ async def test_an_expired_lease_is_retried_and_is_no_client_error(route, fake):
     assert not d.leases
 
 
+@pytest.mark.slow
 async def test_no_capacity_is_waited_for(route, fake):
     a = fake("a", refuse={"start_generate": [NoCapacity("full", retry_after_s=0.01)] * 5})
     async with route(a) as r:
@@ -225,6 +226,7 @@ async def test_a_disconnect_in_mid_stream_ends_the_generation(route, fake):
         await r.settled()
 
 
+@pytest.mark.slow
 async def test_the_streams_of_a_silent_engine_move_elsewhere(route, fake):
     gate = asyncio.Event()
     a, b = fake("a", gate=gate), fake("b")

@@ -83,6 +83,7 @@ def known(r, *strategies):
         r.server.router.catalog._loaded[one.name] = one
 
 
+@pytest.mark.slow
 async def test_a_good_canary_is_promoted_under_its_own_number(route, fake):
     async with route(fake("a")) as r:
         known(r, good)

@@ -130,6 +130,7 @@ def test_each_mistake_is_found_and_its_line_is_named(what):
         assert f"mine.py:{FIRST_LINE + line}" in wrong.value.message
 
 
+@pytest.mark.slow
 def test_a_long_wait_costs_nothing():
     """Long waits and timeouts take no real time, because virtual time jumps over them."""
     body = """
@@ -163,6 +164,7 @@ async def test_built_in_strategies_pass_in_a_child_process(ratio):
         (HEAD + "    yield\n", "no chunk"),
     ],
 )
+@pytest.mark.slow
 async def test_a_failure_of_the_child_process_is_reported(source, says):
     with pytest.raises(BadRequest, match=says):
         await dry_run_source(source, file="mine.py", timeout_s=3)

@@ -83,6 +83,7 @@ async def child_swallows(request, cluster):
     ids=lambda f: f.__name__,
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.slow
 async def test_cancellation_always_wins(route, fake, function):
     """When the client disconnects, no lease or task remains, whatever the strategy does."""
     a, b = fake("a"), fake("b", role="decode")
