@@ -16,12 +16,14 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import uvicorn
 
 from engine.api.registration import announce, read_labels
 from engine.protocol.config import EngineConfig
+from engine.web import BodyBudget, BoundedHttpProtocol, SlowClients
 
 if TYPE_CHECKING:
     from engine.service.engine import MicroserveEngine
@@ -34,7 +36,15 @@ PR_SET_PDEATHSIG = 1
 # How long the step loop and the event loop hold the interpreter lock while the other waits for it.
 # Python's default of 5 ms would delay responses while a step runs Python code.
 SWITCH_INTERVAL_S = 0.0005
-AT_LEAST_1 = ("page_size", "max_batch", "max_waiting", "token_budget", "lease_ms", "max_body_mb")
+AT_LEAST_1 = (
+    "page_size",
+    "max_batch",
+    "max_waiting",
+    "token_budget",
+    "lease_ms",
+    "max_body_mb",
+    "max_bodies_mb",
+)
 NOT_NEGATIVE = (
     "pool_pages",
     "host_pages",
@@ -175,6 +185,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 async def _serve(config: EngineConfig, secret: bytes) -> None:
     from engine.api.app import build_app
+    from engine.api.gate import BODY_TIMEOUT_S
 
     new_app = build_app
     if config.model == "mock":
@@ -190,26 +201,33 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
             config, port=port, engine_id=config.engine_id or f"{host}:{port}"
         )
         epoch = secrets.randbits(62) | 1
+        budget = BodyBudget(max(config.max_bodies_mb, config.max_body_mb) << 20)
         async with _running(config, secret, epoch) as engine:
             server = _server(
                 engine,
                 uvicorn.Config(
                     new_app(engine, config, epoch),
+                    http=partial(BoundedHttpProtocol, budget=budget),  # type: ignore[arg-type]
+                    ws="none",
+                    interface="asgi3",
                     log_config=None,
                     access_log=False,
+                    proxy_headers=False,
                     lifespan="off",
                     timeout_graceful_shutdown=1,
-                    timeout_keep_alive=75,
                     ssl_certfile=config.tls_cert or None,
                     ssl_keyfile=config.tls_key or None,
                 ),
                 f"engine {config.engine_id} ready {_listening(config)}",
             )
             async with asyncio.TaskGroup() as tasks:
-                heartbeats = tasks.create_task(announce(config)) if config.router else None
+                slow = SlowClients(lambda _reason: None, head_s=BODY_TIMEOUT_S)
+                beside = [tasks.create_task(slow.watch(server.server_state.connections))]
+                if config.router:
+                    beside.append(tasks.create_task(announce(config)))
                 await server.serve(sockets=[listener])
-                if heartbeats is not None:
-                    heartbeats.cancel()
+                for task in beside:
+                    task.cancel()
 
 
 @contextlib.asynccontextmanager

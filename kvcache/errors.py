@@ -5,13 +5,16 @@
     ├── BadRequest        400  an invalid body or parameter
     ├── Unauthorized      401  a missing or wrong API key
     ├── BadAddress        401  a kv_addr that is forged, malformed, or for other weights or prompt
+    ├── Forbidden         403  a call from a place that may not make it
     ├── UnknownLease      404  no such lease here
+    ├── SlowClient        408  the client did not send its body in time
     ├── LeaseExpired      410  the lease has ended
     ├── DuplicateRequest  409  a request with this id is live here
     ├── KVIncomplete      409  fewer tokens have landed than the call relies on
     ├── StaleEpoch        409  the engine was restarted since the address was made
     ├── TooLarge          413  a body over the limit
     ├── NoCapacity        429  no pages or no queue slot now; carries retry_after_s
+    │   └── Overloaded    503  the bodies of other requests leave no room for this one
     ├── PeerUnreachable   502  the other engine cannot be reached
     ├── Draining          503  this engine takes no new work
     ├── Timeout           504  a deadline passed
@@ -31,12 +34,15 @@ __all__ = [
     "BadRequest",
     "Draining",
     "DuplicateRequest",
+    "Forbidden",
     "Internal",
     "KVIncomplete",
     "LeaseExpired",
     "MicroserveError",
     "NoCapacity",
+    "Overloaded",
     "PeerUnreachable",
+    "SlowClient",
     "StaleEpoch",
     "Timeout",
     "TooLarge",
@@ -76,6 +82,16 @@ class Unauthorized(MicroserveError):
 class BadAddress(MicroserveError):
     type = "bad_address"
     status = 401
+
+
+class Forbidden(MicroserveError):
+    type = "forbidden"
+    status = 403
+
+
+class SlowClient(MicroserveError):
+    type = "slow_client"
+    status = 408
 
 
 class UnknownLease(MicroserveError):
@@ -124,6 +140,11 @@ class NoCapacity(MicroserveError):
     ) -> None:
         super().__init__(message, param=param, code=code)
         self.retry_after_s = retry_after_s
+
+
+class Overloaded(NoCapacity):
+    type = "overloaded"
+    status = 503
 
 
 class PeerUnreachable(MicroserveError):

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
+from engine.web import BodyBudget, SlowClients
 from router.admission.shutdown import Shutdown
 from router.api.app import build_app
 from router.api.connections import Connections
 from router.api.parts import Router
-from router.api.slow_clients import SlowClients
 from router.assembly import assembled
 from router.base.config import RouterConfig
 from router.base.tls import server_context
@@ -50,10 +50,13 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
     tls = server_context(config.tls_cert, config.tls_key)
     listener = listen(config.host, config.port)
     async with assembled(config) as router:
-        connections = Connections(build_app(router))
+        budget = BodyBudget(max(config.max_bodies_mb, config.max_body_mb) << 20)
+        connections = Connections(build_app(router), budget)
         watchdog = Watchdog(router.metrics, config.block_limit_s)
         slow = SlowClients(
-            router.metrics, stall_s=config.client_stall_s, head_s=config.body_timeout_s
+            lambda reason: router.metrics.slow_clients.labels(reason).inc(),
+            stall_s=config.client_stall_s,
+            head_s=config.body_timeout_s,
         )
         loop = asyncio.get_running_loop()
         with watchdog.watching(), adopting(loop):

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from engine.api.docs import add_docs
-from engine.api.requests import DirectRoute, authorizer, read_body, unless_disconnected
+from engine.api.gate import Gate
+from engine.api.requests import DirectRoute, error_headers, read_body, unless_disconnected
 from engine.api.stream_routes import add_stream_routes
 from engine.api.streaming import event_stream
 from engine.protocol import (
@@ -30,7 +31,6 @@ from engine.protocol import (
     MicroserveError,
     MirrorGeneration,
     ModelInfo,
-    NoCapacity,
     PageCounts,
     Pin,
     PrepRecv,
@@ -45,7 +45,7 @@ from engine.protocol import (
 )
 from engine.service import MicroserveEngine
 
-__all__ = ["build_app"]
+__all__ = ["build_api", "build_app"]
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +53,16 @@ STUCK_S = 60.0  # a longer step counts as a hang
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
-def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> FastAPI:
+def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Gate:
     """Return the HTTP application of one engine."""
-    authorize = authorizer(config.api_key)
+    return Gate(build_api(engine, config, epoch), config)
+
+
+def build_api(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> FastAPI:
+    """Return the routes of one engine, without the gate before them."""
     app = FastAPI(
         title="microserve engine",
         version=version("microserve"),
-        dependencies=[Depends(authorize)],
         docs_url=None,
         redoc_url=None,
     )
@@ -109,7 +112,7 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         return JSONResponse({"request_id": call.request_id})
 
     # The route above documents the call; this one, which comes first, serves it.
-    direct = DirectRoute(start_generate, authorize)
+    direct = DirectRoute(start_generate)
     app.router.routes.insert(0, Route("/microserving/start_generate", direct, methods=["POST"]))
     add_stream_routes(app, engine.muxes, engine.prefixes)
 
@@ -239,13 +242,10 @@ def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
 
 
 async def _reply_error(request: Request, error: Exception) -> Response:
-    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         wrapped = {"type": "bad_request", "message": error.detail, "param": None, "code": None}
         return JSONResponse({"error": wrapped}, error.status_code)
     if not isinstance(error, MicroserveError):
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         error = Internal(f"{type(error).__name__}: {error}")
-    if isinstance(error, NoCapacity):
-        headers["Retry-After"] = str(max(round(error.retry_after_s), 1))
-    return JSONResponse(error_body(error), error.status, headers)
+    return JSONResponse(error_body(error), error.status, error_headers(error))

@@ -18,7 +18,7 @@ ASSETS = "/docs"
 def add_docs(app: FastAPI) -> None:
     """Add `/docs` (Swagger UI) and `/redoc` for the application's `/openapi.json`.
 
-    Neither page needs an API key.
+    Where the engine has an API key, these need it, too.
     """
     schema = app.openapi_url or "/openapi.json"
 

@@ -1,9 +1,8 @@
-"""Request handling below the routes: authorization, bodies, cancellation, a direct route."""
+"""Request handling below the routes: bodies, cancellation, errors, a direct route."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -11,9 +10,10 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from engine.protocol import BadRequest, MicroserveError, TooLarge, Unauthorized
+from engine.protocol import BadRequest, MicroserveError, NoCapacity, TooLarge
+from engine.web import ClientConnection
 
-__all__ = ["DirectRoute", "authorizer", "read_body", "unless_disconnected"]
+__all__ = ["DirectRoute", "error_headers", "read_body", "unless_disconnected"]
 
 T = TypeVar("T")
 
@@ -24,35 +24,20 @@ class DirectRoute:
     For calls whose latency adds to the time to first token.
     """
 
-    def __init__(
-        self,
-        handler: Callable[[Request], Awaitable[Response]],
-        authorize: Callable[[Request], Awaitable[None]],
-    ) -> None:
+    def __init__(self, handler: Callable[[Request], Awaitable[Response]]) -> None:
         self._handler = handler
-        self._authorize = authorize
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        await self._authorize(request)
         response = await self._handler(request)
         await response(scope, receive, send)
 
 
-def authorizer(api_key: str) -> Callable[[Request], Awaitable[None]]:
-    """Return a check that raises `Unauthorized` unless a request carries `api_key`.
-
-    An empty key accepts all requests; `/health` needs no key.
-    """
-
-    async def authorize(request: Request) -> None:
-        if not api_key or request.url.path == "/health":
-            return
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
-            raise Unauthorized("a valid API key is needed: Authorization: Bearer KEY")
-
-    return authorize
+def error_headers(error: MicroserveError) -> dict[str, str]:
+    """Return `Retry-After`, in whole seconds, where a retry may help."""
+    if isinstance(error, NoCapacity):
+        return {"Retry-After": str(max(round(error.retry_after_s), 1))}
+    return {}
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -68,6 +53,9 @@ async def read_body(request: Request, limit: int) -> bytes:
                 raise TooLarge(f"the body has more than {limit} bytes")
     except ClientDisconnect:
         raise BadRequest("the client disconnected") from None
+    connection: ClientConnection | None = request.scope.get("state", {}).get("connection")
+    if connection is not None:
+        connection.release_body()  # it is parsed next, without a pause
     return bytes(body)
 
 

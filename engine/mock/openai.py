@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict
 
-from engine.api.app import build_app
+from engine.api.app import build_api
+from engine.api.gate import Gate
 from engine.api.streaming import event_stream
 from engine.protocol import EngineConfig, MicroserveError, StartGenerate, Usage, error_body, parse
 from engine.service import GenerationStream, MicroserveEngine
@@ -34,9 +35,9 @@ class _Completion(BaseModel):
     stop: list[str] = []
 
 
-def build_mock_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> FastAPI:
+def build_mock_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Gate:
     """Return the HTTP application of a mock engine: any engine's, and two OpenAI routes."""
-    app = build_app(engine, config, epoch)
+    app = build_api(engine, config, epoch)
     model = config.model
 
     @app.post("/v1/completions")
@@ -71,7 +72,7 @@ def build_mock_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -
         card = {"id": model, "object": "model", "created": 0, "owned_by": "microserve"}
         return {"object": "list", "data": [card]}
 
-    return app
+    return Gate(app, config)
 
 
 async def _whole(stream: GenerationStream, base: dict[str, Any]) -> Response:

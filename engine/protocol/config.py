@@ -74,6 +74,9 @@ class EngineConfig:
     )
     lease_ms: int = flag(30_000, POOL, "lifetime of a receive lease without a write (ms)")
     max_body_mb: int = flag(16, SERVER, "largest request body (MiB)")
+    max_bodies_mb: int = flag(
+        128, SERVER, "unparsed bodies of all requests together (MiB); further ones get a 503"
+    )
     step_ms: float = flag(20.0, MOCK, "duration of a step (ms)")
     prefill_tokens_per_ms: float = flag(
         50.0, MOCK, "prompt tokens computed per ms; 0: prompts take no time"
@@ -87,6 +90,12 @@ class EngineConfig:
     labels: str = flag("", CLUSTER, "labels shown by the router's admin API, such as zone=a,rack=7")
     engine_id: str = flag("", CLUSTER, "name in the fleet; empty: host:port")
     api_key: str = secret(KEYS, "key that callers must send; required unless --host is loopback")
+    allowed_hosts: str = flag(
+        "",
+        KEYS,
+        "names by which callers may call this engine, besides localhost and addresses, with "
+        "commas; *: any; empty: --host and that of --advertise; checked without an API key",
+    )
     tls_cert: str = flag("", TLS, "certificate chain (PEM); with --tls-key: serve https")
     tls_key: str = flag("", TLS, "private key of --tls-cert (PEM)")
     log_level: Literal["debug", "info", "warning", "error"] = flag(

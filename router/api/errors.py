@@ -30,6 +30,7 @@ _TYPES = {
     405: "invalid_request_error",
     409: "conflict",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
 }
 

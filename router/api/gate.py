@@ -11,21 +11,23 @@ from collections.abc import Mapping
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
-from engine.protocol import Draining, Internal, MicroserveError
-from router.admission import Key, bearer
+from engine.protocol import Draining, Internal, MicroserveError, SlowClient
+from engine.web import SAFE_METHODS, AllowedHosts, check_origin
+from router.admission import ANYBODY, Key, bearer
 from router.api.admin.access import check_admin
 from router.api.errors import error_headers, error_object
 from router.api.http import Handler, HttpRequest, HttpResponse, json_response
 from router.api.openapi import DOCS
 from router.api.parts import Router
 from router.api.rest import call_api
-from router.base import RateLimited, SlowClient
+from router.base import RateLimited
 
 __all__ = ["Gate"]
 
 log = logging.getLogger(__name__)
 # Open to everybody: probes and scrapers have no keys.
 OPEN = frozenset({"/health", "/metrics", "/version", "/openapi.json", DOCS})
+OPEN_BODY = 1 << 16  # bytes; none of these paths reads its body
 # POSTs below this path count for a key's limits, and are refused during shutdown.
 MODEL = "/v1/"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -41,7 +43,9 @@ class Gate:
         self._router = router
         self._api = api
         self._handlers = handlers
-        self._max_body = router.config.max_body_mb << 20
+        config = router.config
+        self._max_body = config.max_body_mb << 20
+        self._hosts = AllowedHosts.of(config.allowed_hosts, config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. A client that disconnects cancels it."""
@@ -102,20 +106,34 @@ class Gate:
         return headers
 
     def _admit(self, http: HttpRequest) -> None:
-        """Check key and limits, before the body is read.
+        """Check key, origin and limits, before the body is read.
 
-        Raises `Unauthorized`, `Forbidden`, `RateLimited` or `Draining`.
+        Raises `Unauthorized`, `Forbidden`, `UnsupportedMediaType`, `RateLimited` or `Draining`.
         """
         router, path = self._router, http.path
         given = bearer(http.headers.get("authorization", ""))
         if path.startswith("/admin/"):
-            check_admin(router, http, given)
-        elif path not in OPEN and not path.startswith(f"{DOCS}/"):
+            check_admin(router, http, given, self._hosts)
+        elif path in OPEN or path.startswith(f"{DOCS}/"):
+            http.max_body = min(self._max_body, OPEN_BODY)
+        else:
             http.caller = router.keys.identify(given)
+            self._check_site(http)
             if path.startswith(MODEL) and http.method == "POST":
                 if router.shutdown.begun:
                     raise Draining("this router is shutting down")
                 self._limit(http.caller)
+
+    def _check_site(self, http: HttpRequest) -> None:
+        """Raise `Forbidden` for a call that a web page of another site may have made.
+
+        With a key it is no such call.
+        """
+        keyless = http.caller is ANYBODY
+        if keyless or self._hosts.enforced:
+            self._hosts.check(http.headers.get("host"))
+        if keyless and http.method not in SAFE_METHODS:
+            check_origin(http.headers)
 
     def _limit(self, caller: Key) -> None:
         try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import orjson
 
 from engine.protocol import BadRequest, TooLarge
+from engine.web import ClientConnection, check_input, linger
 from router.admission import Key
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from router.telemetry import Receipt, Trace
 
 __all__ = [
-    "ClientConnection",
     "Handler",
     "HttpRequest",
     "HttpResponse",
@@ -37,29 +36,6 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 # Parsing and tokenizing this many bytes takes less than a thread costs.
 SMALL_BODY = 8 * 1024
-# Time for a client that still sends its body to read why it was refused.
-LINGER_S = 2.0
-
-
-class ClientConnection(Protocol):
-    """The client's connection, which the server passes as `scope["state"]["connection"]`."""
-
-    @property
-    def arrived(self) -> bool:
-        """Whether the whole body of the running request has arrived."""
-
-    @property
-    def gone(self) -> bool:
-        """Whether the client has disconnected."""
-
-    def cancels(self, task: asyncio.Task[Any] | None) -> None:
-        """Cancel `task` when the client disconnects, until another call replaces it."""
-
-    def half_close(self) -> None:
-        """Send the end of the stream after what was written, but still receive."""
-
-    def abort(self) -> None:
-        """Close at once and discard what the client has not read."""
 
 
 @dataclass(slots=True)
@@ -86,8 +62,8 @@ class HttpRequest:
     """
 
     __slots__ = (
-        "_body", "_max_body", "_send", "_state", "begun", "caller", "close", "complete",
-        "connection", "extra_headers", "headers", "id", "method", "path", "receipt", "receive",
+        "_body", "_send", "_state", "begun", "caller", "close", "complete", "connection",
+        "extra_headers", "headers", "id", "max_body", "method", "path", "receipt", "receive",
         "route", "scope", "status", "trace", "who",
     )  # fmt: skip
 
@@ -121,7 +97,7 @@ class HttpRequest:
         self.who = ""  # the caller of the admin API
         self.receipt: Receipt | None = None
         self.trace: Trace | None = None
-        self._max_body = max_body
+        self.max_body = max_body  # bytes
         self._body = b""
         self.receive, self._send = receive, send
 
@@ -137,15 +113,14 @@ class HttpRequest:
         return self.complete or (self.connection is not None and self.connection.arrived)
 
     def check(self) -> None:
-        """Raise `BadRequest` if the server found that this is not valid HTTP."""
-        if broken := self._state.get("broken"):
-            raise BadRequest(broken)
+        """Raise `BadRequest` if this is not valid HTTP, `Overloaded` if its body has no room."""
+        check_input(self._state)
 
     async def read(self) -> bytes:
-        """Return the body. Raises `BadRequest` or `TooLarge`, as soon as either is known."""
+        """Return the body. Raises `BadRequest`, `TooLarge` or `Overloaded`, once it is known."""
         if self.complete:
             return self._body
-        if int(self.headers.get("content-length", 0)) > self._max_body:
+        if int(self.headers.get("content-length", 0)) > self.max_body:
             raise TooLarge("the body is too large")
         message = await self.receive()
         body: bytes = message.get("body", b"")
@@ -162,16 +137,21 @@ class HttpRequest:
         self._body, self.complete = body, True
         return body
 
+    def release(self) -> None:
+        """Forget the body, which has been parsed. Further reads return b""."""
+        self._body = b""
+        if self.connection is not None:
+            self.connection.release_body()
+
     def _check(self, size: int) -> None:
         self.check()
-        if size > self._max_body:
+        if size > self.max_body:
             raise TooLarge("the body is too large")
 
     async def respond(self, response: HttpResponse) -> None:
         """Send a response in one piece.
 
-        If the request's body has not been read, the connection is closed. A client still sending
-        would lose the response to a reset; its input is drained first, for `LINGER_S` at most.
+        If the request's body has not arrived, the connection is closed.
         """
         response.headers.setdefault("Content-Type", response.media)
         response.headers["Content-Length"] = str(len(response.body))
@@ -179,18 +159,8 @@ class HttpRequest:
         await self.begin(response.status, encoded(response.headers))
         await self.send_body(response.body, more=lingers)
         if lingers:
-            await self._linger()
-
-    async def _linger(self) -> None:
-        if self.connection is not None:
-            self.connection.half_close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while (await self.receive()).get("more_body", False):
-                    pass
-        if self.connection is not None:
-            self.connection.abort()
-        await self.send_body(b"", more=False)
+            await linger(self.connection, self.receive)
+            await self.send_body(b"", more=False)
 
     async def begin(self, status: int, headers: RawHeaders) -> None:
         """Send the response's head."""

@@ -50,12 +50,12 @@ class Route(APIRoute):
     ) -> None:
         summary, _, description = (inspect.getdoc(endpoint) or "").partition("\n\n")
         method = min(options["methods"]).lower()
-        statuses = {401}
+        statuses = {401, 403}
         for applies, more in (
-            (method in ("post", "put", "patch"), {400, 408, 413}),
-            (path.startswith("/admin/"), {403}),
+            (method in ("post", "put", "patch"), {400, 408, 413, 503}),
+            (path.startswith("/admin/") and method != "get", {415}),
             ("{" in path, {404}),
-            (path.startswith("/v1/") and method == "post", {429, 503}),  # limits, shutting down
+            (path.startswith("/v1/") and method == "post", {429}),
         ):
             statuses |= more if applies else set()
         path_format = path.replace(":path}", "}")

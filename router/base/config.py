@@ -52,7 +52,16 @@ class RouterConfig:
     admin_key: str = secret(KEYS, "key of the admin API; empty: it answers on loopback only")
     engine_api_key: str = secret(KEYS, "key that the router sends to the engines")
     allow_upload: bool = flag(False, STRATEGY, "let the admin API load strategies from source code")
+    allowed_hosts: str = flag(
+        "",
+        KEYS,
+        "names by which clients may call this server, besides localhost and addresses, with "
+        "commas; *: any; empty: --host, or any if it is all addresses; checked without an API key",
+    )
     max_body_mb: int = flag(16, LIMITS, "largest request body (MiB)")
+    max_bodies_mb: int = flag(
+        128, LIMITS, "unparsed bodies of all requests together (MiB); further ones get a 503"
+    )
     body_timeout_s: float = flag(
         30.0, DEADLINES, "time that a client may take to send a request's head, or its body (s)"
     )

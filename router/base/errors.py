@@ -12,11 +12,10 @@ MicroserveError
 │   └── StrategyStalled    504  it waited while no engine was working for it
 ├── NoCapacity
 │   └── RateLimited        429  over the limit of an API key
-├── SlowClient             408  the client did not send its body in time
 ├── MethodNotAllowed       405  the path is there, but not for this method
+├── UnsupportedMediaType   415  a body of the admin API that is not declared as JSON
 ├── ModelNotFound          404  the request names a model that is not served here
 ├── NotFound               404  the admin API knows no such object
-├── Forbidden              403  an admin call from a place that may not make it
 └── Conflict               409  another change came first
 """
 
@@ -27,7 +26,6 @@ from engine.protocol import Draining, MicroserveError, NoCapacity, PeerUnreachab
 __all__ = [
     "Conflict",
     "EngineUnreachable",
-    "Forbidden",
     "MethodNotAllowed",
     "ModelNotFound",
     "Moved",
@@ -35,11 +33,11 @@ __all__ = [
     "NobodyListens",
     "NotFound",
     "RateLimited",
-    "SlowClient",
     "StartFailed",
     "StrategyBlocked",
     "StrategyError",
     "StrategyStalled",
+    "UnsupportedMediaType",
     "root_cause",
 ]
 
@@ -83,11 +81,6 @@ class RateLimited(NoCapacity):
         self.limit = limit  # "requests" or "tokens"
 
 
-class SlowClient(MicroserveError):
-    type = "slow_client"
-    status = 408
-
-
 class ModelNotFound(MicroserveError):
     type = "model_not_found"
     status = 404
@@ -98,11 +91,6 @@ class NotFound(MicroserveError):
     status = 404
 
 
-class Forbidden(MicroserveError):
-    type = "forbidden"
-    status = 403
-
-
 class MethodNotAllowed(MicroserveError):
     type = "method_not_allowed"
     status = 405
@@ -110,6 +98,11 @@ class MethodNotAllowed(MicroserveError):
     def __init__(self, message: str, *, allowed: list[str]) -> None:
         super().__init__(message)
         self.allowed = allowed  # methods
+
+
+class UnsupportedMediaType(MicroserveError):
+    type = "unsupported_media_type"
+    status = 415
 
 
 class Conflict(MicroserveError):

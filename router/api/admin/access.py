@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
-from engine.protocol import Unauthorized
+from engine.protocol import Forbidden, Unauthorized
+from engine.web import AllowedHosts, check_origin, is_loopback
 from router.api.http import HttpRequest
 from router.api.parts import Router
-from router.base import Forbidden
+from router.base import UnsupportedMediaType
 
 __all__ = ["Body", "check_admin", "same_key"]
+
+JSON = "application/json"
 
 
 class Body(BaseModel):
@@ -22,23 +23,25 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-def check_admin(router: Router, http: HttpRequest, given: str | None) -> None:
+def check_admin(router: Router, http: HttpRequest, given: str | None, hosts: AllowedHosts) -> None:
     """Check that an admin calls, and note who: by the key, or from loopback if there is no key.
 
-    Raises `Unauthorized` or `Forbidden`. Calls by a web page in a browser on this machine are
-    refused: they carry another origin or, with DNS rebinding, another host name.
+    Without a key, calls by web pages are refused: they carry another origin or, with DNS rebinding,
+    a host name that is not in `hosts`. Raises `Unauthorized`, `Forbidden`, or
+    `UnsupportedMediaType` for a body that is not declared as JSON.
     """
     if key := router.config.admin_key:
         if not same_key(given, key):
             raise Unauthorized("the admin API needs its key", code="invalid_api_key")
+        if hosts.enforced:
+            hosts.check(http.headers.get("host"))
         http.who = "admin_key"
-        return
-    origin = http.headers.get("origin")
-    host = http.headers.get("host", "")
-    here = _is_loopback(http.remote) and _is_loopback(_host(f"http://{host}"))
-    if not here or (origin is not None and not _is_loopback(_host(origin))):
-        raise Forbidden("without --admin-key the admin API answers on loopback only")
-    http.who = http.remote or "loopback"
+    else:
+        if not (is_loopback(http.remote) and hosts.is_local(http.headers.get("host", ""))):
+            raise Forbidden("without --admin-key the admin API answers on loopback only")
+        check_origin(http.headers)
+        http.who = http.remote or "loopback"
+    _check_media_type(http)
 
 
 def same_key(given: str | None, key: str) -> bool:
@@ -49,20 +52,11 @@ def same_key(given: str | None, key: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
 
 
-def _host(url: str) -> str | None:
-    try:
-        parts = urlsplit(url)
-        return None if "@" in parts.netloc else parts.hostname
-    except ValueError:
-        return None
-
-
-def _is_loopback(host: str | None) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host or "")
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
+def _check_media_type(http: HttpRequest) -> None:
+    """Pages of any site can send bodies of other types, but this one only to a site that agrees."""
+    headers = http.headers
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return
+    media = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != JSON:
+        raise UnsupportedMediaType(f"the body must have the header Content-Type: {JSON}")

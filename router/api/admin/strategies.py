@@ -8,12 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from engine.protocol import BadRequest, Timeout
+from engine.protocol import BadRequest, Forbidden, Timeout
 from router.api.admin.access import Body
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
 from router.api.rest import Http, Sent, reply
-from router.base import Forbidden
 from router.rollout import CanaryRules
 from router.simulation import dry_run_source
 

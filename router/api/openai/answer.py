@@ -53,6 +53,8 @@ async def _answer(
     model = router.registry.model
     name = served_name(router)
     parsed = await off_loop(len(body), read, body, model, name)
+    del body
+    http.release()
     revision = router.revisions.enter()
     try:
         receipt = Receipt(

@@ -271,7 +271,8 @@ def test_a_disconnect_from_a_waiting_call_frees_its_pages(server: EngineProcess,
         body = {"request_id": "w", "prompt": prompt, "begin": 0, "end": 499}
         body["kv_addr"] = got["kv_addr"]
     raw = json.dumps(body).encode()
-    head = f"POST /microserving/{call} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST /microserving/{call} HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Length: {len(raw)}\r\n\r\n"
     address = httpx.URL(server.url)
     with socket.create_connection((address.host, address.port)) as caller:
         caller.sendall(head.encode() + raw)
@@ -392,7 +393,7 @@ async def test_an_internal_error_is_reported_and_logged(caplog: pytest.LogCaptur
         engine.commit = lambda lease_id: 1 / 0  # type: ignore[assignment,method-assign,return-value]
         app = build_app(engine, EngineConfig(model="tiny"), 1)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             reply = await http.post("/microserving/commit", json={"lease_id": "x"})
     assert error_of(reply)[:2] == (500, "internal")
     assert "ZeroDivisionError" in caplog.text
@@ -401,7 +402,7 @@ async def test_an_internal_error_is_reported_and_logged(caplog: pytest.LogCaptur
 async def test_a_stuck_or_dead_loop_is_unhealthy(caplog: pytest.LogCaptureFixture):
     async with running() as engine:
         transport = httpx.ASGITransport(build_app(engine, EngineConfig(model="tiny"), 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             assert (await http.get("/health")).status_code == 200
             engine.loop.stop()
             assert error_of(await http.get("/health"))[:2] == (500, "internal")

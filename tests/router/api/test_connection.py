@@ -13,6 +13,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from waiting import until
 
+from engine.web import BodyBudget
 from router.api.app import build_app
 from router.api.connections import Connections
 from router.api.http import HttpRequest, HttpResponse
@@ -23,8 +24,8 @@ STREAM = ASK[:-1] + b', "stream": true}'
 
 
 def post(body: bytes, *headers: str, path: str = "/v1/completions", version: str = "1.1") -> bytes:
-    lines = [f"POST {path} HTTP/{version}", "Host: x", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    lines = [f"POST {path} HTTP/{version}", "Host: localhost", f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
 
 def get(path: str, *headers: str, method: str = "GET") -> bytes:
@@ -313,7 +314,7 @@ class Echo:
 async def echoing(size: int) -> AsyncIterator[tuple[Echo, Connections, Client]]:
     """Serve an `Echo` with small socket buffers and connect to it."""
     service = Echo(size)
-    connections = Connections(service)
+    connections = Connections(service, BodyBudget())
     listener = listen("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
     server = await asyncio.get_running_loop().create_server(connections.connection, sock=listener)
@@ -368,7 +369,7 @@ async def test_a_client_that_leaves_as_its_next_request_begins_is_no_error(serve
         http = HttpRequest(scope, receive, send, max_body=0, extra_headers=lambda _: {})
         await http.respond(HttpResponse())
 
-    connections = Connections(app)
+    connections = Connections(app, BodyBudget())
     listener = listen("127.0.0.1", 0)
     server = await asyncio.get_running_loop().create_server(connections.connection, sock=listener)
     with socket.create_connection(listener.getsockname()) as client:
@@ -405,7 +406,7 @@ async def test_a_client_that_leaves_ends_its_request(served, streamed, behind):
 
 
 async def test_idle_connections_are_closed(served, monkeypatch):
-    monkeypatch.setattr("router.api.protocol.KEEPALIVE_S", 0.0)
+    monkeypatch.setattr("engine.web.protocol.KEEPALIVE_S", 0.0)
     _, _, connect = served
     client = await connect()
     client.writer.write(get("/version"))
@@ -414,7 +415,7 @@ async def test_idle_connections_are_closed(served, monkeypatch):
 
 
 async def test_a_refused_client_that_never_hangs_up_is_dropped(served, monkeypatch, caplog):
-    monkeypatch.setattr("router.api.http.LINGER_S", 0.1)
+    monkeypatch.setattr("engine.web.connection.LINGER_S", 0.1)
     _, _, connect = served
     client = await connect()
     client.writer.write(post(b" " * 2**22)[: 2**16])

@@ -370,7 +370,8 @@ async def test_strategies_are_loaded_from_uploaded_source_if_allowed(route, fake
 async def test_the_admin_api_takes_the_same_json(route, fake, body):
     async with route(fake("a")) as r:
         model = await r.http.post(r.server.url + "/v1/completions", data=body)
-        response = await r.http.put(r.server.url + "/admin/strategy", data=body)
+        declared = {"Content-Type": "application/json"}
+        response = await r.http.put(r.server.url + "/admin/strategy", data=body, headers=declared)
         error = (await response.json())["error"]
         assert error == (await model.json())["error"]
     assert (response.status, error["type"]) == (400, "invalid_request_error")

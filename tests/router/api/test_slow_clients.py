@@ -30,8 +30,8 @@ async def connected(r, *, receive_buffer: int | None = None):
 
 
 def request(body: bytes, *headers: str) -> bytes:
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
 
 async def metrics(r) -> str:
@@ -85,12 +85,12 @@ async def test_an_incomplete_head_or_body_times_out(route, fake):
             writer.write(request(b"{" * 10).replace(b"Content-Length: 10", b"Content-Length: 99"))
             assert b" 408 " in await reader.readline()
         async with connected(r) as (reader, writer):
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-A: ")
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: ")
             assert await reader.read() == b""
         assert 'slow_clients_total{reason="no_request"} 1.0' in await metrics(r)
 
 
-SMUGGLED = b"GET /admin/engines HTTP/1.1\r\nHost: x\r\n\r\n"
+SMUGGLED = b"GET /admin/engines HTTP/1.1\r\nHost: localhost\r\n\r\n"
 JUNK = {
     "both lengths": b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
     "two lengths": b"Content-Length: 4\r\nContent-Length: 40\r\n\r\nabcd" + SMUGGLED,
@@ -113,7 +113,7 @@ JUNK = {
 @pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK)
 async def test_a_malformed_request_is_a_400_and_ends_the_connection(route, fake, junk):
     async with route(fake("a")) as r, connected(r) as (reader, writer):
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + junk)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + junk)
         async with asyncio.timeout(10):
             answer = await reader.read()
         assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.0 400 ")), answer

@@ -4,6 +4,7 @@ uvicorn parses everything that arrives, and waits for its client without a time 
 here adds:
 
 - Requests pipelined behind a running one stay unparsed bytes, and their number is bounded.
+- Bytes that wait to be parsed, bodies above all, count towards a budget of the whole process.
 - Heads are bounded. Heads that llhttp accepts and HTTP forbids are refused.
 - A refusal waits its turn behind earlier responses.
 - A request with an `Upgrade` header is served as HTTP/1.1, with its body.
@@ -20,6 +21,8 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from engine.web.bodies import BodyBudget
 
 __all__ = ["BoundedHttpProtocol"]
 
@@ -53,8 +56,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     flow: _Flow
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, budget: BodyBudget, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._budget = budget
+        self._held = 0  # bytes of bodies that are counted in the budget
+        self.headers = []
         self.timeout_keep_alive = KEEPALIVE_S
         self.waiting_since: float | None = self.loop.time()
         self.gone = False  # the client has disconnected, or is aborted
@@ -77,7 +83,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._task is not None and self._cycles and not self._cycles[0].response_complete:
             self._task.cancel()
         self._unread = False
-        self._waiting.clear()
+        self._drop_waiting()
+        self._budget.give(self._held)
+        self._held = 0
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
@@ -96,6 +104,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Cancel `task` when the client disconnects, until another call replaces it."""
         self._task = task
 
+    def release_body(self) -> None:
+        """Count the body of the running request no longer: it has been parsed."""
+        if self._held:
+            behind = sum(len(cycle.body) for cycle in self._cycles if cycle is not self._cycles[0])
+            self._budget.give(self._held - behind)
+            self._held = behind
+
     def abort(self) -> None:
         """Close at once and discard what the client has not read."""
         self._disconnected()
@@ -104,6 +119,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def half_close(self) -> None:
         """Send the end of the stream after what was written, but still receive."""
         self._discarding = True
+        self.release_body()
         if self.transport.can_write_eof():
             self.transport.write_eof()
 
@@ -128,10 +144,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._parse(data)
 
     def _wait(self, data: bytes) -> None:
+        if not self._budget.take(len(data)):
+            self._drop_waiting()
+            self._refuse(overloaded=True)
+            return
         self._waiting += data
         if len(self._waiting) > MAX_WAITING:
             self.flow.pause_reading()
             self.flow.held = True
+
+    def _drop_waiting(self) -> None:
+        self._budget.give(len(self._waiting))
+        self._waiting = bytearray()
 
     def _parse(self, data: bytes) -> None:
         at = 0
@@ -141,10 +165,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 at += len(piece)
                 self._unparsed += len(piece)
                 self.parser.feed_data(piece)
-                if self._unparsed > MAX_UNPARSED:
-                    self._refuse("a line is too long")
+                if self._discarding:
                     return
-                if self._cycles and not self.cycle.more_body:
+                if self._unparsed > MAX_UNPARSED or len(self.headers) > MAX_HEADERS:
+                    self._refuse(broken="a head or a line is too long")
+                    return
+                if at < len(data) and self._cycles and not self.cycle.more_body:
                     self._wait(data[at:])
                     break
         except httptools.HttpParserUpgrade as upgrade:
@@ -152,7 +178,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._take_body(data[at - len(piece) + upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
-            self._refuse(str(error.__context__ or error))
+            self._refuse(broken=str(error.__context__ or error))
             return
         if not self._cycles:
             if self.waiting_since is None:
@@ -163,14 +189,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _take_body(self, data: bytes) -> None:
         """Pass on the body of a request whose `Upgrade` is ignored."""
         if body := data[: self._body_left]:
-            super().on_body(body)
+            self.on_body(body)
             self._body_left -= len(body)
         if not self._body_left:
             self._discarding = True
             super().on_message_complete()
 
-    def _refuse(self, reason: str) -> None:
-        """Answer 400 in turn, with `reason` as the message, and close.
+    def _refuse(self, **state: Any) -> None:
+        """Answer with an error in turn, and close. `state` tells the application which error.
 
         The request that is being received gets the answer. Between requests, a placeholder does.
         """
@@ -178,7 +204,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._cycles or not self.cycle.more_body:
             self.parser = httptools.HttpRequestParser(self)
             self.parser.feed_data(_PLACEHOLDER)
-        self.cycle.scope["state"]["broken"] = reason
+        self.cycle.scope["state"].update(state)
         self.cycle.message_event.set()
 
     # What the parser calls
@@ -211,7 +237,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
-        super().on_body(body)
+        if self.cycle.response_complete:
+            return
+        if self._budget.take(len(body)):
+            self._held += len(body)
+            super().on_body(body)
+            return
+        # What a running request has received already is freed when its task wakes.
+        freed = self._held if self.cycle is self._cycles[0] else len(self.cycle.body)
+        self._budget.give(freed)
+        self._held -= freed
+        self.cycle.body, self.cycle.keep_alive = bytearray(), False
+        self._refuse(overloaded=True)
 
     def on_message_complete(self) -> None:
         self._unparsed = 0
@@ -231,11 +268,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _next(self) -> None:
         """Start the next request: the running one has been answered."""
+        self.release_body()
         self._cycles.popleft()
         self._task = None  # the rest of its work does not need the client
         super().on_response_complete()
         if self._waiting and not self._cycles and not self.transport.is_closing():
-            data, self._waiting = bytes(self._waiting), bytearray()
+            data = bytes(self._waiting)
+            self._drop_waiting()
             self.flow.held = False
             self.data_received(data)
             self.flow.resume_reading()

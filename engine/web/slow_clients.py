@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
-from router.api.protocol import BoundedHttpProtocol
-from router.telemetry import Metrics
+from engine.web.protocol import BoundedHttpProtocol
 
 __all__ = ["SlowClients"]
 
@@ -28,16 +29,19 @@ class SlowClients:
     connection was opened or the head began.
     """
 
-    def __init__(self, metrics: Metrics, *, stall_s: float, head_s: float) -> None:
-        self._metrics = metrics
+    def __init__(
+        self, dropped: Callable[[str], None], *, head_s: float, stall_s: float = math.inf
+    ) -> None:
+        """`dropped` is called with the reason, `unread` or `no_request`."""
+        self._dropped = dropped
         self._stall_s = stall_s
         self._head_s = head_s
         self._unread: dict[
             BoundedHttpProtocol, tuple[int, float]
         ] = {}  # bytes, and since when so many
 
-    async def watch(self, connections: Collection[BoundedHttpProtocol]) -> None:
-        """Check `connections` until cancelled."""
+    async def watch(self, connections: Collection[Any]) -> None:
+        """Check `connections`, which are `BoundedHttpProtocol`s, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(self._stall_s, self._head_s) / CHECKS)
@@ -63,5 +67,5 @@ class SlowClients:
     def _drop(self, connection: BoundedHttpProtocol, reason: str) -> None:
         peer = connection.transport.get_extra_info("peername")
         log.info("a client at %s is dropped: %s", peer, reason)
-        self._metrics.slow_clients.labels(reason).inc()
+        self._dropped(reason)
         connection.transport.abort()

@@ -1,0 +1,141 @@
+"""What precedes every handler: the key, calls by web pages, limits of bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.api.requests import error_headers
+from engine.protocol import (
+    BadRequest,
+    EngineConfig,
+    MicroserveError,
+    SlowClient,
+    TooLarge,
+    Unauthorized,
+    error_body,
+)
+from engine.web import (
+    SAFE_METHODS,
+    AllowedHosts,
+    ClientConnection,
+    check_input,
+    check_origin,
+    linger,
+)
+
+__all__ = ["BODY_TIMEOUT_S", "Gate"]
+
+BODY_TIMEOUT_S = 30.0  # for a request's head, and for its body
+OPEN = frozenset({"/health"})  # open to everybody: probes have no keys
+OPEN_BODY = 1 << 16  # bytes
+
+
+class Gate:
+    """The ASGI application in front of an engine's API."""
+
+    def __init__(self, api: ASGIApp, config: EngineConfig) -> None:
+        self._api = api
+        self._key = f"Bearer {config.api_key}".encode() if config.api_key else b""
+        self._hosts = AllowedHosts.of(config.allowed_hosts, config.host, config.advertise)
+        self._max_body = config.max_body_mb << 20
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. A body that has not arrived yet is read here, before any handler."""
+        state: Mapping[str, Any] = scope.get("state") or {}
+        connection: ClientConnection | None = state.get("connection")
+        try:
+            check_input(state)
+            self._admit(scope)
+            if connection is not None and not connection.arrived:
+                receive = await self._read(scope, receive)
+        except MicroserveError as error:
+            if connection is None or not connection.gone:
+                await _refuse(error, scope, receive, send, connection)
+            return
+        await self._api(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> None:
+        """Check the key, or without one that no web page of another site calls.
+
+        Paths are compared as the routes compare them. Raises `Unauthorized` or `Forbidden`.
+        """
+        path = scope["path"]
+        if path in OPEN:
+            return
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
+        }
+        if self._key:
+            given = headers.get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(given, self._key):
+                raise Unauthorized("a valid API key is needed: Authorization: Bearer KEY")
+        if not self._key or self._hosts.enforced:
+            self._hosts.check(headers.get("host"))
+        # Streams are opened by GET, and opening one ends another.
+        if not self._key and (
+            scope["method"] not in SAFE_METHODS or path.startswith("/microserving/")
+        ):
+            check_origin(headers)
+
+    async def _read(self, scope: Scope, receive: Receive) -> Receive:
+        """Read the body; return a `receive` that begins with it.
+
+        Raises `TooLarge`, `BadRequest`, `Overloaded` or `SlowClient`.
+        """
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await self._whole(scope, receive)
+        except TimeoutError:
+            raise SlowClient(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+        bodies = [body]
+
+        async def replay() -> Message:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            return await receive()
+
+        return replay
+
+    async def _whole(self, scope: Scope, receive: Receive) -> bytes:
+        limit = min(self._max_body, OPEN_BODY) if scope["path"] in OPEN else self._max_body
+        for name, value in scope["headers"]:
+            if name == b"content-length" and int(value) > limit:
+                raise TooLarge(f"the body has {int(value)} bytes, more than {limit}")
+        parts, more = bytearray(), True
+        while more:
+            message = await receive()
+            check_input(scope["state"])
+            if message["type"] != "http.request":
+                raise BadRequest("the client disconnected within the body")
+            parts += message["body"]
+            if len(parts) > limit:
+                raise TooLarge(f"the body has more than {limit} bytes")
+            more = message["more_body"]
+        return bytes(parts)
+
+
+async def _refuse(
+    error: MicroserveError,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    connection: ClientConnection | None,
+) -> None:
+    """Send an error. If the request's body has not arrived, close the connection."""
+    response = JSONResponse(error_body(error), error.status, error_headers(error))
+    if connection is None or connection.arrived:
+        await response(scope, receive, send)
+        return
+    response.headers["Connection"] = "close"
+    head = {"status": error.status, "headers": response.raw_headers}
+    await send({"type": "http.response.start", **head})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    await linger(connection, receive)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,69 @@
+"""The client's connection as handlers see it, and how a refused client is heard out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.protocol import BadRequest, Overloaded
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
+
+__all__ = ["ClientConnection", "check_input", "linger"]
+
+# Time for a client that still sends its body to read why it was refused.
+LINGER_S = 2.0
+
+
+class ClientConnection(Protocol):
+    """The client's connection, which the server passes as `scope["state"]["connection"]`."""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the whole body of the running request has arrived."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has disconnected."""
+
+    def cancels(self, task: asyncio.Task[Any] | None) -> None:
+        """Cancel `task` when the client disconnects, until another call replaces it."""
+
+    def release_body(self) -> None:
+        """Count the body of the running request no longer: it has been parsed."""
+
+    def half_close(self) -> None:
+        """Send the end of the stream after what was written, but still receive."""
+
+    def abort(self) -> None:
+        """Close at once and discard what the client has not read."""
+
+
+def check_input(state: Mapping[str, Any]) -> None:
+    """Raise what the server found wrong with the bytes of a request; `state` is of its scope.
+
+    `BadRequest` if they are not valid HTTP, `Overloaded` if there is no room for the body.
+    """
+    if broken := state.get("broken"):
+        raise BadRequest(broken)
+    if "overloaded" in state:
+        raise Overloaded("the bodies of other requests leave no room for this one; retry later")
+
+
+async def linger(connection: ClientConnection | None, receive: Receive) -> None:
+    """Close a connection whose client still sends the body of a request that was answered.
+
+    A client still sending would lose the response to a reset. So its input is discarded until it
+    ends, for `LINGER_S` at most.
+    """
+    if connection is not None:
+        connection.half_close()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (await receive()).get("more_body", False):
+                pass
+    if connection is not None:
+        connection.abort()

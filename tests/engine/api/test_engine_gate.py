@@ -1,0 +1,193 @@
+"""What an engine refuses before a handler runs: keys, web pages of other sites, bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+from engine_process import EngineProcess
+from starlette.types import Message, Receive, Scope, Send
+
+from engine.api import gate
+from engine.api.gate import Gate
+from engine.protocol import EngineConfig
+
+
+async def reached(scope: Scope, receive: Receive, send: Send) -> None:
+    """Stand for the routes."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+async def call(
+    method: str, path: str, headers: dict[str, str] | None = None, **config: Any
+) -> tuple[int, str | None]:
+    """Send a request to a gate; return the status and the error's type."""
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    given = {"host": "127.0.0.1:8100", **(headers or {})}
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in given.items()]
+    scope = {"type": "http", "method": method, "path": path, "headers": raw, "state": {}}
+    await Gate(reached, EngineConfig(**config))(scope, receive, send)
+    body = json.loads(sent[1]["body"])
+    return sent[0]["status"], body["error"]["type"] if body else None
+
+
+OK, KEY, NO = (200, None), (401, "unauthorized"), (403, "forbidden")
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/docs", "/microserving/state", "/"])
+async def test_a_key_opens_all_paths_and_no_key_only_health(path: str):
+    bearer = {"authorization": "Bearer k"}
+    assert await call("GET", path, bearer, api_key="k") == OK
+    for wrong in ({}, {"authorization": "Bearer K"}, {"authorization": "Bearer \xe9"}):
+        assert await call("GET", path, wrong, api_key="k") == (OK if path == "/health" else KEY)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "//health",
+        "/health/",
+        "/Health",
+        "/health?",
+        "/docs/../health",
+        "/admin/../health",
+        "health",
+    ],
+)
+async def test_no_other_spelling_is_open(path: str):
+    assert await call("GET", path, api_key="k") == KEY
+
+
+@pytest.mark.parametrize("host", ["x/health?", "x/health#", "x:1/health", "/health", "health"])
+async def test_the_host_does_not_change_the_path(host: str):
+    assert await call("GET", "/microserving/state", {"host": host}, api_key="k") == KEY
+
+
+async def test_web_pages_of_other_sites_call_nothing_without_a_key():
+    for foreign in (
+        {"origin": "http://127.0.0.1:3000"},
+        {"origin": "null"},
+        {"sec-fetch-site": "same-site"},
+        {"sec-fetch-site": "cross-site"},
+    ):
+        for method, path in (
+            ("POST", "/microserving/release"),
+            ("POST", "/v1/completions"),
+            ("GET", "/microserving/stream"),
+            ("DELETE", "/metrics"),
+        ):
+            assert await call(method, path, foreign) == NO, (foreign, path)
+            with_key = {**foreign, "host": "x.y", "authorization": "Bearer k"}
+            assert await call(method, path, with_key, api_key="k") == OK
+        for path in ("/health", "/metrics", "/docs"):
+            assert await call("GET", path, foreign) == OK
+    own = {"origin": "http://127.0.0.1:8100"}
+    assert await call("POST", "/microserving/release", own) == OK
+
+
+async def test_only_allowed_hosts_without_a_key():
+    path = "/microserving/state"
+    for host in ("localhost:1", "[::1]:1", "10.0.0.1"):
+        assert await call("GET", path, {"host": host}) == OK
+    evil = {"host": "evil.example:8100"}
+    assert await call("GET", path, evil) == NO
+    assert await call("GET", "/health", evil) == OK
+    assert await call("GET", path, evil, allowed_hosts="evil.example") == OK
+    assert await call("GET", path, evil, advertise="http://evil.example:1") == OK
+    bearer = {"authorization": "Bearer k"}
+    assert await call("GET", path, {**evil, **bearer}, api_key="k") == OK
+    assert await call("GET", path, {**evil, **bearer}, api_key="k", allowed_hosts="a") == NO
+
+
+class Connection:
+    """A connection whose client sends a body slowly."""
+
+    arrived = False
+    gone = False
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def half_close(self) -> None:
+        self.ended.append("half_close")
+
+    def abort(self) -> None:
+        self.ended.append("abort")
+
+
+async def test_a_body_that_does_not_come_in_time_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gate, "BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("engine.web.connection.LINGER_S", 0.01)
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    connection = Connection()
+    scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+    scope["state"] = {"connection": connection}
+    await Gate(reached, EngineConfig())(scope, receive, send)
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert connection.ended == ["half_close", "abort"]
+
+
+def exchange(url: str, data: bytes) -> bytes:
+    """Send bytes on a connection of their own; return all that comes back."""
+    parts = httpx.URL(url)
+    with socket.create_connection((parts.host, parts.port), timeout=20) as client:
+        client.sendall(data)
+        received = b""
+        while more := client.recv(1 << 16):
+            received += more
+    return received
+
+
+HEAD = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD + b"Host: evil.example\r\n\r\n",
+        b"GET /version HTTP/1.1\r\n\r\n",
+        HEAD + b"X: " + b"a" * 10_000 + b"\r\n\r\n",
+        HEAD + b"a:\r\n" * 2_000,
+        b"GET /" + b"a" * 100_000,
+        HEAD + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nx",
+        b"\x16\x03\x01\x02\x00\x01",
+    ],
+    ids=["hosts", "host", "header", "headers", "target", "lengths", "chunk", "tls"],
+)
+def test_malformed_requests_are_refused(engine_process: EngineProcess, data: bytes):
+    answer = exchange(engine_process.url, data)
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "bad_request"
+
+
+@pytest.mark.processes
+def test_pipelined_calls_are_answered_in_order(engine_process: EngineProcess):
+    body = b'{"lease_id": "x"}'
+    post = b"POST /microserving/release HTTP/1.1\r\nHost: localhost\r\nContent-Length: 17\r\n\r\n"
+    last = HEAD + b"Connection: close\r\n\r\n"
+    answers = exchange(engine_process.url, (post + body) * 200 + last)
+    assert answers.count(b"HTTP/1.1 200 OK\r\n") == 201
+    assert answers.count(b'{"released":true}') == 200
