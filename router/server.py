@@ -18,6 +18,7 @@ from router.api.connections import Connections
 from router.api.parts import Router
 from router.assembly import assembled
 from router.base.config import RouterConfig
+from router.base.process import hide_memory
 from router.base.tls import server_context
 from router.supervision.child_tasks import adopting
 from router.supervision.watchdog import Watchdog
@@ -96,6 +97,8 @@ async def run(config: RouterConfig) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    if config.allow_upload:
+        hide_memory()  # from the process of a dry run
     with _watching(config.parent_pid, stop):
         async with serving(config) as server:
             shutdowns.append(server.router.shutdown)

@@ -2,7 +2,13 @@
 
 from router.base.cancel_scope import CancelScope
 from router.base.config import RouterConfig
-from router.base.environment import PREFIX, child_environment, drop_service_links, hide_keys
+from router.base.environment import (
+    PREFIX,
+    bare_environment,
+    child_environment,
+    drop_service_links,
+    hide_keys,
+)
 from router.base.errors import (
     Conflict,
     EngineUnreachable,
@@ -21,6 +27,13 @@ from router.base.errors import (
     root_cause,
 )
 from router.base.ids import EngineId, EngineRequestId, LeaseId, RevisionNumber
+from router.base.process import (
+    adopt_orphans,
+    die_with_parent,
+    enter_namespaces,
+    forbid_new_privileges,
+    hide_memory,
+)
 from router.base.request import Chunk, Mirrored, Request
 from router.base.sse import DONE, EventSplitter
 from router.base.tls import server_context
@@ -53,10 +66,16 @@ __all__ = [
     "StrategyError",
     "StrategyStalled",
     "UnsupportedMediaType",
+    "adopt_orphans",
+    "bare_environment",
     "changes_of",
     "child_environment",
+    "die_with_parent",
     "drop_service_links",
+    "enter_namespaces",
+    "forbid_new_privileges",
     "hide_keys",
+    "hide_memory",
     "root_cause",
     "server_context",
 ]

@@ -6,11 +6,16 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["PREFIX", "child_environment", "drop_service_links", "hide_keys"]
+__all__ = ["PREFIX", "bare_environment", "child_environment", "drop_service_links", "hide_keys"]
 
 PREFIX = "MICROSERVE"
 COMMANDS = ("UP", "ENGINE", "ROUTER", "CHAT", "STRATEGY", "BENCH")
 KEYS = ("--api-key", "--admin-key", "--engine-api-key")
+# What Python and libraries need to run, and nothing that may be secret.
+BARE = frozenset(
+    {"HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV"}
+)
+BARE_PREFIXES = ("LC_", "PYTHON")
 
 
 def drop_service_links() -> None:
@@ -24,6 +29,15 @@ def child_environment() -> dict[str, str]:
     """Return the environment without the twins of flags: a child has flags of its own."""
     twins = tuple(f"{PREFIX}_{command}_" for command in COMMANDS)
     return {name: value for name, value in os.environ.items() if not name.startswith(twins)}
+
+
+def bare_environment() -> dict[str, str]:
+    """Return only the variables that Python needs, for a process that runs code of others."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in BARE or name.startswith(BARE_PREFIXES)
+    }
 
 
 def hide_keys() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from engine.protocol import EngineConfig
-from router.base import RouterConfig, StartFailed, root_cause
+from router.base import RouterConfig, StartFailed, hide_memory, root_cause
 from router.cli.options import GroupedCommand, config_options, given, option, read_params
 from router.cli.preflight import check_address, check_folder, check_strategy, check_tls
 from router.supervisor import Fleet, FleetConfig, as_arguments
@@ -107,6 +107,7 @@ def up(
         router_args += ["--served-model-name", served_model_name]
     if allow_upload:
         router_args.append("--allow-upload")
+        hide_memory()  # this process has the keys in its environment, too
     if audit_log is not None:
         router_args += ["--audit-log", str(audit_log)]
     config = FleetConfig(

@@ -13,14 +13,16 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from engine.protocol import BadRequest
+from engine.protocol import BadRequest, MicroserveError, Timeout
 from router.base import Conflict, NotFound, root_cause
 from router.strategy import Strategy
+from router.supervision import UserThreads
 
 __all__ = ["Catalog", "read_source"]
 
 log = logging.getLogger(__name__)
 _modules = itertools.count()
+MESSAGE_CHARACTERS = 2000  # of an exception that a module raises
 
 
 class Catalog:
@@ -29,6 +31,7 @@ class Catalog:
     def __init__(self) -> None:
         self._installed: dict[str, Strategy] = {}
         self._loaded: dict[str, Strategy] = {}
+        self._threads = UserThreads()
         for entry in entry_points(group="microserve.strategies"):
             try:
                 found = entry.load()
@@ -65,13 +68,50 @@ class Catalog:
         name of an installed strategy; nothing is listed then.
         """
         where = file or f"<strategy {name}>"
-        found = {one.name: one for one in _run(source, where)}
-        chosen = found.get(name or Path(file).stem)
+        return self._list(_run(source, where), where, name, file)
+
+    async def load_in_thread(
+        self, source: str, *, name: str = "", file: str = "", limit_s: float
+    ) -> Strategy:
+        """Do the same, with the source in a daemon thread, which the process does not wait for.
+
+        Raises `Timeout` after `limit_s` seconds. The thread is interrupted then; while one runs on
+        all the same, the next call raises `Conflict`.
+        """
+        where = file or f"<strategy {name}>"
+        if self._threads.late:
+            raise Conflict("an earlier upload still runs and cannot be stopped: restart the router")
+        late = False
+
+        def work() -> list[Strategy]:
+            found = _run(source, where)
+            if late:
+                _forget(found)
+            return found
+
+        try:
+            found = await self._threads.run(f"import of {where}", work, limit_s=limit_s)
+        except TimeoutError:
+            raise Timeout(f"{where}: loading took more than {limit_s:g} s") from None
+        finally:
+            late = True
+        return self._list(found, where, name, file)
+
+    def _list(self, strategies: list[Strategy], where: str, name: str, file: str) -> Strategy:
+        """List the strategies of one source; return the chosen one. Raises as `load` does."""
+        try:
+            return self._choose({one.name: one for one in strategies}, where, name, file)
+        except MicroserveError:
+            _forget(strategies)
+            raise
+
+    def _choose(self, found: dict[str, Strategy], where: str, name: str, file: str) -> Strategy:
+        wanted = name or Path(file).stem
+        chosen = found.get(wanted)
         if chosen is None and not name and len(found) == 1:
             chosen = next(iter(found.values()))
         if chosen is None:
             has = ", ".join(sorted(found)) or "none"
-            wanted = name or Path(file).stem
             raise BadRequest(
                 f"{where}: no strategy {wanted!r} in it; it has: {has}", param="source"
             )
@@ -109,7 +149,7 @@ def _explain(where: str, error: BaseException) -> str:
             line = traceback.tb_lineno
         traceback = traceback.tb_next
     said = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    return f"{where}:{line or 1}: {type(error).__name__}: {said}"
+    return f"{where}:{line or 1}: {type(error).__name__}: {said[:MESSAGE_CHARACTERS]}"
 
 
 class _Source(importlib.abc.InspectLoader):
@@ -132,11 +172,23 @@ def _run(source: str, where: str) -> list[Strategy]:
     try:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         cause = root_cause(error)
         raise BadRequest(_explain(where, cause), param="source") from error
-    return [
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    found = [
         found
         for found in vars(module).values()
         if isinstance(found, Strategy) and found.function.__module__ == name
     ]
+    if not found:
+        sys.modules.pop(name, None)
+    return found
+
+
+def _forget(strategies: list[Strategy]) -> None:
+    """Drop the module of strategies that are not listed."""
+    for one in strategies:
+        sys.modules.pop(one.function.__module__, None)

@@ -4,8 +4,10 @@ Imports `strategy` and the rooms below it.
 """
 
 from router.supervision.child_tasks import ChildTasks, adopting
-from router.supervision.supervised import Interrupted, Supervised
+from router.supervision.interruption import Interrupted
+from router.supervision.supervised import Supervised
 from router.supervision.user_frames import line_in, waits_at
+from router.supervision.user_threads import UserThreads
 from router.supervision.violations import ViolationKind
 from router.supervision.watchdog import Watchdog
 
@@ -13,6 +15,7 @@ __all__ = [
     "ChildTasks",
     "Interrupted",
     "Supervised",
+    "UserThreads",
     "ViolationKind",
     "Watchdog",
     "adopting",

@@ -14,9 +14,10 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from typing import Any, Protocol
 
+from router.supervision.interruption import Interrupted
 from router.supervision.violations import ViolationKind
 
-__all__ = ["Holder", "Interrupted", "Supervised"]
+__all__ = ["Holder", "Supervised"]
 
 
 class Holder(Protocol):
@@ -30,10 +31,6 @@ class Holder(Protocol):
     def add_violation(self, kind: ViolationKind, message: str) -> None:
         """Count a violation. Called on the event loop."""
         ...
-
-
-class Interrupted(BaseException):
-    """Raised by the watchdog inside a strategy that blocks the event loop."""
 
 
 class Supervised(Coroutine[Any, Any, Any]):

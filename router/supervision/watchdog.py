@@ -22,7 +22,6 @@ exception is raised when it returns. Code that holds the interpreter lock also s
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import sys
 import threading
@@ -32,7 +31,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from router.supervision.supervised import Holder, Interrupted, Supervised
+from router.supervision.interruption import interrupt
+from router.supervision.supervised import Holder, Supervised
 from router.supervision.user_frames import at, is_user
 from router.telemetry import Metrics
 
@@ -40,7 +40,6 @@ __all__ = ["Watchdog"]
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.02
-UNINTERRUPTED_S = 0.1  # looking and setting take a thousandth of it
 _SUPERVISED = (Supervised.send.__code__, Supervised.throw.__code__)
 
 
@@ -115,18 +114,11 @@ class Watchdog:
             self._metrics.stalls.inc()
 
     def _interrupt(self, supervised: Supervised) -> None:
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(UNINTERRUPTED_S)
-        try:
-            time.sleep(0)  # yield once: after that, the other thread waits by the new interval
-            frame = sys._current_frames().get(self._thread_id)
-            theirs = frame is not None and is_user(frame) and _supervised_in(frame) is supervised
-            if theirs and not self._alive.is_set():
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread_id), ctypes.py_object(Interrupted)
-                )
-        finally:
-            sys.setswitchinterval(before)
+        def still_blocks(frame: FrameType) -> bool:
+            theirs = is_user(frame) and _supervised_in(frame) is supervised
+            return theirs and not self._alive.is_set()
+
+        interrupt(self._thread_id, still_blocks)
 
 
 def _supervised_in(frame: FrameType | None) -> Supervised | None:

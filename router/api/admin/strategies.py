@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from engine.protocol import BadRequest, Forbidden, Timeout
+from engine.protocol import BadRequest, Forbidden
 from router.api.admin.access import Body
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
@@ -59,6 +59,7 @@ def routes(router: Router) -> APIRouter:
     """Return `/admin/strateg…`, `/admin/rollback`, `/admin/audit` and `/admin/events`."""
     api = api_router("Strategies")
     rollout = router.rollout
+    loading = asyncio.Lock()
 
     @api.get("/admin/strategies", response_model=dict[str, Any])
     async def strategies() -> Response:
@@ -102,13 +103,12 @@ def routes(router: Router) -> APIRouter:
         if not wanted.name and not wanted.file:
             raise BadRequest("give a name, or the file that it is from", param="name")
         source, name, file = wanted.source, wanted.name, wanted.file
-        tried = await dry_run_source(source, name=name, file=file)
-        try:
+        async with loading:  # one at a time: each takes a process and a thread
+            tried = await dry_run_source(source, name=name, file=file)
             # The dry run has imported this module once; here it may still take its time, or hang.
-            async with asyncio.timeout(LOAD_TIMEOUT_S):
-                loaded = await asyncio.to_thread(router.catalog.load, source, name=name, file=file)
-        except TimeoutError:
-            raise Timeout(f"loading took more than {LOAD_TIMEOUT_S:g} s") from None
+            loaded = await router.catalog.load_in_thread(
+                source, name=name, file=file, limit_s=LOAD_TIMEOUT_S
+            )
         rollout.loaded(http.who, loaded)
         described = {**loaded.describe(), "rehearsed_requests": tried["requests"]}
         return reply(described, status=201)

@@ -21,7 +21,7 @@ from router.base.errors import StrategyBlocked
 from router.rollout.catalog import Catalog
 from router.simulation.dry_run import simulated_router
 from router.supervision.child_tasks import adopting
-from router.supervision.supervised import Interrupted
+from router.supervision.interruption import Interrupted
 from router.supervision.watchdog import Watchdog
 from router.telemetry.metrics import Metrics
 
