@@ -43,7 +43,7 @@ def error_headers(error: MicroserveError) -> dict[str, str]:
 async def read_body(request: Request, limit: int) -> bytes:
     """Return the request's body. Raises `TooLarge` as soon as it exceeds `limit` bytes."""
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > limit:
+    if declared.isascii() and declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {declared} bytes, more than {limit}")
     body = bytearray()
     try:

@@ -13,12 +13,20 @@ from typing import Any
 
 import orjson
 from fastapi import Request, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.api.app import build_api
 from engine.api.gate import Gate
 from engine.api.streaming import event_stream
-from engine.protocol import EngineConfig, MicroserveError, StartGenerate, Usage, error_body, parse
+from engine.protocol import (
+    EngineConfig,
+    MicroserveError,
+    StartGenerate,
+    Usage,
+    bad_request,
+    error_body,
+    parse,
+)
 from engine.service import GenerationStream, MicroserveEngine
 
 __all__ = ["build_mock_app"]
@@ -47,14 +55,17 @@ def build_mock_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -
         prompt = wanted.prompt
         if isinstance(prompt, str):
             prompt = engine.tokenizer.encode(prompt).ids
-        call = StartGenerate(
-            request_id=f"cmpl-{next(_numbers)}",
-            prompt=prompt,
-            max_tokens=wanted.max_tokens,
-            stop=wanted.stop,
-            ignore_eos=True,
-            temperature=0.0,
-        )
+        try:
+            call = StartGenerate(
+                request_id=f"cmpl-{next(_numbers)}",
+                prompt=prompt,
+                max_tokens=wanted.max_tokens,
+                stop=wanted.stop,
+                ignore_eos=True,
+                temperature=0.0,
+            )
+        except ValidationError as error:
+            raise bad_request(error) from None
         stream = await engine.start_generate(call)
         base = {
             "id": call.request_id,

@@ -33,7 +33,7 @@ from engine.protocol.replies import (
     TokenLogprob,
     Usage,
 )
-from engine.protocol.wire import error_body, error_from_body, parse
+from engine.protocol.wire import bad_request, error_body, error_from_body, parse
 from kvcache.errors import (
     BadAddress,
     BadRange,
@@ -103,6 +103,7 @@ __all__ = [
     "Unauthorized",
     "UnknownLease",
     "Usage",
+    "bad_request",
     "error_body",
     "error_from_body",
     "page_name",

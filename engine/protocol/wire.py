@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from kvcache import errors
 from kvcache.errors import BadRequest, Internal, MicroserveError, NoCapacity
 
-__all__ = ["error_body", "error_from_body", "parse"]
+__all__ = ["bad_request", "error_body", "error_from_body", "parse"]
 
 _BY_TYPE: dict[str, type[MicroserveError]] = {
     error.type: error

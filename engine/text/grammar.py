@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from engine.protocol import BadRequest, Structure
+from engine.protocol import BadRequest, NoCapacity, Structure
 from engine.text.detokenizer import token_bytes
 
 if TYPE_CHECKING:
@@ -29,16 +30,22 @@ if TYPE_CHECKING:
 __all__ = ["Grammars", "Matcher"]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _Key = tuple[str, str, bool]
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 COMPILE_S = 10.0  # time limit of one compilation, without the wait for earlier ones
+MAX_LATE = 2  # threads past it that may run on; then no grammar is compiled until one ends
 MAX_NESTING = 100  # brackets; xgrammar's time grows with the square of a schema's depth
 MAX_CACHED = 32  # compiled grammars, least recently used evicted first
 MAX_COMPILED_BYTES = 16 << 20  # of one compiled grammar
 MAX_WHITESPACE = 16  # between two JSON tokens; small models would emit it endlessly
 TRIAL_TOKENS = 32  # length of the trial run of a new grammar
 SLOW_S = 0.1  # CPU time for one token, which delays every generation of the same step
+
+
+class _TooSlow(BadRequest):
+    """A grammar whose compilation did not end in time."""
 
 
 class Matcher:
@@ -100,10 +107,10 @@ class Grammars:
         self._all_tokens = np.ones(vocab, dtype=np.bool_)
         # For JSON: without control characters, which JSON forbids in strings.
         self._json_tokens = self._all_tokens
-        self._cache: OrderedDict[_Key, asyncio.Future[xgrammar.CompiledGrammar]] = OrderedDict()
-        # The grammar in compilation and its start, in seconds of time.monotonic().
-        self._compiling: tuple[_Key | None, float] = (None, 0.0)
-        self._thread: ThreadPoolExecutor | None = None
+        # A compilation that took too long stays here too, so that it is not tried again.
+        self._cache: OrderedDict[_Key, asyncio.Task[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._turn = asyncio.Lock()  # one compilation at a time
+        self._late: set[threading.Thread] = set()  # past their deadline
 
     async def matcher(self, structure: Structure, output: Sequence[int]) -> Matcher:
         """Return a matcher that has accepted `output`, the tokens emitted so far.
@@ -112,6 +119,7 @@ class Grammars:
 
         Raises: `BadRequest` with the client's name of the parameter, if the grammar is invalid, too
         large, or matches no text; if `output` does not follow it; or if xgrammar is not installed.
+        `NoCapacity` while too many grammars compile past their deadline.
         """
         try:
             matcher = self._matcher(await self._compiled(structure), structure)
@@ -128,31 +136,60 @@ class Grammars:
         compiled = self._cache.get(key)
         if compiled is None:
             _check_nesting(structure.source)
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-            loop = asyncio.get_running_loop()
-            compiled = loop.run_in_executor(self._thread, self._compile_on_thread, key, structure)
+            compiled = asyncio.create_task(self._compile_in_turn(structure))
+            compiled.add_done_callback(_retrieve_exception)
             self._cache[key] = compiled
             if len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(key)
-        while not compiled.done():
-            # `wait` does not cancel the compilation, which other requests may share.
-            await asyncio.wait((compiled,), timeout=COMPILE_S)
-            current, since = self._compiling
-            if not compiled.done() and current == key and time.monotonic() - since > COMPILE_S:
-                raise BadRequest(f"the grammar takes over {COMPILE_S:g} s to compile")
-        if compiled.exception() is not None and self._cache.get(key) is compiled:
+        await asyncio.wait((compiled,))  # does not cancel it: other requests may share it
+        failed = compiled.cancelled() or compiled.exception() is not None
+        if failed and not _is_late(compiled) and self._cache.get(key) is compiled:
             del self._cache[key]
         return compiled.result()
 
-    # On the compiler's thread
+    async def _compile_in_turn(self, structure: Structure) -> xgrammar.CompiledGrammar:
+        async with self._turn:
+            self._late = {thread for thread in self._late if thread.is_alive()}
+            if len(self._late) >= MAX_LATE:
+                raise NoCapacity(f"{len(self._late)} grammars still compile past their deadline")
+            compiler = self._compiler
+            if compiler is None:
+                compiler = self._compiler = await self._on_thread(self._make_compiler, None)
+            try:
+                return await self._on_thread(
+                    lambda: self._compile(compiler, structure), limit_s=COMPILE_S
+                )
+            except TimeoutError:
+                self._compiler = None  # the thread still uses it
+                raise _TooSlow(f"the grammar takes over {COMPILE_S:g} s to compile") from None
 
-    def _compile_on_thread(self, key: _Key, structure: Structure) -> xgrammar.CompiledGrammar:
-        if self._compiler is None:
-            self._compiler = self._make_compiler()
-        self._compiling = (key, time.monotonic())
-        return self._compile(self._compiler, structure)
+    async def _on_thread(self, work: Callable[[], T], limit_s: float | None) -> T:
+        """Run `work` on a daemon thread, so that the process can end while xgrammar works.
+
+        Raises what `work` raises, and `TimeoutError`; nothing can stop the thread then.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def body() -> None:
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001  it is raised in the caller
+                _post(loop, done, done.set_exception, error)
+            else:
+                _post(loop, done, done.set_result, result)
+
+        thread = threading.Thread(target=body, name="grammar", daemon=True)
+        thread.start()
+        try:
+            async with asyncio.timeout(limit_s):
+                return await done
+        except TimeoutError:
+            self._late.add(thread)
+            raise
+
+    # On the compiler's thread
 
     def _compile(
         self, compiler: xgrammar.GrammarCompiler, structure: Structure
@@ -220,6 +257,27 @@ class Grammars:
                 raise BadRequest("the grammar is too large: it takes too long to match")
             if matcher.finished:
                 return
+
+
+def _post(
+    loop: asyncio.AbstractEventLoop,
+    done: asyncio.Future[Any],
+    settle: Callable[[Any], None],
+    value: object,
+) -> None:
+    """Settle a future from another thread, unless its waiter has gone."""
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(lambda: None if done.done() else settle(value))
+
+
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
+    """Mark the exception as retrieved: all who waited for it may have gone."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _is_late(task: asyncio.Task[Any]) -> bool:
+    return not task.cancelled() and isinstance(task.exception(), _TooSlow)
 
 
 def _check_nesting(source: str) -> None:

@@ -9,6 +9,7 @@ import hmac
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from kvcache.types import EngineId, LeaseId, PageId, SlotIndex
 __all__ = ["KVAddress", "prompt_digest"]
 
 MAC_BYTES = 16
+_TEXTS = ("engine_id", "url", "endpoint", "lease_id", "fingerprint", "digest")
+_NUMBERS = ("epoch", "slot", "nonce", "begin", "end", "room")
 
 
 def prompt_digest(tokens: Sequence[int]) -> str:
@@ -71,13 +74,34 @@ class KVAddress:
         mac, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
         if not hmac.compare_digest(mac, _mac(secret, body)):
             raise BadAddress("kv_addr was not signed with this cluster's secret", param="kv_addr")
-        fields = json.loads(body)  # valid, since an engine of this cluster signed it
-        fields[cls.__slots__.index("runs")] = tuple(
-            (first, count) for first, count in fields[cls.__slots__.index("runs")]
-        )
-        at = cls.__slots__.index("shard")
-        fields[at] = fields[at] and Shard(**fields[at])
-        return cls(*fields)
+        try:
+            return cls._read(json.loads(body))
+        except (ValueError, TypeError):
+            message = "kv_addr is of another version: the engines of a cluster need the same"
+            raise BadAddress(message, param="kv_addr") from None
+
+    @classmethod
+    def _read(cls, fields: list[Any]) -> KVAddress:
+        """Return the address of these fields. Raises `ValueError` or `TypeError` for others."""
+        *values, runs, fingerprint, digest, shard = fields
+        typed = [
+            *values,
+            tuple((first, count) for first, count in runs),
+            fingerprint,
+            digest,
+            None if shard is None else Shard(**shard),
+        ]
+        address = cls(*typed)
+        texts = [getattr(address, name) for name in _TEXTS]
+        numbers = [getattr(address, name) for name in _NUMBERS]
+        numbers += [number for run in address.runs for number in run]
+        if address.shard is not None:
+            numbers += asdict(address.shard).values()
+        if any(type(text) is not str for text in texts):
+            raise TypeError("a field is no text")
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise TypeError("a field is no number")
+        return address
 
 
 def page_runs(pages: Sequence[PageId]) -> tuple[tuple[int, int], ...]:

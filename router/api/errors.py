@@ -21,6 +21,7 @@ __all__ = [
     "not_json",
 ]
 
+MOST_CHARACTERS = 8192  # of a message
 # OpenAI's types by status; other errors keep the names of our own tree.
 _TYPES = {
     400: "invalid_request_error",
@@ -53,12 +54,17 @@ def error_object(error: MicroserveError) -> ErrorObject:
     named = error.type not in ("bad_request", "internal")
     return {
         "error": {
-            "message": error.message,
+            "message": _text(error.message),
             "type": _TYPES.get(error.status, error.type),
-            "param": error.param,
+            "param": _text(error.param) if error.param is not None else None,
             "code": error.code or (error.type if named else None),
         }
     }
+
+
+def _text(text: str) -> str:
+    """Return a bounded text that JSON can carry: a message may quote a client or a module."""
+    return text[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def error_json(error: MicroserveError) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jinja2
@@ -51,9 +52,21 @@ class ServedModel:
             return [self._bos, *ids]
         return ids
 
-    def encode_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
-        """Return the token ids of a conversation. The template writes the special tokens."""
-        return self.encode(self._template.render(messages, **kwargs), special=False)
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = {},
+    ) -> list[int]:
+        """Return the token ids of a conversation. The template writes the special tokens.
+
+        `variables` are further ones of the template. Raises what `ChatTemplate.render` raises.
+        """
+        text = self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        return self.encode(text, special=False)
 
     def pieces(self, tokens: list[int]) -> list[str]:
         """Return each token as written in the vocabulary."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,9 @@ from pydantic_core import PydanticSerializationError, to_json
 from engine.protocol import BadRequest
 
 __all__ = ["Params"]
+
+_shown = reprlib.Repr()  # bounded in length and depth
+_shown.maxstring = _shown.maxother = 200
 
 
 class Params:
@@ -66,10 +70,12 @@ class Params:
                 )
             try:
                 checked[name] = self._read(name, value)
-            except (ValidationError, PydanticSerializationError) as wrong:
+            except ValueError as wrong:  # also of values that are nested too deeply
                 kind = self._types[name]
                 says = _says(wrong, kind) if isinstance(wrong, ValidationError) else str(wrong)
-                raise BadRequest(f"{name}={value!r}: {says}", param=f"params.{name}") from None
+                raise BadRequest(
+                    f"{name}={_shown.repr(value)}: {says}", param=f"params.{name}"
+                ) from None
         return checked
 
     def describe(self) -> dict[str, dict[str, Any]]:

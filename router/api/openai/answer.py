@@ -236,7 +236,7 @@ class _Answer:
             id=self._receipt.id,
             prompt=self._parsed.prompts[prompt],
             sampling=sampling.model_copy(update={"choice": choice}) if choice else sampling,
-            session=self._http.headers.get("x-session-id"),
+            session=self._session(),
             priority=self._runner.priority,
             chunk_tokens=1 if self._parsed.stream else WHOLE_CHUNK,
         )
@@ -245,6 +245,13 @@ class _Answer:
         finally:
             if not choice and choices is not None:
                 choices.over()
+
+    def _session(self) -> str | None:
+        """Return `X-Session-ID` as text that strategies can encode, whatever its bytes are."""
+        session = self._http.headers.get("x-session-id")
+        if session is None or session.isascii():
+            return session
+        return session.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def _tally(self) -> None:
         """Note in the receipt what was written.

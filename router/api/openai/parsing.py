@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
+MAX_DIGITS = 20  # of a token id; int() refuses thousands, and takes long before that
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def read_body(kind: type[B], fields: dict[str, Any]) -> B:
 def check_model(requested: str | None, served: str) -> None:
     """Raise `ModelNotFound` if `requested` is another model. None means whichever is served."""
     if requested is not None and requested != served:
-        message = f"the model {requested!r} is not served here, but {served!r} is"
+        message = f"the model {requested[:200]!r} is not served here, but {served!r} is"
         raise ModelNotFound(message, param="model")
 
 
@@ -155,9 +156,16 @@ def read_messages(
     template_kwargs: dict[str, Any] | None,
 ) -> list[int]:
     """Return the token ids of a validated conversation. Raises `BadRequest`."""
+    if len(fields["messages"]) > model.info.context_length:  # each message takes a token or more
+        raise BadRequest(
+            f"{len(fields['messages'])} messages exceed the context of "
+            f"{model.info.context_length} tokens",
+            param="messages",
+            code="context_length_exceeded",
+        )
     messages = [_message(message, at) for at, message in enumerate(fields["messages"])]
     tokens = model.encode_chat(
-        messages, **{**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        messages, add_generation_prompt=add_generation_prompt, variables=template_kwargs or {}
     )
     model.check(tokens, param="messages")
     return tokens
@@ -232,6 +240,8 @@ def _prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
     """Return the token ids of each prompt. `prompt` is a string, token ids, or a list of either."""
     many = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
     entries = prompt if many else [prompt]
+    if len(entries) > MAX_SEQUENCES:
+        raise BadRequest(f"more than {MAX_SEQUENCES} answers at once", param="prompt")
     prompts = []
     for entry in entries:
         if isinstance(entry, str):
@@ -268,7 +278,8 @@ def _message(message: dict[str, Any], at: int) -> dict[str, Any]:
 def _logit_bias(biases: dict[str, float], model: ServedModel) -> dict[int, float]:
     read = {}
     for key, bias in biases.items():
-        if not (key.isascii() and key.isdecimal()) or int(key) >= model.info.vocab_size:
-            raise BadRequest(f"no token id: {key!r}", param="logit_bias")
+        digits = len(key) <= MAX_DIGITS and key.isascii() and key.isdecimal()
+        if not digits or int(key) >= model.info.vocab_size:
+            raise BadRequest(f"no token id: {key[:MAX_DIGITS]!r}", param="logit_bias")
         read[int(key)] = bias
     return read

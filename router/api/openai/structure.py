@@ -63,7 +63,9 @@ def _response_format(value: Any, name: str) -> Structure | None:
 
 def _structured_outputs(value: Any, name: str) -> Structure | None:
     read = _read(StructuredOutputs, value, name)
-    given = {key for key, one in read.model_dump().items() if one is not None and one is not False}
+    # Not by `model_dump`, which refuses deep values.
+    values = {key: getattr(read, key) for key in StructuredOutputs.model_fields}
+    given = {key for key, one in values.items() if one is not None and one is not False}
     if read.json_ is False:
         given.add("json_")  # the schema that nothing satisfies
     if len(given) != 1:
@@ -86,7 +88,10 @@ def _json_object(name: str) -> Structure:
 def _json(value: Any, name: str, *, strict: bool = True) -> Structure:
     if not isinstance(value, str | dict | bool):
         raise BadRequest(f"{name}: a JSON schema", param=name)
-    source = value if isinstance(value, str) else orjson.dumps(value).decode()
+    try:
+        source = value if isinstance(value, str) else orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # over 254 levels
+        raise BadRequest(f"{name}: nested too deeply", param=name) from None
     return _structure(name, kind="json_schema", source=source, strict=strict)
 
 

@@ -104,8 +104,12 @@ def test_completions_for_other_routers(mocks: list[EngineProcess]):
     assert "".join(chunk["text"] for chunk in chunks) == whole["choices"][0]["text"]
     assert chunks[-1]["finish_reason"] == "length"
     assert engine.http.get("/v1/models").json()["data"][0]["id"] == "mock"
-    refused = engine.http.post("/v1/completions", json={"prompt": 7})
-    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "bad_request")
+    for bad in (
+        {"prompt": 7}, {"prompt": []}, {"prompt": [-1]}, {"prompt": [2**70]},
+        {"prompt": "a", "max_tokens": 0}, {"prompt": "a", "stop": [""]},
+    ):  # fmt: skip
+        refused = engine.http.post("/v1/completions", json=bad)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "bad_request"), bad
 
 
 @pytest.mark.slow

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.errors import BadAddress
-from kvcache.lease.address import MAC_BYTES, KVAddress, page_runs, prompt_digest
+from kvcache.lease.address import MAC_BYTES, KVAddress, _mac, page_runs, prompt_digest
 from kvcache.shard import Shard
 from kvcache.types import EngineId, LeaseId, PageId
 
@@ -102,3 +102,39 @@ def test_digests_tell_prompts_apart():
     assert prompt_digest([1, 2]) == prompt_digest((1, 2))
     digests = {prompt_digest(tokens) for tokens in ([], [1], [1, 2], [2, 1], [1, 2, 0], [258])}
     assert len(digests) == 6
+
+
+def signed(fields: object) -> str:
+    body = json.dumps(fields).encode()
+    return base64.urlsafe_b64encode(_mac(SECRET, body) + body).decode().rstrip("=")
+
+
+FIELDS = list(asdict(ADDRESS).values())
+
+
+def test_its_fields_are_signed_as_a_list():
+    assert KVAddress.verify(signed(FIELDS), SECRET) == ADDRESS
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [], {}, 7, None, "x", FIELDS[:-1], [*FIELDS, 0], FIELDS[::-1], [None] * len(FIELDS),
+        dict(zip(KVAddress.__slots__, FIELDS, strict=True)),
+        [*FIELDS[:-1], [1, 2]], [*FIELDS[:-1], {"layer": 0}],
+        [*FIELDS[:-1], {"layer": 0, "layer_end": 2, "head": 0, "head_end": "2"}],
+    ],
+)  # fmt: skip
+def test_a_signed_address_of_another_version_is_refused(fields: object):
+    with pytest.raises(BadAddress, match="another version"):
+        KVAddress.verify(signed(fields), SECRET)
+
+
+@given(
+    st.integers(0, len(FIELDS) - 2), st.none() | st.booleans() | st.floats() | st.lists(st.text())
+)
+def test_a_signed_field_of_another_type_is_refused(at: int, value: object):
+    fields = [*FIELDS[:at], value, *FIELDS[at + 1 :]]
+    if (at, value) != (KVAddress.__slots__.index("runs"), []):
+        with pytest.raises(BadAddress, match="another version"):
+            KVAddress.verify(signed(fields), SECRET)
