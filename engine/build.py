@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -26,6 +28,7 @@ from engine.service.engine import MicroserveEngine
 from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
 from engine.service.readings import engine_readings
+from engine.sizing import Memory, PoolSize, choose_pool, read_memory
 from kvcache.cache import KVCache
 from kvcache.lease import Identity
 from kvcache.memory import KVLayout
@@ -36,11 +39,8 @@ from kvcache.types import EngineId
 
 __all__ = ["build_engine"]
 
-# Without --pool-pages, the pool takes this share of the machine's memory, but at most
-# `MAX_POOL_BYTES`, and at least the pages of `MIN_CONTEXTS` sequences of full length.
-POOL_SHARE = 0.05
-MAX_POOL_BYTES = 4 << 30
-MIN_CONTEXTS = 2
+log = logging.getLogger(__name__)
+
 MOCK_PAGES = 1 << 16
 
 
@@ -48,7 +48,8 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     """Load the model and allocate the pool. Call it on the event loop that will serve.
 
     Does not start the step loop. Raises `ModelError`, `BadRequest` for a bad page size, a missing
-    transport or tiers larger than the memory, and `OSError` if the transport cannot listen.
+    transport, a context longer than the model's, or a pool or tiers larger than the memory, and
+    `OSError` if the transport cannot listen.
     """
     device = torch.device(config.device)
     if device.type == "cuda":
@@ -60,27 +61,35 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     dtype = _dtype(config)
     threads = config.threads or len(os.sched_getaffinity(0))
     # A thread that computes in parallel keeps its OpenMP team until it ends. With a second team
-    # there are more threads than cores, and OpenMP puts threads to sleep after each product: load
-    # on a thread that ends before the step loop starts.
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as loader:
-        model = loader.submit(
+    # there are more threads than cores, and OpenMP puts threads to sleep after each product. So
+    # everything that computes here does so on a thread that ends before the step loop starts. Its
+    # number of threads is that of the steps; this thread has the default.
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as computing:
+        model = computing.submit(
             load_model, config.model, dtype=dtype, device=device, quantization=config.quantization
         ).result()
-    layout = _layout(model, config, dtype)
-    fingerprint = layout.fingerprint(_kv_digest(model))
-    transport = make_transport(config.transport, epoch, secret=secret, host=config.host)
-    cache = KVCache(
-        TorchPageStore.on(transport, layout, query_heads=model.config.num_heads),
-        transport,
-        identity=Identity(
-            EngineId(config.engine_id),
-            epoch,
-            secret,
-            fingerprint,
-            config.url,
-        ),
-        tier_stores=_stores(config, layout, fingerprint),
-    )
+        context, memory = _context(model, config), read_memory()
+        layout = _layout(model, config, dtype, context, memory)
+        fingerprint = layout.fingerprint(_kv_digest(model))
+        transport = make_transport(config.transport, epoch, secret=secret, host=config.host)
+        store = computing.submit(
+            TorchPageStore.on, transport, layout, query_heads=model.config.num_heads
+        ).result()
+        cache = KVCache(
+            store,
+            transport,
+            identity=Identity(
+                EngineId(config.engine_id),
+                epoch,
+                secret,
+                fingerprint,
+                config.url,
+            ),
+            tier_stores=_stores(config, layout, fingerprint, memory),
+        )
+        model_runner = None
+        if model.transformer is not None:
+            model_runner = computing.submit(ModelRunner, model, cache).result()
     scheduler = Scheduler(
         cache,
         token_budget=config.token_budget,
@@ -96,10 +105,10 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         metrics,
         max_live=config.max_batch + config.max_waiting,
         lease_ms=config.lease_ms,
+        context=context,
         mirrors=MirrorTasks(cache, metrics, config.api_key, _peer_tls(config)),
     )
-    if model.transformer is not None:
-        model_runner = ModelRunner(model, cache)
+    if model_runner is not None:
         stepper = Stepper(cache, scheduler, model_runner, sample, engine.deliver, time.monotonic)
     else:
         mock_runner = MockRunner(
@@ -129,18 +138,14 @@ def _peer_tls(config: EngineConfig) -> ssl.SSLContext | None:
     return ssl.create_default_context(cafile=config.router_ca or None)
 
 
-def _stores(config: EngineConfig, layout: KVLayout, fingerprint: str) -> list[TierStore]:
+def _stores(
+    config: EngineConfig, layout: KVLayout, fingerprint: str, memory: Memory
+) -> list[TierStore]:
     """Return the stores of the tiers below the pool, fastest first."""
     stores: list[TierStore] = []
     pinned = config.device == "cuda"
     if config.host_pages:
-        wanted, available = config.host_pages * layout.page_bytes, _memory()
-        if wanted > available:
-            raise BadRequest(
-                f"--host-pages {config.host_pages} needs {wanted >> 20} MiB; "
-                f"this machine has {available >> 20} MiB",
-                param="host_pages",
-            )
+        _check_memory(memory, "host_pages", config.host_pages, layout)
         stores.append(HostStore(layout, config.host_pages, pinned=pinned))
     if config.disk_pages:
         stores.append(
@@ -156,32 +161,67 @@ def _stores(config: EngineConfig, layout: KVLayout, fingerprint: str) -> list[Ti
     return stores
 
 
-def _memory() -> int:
-    """Return the bytes of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _layout(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVLayout:
-    """Return the pool's shape, with the configured number of pages or one that suits the memory."""
-    shape = model.config
-
-    def layout(pages: int) -> KVLayout:
-        return KVLayout(
-            shape.num_layers,
-            pages,
-            config.page_size,
-            shape.num_kv_heads,
-            shape.head_dim,
-            dtype,
+def _check_memory(memory: Memory, flag: str, pages: int, layout: KVLayout) -> None:
+    """Raise `BadRequest` if `pages`, chosen by `flag`, are more than the memory."""
+    wanted = pages * layout.page_bytes
+    if wanted > memory.limit:
+        raise BadRequest(
+            f"--{flag.replace('_', '-')} {pages} needs {wanted >> 20} MiB; "
+            f"{memory.source} has {memory.limit >> 20} MiB",
+            param=flag,
         )
 
+
+def _context(model: LoadedModel, config: EngineConfig) -> int:
+    """Return the longest context to serve, in tokens, if the pool holds it."""
+    longest = model.config.context_length
+    if config.max_model_len > longest:
+        raise BadRequest(
+            f"--max-model-len {config.max_model_len}: the context of {config.model} is {longest} "
+            "tokens",
+            param="max_model_len",
+        )
+    return config.max_model_len or longest
+
+
+def _layout(
+    model: LoadedModel, config: EngineConfig, dtype: torch.dtype, context: int, memory: Memory
+) -> KVLayout:
+    """Return the pool's shape, with the configured number of pages or one that suits the memory.
+
+    Logs the number of pages and its reason.
+    """
+    shape = model.config
+    one = KVLayout(shape.num_layers, 1, config.page_size, shape.num_kv_heads, shape.head_dim, dtype)
     if config.pool_pages:
-        return layout(config.pool_pages + 1)  # plus the scratch page
-    if model.transformer is None:
-        return layout(MOCK_PAGES + 1)  # the mock's pages are tiny: memory sets no limit
-    one = layout(1)
-    room = int(min(_memory() * POOL_SHARE, MAX_POOL_BYTES)) // one.page_bytes
-    return layout(max(room, MIN_CONTEXTS * one.pages_for(shape.context_length)) + 1)
+        _check_memory(memory, "pool_pages", config.pool_pages, one)
+        size = PoolSize(config.pool_pages, "--pool-pages")
+    elif model.transformer is None:
+        size = PoolSize(MOCK_PAGES, "the mock's pages are tiny")
+    else:
+        size = choose_pool(
+            page_bytes=one.page_bytes,
+            context_pages=one.pages_for(context),
+            sequences=config.max_batch,
+            memory=memory,
+            share=config.memory_share,
+        )
+    tokens = size.pages * config.page_size
+    said = (
+        f"KV pool: {size.pages} pages, {size.pages * one.page_bytes >> 20} MiB, {tokens} tokens "
+        f"({size.reason})"
+    )
+    if tokens < context:
+        log.log(
+            logging.INFO if config.pool_pages else logging.WARNING,
+            "%s; contexts are limited to %d of %d tokens",
+            said,
+            tokens,
+            context,
+        )
+    else:
+        log.info("%s; contexts of up to %d tokens", said, context)
+    return replace(one, pages=size.pages + 1)  # plus the scratch page
 
 
 def _kv_digest(model: LoadedModel) -> str:

@@ -46,6 +46,7 @@ AT_LEAST_1 = (
     "max_bodies_mb",
 )
 NOT_NEGATIVE = (
+    "max_model_len",
     "pool_pages",
     "host_pages",
     "disk_pages",
@@ -142,6 +143,8 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
     for name in NOT_NEGATIVE:
         if getattr(config, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
+    if not 0 < config.memory_share <= 1:
+        parser.error("--memory-share must be above 0 and at most 1")
     if config.decode_slowdown and not config.decode_slowdown >= 1:
         parser.error("--decode-slowdown must be 0 or at least 1")
     if config.router and not config.advertise and config.host in ("", "::", "0.0.0.0"):  # noqa: S104

@@ -91,6 +91,11 @@ class KVCache(PagedCache):
         with self.lock:
             return self.bookkeeping.pages.prefix.unpin(tokens)
 
+    def pinned_beside(self, tokens: Sequence[int]) -> int:
+        """Return the pinned pages that a sequence of `tokens` does not share."""
+        with self.lock:
+            return self.bookkeeping.pages.prefix.pinned_beside(tokens)
+
     def follow_prefixes(self, name: Namer, tell: Tell) -> list[PageName]:
         """Return the names of all cached pages; call `tell` for those that come and go.
 
@@ -124,8 +129,9 @@ class KVCache(PagedCache):
         """Match `prompt[:end]` here and take pages for the rest; return the lease and its address.
 
         Leases and their reserves get at most half of the pages, and leave every running sequence a
-        page to grow into, so that two engines never wait for each other's room. Raises `BadRequest`
-        if this can never fit, `NoCapacity` if it does not fit now.
+        page to grow into, so that two engines never wait for each other's room. A new lease leaves
+        the pages of `reserve` too. Raises `BadRequest` if this can never fit, `NoCapacity` if it
+        does not fit now.
         """
         with self.lock:
             return self._receiver.prepare(request_id, prompt, end, reserve, lease_s)
@@ -195,6 +201,7 @@ class KVCache(PagedCache):
         Call it often. A long gap means that this process was stopped; it extends the deadlines.
         """
         with self.lock:
+            self._release_copied()
             return self._receiver.sweep()
 
     # Declare: sending
@@ -243,6 +250,11 @@ class KVCache(PagedCache):
     # Show
 
     @property
+    def total_pages(self) -> int:
+        """All pages but the scratch page."""
+        return self.layout.pages - 1
+
+    @property
     def available(self) -> int:
         """Pages that are free or can be made so by eviction."""
         with self.lock:
@@ -262,6 +274,7 @@ class KVCache(PagedCache):
     def page_use(self) -> PageUse:
         """Return the pages by owner."""
         with self.lock:
+            self._release_copied()
             return self.bookkeeping.page_use
 
     def tier_use(self) -> list[TierUse]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 from kvcache.errors import Internal
 from kvcache.lease.put import Put
 from kvcache.page_store.base import PageStore
-from kvcache.sequences.step import SendRange, StepDescription
+from kvcache.sequences.step import PageCopy, SendRange, StepDescription
 from kvcache.sequences.table import SequenceTable
 from kvcache.types import SeqId, TokenPos
 
@@ -31,6 +32,8 @@ class PagedCache:
         self.lock = threading.RLock()
         self._sequences = sequences
         self._step: StepDescription | None = None
+        # Copies that the device has yet to execute, oldest first, each with its event.
+        self._copies: deque[tuple[object, list[PageCopy]]] = deque()
 
     @property
     def page_size(self) -> int:
@@ -64,10 +67,22 @@ class PagedCache:
         with self.lock:
             self._sequences.pop(seq_id, count)
 
-    def grow(self, seq_id: SeqId, length: int) -> None:
-        """Make room for `length` tokens. Raises `NoCapacity`, changing nothing."""
+    def grow(self, seq_id: SeqId, length: int, *, newcomer: bool = False) -> None:
+        """Make room for `length` tokens. Raises `NoCapacity`, changing nothing.
+
+        A `newcomer` gets no pages that are reserved for a waiting sequence.
+        """
         with self.lock:
-            self._sequences.grow(seq_id, length)
+            self._sequences.grow(seq_id, length, newcomer=newcomer)
+
+    def reserve(self, tokens: int) -> None:
+        """Reserve the pages of `tokens` tokens for a sequence that waits for room; 0: none.
+
+        New leases and newcomers leave so many available; otherwise a steady stream of them could
+        keep the sequence waiting for ever. Replaces the earlier reservation.
+        """
+        with self.lock:
+            self._sequences.reserve(tokens)
 
     def length(self, seq_id: SeqId) -> int:
         """Return the number of tokens whose KV the sequence has."""
@@ -131,6 +146,7 @@ class PagedCache:
         `grow` must have made room. The step's metadata is planned once for all layers.
         """
         with self.lock:
+            self._release_copied()
             self._step = self._sequences.begin_step(seq_ids, lengths)
             self.store.begin(self._step)
 
@@ -170,19 +186,26 @@ class PagedCache:
         """Hold the lock while sequence `new` is made; then execute the copies that fill its pages.
 
         They do not wait for the next step, because the pages may be sent or swapped before it. If
-        they fail, the sequence is removed.
+        they fail, the sequence is removed. The pages are held until the device has copied them.
         """
         with self.lock:
             yield
             copies = self._sequences.take_copies()
+            if not copies:
+                return
             try:
-                if copies:
-                    self.store.copy(copies)
+                event = self.store.copy(copies)
             except BaseException:
                 self._sequences.remove_sequence(new)
-                raise
-            finally:
                 self._sequences.copied(copies)
+                raise
+            self._copies.append((event, copies))
+            self._release_copied()
+
+    def _release_copied(self) -> None:
+        """Release the pages of copies that the device has executed."""
+        while self._copies and self.store.event_done(self._copies[0][0]):
+            self._sequences.copied(self._copies.popleft()[1])
 
     def _forget_put(self, send: SendRange | None) -> None:
         if send is not None:

@@ -161,7 +161,7 @@ def build_api(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         loaded, layout = engine.model, engine.cache.layout
         return ModelInfo(
             name=config.model,
-            context_length=loaded.config.context_length,
+            context_length=engine.context_length,
             vocab_size=loaded.config.vocab_size,
             eos_token_ids=list(loaded.eos_token_ids),
             bos_token=loaded.bos_token,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from engine.execution.runner import Runner, StepCache
 from engine.execution.step_mirrors import StepMirrors
 from engine.execution.step_output import StepOutput, StepResult, StepStats
-from engine.protocol import Internal, MicroserveError, RemoteSendReply
+from engine.protocol import Internal, MicroserveError, NoCapacity, RemoteSendReply
 from engine.scheduling import Chunk, Generation, Job, ParallelSampling, Scheduler, Send
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ __all__ = ["Stepper"]
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.05  # how often leases, puts and retained sequences are checked
+# Sweeps during which the head of the queue may find no room while nothing else runs: ten seconds,
+# in which this process was not stopped.
+STUCK_SWEEPS = 200
 Logits = TypeVar("Logits")
 
 
@@ -67,6 +70,8 @@ class Stepper:
         self._mirrors = StepMirrors()
         self._closing: set[Send] = set()  # their pages are held until their puts have drained
         self._swept = clock()
+        self._stuck: Generation | None = None  # `Scheduler.stuck` in the latest sweep
+        self._stuck_sweeps = 0  # how often in a row it was
 
     # On any thread
 
@@ -75,7 +80,14 @@ class Stepper:
         self._post(partial(self._add, job))
 
     def abort(self, job: Job) -> None:
-        """Drop a job; full pages of a generation stay cached. Has no effect on ended jobs."""
+        """Drop a job; full pages of a generation stay cached. Has no effect on ended jobs.
+
+        A send writes nothing further from now on, also during a step.
+        """
+        if isinstance(job, Send):
+            # The failure comes first: without it, a cancelled put would look like a complete one.
+            job.failure = job.failure or Internal("the send was aborted")
+            job.put.cancel()
         self._post(partial(self._abort, job))
 
     def advance_mirror(self, generation: Generation) -> None:
@@ -135,6 +147,21 @@ class Stepper:
             else:  # a waiting send must not lose its lease
                 send.put.renew()
         self.parallel_sampling.sweep()
+        self._end_stuck()
+
+    def _end_stuck(self) -> None:
+        """End a wait for room that nothing here will make: other generations wait behind it."""
+        job = self._scheduler.stuck
+        self._stuck_sweeps = self._stuck_sweeps + 1 if job is self._stuck else 0
+        self._stuck = job
+        if job is None or self._stuck_sweeps < STUCK_SWEEPS:
+            return
+        self._stuck = None
+        if self._scheduler.drop_swap(job):
+            return  # as a prompt, it shares the pages of its cached prefix
+        held = "leases, pins or quarantine hold the pages"
+        output = self._fail(job, NoCapacity(f"no room for {job.target} tokens: {held}"))
+        self._deliver([output] if output is not None else [])
 
     def _run(self, plan: Sequence[tuple[Job, Chunk]], began: float) -> list[StepOutput]:
         """Compute one step; if it fails, fail its jobs."""
@@ -229,9 +256,11 @@ class Stepper:
         return StepOutput(job, failure=failure)
 
     def _fail_send(self, send: Send, failure: MicroserveError) -> None:
-        if send.started and send not in self._closing:
-            send.put.cancel()
-            send.failure = failure
+        if not send.started:
+            return
+        send.failure = send.failure or failure
+        send.put.cancel()  # also if it is closing: its writes may take long
+        if send not in self._closing:
             self._close(send)
 
     def _close_if_computed(self, send: Send) -> None:

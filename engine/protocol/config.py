@@ -44,12 +44,20 @@ class EngineConfig:
         "weights of matrix products; int8: half of bfloat16's memory, faster for few decodes; "
         "needs a CPU and bfloat16",
     )
+    max_model_len: int = flag(
+        0,
+        MODEL,
+        "longest context, prompt and output (tokens); 0: the model's, if the pool holds it",
+    )
     threads: int = flag(0, SERVER, "compute threads; 0: one per usable core")
     cpus: str = flag("", SERVER, "cores to run on, such as 0,1 or 0-3; empty: all")
     transport: Literal["shm", "nixl"] = flag(
         "shm", CLUSTER, "KV transport; shm: within a host; nixl: also between hosts (extra nixl)"
     )
     pool_pages: int = flag(0, POOL, "pages of the KV pool; 0: chosen from model and memory")
+    memory_share: float = flag(
+        1.0, POOL, "share of the memory for pools that this engine takes, without --pool-pages"
+    )
     page_size: int = flag(16, POOL, "tokens per page")
     host_pages: int = flag(0, TIERS, "pages of host memory for prefixes and preempted requests")
     disk_pages: int = flag(0, TIERS, "pages of disk for the same; needs --disk-dir")

@@ -78,11 +78,30 @@ class Scheduler:
         self._swapped = SwappedGenerations(cache, lambda: self.wake())  # all are in `waiting`
         self._untouched: set[Generation] = set()  # started, without any computed token
         self._unpublished: list[Generation] = []  # prefilled by the latest step
+        self._blocked: Generation | None = None  # the head of the queue, if it finds no room
 
     @property
     def full(self) -> bool:
         """Whether the batch is full, so that new generations wait."""
         return len(self.running) >= self._max_batch
+
+    @property
+    def stuck(self) -> Generation | None:
+        """The head of the queue if it finds no room although no other job holds pages.
+
+        Leases, pins, quarantine and retained sequences hold them.
+        """
+        busy = self.running or self.sends or self._swapped.moving
+        return None if busy else self._blocked
+
+    def drop_swap(self, job: Generation) -> bool:
+        """Have a swapped generation computed again; return False if it was not swapped out.
+
+        It then shares the pages of its cached prefix, while a swapped sequence needs all its own.
+        """
+        swapped = job in self._swapped
+        self._swapped.remove(job)
+        return swapped
 
     def add(self, job: Job) -> None:
         """Add a job. A generation that is already started (from a lease) runs at once."""
@@ -106,6 +125,8 @@ class Scheduler:
         elif job in self.waiting:
             self.waiting.remove(job)
             self._swapped.remove(job)
+            if job is self._blocked:
+                self._set_blocked(None)
 
     def plan(self) -> list[tuple[Job, Chunk]]:
         """Return the next step's chunks, with pages for each; empty if there is nothing to do."""
@@ -213,14 +234,22 @@ class Scheduler:
     def _admit(self) -> None:
         for job in self._swapped.returned():
             self._run(job)
+        blocked = None
         while self.waiting and not self.full:
             job = self.waiting[0]
-            if job in self._swapped:
-                self._swapped.swap_in(job)
-                return
-            if not self._begin(job):
-                return
+            swapped = job in self._swapped
+            if not (self._swapped.swap_in(job) if swapped else self._begin(job)):
+                blocked = job
+            if swapped or blocked is not None:
+                break
             self._run(job)
+        self._set_blocked(blocked)
+
+    def _set_blocked(self, job: Generation | None) -> None:
+        """Note the head of the queue if it finds no room; reserve its pages."""
+        if job is not self._blocked:
+            self._blocked = job
+            self._cache.reserve(job.target if job is not None else 0)
 
     def _run(self, job: Generation) -> None:
         job.started = True

@@ -45,20 +45,22 @@ class SwappedGenerations:
         moved.add_done_callback(lambda _: self._wake())
         return True
 
-    def swap_in(self, job: Generation) -> None:
-        """Bring a generation back. Has no effect while it moves or if there is no room for it.
+    def swap_in(self, job: Generation) -> bool:
+        """Bring a generation back. Has no effect while it moves.
 
-        A generation whose pages were lost in the tier returns with those that are left.
+        Return False if there is no room for it. A generation whose pages were lost in the tier
+        returns with those that are left.
         """
         if job not in self._out or not self._out[job].done():
-            return
+            return True
         try:
             moved = self._cache.swap_in(job.seq_id, job.target)
         except NoCapacity:
-            return
+            return False
         del self._out[job]
         self._moving_in[job] = moved
         moved.add_done_callback(lambda _: self._wake())
+        return True
 
     def returned(self) -> list[Generation]:
         """Drop the generations whose sequences exist again, and return them."""

@@ -70,9 +70,13 @@ class MicroserveEngine:
         *,
         max_live: int,
         lease_ms: int,
+        context: int | None = None,
         mirrors: MirrorTasks | None = None,
     ) -> None:
-        """Admit at most `max_live` generations, and as many sends, at a time."""
+        """Admit at most `max_live` generations, and as many sends, at a time.
+
+        `context` is the longest context to serve, in tokens; by default the model's.
+        """
         self.model = model
         self.cache = cache
         self.metrics = metrics
@@ -83,7 +87,9 @@ class MicroserveEngine:
         self.prefixes = PrefixFeed(cache)
         self.loop: StepLoop
         self._scheduler = scheduler
-        self._limits = Limits(model.config, cache.page_use().total * cache.layout.page_size)
+        context, room = context or model.config.context_length, cache.total_pages * cache.page_size
+        self.context_length = min(context, room)  # what a request can have, prompt and output
+        self._limits = Limits(model.config, context, room)
         self._lease_ms = lease_ms
         self._released = ReleasedIds()
         eos = frozenset(model.eos_token_ids)

@@ -88,6 +88,8 @@ class Generations:
             begin = resolve(call.begin, len(tokens), "begin")
             if begin == len(tokens):
                 raise BadRange("begin must leave a token to compute", param="begin")
+        if call.lease_id is None:
+            self._check_room(tokens)
         generation = Generation(
             request_id=call.request_id,
             seq_id=next(self._seq_ids),
@@ -122,6 +124,16 @@ class Generations:
         self._streams[generation] = stream
         loop.submit(generation)
         return stream
+
+    def _check_room(self, tokens: Sequence[int]) -> None:
+        """Raise `NoCapacity` if `tokens` cannot start while other prefixes are pinned.
+
+        Otherwise the generation would keep those behind it waiting until somebody unpins.
+        """
+        wanted = self._cache.layout.pages_for(len(tokens))
+        pinned = self._cache.pinned_beside(tokens)
+        if pinned and wanted > self._cache.total_pages - pinned:
+            raise NoCapacity(f"{wanted} pages are wanted; other prefixes pin {pinned}")
 
     def mirror(self, call: MirrorGeneration, loop: StepLoop) -> None:
         """Mirror a running generation; a new mirror replaces the one it has.

@@ -13,19 +13,20 @@ __all__ = ["Limits", "resolve"]
 class Limits:
     """Rejects calls that this engine can never serve: `BadRequest`, with the parameter's name."""
 
-    def __init__(self, config: ModelConfig, pool_tokens: int) -> None:
-        """`pool_tokens` is the capacity of the KV pool."""
+    def __init__(self, config: ModelConfig, context: int, pool_tokens: int) -> None:
+        """`context` is the longest context to serve, and `pool_tokens` what the KV pool holds."""
         self._config = config
+        self._context = context
         self._pool_tokens = pool_tokens
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Check that a prompt is not empty and lies within the context and the vocabulary."""
-        config = self._config
+        config, context = self._config, self._context
         if not prompt:
             raise BadRequest("the prompt is empty", param="prompt")
-        if len(prompt) > config.context_length:
+        if len(prompt) > context:
             raise BadRequest(
-                f"{len(prompt)} tokens exceed the context of {config.context_length}",
+                f"{len(prompt)} tokens exceed the context of {context}",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -38,16 +39,15 @@ class Limits:
     def check_sampling(self, call: StartGenerate) -> None:
         """Check that prompt and output fit context and pool, and all ids are in the vocabulary."""
         config = self._config
-        total = len(call.prompt) + call.max_tokens
-        if total > config.context_length:
+        if len(call.prompt) + call.max_tokens > min(self._context, self._pool_tokens):
+            fits = f"the context of {self._context}"
+            if self._pool_tokens < self._context:
+                fits = f"the {self._pool_tokens} tokens that this engine's KV pool holds"
             raise BadRequest(
-                f"{len(call.prompt)} prompt tokens and {call.max_tokens} more exceed the context "
-                f"of {config.context_length}",
+                f"{len(call.prompt)} prompt tokens and {call.max_tokens} more exceed {fits}",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if total > self._pool_tokens:
-            raise BadRequest(f"{total} tokens exceed this engine's KV pool", param="max_tokens")
         if len(call.output) >= call.max_tokens:
             raise BadRequest("output has max_tokens already", param="output")
         for name, ids in (

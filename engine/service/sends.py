@@ -112,7 +112,7 @@ class Sends:
             # The match may exceed `end`: a cached page can be sent in part.
             cached = min(self._cache.add_sequence(seq_id, call.prompt), end)
             try:
-                self._cache.grow(seq_id, end)
+                self._cache.grow(seq_id, end, newcomer=True)
             except NoCapacity:
                 self._cache.remove_sequence(seq_id)
                 raise

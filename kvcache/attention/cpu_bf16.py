@@ -126,6 +126,8 @@ class Bf16Plan:
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """See `Plan.attend`."""
         out = torch.empty(q.shape, dtype=q.dtype)
+        if len(self._slots) < len(out):
+            out[len(self._slots) :] = 0
         # Per partial result and head: the weighted values, the sum of weights, the maximal score.
         partials = torch.empty((self._partials, self._heads, self._dim + 2))
         for attention in (self._decode, self._prefill):

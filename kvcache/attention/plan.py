@@ -26,8 +26,7 @@ class Plan(Protocol):
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """Return the attention of the rows over one layer's `pages`.
 
-        `q` and the result are `[rows, heads, head_dim]`. The result's padding rows are
-        unspecified.
+        `q` and the result are `[rows, heads, head_dim]`. The result's padding rows are zero.
         """
         ...
 

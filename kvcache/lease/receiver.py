@@ -62,7 +62,7 @@ class LeaseReceiver:
         matched = self._manager.share(matched)
         try:
             # After sharing: taking pages cannot evict the matched ones then.
-            own = self._take(wanted)
+            own = self._take(wanted, leaving=self._manager.reserved)
             try:
                 lease = self.leases.open(
                     request_id, tokens, reserve, matched, begin, own, lease_s, self._clock()
@@ -170,12 +170,12 @@ class LeaseReceiver:
         if held + wanted > limit:
             raise NoCapacity(f"{wanted} pages wanted; leases hold {held} of at most {limit}")
 
-    def _take(self, count: int) -> list[PageId]:
+    def _take(self, count: int, *, leaving: int = 0) -> list[PageId]:
         """Take pages for a lease if every running sequence keeps one to grow into.
 
-        Raises `NoCapacity` otherwise.
+        `leaving` more have to stay available. Raises `NoCapacity` otherwise.
         """
-        if self._manager.available < count + len(self._sequences):
+        if self._manager.available < count + leaving + len(self._sequences):
             raise NoCapacity(f"{count} pages wanted, {self._manager.available} available")
         return self._manager.take(count)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -16,6 +17,8 @@ from kvcache.sequences import PagedSequence
 from kvcache.types import PageId, TokenPos
 
 __all__ = ["Mirror", "PutOpener", "Sender"]
+
+log = logging.getLogger(__name__)
 
 
 class PutOpener(Protocol):
@@ -42,6 +45,7 @@ class Mirror:
         self.put: Put | None = None
         self.held: list[PageId] = []  # pages of the write in flight
         self.failure: MicroserveError | None = None
+        self.extending = False  # a new claim is being made: nothing is sent meanwhile
         self.closed = False
 
     @property
@@ -51,7 +55,7 @@ class Mirror:
 
     def renew(self) -> None:
         """Show the receiver that this sender is alive."""
-        if self.put is not None and not self.closed:
+        if self.put is not None and not self.closed and not self.extending:
             self.put.renew()
 
 
@@ -107,13 +111,18 @@ class Sender:
         if (address.lease_id, address.nonce) != (mirror.address.lease_id, mirror.address.nonce):
             raise BadAddress("kv_addr is for another lease", param="kv_addr")
         with self._lock:
-            put, mirror.put = mirror.put, None  # `advance` skips a mirror without a put
-        if put is None:
-            raise Internal("the mirror is being extended already")
+            put = mirror.put
+            if put is None or mirror.extending:
+                raise Internal("the mirror is being extended already")
+            mirror.extending = True  # stays, if this fails: the old claim may be lost
         put.close().result()  # the new claim must begin at the watermark
+        with self._lock:
+            closed = mirror.closed
+        if closed:
+            return
         claimed = self._claim(address, mirror.sent)
         with self._lock:
-            mirror.address, mirror.put = address, claimed
+            mirror.address, mirror.put, mirror.extending = address, claimed, False
             if mirror.closed:
                 claimed.close()
 
@@ -123,14 +132,21 @@ class Sender:
         due = max(min(mirror.sent + every, mirror.room), mirror.sent + 1)
         if end < due or mirror.put is None or mirror in self._writing:
             return
-        if mirror.closed or mirror.failure is not None:
+        if mirror.closed or mirror.extending or mirror.failure is not None:
             return
         held = sequence.table.pages(mirror.sent // self._page_size, -(-end // self._page_size))
         mirror.held = self._manager.share(held)
         self._writing.add(mirror)
-        mirror.put.write(self._layers, sequence.table.ids, mirror.sent, end)
-        mirror.put.signal(end)
-        mirror.sent = end
+        try:
+            mirror.put.write(self._layers, sequence.table.ids, mirror.sent, end)
+            mirror.put.signal(end)
+        except Exception as error:  # must not harm the step that advances the mirror
+            log.exception("a mirror's write cannot be queued")
+            mirror.failure = Internal(f"the put failed: {error}")
+            mirror.put.cancel()
+        else:
+            mirror.sent = end
+        # Also after a failure: a part of the write may be in flight.
         mirror.put.close().add_done_callback(lambda done: self._drained(mirror, done))
 
     def close(self, mirror: Mirror) -> None:
@@ -154,7 +170,7 @@ class Sender:
             self._writing.discard(mirror)
             self._manager.drop(mirror.held)
             mirror.held = []
-            if error is None and not mirror.closed:
+            if error is None and not mirror.closed and mirror.failure is None:
                 mirror.landed = mirror.sent
             elif isinstance(error, MicroserveError):
                 mirror.failure = error

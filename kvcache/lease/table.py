@@ -64,11 +64,14 @@ class Watch:
         self._control = slots
         self._slots = np.array([lease.slot for lease in leases], dtype=np.intp)
         self._nonces = np.array([lease.nonce for lease in leases], dtype=np.uint64)
+        self._begins = np.array([lease.begin for lease in leases], dtype=np.uint64)
+        self._rooms = np.array([lease.room for lease in leases], dtype=np.uint64)
 
     def read(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
         """Return the watermarks, and which leases are live; ignore the watermarks of others."""
         words = self._control.slots[self._slots]
-        return words[:, LANDED], words[:, NONCE] == self._nonces
+        landed = np.maximum(np.minimum(words[:, LANDED], self._rooms), self._begins)
+        return landed, words[:, NONCE] == self._nonces
 
 
 class LeaseTable:
@@ -134,8 +137,9 @@ class LeaseTable:
             if lease_id in self._ended:
                 raise LeaseExpired(f"lease {lease_id} has ended", param="lease_id")
             raise UnknownLease(f"there is no lease {lease_id}", param="lease_id")
-        # A put never raises it beyond the room; the minimum guards against a faulty writer.
-        lease.landed = min(int(self._control.slots[lease.slot, LANDED]), lease.room)
+        # A put keeps it within these bounds; a faulty writer may not.
+        landed = int(self._control.slots[lease.slot, LANDED])
+        lease.landed = max(min(landed, lease.room), lease.begin)
         return lease
 
     def watch(self, leases: Sequence[ReceiveLease]) -> Watch:

@@ -20,13 +20,15 @@ __all__ = ["Prefaulter"]
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 PIECE_BYTES = 4 << 20  # per call, which locks the mapping for a few milliseconds
 LOWEST_PRIORITY = 19
+# Of each pool. Pages are taken from the first one on, so the rest is allocated as the cache fills.
+MAX_BYTES = 256 << 20
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # releases the GIL
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Prefaulter:
-    """Populates pools piece by piece, on a thread of the lowest priority.
+    """Populates the first `MAX_BYTES` of pools piece by piece, on a thread of the lowest priority.
 
     It is an optimization only: where it fails or lags, the first write allocates. It keeps no
     region alive for longer than a piece, so the memory of a dead peer is released.
@@ -61,7 +63,7 @@ def _populate(region: SharedRegion | None, piece: int) -> bool:
     if region is None:
         return False
     system_page = os.sysconf("SC_PAGE_SIZE")
-    end = region.pool.data_ptr() + region.layout.nbytes
+    end = region.pool.data_ptr() + min(region.layout.nbytes, MAX_BYTES)
     at = region.pool.data_ptr() // system_page * system_page + piece * PIECE_BYTES
     if at >= end:
         return False

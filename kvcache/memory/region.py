@@ -63,8 +63,9 @@ class LocalRegion:
 
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
-        count = layout.nbytes // layout.dtype.itemsize
-        self.pool = layout.view(torch.zeros(count, dtype=layout.dtype))
+        # Zeroed by the kernel at the first use. `torch.zeros` would start a team of threads here.
+        memory = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.pool = layout.view(torch.frombuffer(memory, dtype=layout.dtype))
         self.slots: npt.NDArray[np.uint64] = np.zeros((SLOTS, WORDS), dtype=np.uint64)
         self._rights = WriteRights()
 

@@ -51,8 +51,16 @@ class PageStore(Protocol):
         """Forget a put. Idempotent."""
         ...
 
-    def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy parts of pages; later work on the store's device sees the result."""
+    def copy(self, copies: Sequence[PageCopy]) -> object:
+        """Copy parts of pages; later work on the store's device sees the result.
+
+        Return None if the copies are complete. If the device executes them later, return an event
+        for `event_done`; the pages must not be reused before.
+        """
+        ...
+
+    def event_done(self, event: object) -> bool:
+        """Return whether the copies before `event` are complete; never wait for them."""
         ...
 
     def send(self, claim: int, pages: PageIds, begin: TokenPos, end: TokenPos) -> None:

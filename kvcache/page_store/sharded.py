@@ -65,8 +65,15 @@ class ShardedPageStore:
     def send(self, claim: int, pages: PageIds, begin: TokenPos, end: TokenPos) -> None:
         raise Internal("nothing is sent from several stores")
 
-    def copy(self, copies: Sequence[PageCopy]) -> None:
-        self._each(lambda store: store.copy(copies))
+    def copy(self, copies: Sequence[PageCopy]) -> object:
+        events = [store.copy(copies) for store in self._stores]
+        return None if all(event is None for event in events) else events
+
+    def event_done(self, event: object) -> bool:
+        if not isinstance(event, list):
+            return True
+        pairs = zip(self._stores, event, strict=True)
+        return all(store.event_done(each) for store, each in pairs)
 
     def begin(self, step: StepDescription) -> None:
         self._each(lambda store: store.begin(step))

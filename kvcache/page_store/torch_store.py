@@ -72,9 +72,20 @@ class TorchPageStore:
     def remove_put(self, claim: int) -> None:
         self._puts.pop(claim, None)
 
-    def copy(self, copies: Sequence[PageCopy]) -> None:
+    def copy(self, copies: Sequence[PageCopy]) -> object:
         for source, target, tokens in copies:
             self.pool[:, target, :, :tokens] = self.pool[:, source, :, :tokens]
+        if not self.pool.is_cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.pool.device))
+        return event
+
+    def event_done(self, event: object) -> bool:
+        if not isinstance(event, torch.cuda.Event):
+            return True
+        done: bool = event.query()  # type: ignore[no-untyped-call]
+        return done
 
     def send(self, claim: int, pages: PageIds, begin: TokenPos, end: TokenPos) -> None:
         put = self._puts[claim]

@@ -18,12 +18,14 @@ from kvcache.types import PageId
 
 __all__ = ["EvictionPolicy"]
 
+MAX_PINS = 1024  # each keeps a list of its pages until it is unpinned
+
 
 class EvictionPolicy:
     """Pinned pages stay. Of the others, those of the least recently used branch go first.
 
-    At most half of the pool may be pinned, so that there is always room to work. The cache's lock
-    guards it.
+    At most half of the pool may be pinned, so that there is always room to work. Several prefixes
+    may pin the same pages, so the number of pins is bounded too. The cache's lock guards it.
     """
 
     def __init__(self, pages: int) -> None:
@@ -39,8 +41,10 @@ class EvictionPolicy:
     def pin(self, key: bytes, pages: Sequence[PageId]) -> None:
         """Pin `pages` for the prefix `key`, in place of the pages that `key` pinned before.
 
-        Raises `NoCapacity` beyond the limit, changing nothing.
+        Raises `NoCapacity` beyond the limits, changing nothing.
         """
+        if pages and key not in self._pinned and len(self._pinned) >= MAX_PINS:
+            raise NoCapacity(f"{MAX_PINS} prefixes are pinned, the limit")
         before = self._pinned.get(key, [])
         self.unpin(key)
         if not pages:  # the record would never be removed if its prefix is never unpinned
@@ -63,7 +67,11 @@ class EvictionPolicy:
     @property
     def pinned(self) -> int:
         """Number of pinned pages."""
-        return int(np.count_nonzero(self._pins))
+        return int(np.count_nonzero(self._pins)) if self._pinned else 0
+
+    def pinned_among(self, pages: Sequence[PageId]) -> int:
+        """Return how many of `pages`, all different, are pinned."""
+        return int(np.count_nonzero(self._pins[list(pages)])) if self._pinned else 0
 
     def pages(self, key: bytes) -> list[PageId]:
         """Return the pages that the pin of `key` protects."""

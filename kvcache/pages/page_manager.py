@@ -38,6 +38,7 @@ class PageManager:
         self.policy = EvictionPolicy(pages)
         self.prefix = PrefixTree(self.pool, page_size, self.policy)
         self.lower_tier: LowerTier | None = None
+        self.reserved = 0  # pages that newcomers leave available, for a sequence that waits
 
     def take(self, count: int, *, leaving: int = 0) -> list[PageId]:
         """Take `count` pages, one reference each; evict cached ones where too few are free.

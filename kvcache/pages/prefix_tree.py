@@ -15,6 +15,7 @@ tokens up to its end.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -188,7 +189,7 @@ class PrefixTree:
         A second call for the same prefix replaces the pages by those that are cached then. Raises
         `NoCapacity`.
         """
-        pages, key = self.match(tokens), self._key(tokens)
+        pages, key = self.match(tokens), self._pin_key(tokens)
         before = self._policy.pages(key)
         self._policy.pin(key, pages)
         self._allow_eviction([*before, *pages])
@@ -196,11 +197,16 @@ class PrefixTree:
 
     def unpin(self, tokens: Sequence[int]) -> int:
         """Remove the pin of a prefix; return the tokens that it protected. Idempotent."""
-        key = self._key(tokens)
+        key = self._pin_key(tokens)
         before = self._policy.pages(key)
         unpinned = self._policy.unpin(key)
         self._allow_eviction(before)
         return unpinned * self._page_size
+
+    def pinned_beside(self, tokens: Tokens) -> int:
+        """Return the number of pinned pages that are not the cached prefix of `tokens`."""
+        pinned = self._policy.pinned
+        return pinned - self._policy.pinned_among(self.match(tokens, use=False)) if pinned else 0
 
     def holders(self) -> Iterator[list[PageId]]:
         """Yield the pages of each node, to prove ownership. Raises `Internal` for a broken node."""
@@ -217,6 +223,10 @@ class PrefixTree:
     def _key(self, tokens: Tokens) -> bytes:
         full = len(tokens) - len(tokens) % self._page_size
         return np.asarray(tokens[:full], dtype=np.int32).tobytes()
+
+    def _pin_key(self, tokens: Tokens) -> bytes:
+        """Return a digest of the full pages: much of a pinned prompt may not be cached."""
+        return hashlib.blake2b(self._key(tokens), digest_size=16).digest()
 
     def _walk(self, key: bytes) -> Iterator[tuple[_Node, int]]:
         """Yield each node along `key` with the number of its pages that match.

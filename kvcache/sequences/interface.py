@@ -44,6 +44,10 @@ class SequenceCache(Protocol):
         """Make room for `length` tokens. Raises `NoCapacity`, changing nothing."""
         ...
 
+    def reserve(self, tokens: int) -> None:
+        """Have new leases and sends leave pages for `tokens` tokens, which a sequence waits for."""
+        ...
+
     def length(self, seq_id: SeqId) -> int:
         """Return the number of tokens whose KV the sequence has."""
         ...

@@ -37,7 +37,8 @@ class SequenceTable:
         self._manager = manager
         self._all: dict[SeqId, PagedSequence] = {}
         self._swapped: dict[SeqId, SwappedSequence] = {}
-        # Both hold references to the sources of their copies.
+        # Both hold references to the pages of their copies: a device may execute a copy after its
+        # sequences have ended.
         self._copies: list[PageCopy] = []  # not yet handed out
         self._copying: list[PageCopy] = []  # handed out, not yet executed
 
@@ -112,12 +113,17 @@ class SequenceTable:
         self._manager.drop(sequence.table.truncate(keep))
         sequence.length = length
 
-    def grow(self, seq_id: SeqId, length: int) -> None:
+    def grow(self, seq_id: SeqId, length: int, *, newcomer: bool = False) -> None:
         """See `KVCache.grow`."""
         table = self[seq_id].table
         missing = self._pages_for(length) - len(table)
         if missing > 0:
-            table.extend(self._manager.take(missing))
+            leaving = self._manager.reserved if newcomer else 0
+            table.extend(self._manager.take(missing, leaving=leaving))
+
+    def reserve(self, tokens: int) -> None:
+        """See `KVCache.reserve`."""
+        self._manager.reserved = self._pages_for(tokens)
 
     def publish(self, seq_id: SeqId, tokens: Sequence[int]) -> None:
         """See `KVCache.publish`."""
@@ -173,9 +179,9 @@ class SequenceTable:
     def copy_page(self, source: PageId, target: PageId, tokens: int) -> None:
         """Describe a copy, which `take_copies` or the next step hands out.
 
-        `source` is held until `copied`.
+        Both pages are held until `copied`.
         """
-        self._manager.share([source])
+        self._manager.share([source, target])
         self._copies.append(PageCopy(source, target, tokens))
 
     def take_copies(self) -> list[PageCopy]:
@@ -185,10 +191,10 @@ class SequenceTable:
         return copies
 
     def copied(self, copies: Sequence[PageCopy]) -> None:
-        """Release the sources of copies that are done."""
+        """Release the pages of copies that are done."""
         for copy in copies:
             self._copying.remove(copy)
-        self._manager.drop([copy.source for copy in copies])
+            self._manager.drop([copy.source, copy.target])
 
     # Swapping
 
@@ -228,7 +234,7 @@ class SequenceTable:
                 raise Internal("a sequence is longer than its pages")
             yield sequence.pages
         for copy in (*self._copies, *self._copying):
-            yield [copy.source]
+            yield [copy.source, copy.target]
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

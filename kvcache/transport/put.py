@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,11 +159,13 @@ class QueuedPut:
             self._busy = True
         try:
             self._worker.submit(self._run_task)
-        except Internal:  # the transport is closed, so the queue will never be read
+        except Internal as error:  # the transport is closed, so the queue will never be read
+            self._failure = self._failure or error
             with self._lock:
-                self._queue.clear()
+                # Other threads may have queued futures meanwhile.
+                futures = self._take_futures()
                 self._busy = False
-            raise
+            self._complete(futures)
 
     def _run_task(self) -> float | None:
         """Commit part of the queue. Return the delay until the next call, as a `Task` does."""
@@ -189,10 +191,20 @@ class QueuedPut:
         self._commit = None
         with self._lock:
             if self._failure is not None or self._cancelled:
-                futures += [entry for entry in self._queue if isinstance(entry, Future)]
-                self._queue.clear()
+                futures += self._take_futures()
             self._busy = bool(self._queue)
             delay = 0.0 if self._busy else None
+        self._complete(futures)
+        return delay
+
+    def _take_futures(self) -> list[Future[None]]:
+        """Empty the queue and return the futures that were in it. The caller holds the lock."""
+        futures = [entry for entry in self._queue if isinstance(entry, Future)]
+        self._queue.clear()
+        return futures
+
+    def _complete(self, futures: Iterable[Future[None]]) -> None:
+        """Complete the futures of `close` calls, with the failure if there is one."""
         for done in futures:
             if not done.set_running_or_notify_cancel():
                 continue
@@ -200,7 +212,6 @@ class QueuedPut:
                 done.set_exception(self._failure)
             else:
                 done.set_result(None)
-        return delay
 
     def _delay_for_device(self) -> float | None:
         """Return when to poll again while the device computes writes that are now skipped.
@@ -210,7 +221,11 @@ class QueuedPut:
         with self._lock:
             events = [entry.event for entry in self._queue if isinstance(entry, _Write)]
         last = events[-1] if events else None
-        return None if last is None or self._target.event_done(last) else EVENT_POLL_S
+        try:
+            return None if last is None or self._target.event_done(last) else EVENT_POLL_S
+        except Exception:  # the device has failed: it runs nothing any more
+            log.exception("a device event cannot be read")
+            return None
 
     def _gather(self) -> _Commit:
         """Take as much of the queue as fits into one commit.

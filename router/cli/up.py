@@ -21,7 +21,7 @@ ENGINE, ROUTER = EngineConfig(), RouterConfig()  # for their defaults
 # Engine flags that `up` does not offer: it sets them itself, or the name means the router's flag.
 OWN = (
     "host", "port", "role", "router", "router_ca", "advertise", "labels", "engine_id", "api_key",
-    "admin_key", "allowed_hosts", "tls_cert", "tls_key", "parent_pid",
+    "admin_key", "allowed_hosts", "tls_cert", "tls_key", "parent_pid", "memory_share",
 )  # fmt: skip
 # Router flags that `up` offers besides its own and passes on.
 PASSED_ON = (

@@ -110,6 +110,7 @@ class Fleet:
                 "role": role,
                 "engine_id": f"engine-{number}",
                 "port": 0,
+                "memory_share": f"{1 / len(config.roles):.6f}",
                 "parent_pid": os.getpid(),
             }
             argv = [sys.executable, "-m", "engine", config.model, *as_arguments(flags)]

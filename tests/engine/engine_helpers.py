@@ -103,6 +103,7 @@ async def running(
     lease_ms: int = 30_000,
     stores: Sequence[TierStore] = (),
     swap: bool = True,
+    context: int | None = None,
 ) -> AsyncIterator[MicroserveEngine]:
     """Run one engine; at the end it must come to rest without a leaked page."""
     cache = make_cache(network, pages, name, url, stores)
@@ -115,6 +116,7 @@ async def running(
         metrics,
         max_live=max_live,
         lease_ms=lease_ms,
+        context=context,
         mirrors=MirrorTasks(cache, metrics, api_key),
     )
     runner = ModelRunner(tiny(), cache)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from engine.build import _dtype, build_engine
 from engine.kernels.cpu_features import multiplies_bf16
 from engine.protocol import BadRequest
 from engine.protocol.config import EngineConfig
+from engine.sizing import Memory
 
 X86 = "processor : 0\nmodel name : bf16\nflags\t\t: fpu avx512f avx512_bf16 avx512_vnni\n"
 ARM = "processor : 0\nFeatures\t: fp asimd bf16 sve\nCPU part : 0xd40\n"
@@ -53,3 +57,85 @@ def test_an_engine_on_a_gpu_is_refused(there: bool, said: str, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     with pytest.raises(BadRequest, match=said):
         build_engine(EngineConfig("tiny", device="cuda"), b"secret", 1)
+
+
+TEAMS = """
+import asyncio, os, threading, time, torch
+from engine.build import build_engine
+from engine.protocol import EngineConfig
+from kvcache.memory import KVLayout, LocalRegion
+
+def native():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+async def main():
+    torch.set_num_threads(2)  # torch starts threads for another library then, which only sleep
+    before = native()
+    engine = build_engine(EngineConfig("tiny", threads=2, pool_pages=64), b"secret", 1)
+    LocalRegion(KVLayout(4, 4096, 16, 2, 32, torch.float32))
+    for _ in range(500):  # the team of a thread that has ended ends a little later
+        if native() == before:
+            break
+        time.sleep(0.01)
+    print(native() - before)
+    os._exit(0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_building_an_engine_leaves_no_second_team_of_threads():
+    """It would compete with the team of the step loop, for as long as the process lives."""
+    done = subprocess.run(
+        [sys.executable, "-c", TEAMS],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == ["0"]
+
+
+async def test_the_context_is_bounded_by_the_flag_and_by_the_pool():
+    for flags, context in (({}, 8192), ({"max_model_len": 100}, 100), ({"pool_pages": 4}, 64)):
+        config = EngineConfig("tiny", **{"pool_pages": 1024, **flags})
+        engine = build_engine(config, b"secret", 1)
+        try:
+            assert engine.context_length == context
+        finally:
+            await engine.mirrors.close()
+            engine.cache.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"max_model_len": 8193}, "the context of tiny is 8192 tokens"),
+        ({"pool_pages": 1 << 34}, "--pool-pages 17179869184 needs"),
+        ({"host_pages": 1 << 34}, "--host-pages 17179869184 needs"),
+    ],
+)
+async def test_a_context_or_pool_that_cannot_be_is_refused(flags: dict[str, int], said: str):
+    with pytest.raises(BadRequest, match=said):
+        build_engine(EngineConfig("tiny", **flags), b"secret", 1)
+
+
+async def test_the_pool_fits_the_container_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    memory = Memory(1 << 30, 8 << 20, "the control group /a")
+    monkeypatch.setattr(build, "read_memory", lambda: memory)
+    engine = build_engine(EngineConfig("tiny", memory_share=0.5), b"secret", 1)
+    try:
+        assert engine.cache.layout.nbytes <= 3 << 20
+        (record,) = [record for record in caplog.records if record.name == "engine.build"]
+        assert record.levelname == "WARNING"
+        text = record.getMessage()
+        assert "25.0% of the available 8 MiB" in text and "the control group /a" in text
+        assert f"contexts are limited to {engine.context_length} of 8192 tokens" in text
+    finally:
+        await engine.mirrors.close()
+        engine.cache.close()

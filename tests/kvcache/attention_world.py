@@ -60,6 +60,7 @@ class World:
         self.pool = torch.full(shape, torch.nan, dtype=dtype)[:, 1]
         self.pool[SCRATCH_PAGE] = 0.0
         self.sequences = []
+        self.padding = torch.empty(0)  # of the latest step
         for length, count in zip(lengths, counts, strict=True):
             q, k, v = (
                 torch.randn(length, heads, dim, generator=generator).to(dtype)
@@ -78,6 +79,7 @@ class World:
         q, k, v = (self._rows(parts, name) for name in "qkv")
         plan.append(self.pool, k, v)
         out = plan.attend(self.pool, q)
+        self.padding = out[row:]
         return [out[span.row : span.row + span.count] for span in spans]
 
     def _rows(self, parts: Sequence[tuple[int, int, int]], name: str) -> torch.Tensor:

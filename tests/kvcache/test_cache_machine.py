@@ -512,7 +512,7 @@ class TwoCaches(RuleBasedStateMachine):
     @rule(mirroring=mirrorings)
     def extend_mirror(self, mirroring: Mirroring):
         mirror = mirroring.mirror
-        if not mirroring.live or mirror.put is None or mirror.failure is not None:
+        if not mirroring.live or mirror.extending or mirror.failure is not None:
             return
         with self._may_be_refused(mirroring.lease):
             mirroring.cache.extend_mirror(mirror, mirroring.lease.address)

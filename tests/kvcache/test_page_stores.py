@@ -20,7 +20,7 @@ from kvcache.memory.region import LocalRegion
 from kvcache.page_store.base import PageStore
 from kvcache.page_store.sharded import ShardedPageStore
 from kvcache.page_store.torch_store import TorchPageStore
-from kvcache.sequences.step import StepDescription
+from kvcache.sequences.step import PageCopy, StepDescription
 from kvcache.shard import Shard, split
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
@@ -223,3 +223,39 @@ def test_bookkeeping_works_without_torch():
         [sys.executable, "-c", BARE], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == ""
+
+
+class LaterCopies(TorchPageStore):
+    """A store whose copies are complete when the test says so, like those queued on a GPU."""
+
+    complete = False
+
+    def copy(self, copies: Sequence[PageCopy]) -> object:
+        super().copy(copies)
+        return "event"
+
+    def event_done(self, event: object) -> bool:
+        assert event == "event"
+        return self.complete
+
+
+def test_pages_are_not_reused_before_the_device_has_copied_them():
+    """A peer does not wait for the device: it would write into the page that is being copied."""
+    layout = KVLayout(LAYERS, PAGES + 1, SIZE, KV_HEADS, DIM, torch.float32)
+    transport = MemoryTransport(MemoryNetwork(), 1)
+    store = LaterCopies.on(transport, layout, query_heads=HEADS)
+    cache = KVCache(store, transport, identity=WHO, clock=Clock())
+    cache.add_sequence(ONE)
+    cache.grow(ONE, SIZE + 1)
+    cache.begin_forward([ONE], [SIZE + 1])
+    cache.end_forward()
+    cache.fork_sequence(ONE, TWO, SIZE + 1)
+    cache.remove_sequence(ONE)
+    cache.remove_sequence(TWO)
+    assert cache.page_use().active == 2  # the source and the target
+    cache.check_integrity()
+    store.complete = True
+    cache.sweep()
+    assert cache.page_use().free == PAGES
+    cache.check_integrity()
+    cache.close()

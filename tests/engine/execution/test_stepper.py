@@ -12,14 +12,15 @@ import pytest
 from engine_helpers import generation, make_cache
 
 from engine.execution.step_output import StepOutput, StepResult
-from engine.execution.stepper import SWEEP_S, Stepper
-from engine.protocol import Internal
+from engine.execution.stepper import STUCK_SWEEPS, SWEEP_S, Stepper
+from engine.protocol import Internal, NoCapacity
 from engine.sampling.sampled import Sampled
 from engine.scheduling import parallel_sampling
 from engine.scheduling.chunk import Chunk
 from engine.scheduling.jobs import Generation, Send
 from engine.scheduling.scheduler import Scheduler
 from kvcache.cache import KVCache
+from kvcache.lease.table import ReceiveLease
 from kvcache.transport import MemoryNetwork
 from kvcache.types import SeqId
 
@@ -236,6 +237,112 @@ def test_a_send_closes_when_its_writes_have_drained(new: Callable[..., Machine])
     assert reply.put_ms == 0.0
     assert receiver.cache.lease(lease.lease_id).landed == 100
     receiver.cache.release(lease.lease_id)
+
+
+def cached_send(sender: Machine, receiver: Machine) -> tuple[Send, ReceiveLease]:
+    """Return a send of a prompt that the sender has cached, and its lease."""
+    sender.stepper.submit(generation(1, PROMPT, max_tokens=1))
+    sender.run_until_idle()
+    lease, address = receiver.cache.prep_recv("r", PROMPT, 96, 0, 5.0)
+    put = sender.cache.open_put(address, PROMPT, 0, 96)
+    cached = sender.cache.add_sequence(SeqId(2), PROMPT[:96])
+    assert cached == 96
+    return Send("s", SeqId(2), PROMPT[:96], 0, cached, put, Future(), 0.0, True), lease
+
+
+def test_a_send_that_is_closing_can_be_aborted(new: Callable[..., Machine]):
+    """All of it is computed, as that of a migration is from the start, but not yet written."""
+    sender, receiver = new(name="s"), new(name="r")
+    send, lease = cached_send(sender, receiver)
+    region = receiver.cache.transport.region
+    assert region.try_acquire_right(lease.slot)  # holds up the writes
+    sender.stepper.submit(send)
+    sender.run_until_idle()
+    sender.stepper.abort(send)
+    sender.run_until_idle()
+    region.release_right(lease.slot)
+    send.put.close().result(10)
+    sender.run_until_idle()
+    with pytest.raises(Internal, match="aborted"):
+        send.done.result(0)
+    assert send.put.bytes_sent == 0
+    assert receiver.cache.lease(lease.lease_id).landed == 0
+    assert sender.cache.page_use().active == 0
+
+
+def test_an_aborted_send_writes_nothing_during_the_step_either(new: Callable[..., Machine]):
+    sender, receiver = new(name="s"), new(name="r")
+    send, lease = cached_send(sender, receiver)
+    region = receiver.cache.transport.region
+    assert region.try_acquire_right(lease.slot)
+    sender.stepper.submit(send)
+    sender.run_until_idle()
+    sender.stepper.abort(send)  # the next step has not begun
+    region.release_right(lease.slot)
+    send.put.close().result(10)
+    assert send.put.bytes_sent == 0
+    sender.run_until_idle()
+    with pytest.raises(Internal, match="aborted"):
+        send.done.result(0)
+
+
+def sweep(machine: Machine, times: int) -> None:
+    """Let the time of some sweeps pass."""
+    for _ in range(times):
+        machine.now += SWEEP_S
+        machine.stepper.step()
+
+
+def test_a_wait_for_pages_that_nothing_here_frees_ends(new: Callable[..., Machine]):
+    """The generations behind it, which have room, would wait with it."""
+    machine = new(pages=10)
+    lease, _ = machine.cache.prep_recv("r", range(200, 280), 80, 0, 1e9)  # half of the pages
+    large, small = generation(1, PROMPT, max_tokens=2), generation(2, [1, 2], max_tokens=2)
+    machine.stepper.submit(large)
+    machine.stepper.submit(small)
+    sweep(machine, 2)
+    machine.now += 1000  # the process was stopped: time alone is no reason
+    sweep(machine, STUCK_SWEEPS - 3)
+    assert machine.outputs == []
+    sweep(machine, 5)
+    output = machine.outputs[0]
+    assert output.generation is large and isinstance(output.failure, NoCapacity)
+    machine.run_until_idle()
+    assert len(machine.tokens(small)) == 2
+    machine.cache.release(lease.lease_id)
+
+
+def test_a_wait_for_running_jobs_does_not_end(new: Callable[..., Machine]):
+    machine = new(pages=10)
+    running, large = generation(1, [1], max_tokens=100), generation(2, range(150), max_tokens=2)
+    machine.stepper.submit(running)
+    machine.stepper.submit(large)
+    for _ in range(99):
+        sweep(machine, 3)
+    machine.run_until_idle()
+    assert len(machine.tokens(large)) == 2
+
+
+def test_a_waiting_generation_keeps_new_leases_and_sends_from_its_pages(
+    new: Callable[..., Machine],
+):
+    """A steady stream of them would otherwise keep it waiting for ever."""
+    machine = new(pages=10)
+    running, large = generation(1, range(60), max_tokens=9), generation(2, range(150), max_tokens=2)
+    machine.stepper.submit(running)
+    machine.stepper.step()
+    machine.stepper.submit(large)
+    machine.stepper.step()
+    with pytest.raises(NoCapacity):
+        machine.cache.prep_recv("r", range(200, 216), 16, 0, 1e9)
+    machine.run_until_idle()
+    assert len(machine.tokens(large)) == 2
+    machine.stepper.submit(large := generation(3, range(150), max_tokens=2))
+    machine.cache.prep_recv("r", range(200, 216), 16, 0, 1e9)
+    machine.stepper.step()
+    machine.stepper.abort(large)
+    machine.stepper.step()
+    machine.cache.prep_recv("s", range(216, 232), 16, 0, 1e9)  # no longer reserved
 
 
 @pytest.mark.processes

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from engine_helpers import at_rest, collect, generate, prep, running, sending, start
+from engine_helpers import (
+    at_rest,
+    collect,
+    generate,
+    prep,
+    running,
+    sending,
+    start,
+    tiny_layout,
+)
+from waiting import until
 
+from engine.execution import stepper
 from engine.protocol import (
     BadRequest,
     Draining,
@@ -15,9 +27,13 @@ from engine.protocol import (
     MicroserveError,
     Mirror,
     NoCapacity,
+    Pin,
     Release,
 )
+from engine.scheduling import Chunk, Job
 from engine.service.engine import MicroserveEngine
+from kvcache.lease.put import Put
+from kvcache.tiers.store import HostStore
 from kvcache.transport import MemoryNetwork
 from kvcache.types import SeqId
 
@@ -132,3 +148,113 @@ async def test_a_send_without_pages_is_refused_at_once():
             await prefill.remote_send(sending(PROMPT, 0, 60, got.kv_addr))
         prefill.cache.remove_sequence(others)
         decode.release(Release(lease_id=got.lease_id))
+
+
+async def test_a_cancelled_migration_writes_nothing_further():
+    """All of it is cached, so its writes are queued before it can be cancelled."""
+    network = MemoryNetwork()
+    async with running(network, name="p") as source, running(network, name="d") as target:
+        await generate(source, PROMPT)
+        got = target.prep_recv(prep(PROMPT, 64))
+        (lease,) = target.cache.leases()
+        region = target.cache.transport.region
+        puts: list[Put] = []
+        open_put = source.cache.open_put
+
+        def open_and_hold_up(kv_addr: str, prompt: list[int], begin: int, end: int) -> Put:
+            puts.append(open_put(kv_addr, prompt, begin, end))
+            assert region.try_acquire_right(lease.slot)
+            return puts[0]
+
+        source.cache.open_put = open_and_hold_up  # type: ignore[method-assign,assignment]
+        sending_all = asyncio.create_task(
+            source.remote_send(sending(PROMPT, 0, 64, got.kv_addr, "moves"))
+        )
+        await until(lambda: source.loop.stepper._closing)
+        sending_all.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending_all
+        region.release_right(lease.slot)
+        await at_rest(source)
+        assert puts[0].bytes_sent == 0
+        assert target.cache.lease(lease.lease_id).landed == 0
+        target.release(Release(lease_id=got.lease_id))
+
+
+async def test_a_prompt_without_room_beside_pinned_prefixes_is_refused_at_once():
+    async with running(pages=16) as engine:
+        prefix = [(7 * n) % 250 for n in range(7 * 16)]
+        await generate(engine, [*prefix, 1], max_tokens=1)
+        assert engine.pin(Pin(prompt=prefix)) == len(prefix)
+        other = [(5 * n + 1) % 250 for n in range(150)]  # ten pages; nine are left
+        with pytest.raises(NoCapacity, match="pin 7"):
+            await engine.start_generate(start(other))
+        tokens = await generate(engine, [*prefix, *other[:90]])  # 13 pages; it shares seven
+        assert len(tokens) == 8
+        engine.unpin(Pin(prompt=prefix))
+        assert len(await generate(engine, other)) == 8
+
+
+async def test_choices_of_a_prompt_that_fills_a_small_pool_all_end():
+    """Each of them fits, but not two at a time."""
+    async with running(pages=8) as engine:
+        options = {"max_tokens": 50, "temperature": 1.0}
+        first = start(PROMPT, "c0", forks=3, **options)
+        streams = [await engine.start_generate(first)]
+        streams += [
+            await engine.start_generate(
+                start(PROMPT, f"c{n}", fork_of="c0", choice=n, seed=n, **options)
+            )
+            for n in range(1, 4)
+        ]
+        events = await asyncio.gather(*map(collect, streams))
+        assert [each[-1].finish_reason for each in events] == ["length"] * 4
+        assert engine.preemptions > 0
+
+
+async def test_a_request_that_the_pool_cannot_hold_is_a_bad_request():
+    async with running(pages=8) as engine:
+        assert engine.context_length == 128
+        with pytest.raises(BadRequest, match="KV pool") as caught:
+            await engine.start_generate(start(PROMPT, max_tokens=59))
+        assert caught.value.code == "context_length_exceeded"
+        assert len(await generate(engine, PROMPT, max_tokens=58)) == 58
+
+
+async def test_prompts_beyond_the_longest_context_are_bad_requests():
+    async with running(context=80) as engine:
+        assert engine.context_length == 80
+        for call in (start([1] * 81), start([1] * 75, max_tokens=6)):
+            with pytest.raises(BadRequest, match="context of 80") as caught:
+                await engine.start_generate(call)
+            assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(BadRequest, match="context of 80"):
+            engine.prep_recv(prep([1] * 81, 10))
+        assert len(await generate(engine, [1] * 75, max_tokens=5)) == 5
+
+
+async def test_a_swapped_generation_is_computed_again_where_pins_keep_it_out(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Swapped, it needs pages of its own for the pinned prefix; computed again, it shares them."""
+    monkeypatch.setattr(stepper, "STUCK_SWEEPS", 3)
+    async with running(pages=16, stores=[HostStore(tiny_layout(1), 32)]) as engine:
+        prefix = [(7 * n) % 250 for n in range(7 * 16)]
+        alone = await generate(engine, prefix, max_tokens=70)
+        engine.pin(Pin(prompt=prefix))
+        stream = await engine.start_generate(start(prefix, max_tokens=70))
+        reading = asyncio.create_task(collect(stream))
+        await until(lambda: engine.running)
+        scheduler, (job,) = engine._scheduler, engine._scheduler.running
+        plan = scheduler.plan
+
+        def preempt_once() -> list[tuple[Job, Chunk]]:
+            if len(job.tokens) > 160 and job.started and not scheduler.preemptions:
+                scheduler._preempt(job)
+            return plan()
+
+        scheduler.plan = preempt_once  # type: ignore[method-assign]
+        events = await reading
+        assert scheduler.preemptions == 1
+        assert [token for event in events for token in event.token_ids] == alone
+        engine.unpin(Pin(prompt=prefix))

@@ -128,3 +128,17 @@ def test_a_long_sequence_among_more_threads(monkeypatch: pytest.MonkeyPatch, dim
     one.step([(0, 0, 900)])
     out = torch.cat([one.step([(0, 900, 1)])[0], one.step([(0, 901, 99)])[0]])
     near(out, one.dense(0)[900:])
+
+
+def test_padding_rows_are_zero(dim: int, monkeypatch: pytest.MonkeyPatch):
+    """They go through the rest of the model: memory that was not written would be NaN there."""
+
+    def dirty(*shape: Any, **options: Any) -> torch.Tensor:
+        return torch.full(*shape, torch.nan, **options)
+
+    steps = world([40, 30], dim=dim)
+    steps.step([(0, 0, 39), (1, 0, 29)])
+    monkeypatch.setattr(attention_bf16.torch, "empty", dirty)
+    steps.step([(0, 39, 1), (1, 29, 1)])
+    assert len(steps.padding) == 1
+    assert not steps.padding.any()

@@ -47,6 +47,18 @@ def test_the_watermark_is_reread(leases: Leases):
     assert leases.table.live()[0].state == "landed"
 
 
+@pytest.mark.parametrize(("written", "read"), [(0, 4), (3, 4), (6, 6), (9, 8), (2**64 - 1, 8)])
+def test_a_faulty_watermark_is_bounded_by_what_was_matched_and_by_the_room(
+    leases: Leases, written: int, read: int
+):
+    lease = leases.open(begin=4)
+    watch = leases.table.watch([lease])
+    leases.region.slots[lease.slot, LANDED] = written
+    assert leases.table.get(lease.lease_id).landed == read
+    landed, live = watch.read()
+    assert (landed.tolist(), live.tolist()) == ([read], [True])
+
+
 def test_an_empty_lease_has_landed_at_once(leases: Leases):
     assert leases.open(tokens=0).state == "landed"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -706,6 +707,64 @@ def test_mirror_gets_more_room_in_the_same_lease(pair: Pair):
     sender.close_mirror(mirror)
 
 
+def test_mirror_that_is_closed_while_it_gets_more_room_writes_nothing_further(pair: Pair):
+    sender, receiver = pair
+    lease, address = receiver.prep_recv("r", PROMPT, 22, 0, 10.0)
+    mirror = sender.open_mirror(address, PROMPT)
+    put = mirror.put
+    assert put is not None
+    _, extended = receiver.extend(address, 17)
+    region = receiver.transport.region
+    assert region.try_acquire_right(lease.slot)  # holds up the writes
+    seq = sequence(sender, 1, PROMPT)
+    sender.mirror(seq, mirror, 1)
+    with ThreadPoolExecutor(1) as thread:
+        extending = thread.submit(sender.extend_mirror, mirror, extended)
+        while not mirror.extending and not extending.done():
+            time.sleep(0.001)
+        sender.close_mirror(mirror)
+        extending.result(10)
+    region.release_right(lease.slot)
+    put.close().result(10)
+    assert put.bytes_sent == 0
+    assert receiver.lease(lease.lease_id).landed == 0
+    sender.remove_sequence(seq)
+    assert sender.page_use().active == 0
+
+
+def test_mirror_whose_transport_is_closed_holds_no_pages_and_harms_no_step(pair: Pair):
+    sender, receiver = pair
+    _, address = receiver.prep_recv("r", PROMPT, 22, 0, 10.0)
+    mirror = sender.open_mirror(address, PROMPT)
+    seq = sequence(sender, 1, PROMPT)
+    sender.transport.close()
+    sender.mirror(seq, mirror, 1)
+    assert isinstance(mirror.failure, Internal)
+    sender.check_integrity()
+    sender.remove_sequence(seq)
+    assert sender.page_use().active == 0
+    sender.close_mirror(mirror)
+
+
+def test_mirror_whose_put_fails_to_queue_holds_no_pages(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    sender, receiver = pair
+    _, address = receiver.prep_recv("r", PROMPT, 22, 0, 10.0)
+    mirror = sender.open_mirror(address, PROMPT)
+    seq = sequence(sender, 1, PROMPT)
+
+    def fail(self: MappedTarget) -> None:
+        raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr(MappedTarget, "record_event", fail)
+    sender.mirror(seq, mirror, 1)
+    assert isinstance(mirror.failure, Internal)
+    wait_for_puts(mirror)
+    sender.remove_sequence(seq)
+    assert sender.page_use().active == 0
+
+
 def test_mirror_extension_is_refused_for_any_bad_address(new_cache: NewCache):
     receiver = new_cache(name="receiver")
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
@@ -869,3 +928,18 @@ def test_no_hold_and_wait_no_capacity_takes_nothing(cache: KVCache):
         cache.prep_recv("a", [*PROMPT[:20], *range(12)], 32, 0, 10.0)
     assert cache.page_use() == before
     assert cache.leases() == []
+
+
+def test_no_hold_and_wait_a_new_lease_leaves_what_a_waiting_sequence_needs(cache: KVCache):
+    _, address = cache.prep_recv("a", PROMPT, 21, 0, 10.0)  # 6 of 32 pages
+    sequence(cache, 1, range(500, 500 + 10 * SIZE))
+    cache.reserve(14 * SIZE)
+    with pytest.raises(NoCapacity):
+        cache.prep_recv("b", range(200, 208), 8, 0, 10.0)
+    cache.prep_recv("b", range(200, 204), 4, 0, 10.0)  # 15 pages are left: one to grow into
+    cache.extend(address, SIZE)  # what runs already may grow
+    with pytest.raises(NoCapacity):
+        cache.grow(ONE, 11 * SIZE, newcomer=True)
+    cache.grow(ONE, 11 * SIZE)
+    cache.reserve(0)
+    cache.prep_recv("c", range(200, 208), 8, 0, 10.0)

@@ -7,6 +7,7 @@ from kv_helpers import SIZE, compute
 
 from kvcache.cache import KVCache
 from kvcache.errors import NoCapacity
+from kvcache.pages import eviction
 from kvcache.pages.eviction import EvictionPolicy
 from kvcache.types import PageId, SeqId
 
@@ -109,3 +110,34 @@ def test_at_most_half_of_the_pool_is_pinned() -> None:
     policy.pin(b"b", [PageId(3), PageId(4)])
     assert policy.unpin(b"a") == 3
     assert policy.pinned == 2
+
+
+def test_pins_of_the_same_pages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take no further pages, but each is remembered until it is unpinned."""
+    monkeypatch.setattr(eviction, "MAX_PINS", 2)
+    policy = EvictionPolicy(9)
+    policy.pin(b"a", [PageId(1)])
+    policy.pin(b"b", [PageId(1)])
+    with pytest.raises(NoCapacity):
+        policy.pin(b"c", [PageId(1)])
+    policy.pin(b"b", [PageId(1), PageId(2)])
+    policy.pin(b"c", [])
+    policy.unpin(b"a")
+    policy.pin(b"c", [PageId(1)])
+
+
+def test_a_pin_does_not_keep_a_prompt_that_is_not_cached(cache: KVCache) -> None:
+    cached(cache, A, 1)
+    assert cache.pin(A + B * 100) == len(A)
+    (key,) = cache.bookkeeping.pages.policy._pinned
+    assert len(key) < 64
+    assert cache.unpin(A + B * 100) == len(A)
+
+
+def test_pinned_pages_that_a_sequence_shares_do_not_stand_in_its_way(cache: KVCache) -> None:
+    cached(cache, A, 1)
+    assert cache.pinned_beside(A) == 0
+    cache.pin(A)
+    assert cache.pinned_beside(B) == 4
+    assert cache.pinned_beside([*A, *B]) == 0
+    assert cache.pinned_beside([*A[: 2 * SIZE], *B]) == 2

@@ -99,7 +99,7 @@ def test_the_thread_ends_with_its_worker():
     assert not thread.is_alive()
 
 
-def test_writes_after_the_transport_has_closed_are_refused():
+def test_a_put_fails_after_its_transport_has_closed():
     network = MemoryNetwork()
     sender, receiver = memory_cache(network, name="a"), memory_cache(network, name="b")
     _, address = receiver.prep_recv("r", [1, 2, 3, 4], 4, 0, 60.0)
@@ -107,5 +107,5 @@ def test_writes_after_the_transport_has_closed_are_refused():
     sender.close()
     for _ in range(2):
         with pytest.raises(Internal, match="closed"):
-            put.close()
+            put.close().result(10)
     receiver.close()

@@ -1,0 +1,9 @@
+"""Sizing: the memory that an engine may use, and the pool that it chooses.
+
+May import `engine.protocol`. Imports no torch.
+"""
+
+from engine.sizing.memory import Memory, read_memory
+from engine.sizing.pool import PoolSize, choose_pool
+
+__all__ = ["Memory", "PoolSize", "choose_pool", "read_memory"]
