@@ -8,9 +8,9 @@ RUN := $(VENV)/bin/python
 WORKERS ?= 2
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo serve test test-fast conformance fuzz soak check bench-strategies bench-put \
-	bench-router bench-router-idle bench-faults bench-disagg bench-balance bench-engine \
-	bench-quantization bench-interference bench-prefix bench-aiperf peers clean
+.PHONY: help demo serve test test-fast conformance fuzz soak mutants check bench-strategies \
+	bench-put bench-router bench-router-idle bench-faults bench-disagg bench-balance bench-engine \
+	bench-quantization bench-interference bench-prefix bench-disconnect bench-aiperf peers clean
 
 ##@ Try it
 
@@ -43,6 +43,9 @@ fuzz: $(VENV)/test.stamp  ## run thousands of random histories of two caches, di
 
 soak: $(VENV)/test.stamp  ## check for leaks under load, for half an hour (SOAK_MINUTES=30)
 	@$(RUN) tests/e2e/soak.py --minutes $(or $(SOAK_MINUTES),30)
+
+mutants: $(VENV)/mutants.stamp  ## change the code in small ways; tests must fail (MUTANTS=leases MUTANTS_MINUTES=5)
+	@$(RUN) tests/mutants/run.py --minutes $(or $(MUTANTS_MINUTES),5) $(MUTANTS)
 
 ##@ Measure
 
@@ -78,6 +81,9 @@ bench-interference: $(VENV)/demo.stamp  ## how prefills slow down the decodes be
 
 bench-prefix: $(VENV)/demo.stamp  ## lookup of a long prompt among many cached pages
 	@$(RUN) -m bench.prefix
+
+bench-disconnect: $(VENV)/demo.stamp  ## from a client's disconnect until both engines hold nothing of its request
+	@$(RUN) -m bench.disconnect $(DISCONNECT_FLAGS)
 
 bench-faults: $(VENV)/demo.stamp  ## engines that die and hang under load (FAULTS_MINUTES=5, FAULTS_STREAMS=16)
 	@$(RUN) -m bench.faults --minutes $(or $(FAULTS_MINUTES),5) --streams $(or $(FAULTS_STREAMS),16) $(FAULTS_FLAGS)
@@ -127,4 +133,8 @@ $(VENV)/test.stamp: $(VENV)/demo.stamp
 	@$(PIP) --editable '.[test,dev]'
 # The extra "structured" without triton, which takes hundreds of MB and only serves GPUs.
 	@$(PIP) --no-deps xgrammar apache-tvm-ffi
+	@touch $@
+
+$(VENV)/mutants.stamp: $(VENV)/test.stamp
+	@$(PIP) cosmic-ray
 	@touch $@

@@ -1,0 +1,244 @@
+"""Mutation tests: change the source a little, again and again, and see whether a test fails.
+
+`make mutants` takes the modules that guard something (`modules.toml`). Each mutant is one small
+change. The tests of its room run on a copy of the project, without those that start processes. A
+mutant is killed if a test fails or does not end. A survivor gets a test, or a line in
+`survivors.toml` that says why the change makes no difference.
+
+The mutants of a module come in a random order that is always the same. A module gets `--minutes`,
+so that a short run sees a sample. With `--save` the scores go to `score.json`.
+
+How it is fast: one process imports the libraries, then forks per mutant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from find_mutants import Mutant, mutant, places
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+COPIED = ("router", "engine", "kvcache", "strategies", "tests", "docs", "examples", "bench")
+FILES = ("pyproject.toml", "README.md", "Makefile")
+# Imported before the forks. None of the project's own modules may be among them.
+LIBRARIES = (
+    "aiohttp", "fastapi", "httptools", "httpx", "hypothesis", "hypothesis.stateful", "msgspec",
+    "numpy", "numba", "orjson", "prometheus_client", "pydantic", "pytest", "pytest_asyncio",
+    "pytest_timeout", "tokenizers", "torch", "uvicorn", "uvloop", "watchfiles", "jinja2",
+)  # fmt: skip
+GOAL = 0.85
+PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no")
+NOT_PROCESSES = "not processes and not conformance"
+
+
+@dataclass
+class Room:
+    """Modules, and the tests that must notice a change to them."""
+
+    name: str
+    modules: list[str]
+    tests: list[str]
+
+
+@dataclass
+class Score:
+    """The outcomes of one module's mutants."""
+
+    total: int  # mutants that there are, tried or not
+    killed: int = 0
+    explained: int = 0
+    survivors: list[Mutant] = field(default_factory=list)
+
+    @property
+    def tried(self) -> int:
+        return self.killed + self.explained + len(self.survivors)
+
+    @property
+    def share(self) -> float:
+        """The killed ones of those that can be killed."""
+        return self.killed / max(1, self.tried - self.explained)
+
+
+class Slot:
+    """A copy of the project in which one mutant at a time is tested."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in COPIED:
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        for name in FILES:
+            shutil.copy(ROOT / name, folder / name)
+
+    def begin(self, module: str, source: str, tests: list[str]) -> int:
+        """Run `tests` on the changed `module` in a child process; return its pid."""
+        (self.folder / module).write_text(source)
+        if pid := os.fork():
+            return pid
+        status = 3
+        try:
+            os.setsid()
+            self._enter()
+            with (self.folder / "log").open("w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            import pytest
+
+            status = int(pytest.main([*PYTEST, "-m", NOT_PROCESSES, *tests]))
+        finally:
+            os._exit(status)
+
+    def _enter(self) -> None:
+        os.chdir(self.folder)
+        os.environ["PYTHONPATH"] = str(self.folder)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        sys.dont_write_bytecode = True
+        sys.path[:] = [
+            str(self.folder),
+            *(path for path in sys.path if path not in ("", str(ROOT), str(HERE))),
+        ]
+        sys.modules.pop("find_mutants", None)
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")
+
+
+def trial(slots: list[Slot], module: str, work: Iterator[Mutant], room: Room, limit_s: float,
+          until: float) -> Iterator[tuple[Mutant, bool]]:  # fmt: skip
+    """Yield each mutant with whether it was killed, as many as fit before `until`."""
+    running: dict[int, tuple[Slot, Mutant, float]] = {}
+    free = list(slots)
+    while True:
+        while free and time.monotonic() < until and (one := next(work, None)) is not None:
+            slot = free.pop()
+            pid = slot.begin(module, one.source, room.tests)
+            running[pid] = slot, one, time.monotonic() + limit_s
+        if not running:
+            return
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            for late, (_, _, deadline) in running.items():
+                if time.monotonic() > deadline:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(late, signal.SIGKILL)
+            time.sleep(0.01)
+            continue
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what the tests have left
+        slot, one, _ = running.pop(pid)
+        free.append(slot)
+        (slot.folder / module).write_text((ROOT / module).read_text())
+        yield one, status != 0
+
+
+def baseline(slot: Slot, room: Room) -> float:
+    """Return the seconds that the unchanged code's tests take. Ends the program if they fail."""
+    began = time.monotonic()
+    module = room.modules[0]
+    _, status = os.waitpid(slot.begin(module, (ROOT / module).read_text(), room.tests), 0)
+    if status:
+        sys.exit(f"the tests of {room.name} fail without a mutant:\n{slot.log()[-3000:]}")
+    return time.monotonic() - began
+
+
+def explanations() -> dict[str, dict[str, str]]:
+    """Return, by module and mutant (`before → after`), why a survivor makes no difference."""
+    path = HERE / "survivors.toml"
+    return tomllib.loads(path.read_text()) if path.exists() else {}
+
+
+def test_room(slots: list[Slot], room: Room, minutes: float) -> Iterator[tuple[str, Score]]:
+    """Yield the score of each module of a room."""
+    usual_s = baseline(slots[0], room)
+    print(f"{room.name}: its tests take {usual_s:.0f} s", flush=True)
+    explained = explanations()
+    for module in room.modules:
+        source = (ROOT / module).read_text()
+        there = places(source, module)
+        score = Score(len(there))
+        changed = (one for place in there if (one := mutant(source, place)) is not None)
+        known = explained.get(module, {})
+        until = time.monotonic() + 60 * minutes
+        for one, killed in trial(slots, module, changed, room, 5 * usual_s + 20, until):
+            if killed:
+                score.killed += 1
+            elif f"{one.before} → {one.after}" in known:
+                score.explained += 1
+            else:
+                score.survivors.append(one)
+                print(f"  survived: {module}:{one}", flush=True)
+        print(
+            f"{module}: {score.killed} of {score.tried - score.explained} killed, "
+            f"{score.share:.0%}; {score.explained} explained; {score.total} in all",
+            flush=True,
+        )
+        yield module, score
+
+
+def rooms() -> list[Room]:
+    return [Room(**room) for room in tomllib.loads((HERE / "modules.toml").read_text())["room"]]
+
+
+def main() -> int:
+    """Test the mutants, print the scores; 1 if fewer than the goal are killed."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options.add_argument("only", nargs="*", help="names of rooms, or paths of modules")
+    options.add_argument("--minutes", type=float, default=5.0, help="per module")
+    options.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    options.add_argument("--save", action="store_true", help="keep the scores in score.json")
+    given = options.parse_args()
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    scores: dict[str, Score] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        slots = [Slot(Path(folder) / str(index)) for index in range(given.workers)]
+        for room in rooms():
+            if given.only and room.name not in given.only:
+                room.modules = [module for module in room.modules if module in given.only]
+            if room.modules:
+                scores.update(test_room(slots, room, given.minutes))
+    killed = sum(score.killed for score in scores.values())
+    killable = sum(score.tried - score.explained for score in scores.values())
+    print(f"{killed} of {killable} mutants killed: {killed / max(1, killable):.1%}")
+    if given.save:
+        save(scores)
+    return int(killed < GOAL * killable)
+
+
+def save(scores: dict[str, Score]) -> None:
+    """Add the scores to the file."""
+    path = HERE / "score.json"
+    kept: dict[str, Any] = json.loads(path.read_text())["modules"] if path.exists() else {}
+    for module, score in scores.items():
+        kept[module] = {
+            "mutants": score.total, "tried": score.tried, "killed": score.killed,
+            "explained": score.explained, "share": round(score.share, 3),
+            "survivors": [str(mutant) for mutant in score.survivors],
+        }  # fmt: skip
+    totals: Counter[str] = Counter()
+    for row in kept.values():
+        totals.update({name: row[name] for name in ("mutants", "tried", "killed", "explained")})
+    share = round(totals["killed"] / max(1, totals["tried"] - totals["explained"]), 3)
+    document = {"share": share, **totals, "modules": dict(sorted(kept.items()))}
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
