@@ -36,25 +36,6 @@ PR_SET_PDEATHSIG = 1
 # How long the step loop and the event loop hold the interpreter lock while the other waits for it.
 # Python's default of 5 ms would delay responses while a step runs Python code.
 SWITCH_INTERVAL_S = 0.0005
-AT_LEAST_1 = (
-    "page_size",
-    "max_batch",
-    "max_waiting",
-    "token_budget",
-    "lease_ms",
-    "max_body_mb",
-    "max_bodies_mb",
-)
-NOT_NEGATIVE = (
-    "max_model_len",
-    "pool_pages",
-    "host_pages",
-    "disk_pages",
-    "threads",
-    "parent_pid",
-    "step_ms",
-    "prefill_tokens_per_ms",
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,14 +118,9 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         parse_cpus(config.cpus)
     except ValueError as error:
         parser.error(str(error))
-    for name in AT_LEAST_1:
-        if getattr(config, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    for name in NOT_NEGATIVE:
-        if getattr(config, name) < 0:
-            parser.error(f"--{name.replace('_', '-')} must not be negative")
-    if not 0 < config.memory_share <= 1:
-        parser.error("--memory-share must be above 0 and at most 1")
+    for flag in dataclasses.fields(EngineConfig):
+        if problem := _out_of_bounds(flag, getattr(config, flag.name)):
+            parser.error(problem)
     if config.decode_slowdown and not config.decode_slowdown >= 1:
         parser.error("--decode-slowdown must be 0 or at least 1")
     if config.router and not config.advertise and config.host in ("", "::", "0.0.0.0"):  # noqa: S104
@@ -159,9 +135,18 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         parser.error("--disk-dir and --disk-pages go together")
     if config.disk_keep and not config.disk_pages:
         parser.error("--disk-keep needs --disk-pages")
-    if not 0 <= config.port < 2**16:
-        parser.error("--port must be between 0 and 65535")
+    if len(config.engine_id) > 256 or not config.engine_id.isprintable():
+        parser.error("--engine-id must have at most 256 printable characters")
     return config
+
+
+def _out_of_bounds(flag: dataclasses.Field[Any], value: Any) -> str:
+    """Return what is wrong with the value of a flag that is a number; empty if nothing is."""
+    least, most = flag.metadata.get("least"), flag.metadata.get("most")
+    if least is None or most is None or least <= value <= most:
+        return ""
+    name = flag.name.replace("_", "-")
+    return f"--{name} must be from {least:.12g} to {most:.12g}"
 
 
 def parse_cpus(text: str) -> set[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +60,8 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
         audit_log=audit_log,
         strikes=config.block_strikes,
     )
-    with ExitStack() as connections:
+    clients: weakref.WeakSet[HttpClient] = weakref.WeakSet()
+    try:
 
         def connect(url: str) -> EngineClient:
             http = HttpClient(
@@ -68,7 +70,7 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
                 connect_timeout_s=config.connect_timeout_s,
                 tls=engine_tls,
             )
-            connections.callback(http.close)
+            clients.add(http)
             return EngineClient(http)
 
         async with asyncio.TaskGroup() as tasks:
@@ -109,6 +111,9 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
                 audit_log.close()
                 registry.close()
                 await asyncio.to_thread(tracing.close)
+    finally:
+        for client in list(clients):
+            client.close()
 
 
 @dataclass(frozen=True, slots=True)

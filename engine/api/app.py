@@ -82,6 +82,7 @@ def build_api(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         )
 
     limit = config.max_body_mb << 20
+    secret_digest = engine.cache.identity.secret_digest
 
     @post("prep_recv", PrepRecv, PrepRecvReply)
     async def prep_recv(request: Request) -> PrepRecvReply:
@@ -212,6 +213,7 @@ def build_api(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
             prefix_tokens=cache.prefix_tokens,
             tiers=[TierCounts(**dataclasses.asdict(tier)) for tier in cache.tier_use()],
             draining=engine.draining,
+            secret_digest=secret_digest,
         )
 
     @app.get("/microserving/integrity")

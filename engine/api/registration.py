@@ -58,7 +58,10 @@ async def announce(config: EngineConfig) -> None:
                 # Best effort: otherwise the router notices by a refused connection.
                 with suppress(httpx.HTTPError, TimeoutError):
                     async with asyncio.timeout(DEREGISTER_TIMEOUT_S):
-                        await client.delete(f"/admin/engines/{quote(known_as, safe='')}")
+                        await client.delete(
+                            f"/admin/engines/{quote(known_as, safe='')}",
+                            params={"heartbeat": True},
+                        )
 
 
 def read_labels(text: str) -> dict[str, str]:

@@ -9,11 +9,28 @@ __all__ = ["EngineConfig"]
 
 SERVER, MODEL, POOL, TIERS = "Server", "Model", "KV pool", "Tiers"
 SCHEDULING, CLUSTER, KEYS, TLS, MOCK = "Scheduling", "Cluster", "Keys", "TLS", "Mock model"
+MOST = 2**40  # larger counts are mistakes
 
 
-def flag(default: Any, group: str, help: str) -> Any:
-    """A field that is also a command-line flag, `--its-name`, listed in `group`."""
-    return field(default=default, metadata={"help": help, "group": group})
+def flag(
+    default: Any,
+    group: str,
+    help: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field that is also a command-line flag, `--its-name`, listed in `group`.
+
+    The command line refuses numbers below `least` and above `most`.
+    """
+    bounds = {"least": least, "most": most}
+    return field(default=default, metadata={"help": help, "group": group, **bounds})
+
+
+def count(default: int, group: str, help: str, *, least: int = 0, most: int = MOST) -> Any:
+    """A flag that is a number of things."""
+    return flag(default, group, help, least=least, most=most)
 
 
 def secret(group: str, help: str) -> Any:
@@ -27,7 +44,7 @@ class EngineConfig:
 
     model: str = "smollm2"
     host: str = flag("127.0.0.1", SERVER, "address to listen on")
-    port: int = flag(8100, SERVER, "port to listen on; 0 picks a free one")
+    port: int = count(8100, SERVER, "port to listen on; 0 picks a free one", most=65535)
     role: Literal["any", "prefill", "decode"] = flag(
         "any", CLUSTER, "role in the cluster, a hint to strategies"
     )
@@ -44,23 +61,27 @@ class EngineConfig:
         "weights of matrix products; int8: half of bfloat16's memory, faster for few decodes; "
         "needs a CPU and bfloat16",
     )
-    max_model_len: int = flag(
+    max_model_len: int = count(
         0,
         MODEL,
         "longest context, prompt and output (tokens); 0: the model's, if the pool holds it",
     )
-    threads: int = flag(0, SERVER, "compute threads; 0: one per usable core")
+    threads: int = count(0, SERVER, "compute threads; 0: one per usable core", most=4096)
     cpus: str = flag("", SERVER, "cores to run on, such as 0,1 or 0-3; empty: all")
     transport: Literal["shm", "nixl"] = flag(
         "shm", CLUSTER, "KV transport; shm: within a host; nixl: also between hosts (extra nixl)"
     )
-    pool_pages: int = flag(0, POOL, "pages of the KV pool; 0: chosen from model and memory")
+    pool_pages: int = count(0, POOL, "pages of the KV pool; 0: chosen from model and memory")
     memory_share: float = flag(
-        1.0, POOL, "share of the memory for pools that this engine takes, without --pool-pages"
+        1.0,
+        POOL,
+        "share of the memory for pools that this engine takes, without --pool-pages",
+        least=1e-6,
+        most=1,
     )
-    page_size: int = flag(16, POOL, "tokens per page")
-    host_pages: int = flag(0, TIERS, "pages of host memory for prefixes and preempted requests")
-    disk_pages: int = flag(0, TIERS, "pages of disk for the same; needs --disk-dir")
+    page_size: int = count(16, POOL, "tokens per page", least=1, most=2**20)
+    host_pages: int = count(0, TIERS, "pages of host memory for prefixes and preempted requests")
+    disk_pages: int = count(0, TIERS, "pages of disk for the same; needs --disk-dir")
     disk_dir: str = flag(
         "", TIERS, "folder for the disk tier, in a file that is unlinked unless --disk-keep"
     )
@@ -72,22 +93,37 @@ class EngineConfig:
         SCHEDULING,
         "what happens to the KV of a preempted request; swap: it moves to a tier that has room",
     )
-    max_batch: int = flag(256, SCHEDULING, "most sequences decoded in one step")
-    max_waiting: int = flag(
-        1024, SCHEDULING, "most waiting requests; further ones fail with no_capacity"
+    max_batch: int = count(256, SCHEDULING, "most sequences decoded in one step", least=1)
+    max_waiting: int = count(
+        1024, SCHEDULING, "most waiting requests; further ones fail with no_capacity", least=1
     )
-    token_budget: int = flag(512, SCHEDULING, "most tokens run through the model in one step")
+    token_budget: int = count(
+        512, SCHEDULING, "most tokens run through the model in one step", least=1
+    )
     decode_slowdown: float = flag(
-        1.5, SCHEDULING, "factor by which prompts may lengthen a step with decodes; 0: no limit"
+        1.5,
+        SCHEDULING,
+        "factor by which prompts may lengthen a step with decodes; 0: no limit",
+        least=0,
+        most=1e6,
     )
-    lease_ms: int = flag(30_000, POOL, "lifetime of a receive lease without a write (ms)")
-    max_body_mb: int = flag(16, SERVER, "largest request body (MiB)")
-    max_bodies_mb: int = flag(
-        128, SERVER, "unparsed bodies of all requests together (MiB); further ones get a 503"
+    lease_ms: int = count(
+        30_000, POOL, "lifetime of a receive lease without a write (ms)", least=1, most=3_600_000
     )
-    step_ms: float = flag(20.0, MOCK, "duration of a step (ms)")
+    max_body_mb: int = count(16, SERVER, "largest request body (MiB)", least=1, most=4096)
+    max_bodies_mb: int = count(
+        128,
+        SERVER,
+        "unparsed bodies of all requests together (MiB); further ones get a 503",
+        least=1,
+    )
+    step_ms: float = flag(20.0, MOCK, "duration of a step (ms)", least=0, most=1e7)
     prefill_tokens_per_ms: float = flag(
-        50.0, MOCK, "prompt tokens computed per ms; 0: prompts take no time"
+        50.0,
+        MOCK,
+        "prompt tokens computed per ms; 0: prompts take no time",
+        least=0,
+        most=1e9,
     )
     router: str = flag("", CLUSTER, "URL of a router to register with")
     router_ca: str = flag("", TLS, "CA certificates (PEM) for an https router and https peers")
@@ -109,8 +145,11 @@ class EngineConfig:
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "warning", SERVER, "lowest level of logged messages"
     )
-    parent_pid: int = flag(
-        0, SERVER, "process id of a parent; the engine is killed when it ends; 0: none"
+    parent_pid: int = count(
+        0,
+        SERVER,
+        "process id of a parent; the engine is killed when it ends; 0: none",
+        most=2**31 - 1,
     )
 
     @property

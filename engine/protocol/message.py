@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["FinishReason", "Message", "Priority", "RequestId", "Role", "Tokens"]
+__all__ = ["Count", "FinishReason", "Message", "Priority", "RequestId", "Role", "Tokens"]
 
 RequestId = Annotated[str, Field(min_length=1, max_length=128)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # lower runs earlier
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # fits into the integers of any JSON writer
 Tokens = list[Annotated[int, Field(ge=0)]]
 Role = Literal["any", "prefill", "decode"]
 FinishReason = Literal["stop", "length"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from engine.protocol.message import FinishReason, Message, Role
+from engine.protocol.message import Count, FinishReason, Message, Role
 from kvcache.types import PageName
 
 __all__ = [
@@ -24,14 +26,19 @@ __all__ = [
 ]
 
 
+# What an engine calls itself. Routers show it in logs, metrics and error messages.
+EngineName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Page = Annotated[PageName, Field(min_length=16, max_length=16)]
+
+
 class PrepRecvReply(Message):
     """Where to put: `prompt[match_len:end]` goes to `kv_addr` within `expires_ms`."""
 
     lease_id: str
     kv_addr: str
-    match_len: int
-    end: int
-    expires_ms: int
+    match_len: Count
+    end: Count
+    expires_ms: Count
 
 
 class RemoteSendReply(Message):
@@ -41,19 +48,20 @@ class RemoteSendReply(Message):
     `computed_tokens` counts all tokens that ran through the model, sent or not (Figure 8).
     """
 
-    sent_tokens: int
-    cached_tokens: int
-    computed_tokens: int
-    bytes: int
-    ms: float
-    put_ms: float = 0.0  # the part of `ms` after the last computation
+    sent_tokens: Count
+    cached_tokens: Count
+    computed_tokens: Count
+    bytes: Count
+    ms: float = Field(ge=0.0, allow_inf_nan=False)
+    # The part of `ms` after the last computation.
+    put_ms: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
 
 
 class ExtendReply(Message):
     """The same lease under a new address, with room for `room` tokens in all."""
 
     kv_addr: str
-    room: int
+    room: Count
 
 
 class PrefixChange(Message):
@@ -63,8 +71,8 @@ class PrefixChange(Message):
     `page_names`. The first frame has all pages.
     """
 
-    added: list[PageName]
-    removed: list[PageName]
+    added: list[Page]
+    removed: list[Page]
 
 
 class TokenLogprob(Message):
@@ -80,9 +88,9 @@ class TokenLogprob(Message):
 class Usage(Message):
     """Token counts of one generation; this engine did not compute `cached_tokens` of the prompt."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count
 
 
 class Mirrored(Message):
@@ -122,41 +130,41 @@ class Event(Message):
 class ModelInfo(Message):
     """`GET /microserving/model`: what a router needs to know about the model."""
 
-    name: str
-    context_length: int
-    vocab_size: int
-    eos_token_ids: list[int]
+    name: str = Field(max_length=4096)
+    context_length: int = Field(ge=1, lt=2**31)
+    vocab_size: int = Field(ge=1, lt=2**31)
+    eos_token_ids: list[Count]
     bos_token: str | None
     eos_token: str | None
     tokenizer_json: str
     chat_template: str | None
     fingerprint: str  # equal iff KV is exchangeable: weights, dtype, RoPE, layout, page size
-    page_size: int
-    kv_bytes_per_token: int
+    page_size: int = Field(ge=1, lt=2**31)
+    kv_bytes_per_token: Count
     add_bos: bool = False
 
 
 class PageCounts(Message):
     """Pages by owner; they sum to `total`, except for `pinned`, which are cached or active too."""
 
-    total: int
-    free: int
-    cached: int
-    leased: int
-    active: int
-    quarantined: int
-    pinned: int
+    total: Count
+    free: Count
+    cached: Count
+    leased: Count
+    active: Count
+    quarantined: Count
+    pinned: Count
 
 
 class TierCounts(Message):
     """Pages of one tier by owner; they sum to `total`."""
 
     name: str
-    total: int
-    free: int
-    cached: int
-    swapped: int
-    copying: int
+    total: Count
+    free: Count
+    cached: Count
+    swapped: Count
+    copying: Count
 
 
 class Lease(Message):
@@ -165,25 +173,30 @@ class Lease(Message):
     lease_id: str
     request_id: str
     state: str
-    begin: int
-    end: int
-    landed: int
-    expires_ms: int
+    begin: Count
+    end: Count
+    landed: Count
+    expires_ms: Count
 
 
 class EngineState(Message):
-    """`GET /microserving/state`: pages, leases and queues."""
+    """`GET /microserving/state`: pages, leases and queues.
 
-    engine_id: str
-    epoch: int
+    `secret_digest` is equal for engines that have the same cluster secret: only these accept each
+    other's addresses.
+    """
+
+    engine_id: EngineName
+    epoch: Count
     role: Role
     model: str
-    page_size: int
+    page_size: Count
     pages: PageCounts
-    running: int
-    waiting: int
+    running: Count
+    waiting: Count
     leases: list[Lease]
-    puts_in_flight: int
-    prefix_tokens: int
+    puts_in_flight: Count
+    prefix_tokens: Count
     tiers: list[TierCounts] = Field(default_factory=list)  # fastest first
     draining: bool = False
+    secret_digest: str | None = Field(default=None, max_length=64)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +21,11 @@ _BY_TYPE: dict[str, type[MicroserveError]] = {
 }
 M = TypeVar("M", bound=BaseModel)
 
+MOST_RETRY_AFTER_S = 600.0
+# Longest message, and longest param or code, of an error that another process sends (characters).
+# Errors are kept in receipts and logs.
+MESSAGE, NAME = 2000, 256
+
 
 def error_body(error: MicroserveError) -> dict[str, Any]:
     """Return `{"error": {"type", "message", "param", "code"}}`, the body of every error reply."""
@@ -34,18 +41,41 @@ def error_body(error: MicroserveError) -> dict[str, Any]:
 def error_from_body(body: object, *, retry_after: str | None = None) -> MicroserveError:
     """Return the exception of an error body; `Internal` if `body` is not an error body.
 
-    `retry_after` is the value of the reply's `Retry-After` header, in seconds.
+    Fields of other types are dropped and long ones cut. `retry_after` is the value of the reply's
+    `Retry-After` header.
     """
     detail = body.get("error") if isinstance(body, dict) else None
     if not isinstance(detail, dict):
-        return Internal(f"not an error body: {str(body)[:200]}")
-    kind = _BY_TYPE.get(str(detail.get("type")), Internal)
-    message, param, code = (detail.get(key) for key in ("message", "param", "code"))
-    error = kind(str(message), param=param, code=code)
+        return Internal(f"not an error body: {_text(body, 200) or type(body).__name__}")
+    kind = _BY_TYPE.get(_text(detail.get("type"), NAME) or "", Internal)
+    error = kind(
+        _text(detail.get("message"), MESSAGE) or f"an error without a message ({kind.type})",
+        param=_text(detail.get("param"), NAME),
+        code=_text(detail.get("code"), NAME),
+    )
     if isinstance(error, NoCapacity) and retry_after is not None:
-        with contextlib.suppress(ValueError):
-            error.retry_after_s = float(retry_after)
+        seconds = _retry_after_s(retry_after)
+        if seconds is not None:
+            error.retry_after_s = seconds
     return error
+
+
+def _retry_after_s(value: str) -> float | None:
+    """Return the seconds of a `Retry-After` header, from 0 to `MOST_RETRY_AFTER_S`.
+
+    The value is a number or a date. Returns None for any other value, NaN included.
+    """
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            when = parsedate_to_datetime(value)
+        except (ValueError, OverflowError):
+            return None
+        seconds = (when.replace(tzinfo=when.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+    if math.isnan(seconds):
+        return None
+    return min(max(seconds, 0.0), MOST_RETRY_AFTER_S)
 
 
 def parse(message: type[M], body: bytes) -> M:
@@ -62,3 +92,7 @@ def bad_request(invalid: ValidationError) -> BadRequest:
     param = ".".join(str(part) for part in first["loc"]) or None
     where = f"{param}: " if param else ""
     return BadRequest(f"{where}{first['msg']}", param=param)
+
+
+def _text(value: object, most: int) -> str | None:
+    return value[:most] if isinstance(value, str) else None

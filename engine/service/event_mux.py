@@ -21,14 +21,16 @@ from typing import Any
 
 import orjson
 
-from engine.protocol import BadRequest, DuplicateRequest, Event, PeerUnreachable
+from engine.protocol import BadRequest, DuplicateRequest, Event, PeerUnreachable, TokenLogprob
 from engine.service.generation_stream import GenerationStream
 
 __all__ = ["EventMux", "EventMuxes"]
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING = 1 << 22  # tokens and characters pending, of all requests together
+# Pending units of all requests together. A unit is a token, a character, or as much of the log
+# probabilities, and takes at most 8 bytes in a frame: routers refuse frames of more than 16 MiB.
+MAX_PENDING = 1 << 20
 OPTIONAL_FIELDS = ("begin", "logprobs", "finish_reason", "stop_reason", "usage", "mirror", "error")
 
 
@@ -55,7 +57,7 @@ class EventMux:
         self._subscriptions: dict[str, _Subscription] = {}  # by request id
         self._held: dict[str, Event] = {}  # below their minima
         self._ready: dict[str, Event] = {}  # for the next frame
-        self._pending = 0  # tokens and characters in both
+        self._pending = 0  # units in both
         self._wake = asyncio.Event()
         self._tick: asyncio.TimerHandle | None = None  # set while held events wait for it
         self._loop = asyncio.get_running_loop()
@@ -216,7 +218,15 @@ def _merge(earlier: Event, later: Event) -> Event:
 
 
 def _size(event: Event) -> int:
-    return len(event.token_ids) + len(event.text)
+    """Return the units of an event."""
+    size = len(event.token_ids) + len(event.text)
+    for chosen in event.logprobs or ():
+        size += _logprob_size(chosen) + sum(map(_logprob_size, chosen.top))
+    return size
+
+
+def _logprob_size(item: TokenLogprob) -> int:
+    return 12 + len(item.token) + len(item.bytes)  # 12: names of fields and numbers
 
 
 def _fields(event: Event) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
+import random
 from contextlib import suppress
 
 from engine.protocol import NoCapacity
@@ -12,6 +13,8 @@ from engine.protocol import NoCapacity
 __all__ = ["AdmissionQueue", "Place"]
 
 Order = tuple[int, float, int]  # priority, time of arrival, tie-break
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0  # between tries, at least; each twice as long
+LONGEST_WAIT_S = 5.0  # whatever Retry-After says: another engine may have room
 
 
 class Place:
@@ -20,12 +23,13 @@ class Place:
     It enters the queue only if others already wait, or an engine had no room.
     """
 
-    __slots__ = ("_queue", "_turn", "order")
+    __slots__ = ("_pause_s", "_queue", "_turn", "order")
 
     def __init__(self, queue: AdmissionQueue, order: Order) -> None:
         self.order = order
         self._queue = queue
         self._turn = asyncio.Event()  # it may be first now, or there may be room
+        self._pause_s = 0.0  # since the last try, if that was in vain
 
     def __enter__(self) -> Place:
         return self
@@ -36,9 +40,9 @@ class Place:
     async def wait(self, full: NoCapacity | None, *, deadline: float) -> None:
         """Wait until the next try to find room; `full` is the error of a try that just failed.
 
-        The first in the queue tries when a request has ended, or after Retry-After. Raises `full`,
-        or `NoCapacity`, if the queue is full or the turn does not come before `deadline` (loop
-        time). Cancellation ends the wait; the place ends with its `with`.
+        The first in the queue tries when a request has ended, or after Retry-After, but less and
+        less often. Raises `full`, or `NoCapacity`, if the queue is full or the turn does not come
+        before `deadline` (loop time). Cancellation ends the wait; the place ends with its `with`.
         """
         places = self._queue.places
         if self not in places:
@@ -53,8 +57,12 @@ class Place:
                     self._turn.clear()
                     came_first = True  # the place before it has found room: there may be more
                 if full is not None and not came_first:
+                    # An engine that always asks to retry at once must not be asked all the time.
+                    self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
+                    jitter = 1.0 - 0.2 * random.random()  # noqa: S311  no secret
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(full.retry_after_s):
+                        pause_s = max(full.retry_after_s, self._pause_s * jitter)
+                        async with asyncio.timeout(min(pause_s, LONGEST_WAIT_S)):
                             await self._turn.wait()
                     self._turn.clear()
         except TimeoutError:
@@ -62,6 +70,7 @@ class Place:
 
     def admitted(self) -> None:
         """Note that it has found room: the next in the queue may try."""
+        self._pause_s = 0.0
         self._queue.leave(self)
 
     def wake(self) -> None:

@@ -51,8 +51,8 @@ class accounted:
     """
 
     __slots__ = (
-        "_caller", "_due", "_phase", "_receipt", "_router", "_scope", "_shut_down", "_tally",
-        "_timeout_s", "_timer", "_trace",
+        "_caller", "_counted", "_due", "_phase", "_receipt", "_router", "_scope", "_shut_down",
+        "_tally", "_timeout_s", "_timer", "_trace",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +66,7 @@ class accounted:
         tally: Callable[[], object],
     ) -> None:
         http.receipt = receipt
+        self._counted = http.counted
         self._router = router
         self._caller, self._trace = http.caller or ANYBODY, http.trace
         self._receipt = receipt
@@ -81,6 +82,7 @@ class accounted:
         router.metrics.in_flight.inc()
         router.limits.charge(self._caller, receipt.prompt_tokens)
         router.shutdown.request_begins(self._end)
+        self._counted()
         self._scope.__enter__()
         self._timer = asyncio.get_running_loop().call_at(self._due, self._expire)
 

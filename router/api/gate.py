@@ -7,20 +7,21 @@ import logging
 import random
 import re
 from collections.abc import Mapping
+from types import TracebackType
 
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from engine.protocol import Draining, Internal, MicroserveError, SlowClient
 from engine.web import SAFE_METHODS, AllowedHosts, check_origin
-from router.admission import ANYBODY, Key, bearer
+from router.admission import ANYBODY, Key, Shutdown, bearer
 from router.api.admin.access import check_admin
 from router.api.errors import error_headers, error_object
 from router.api.http import Handler, HttpRequest, HttpResponse, json_response
 from router.api.openapi import DOCS
 from router.api.parts import Router
 from router.api.rest import call_api
-from router.base import RateLimited
+from router.base import CancelScope, RateLimited
 
 __all__ = ["Gate"]
 
@@ -73,13 +74,14 @@ class Gate:
         try:
             http.check()
             self._admit(http)
-            await self._read(http)
-            handler = self._handlers.get((http.method, http.path))
-            if handler is None:
-                await call_api(self._api, http)
-                return
-            http.route = http.path
-            response = await handler(http)
+            with _Arriving(self._router.shutdown, http):
+                await self._read(http)
+                handler = self._handlers.get((http.method, http.path))
+                if handler is None:
+                    await call_api(self._api, http)
+                    return
+                http.route = http.path
+                response = await handler(http)
         except MicroserveError as error:
             response = _error(error)
         except Exception:
@@ -119,7 +121,7 @@ class Gate:
         else:
             http.caller = router.keys.identify(given)
             self._check_site(http)
-            if path.startswith(MODEL) and http.method == "POST":
+            if _to_model(http):
                 if router.shutdown.begun:
                     raise Draining("this router is shutting down")
                 self._limit(http.caller)
@@ -153,6 +155,50 @@ class Gate:
                 await http.read()
         except TimeoutError:
             raise SlowClient(f"the body did not come within {timeout_s:g} s") from None
+
+
+class _Arriving:
+    """Scope of a request from its head on: shutdown waits for those to the model.
+
+    Once the work on it begins, which shutdown waits for too, `http.counted` ends this. Until then
+    shutdown ends the request here, with `Draining`.
+    """
+
+    __slots__ = ("_counted", "_http", "_scope", "_shutdown")
+
+    def __init__(self, shutdown: Shutdown, http: HttpRequest) -> None:
+        self._shutdown = shutdown
+        self._http = http
+        self._scope = CancelScope()
+        self._counted = False
+
+    def __enter__(self) -> None:
+        if _to_model(self._http):
+            self._shutdown.request_begins(self._scope.cancel)
+            self._counted = True
+            self._http.counted = self._leave
+        self._scope.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._leave()
+        try:
+            self._scope.__exit__(kind, error, traceback)
+        except TimeoutError:
+            raise Draining("the router shut down before the request had arrived") from None
+
+    def _leave(self) -> None:
+        if self._counted:
+            self._counted = False
+            self._shutdown.request_ends(self._scope.cancel)
+
+
+def _to_model(http: HttpRequest) -> bool:
+    return http.path.startswith(MODEL) and http.method == "POST"
 
 
 def _error(error: MicroserveError) -> HttpResponse:

@@ -63,8 +63,8 @@ class HttpRequest:
 
     __slots__ = (
         "_body", "_send", "_state", "begun", "caller", "close", "complete", "connection",
-        "extra_headers", "headers", "id", "max_body", "method", "path", "receipt", "receive",
-        "route", "scope", "status", "trace", "who",
+        "counted", "extra_headers", "headers", "id", "max_body", "method", "path", "receipt",
+        "receive", "route", "scope", "status", "trace", "who",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +95,7 @@ class HttpRequest:
         self.id = ""
         self.caller: Key | None = None  # by API key, where one is required
         self.who = ""  # the caller of the admin API
+        self.counted: Callable[[], None] = _nothing  # called once the work on it is accounted for
         self.receipt: Receipt | None = None
         self.trace: Trace | None = None
         self.max_body = max_body  # bytes
@@ -235,6 +236,10 @@ def encoded(headers: Mapping[str, str]) -> RawHeaders:
         (name.encode("latin-1"), value.encode("utf-8", "surrogateescape"))
         for name, value in headers.items()
     ]
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Clock:

@@ -34,7 +34,7 @@ from router.base.process import (
     forbid_new_privileges,
     hide_memory,
 )
-from router.base.request import Chunk, Mirrored, Request
+from router.base.request import Chunk, Mirrored, Request, TokenId
 from router.base.sse import DONE, EventSplitter
 from router.base.tls import server_context
 from router.base.watched_file import changes_of
@@ -65,6 +65,7 @@ __all__ = [
     "StrategyBlocked",
     "StrategyError",
     "StrategyStalled",
+    "TokenId",
     "UnsupportedMediaType",
     "adopt_orphans",
     "bare_environment",

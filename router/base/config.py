@@ -10,11 +10,28 @@ __all__ = ["RouterConfig"]
 
 SERVER, ENGINES, STRATEGY, LIMITS = "Server", "Engines", "Strategy", "Limits"
 DEADLINES, KEYS, TLS, LOGS = "Deadlines", "Keys", "TLS", "Logs"
+LONGEST_S = 1e7  # about 116 days
 
 
-def flag(default: Any, group: str, help: str) -> Any:
-    """A field that is also a command-line flag, `--its-name`, listed in `group`."""
-    return field(default=default, metadata={"help": help, "group": group})
+def flag(
+    default: Any,
+    group: str,
+    help: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field that is also a command-line flag, `--its-name`, listed in `group`.
+
+    The command line refuses numbers below `least` and above `most`.
+    """
+    bounds = {"least": least, "most": most}
+    return field(default=default, metadata={"help": help, "group": group, **bounds})
+
+
+def seconds(default: float, group: str, help: str, *, least: float = 0.001) -> Any:
+    """A flag that is a duration in seconds."""
+    return flag(default, group, help, least=least, most=LONGEST_S)
 
 
 def secret(group: str, help: str) -> Any:
@@ -30,7 +47,7 @@ class RouterConfig:
     strategy: str = "data_parallel"  # a name, or the path of a .py file
     params: Mapping[str, Any] = field(default_factory=dict)
     host: str = flag("127.0.0.1", SERVER, "address to listen on")
-    port: int = flag(8000, SERVER, "port to listen on; 0 picks a free one")
+    port: int = flag(8000, SERVER, "port to listen on; 0 picks a free one", least=0, most=65535)
     served_model_name: str = flag(
         "", SERVER, "model name that clients use; empty: the name that the engines report"
     )
@@ -45,9 +62,15 @@ class RouterConfig:
         0,
         LIMITS,
         "requests per minute of each API key, or of all clients without keys; 0: no limit",
+        least=0,
+        most=10**9,
     )
     tokens_per_minute: int = flag(
-        0, LIMITS, "tokens in and out per minute, counted likewise; 0: no limit"
+        0,
+        LIMITS,
+        "tokens in and out per minute, counted likewise; 0: no limit",
+        least=0,
+        most=10**12,
     )
     admin_key: str = secret(KEYS, "key of the admin API; empty: it answers on loopback only")
     engine_api_key: str = secret(KEYS, "key that the router sends to the engines")
@@ -58,78 +81,117 @@ class RouterConfig:
         "names by which clients may call this server, besides localhost and addresses, with "
         "commas; *: any; empty: --host, or any if it is all addresses; checked without an API key",
     )
-    max_body_mb: int = flag(16, LIMITS, "largest request body (MiB)")
+    max_body_mb: int = flag(16, LIMITS, "largest request body (MiB)", least=1, most=4096)
     max_bodies_mb: int = flag(
-        128, LIMITS, "unparsed bodies of all requests together (MiB); further ones get a 503"
+        128,
+        LIMITS,
+        "unparsed bodies of all requests together (MiB); further ones get a 503",
+        least=1,
+        most=2**40,
     )
-    body_timeout_s: float = flag(
+    body_timeout_s: float = seconds(
         30.0, DEADLINES, "time that a client may take to send a request's head, or its body (s)"
     )
-    client_stall_s: float = flag(
+    client_stall_s: float = seconds(
         60.0, DEADLINES, "time that a client may leave its response unread (s)"
     )
-    attempts: int = flag(3, LIMITS, "attempts per request, the first one included")
+    attempts: int = flag(
+        3, LIMITS, "attempts per request, the first one included", least=1, most=100
+    )
     retry_share: float = flag(
         0.2,
         LIMITS,
         "share of the requests in flight that may be retries; retries after the loss of an engine "
         "do not count",
+        least=0,
+        most=1,
     )
     max_queue: int = flag(
-        1024, LIMITS, "requests that may wait for room on an engine; further ones get a 429"
+        1024,
+        LIMITS,
+        "requests that may wait for room on an engine; further ones get a 429",
+        least=0,
+        most=10**6,
     )
-    queue_timeout_s: float = flag(
-        60.0, DEADLINES, "time that a request waits for room on an engine (s)"
+    queue_timeout_s: float = seconds(
+        60.0, DEADLINES, "time that a request waits for room on an engine (s)", least=0
     )
-    engine_wait_s: float = flag(
-        0.0, DEADLINES, "time that a started request waits for an engine if none is up (s)"
+    engine_wait_s: float = seconds(
+        0.0, DEADLINES, "time that a started request waits for an engine if none is up (s)", least=0
     )
-    request_timeout_s: float = flag(3600.0, DEADLINES, "total time of a request (s)")
-    connect_timeout_s: float = flag(2.0, ENGINES, "time to connect to an engine (s)")
-    health_interval_s: float = flag(0.5, ENGINES, "interval between health checks (s)")
-    health_timeout_s: float = flag(
+    request_timeout_s: float = seconds(3600.0, DEADLINES, "total time of a request (s)")
+    connect_timeout_s: float = seconds(2.0, ENGINES, "time to connect to an engine (s)")
+    health_interval_s: float = seconds(0.5, ENGINES, "interval between health checks (s)")
+    health_timeout_s: float = seconds(
         2.0, ENGINES, "time without a sign of life after which an engine counts as down (s)"
     )
-    forget_s: float = flag(
+    engine_silence_s: float = seconds(
+        60.0,
+        ENGINES,
+        "time that an engine may say nothing about a request; 20 times as long while it reports "
+        "work (s)",
+    )
+    forget_s: float = seconds(
         300.0,
         ENGINES,
         "time after which an engine that registered itself and is down is removed (s)",
+        least=0,
     )
     engines_file: str = flag(
         "", ENGINES, "file of engines, one 'URL [role=ROLE] [LABEL=VALUE]…' per line; watched"
     )
-    watch_s: float = flag(
+    watch_s: float = seconds(
         1.0, SERVER, "longest time until a change of a watched file is noticed (s)"
     )
     breaker_failures: int = flag(
-        5, ENGINES, "consecutive failed calls that open an engine's circuit breaker"
+        5,
+        ENGINES,
+        "consecutive failed calls that open an engine's circuit breaker",
+        least=1,
+        most=10**6,
     )
-    breaker_open_s: float = flag(5.0, ENGINES, "time that a circuit breaker stays open (s)")
-    release_timeout_s: float = flag(
+    breaker_open_s: float = seconds(5.0, ENGINES, "time that a circuit breaker stays open (s)")
+    release_timeout_s: float = seconds(
         2.0, ENGINES, "time that releasing a lease or a stream may take (s)"
     )
-    stall_s: float = flag(
+    stall_s: float = seconds(
         60.0, STRATEGY, "time that a strategy may wait while no engine works for its request (s)"
     )
-    grace_s: float = flag(3.0, STRATEGY, "time that a strategy may take to end once cancelled (s)")
-    block_limit_s: float = flag(0.5, STRATEGY, "time that a strategy may block the event loop (s)")
+    grace_s: float = seconds(
+        3.0, STRATEGY, "time that a strategy may take to end once cancelled (s)"
+    )
+    block_limit_s: float = seconds(
+        0.5, STRATEGY, "time that a strategy may block the event loop (s)"
+    )
     block_strikes: int = flag(
-        3, STRATEGY, "times that a strategy may block the event loop before it is rolled back"
+        3,
+        STRATEGY,
+        "times that a strategy may block the event loop before it is rolled back",
+        least=1,
+        most=10**6,
     )
     audit_log: str = flag(
         "", STRATEGY, "file to which every change of strategy is appended; empty: none"
     )
-    shutdown_s: float = flag(2.0, SERVER, "time that requests may take to end after SIGTERM (s)")
+    shutdown_s: float = seconds(
+        2.0, SERVER, "time that requests may take to end after SIGTERM (s)", least=0
+    )
     stream_interval_ms: float = flag(
         20.0,
         SERVER,
         "shortest interval between two events of a stream (ms); 0: send each token at once",
+        least=0,
+        most=10_000,
     )
-    max_receipts: int = flag(2048, LOGS, "number of latest request receipts to keep")
+    max_receipts: int = flag(
+        2048, LOGS, "number of latest request receipts to keep", least=0, most=10**7
+    )
     log_format: Literal["text", "json"] = flag(
         "text", LOGS, "plain text, or one JSON object per line"
     )
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "warning", LOGS, "lowest level of logged messages"
     )
-    parent_pid: int = flag(0, SERVER, "stop when this process ends; 0: never")
+    parent_pid: int = flag(
+        0, SERVER, "stop when this process ends; 0: never", least=0, most=2**31 - 1
+    )

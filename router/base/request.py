@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from engine.protocol import PageName, Sampling, Usage, page_names
 
-__all__ = ["Chunk", "Mirrored", "Request"]
+__all__ = ["Chunk", "Mirrored", "Request", "TokenId"]
+
+# What a decoder of JSON checks.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Position = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class Mirrored(msgspec.Struct):
     """Progress of a generation's replica; the fields are those of `engine.protocol.Mirrored`."""
 
-    landed: int
+    landed: Position
     lease_id: str = ""  # older engines leave it out and mean their only lease
     stopped: str | None = None
     message: str | None = None
@@ -28,9 +32,9 @@ class Chunk(msgspec.Struct):
     The fields are those of `engine.protocol.Event`.
     """
 
-    token_ids: list[int] = []
+    token_ids: list[TokenId] = []
     text: str = ""
-    begin: int | None = None
+    begin: Position | None = None
     logprobs: list[dict[str, Any]] | None = None  # `TokenLogprob`s in JSON form
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from engine.protocol import BadRequest, MicroserveError
-from router.cli.options import GroupedCommand, option
+from router.cli.options import GroupedCommand, Number, option
 from router.engines import HttpClient
 from router.load import (
     WORKLOADS,
@@ -37,7 +37,8 @@ from router.load import (
 
 __all__ = ["bench"]
 
-POSITIVE = click.FloatRange(0, min_open=True)
+POSITIVE = Number(float, 1e-9, 1e12)
+NOT_NEGATIVE = Number(float, 0.0, 1e12)
 
 
 @click.command(cls=GroupedCommand)
@@ -72,9 +73,9 @@ POSITIVE = click.FloatRange(0, min_open=True)
         help="closed loop (no --rate, no trace): number of concurrent clients")  # fmt: skip
 @option("--speed", type=POSITIVE, default=1.0, show_default=True, group="Arrivals",
         help="trace: factor by which arrivals are faster")  # fmt: skip
-@option("--slo-ttft-ms", type=click.FloatRange(0), group="Goodput",
+@option("--slo-ttft-ms", type=NOT_NEGATIVE, group="Goodput",
         help="objective for the time to first token (ms)")  # fmt: skip
-@option("--slo-tpot-ms", type=click.FloatRange(0), group="Goodput",
+@option("--slo-tpot-ms", type=NOT_NEGATIVE, group="Goodput",
         help="objective for the time per output token after the first (ms)")  # fmt: skip
 def bench(**options: Any) -> None:
     """Put load on a server and measure its responses.

@@ -10,7 +10,7 @@ import click
 import httpx
 
 from router.base import DONE, EventSplitter
-from router.cli.options import GroupedCommand, option
+from router.cli.options import GroupedCommand, Number, option
 
 __all__ = ["chat"]
 
@@ -25,7 +25,7 @@ Messages = list[dict[str, str]]
 @option("--system", default="", group="Generation", help="system message")
 @option("--max-tokens", type=click.IntRange(min=1), group="Generation",
         help="longest answer in tokens")  # fmt: skip
-@option("--temperature", type=click.FloatRange(0.0, 2.0), default=0.0, show_default=True,
+@option("--temperature", type=Number(float, 0.0, 2.0), default=0.0, show_default=True,
         group="Generation", help="sampling temperature; 0: greedy")  # fmt: skip
 def chat(
     prompt: str | None,

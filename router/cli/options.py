@@ -4,18 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import typing
 from collections.abc import Callable, Collection
 from typing import Any, Literal, TypeVar
 
 import click
 
-__all__ = ["CONTEXT", "GroupedCommand", "config_options", "given", "option", "read_params"]
+__all__ = [
+    "CONTEXT", "GroupedCommand", "Number", "config_options", "given", "option", "read_params",
+]  # fmt: skip
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}  # of each command, also when called by itself
 
 F = TypeVar("F", bound=Callable[..., Any])
 OTHERS = "Options"
+
+
+class Number(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions of click
+    """A number from `least` to `most`; NaN is none."""
+
+    def __init__(
+        self, kind: type[int] | type[float], least: float | None = None, most: float | None = None
+    ) -> None:
+        self.name = "integer" if kind is int else "float"
+        self._kind = kind
+        self._least = -math.inf if least is None else least
+        self._most = math.inf if most is None else most
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | float:
+        try:
+            number = self._kind(value)
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)
+        if not self._least <= number <= self._most:
+            bounds = f"{self._least:.12g} or more"
+            if self._most < math.inf:
+                bounds = f"from {self._least:.12g} to {self._most:.12g}"
+            self.fail(f"{value} is not {bounds}.", param, ctx)
+        return number
 
 
 class GroupedOption(click.Option):
@@ -111,4 +140,6 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Callable[[F], F]:
     kind: Any = hint
     if typing.get_origin(hint) is Literal:
         kind = click.Choice(typing.get_args(hint))
+    elif hint in (int, float):
+        kind = Number(hint, field.metadata.get("least"), field.metadata.get("most"))
     return option(*names, type=kind, show_default=field.default != "", **attributes)

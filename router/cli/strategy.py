@@ -12,7 +12,7 @@ import httpx
 
 from engine.protocol import MicroserveError
 from router.base import changes_of
-from router.cli.options import CONTEXT, GroupedCommand, option, read_params
+from router.cli.options import CONTEXT, GroupedCommand, Number, option, read_params
 from router.cli.preflight import check_conformance, check_strategy
 from router.conformance import ALL
 from router.rollout import read_source
@@ -75,15 +75,15 @@ def show(client: httpx.Client, name: str | None) -> None:
 @strategy.command(cls=GroupedCommand)
 @click.argument("name")
 @params_option
-@option("--if-generation", type=int, group="Strategy",
+@option("--if-generation", type=Number(int, 0), group="Strategy",
         help="fail unless this generation is active")  # fmt: skip
-@option("--canary", type=click.FloatRange(0, 100, min_open=True), metavar="PERCENT",
+@option("--canary", type=Number(float, 1e-6, 100.0), metavar="PERCENT",
         group="Canary", help="try it on this share of the requests first")  # fmt: skip
-@option("--max-error-rate", type=float, group="Canary",
+@option("--max-error-rate", type=Number(float, 0.0, 1.0), group="Canary",
         help="share of failed requests that it may have, 0 to 1  [default: 0.01]")  # fmt: skip
-@option("--max-ttft-p99-ms", type=float, group="Canary",
+@option("--max-ttft-p99-ms", type=Number(float, 0.0, 1e12), group="Canary",
         help="99th percentile that its time to first token may have (ms)")  # fmt: skip
-@option("--min-requests", type=int, group="Canary",
+@option("--min-requests", type=Number(int, 1, 10**9), group="Canary",
         help="number of requests after which it is judged  [default: 100]")  # fmt: skip
 @click.pass_obj
 def use(

@@ -11,7 +11,7 @@ import click
 
 from engine.protocol import EngineConfig
 from router.base import RouterConfig, StartFailed, hide_memory, root_cause
-from router.cli.options import GroupedCommand, config_options, given, option, read_params
+from router.cli.options import GroupedCommand, Number, config_options, given, option, read_params
 from router.cli.preflight import check_address, check_folder, check_strategy, check_tls
 from router.supervisor import Fleet, FleetConfig, as_arguments
 
@@ -41,7 +41,7 @@ BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the ro
 @option("--served-model-name", default="", group="Server",
         help="model name that clients use; empty: MODEL")  # fmt: skip
 @option("--no-respawn", is_flag=True, group="Server", help="do not restart processes that die")
-@option("--health-deadline-s", type=click.FloatRange(min=1.0), default=10.0, show_default=True,
+@option("--health-deadline-s", type=Number(float, 1.0, 1e7), default=10.0, show_default=True,
         group="Server", help="time without an answer after which the router is restarted (s)",
 )  # fmt: skip
 @option("--state-file", type=click.Path(dir_okay=False, path_type=Path), group="Server",

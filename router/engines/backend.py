@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from engine.protocol import EngineState, ModelInfo
@@ -13,7 +15,7 @@ from router.base import CancelScope, EngineId, EngineUnreachable
 from router.engines.api import ChunkStream, EngineCalls
 from router.engines.circuit_breaker import CircuitBreaker
 
-__all__ = ["ROLES", "Backend", "Hosted", "Load", "Role", "Source", "guard"]
+__all__ = ["ROLES", "Backend", "Hosted", "Load", "Refusal", "Role", "Source", "guard"]
 
 T = TypeVar("T")
 Role = Literal["any", "prefill", "decode"]
@@ -24,6 +26,9 @@ Status = Literal["unknown", "up", "suspect", "down"]
 # Load of a running stream, in tokens of prefill: about what one more sequence adds to a step, and
 # enough to spread streams if no prefill waits.
 STREAM_TOKENS = 32
+# The part of the time that counts as silence while an engine reports work: a request that waits
+# there is silent too.
+BUSY_SHARE = 0.05
 
 
 class Load:
@@ -77,6 +82,41 @@ class Hosted(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the process of `epoch`, with the model of `fingerprint`, may not serve.
+
+    `final`: whatever the other engines serve.
+    """
+
+    epoch: int
+    fingerprint: str
+    reason: str
+    final: bool = False
+
+
+class _Call(CancelScope):
+    """A call in flight, which `owner` has to answer."""
+
+    __slots__ = ("owner", "silent_s", "why")
+
+    def __init__(self, owner: Backend | None) -> None:
+        super().__init__()
+        self.owner = owner
+        self.silent_s = 0.0
+        self.why = ""
+
+
+class _Silence:
+    """How long an engine has said nothing on a stream."""
+
+    __slots__ = ("s", "seen")
+
+    def __init__(self) -> None:
+        self.seen: int | None = None  # events
+        self.s = 0.0
+
+
 class Backend:
     """One engine of the fleet.
 
@@ -94,20 +134,26 @@ class Backend:
         self.role: Role = "any"
         self.role_pinned = False  # set by an admin: the role that the engine reports is ignored
         self.labels: Mapping[str, str] = {}
+        self.labels_from: Source | None = None
         self.status: Status = "unknown"
         self.draining = False  # by an admin: no new work
         self.leaving = False  # no new work; forgotten once nothing runs there
         self.model: ModelInfo | None = None
         self.state: EngineState | None = None
+        self.refusal: Refusal | None = None
+        self.named: int | None = None  # the epoch in which it took the id that it reports
+        self.fetched = -math.inf  # when its model was last read (loop time)
         self.last_error = ""
+        self.warning = ""  # what is wrong although it serves
+        self.doubts = 0  # how often a leg or the router has taken it for lost
         self.load = Load()
         self.settled = asyncio.Event()  # set: a poll has decided `status`: not unknown, not suspect
         self.probe = asyncio.Event()  # set: check its health now, not after the interval
         self.heartbeat = 0.0  # its last one (loop time)
         self.replicas: set[Hosted] = set()  # on this engine, of generations of others
         self.mirrored: set[Hosted] = set()  # of its own generations, on others
-        self._calls: set[CancelScope] = set()
-        self._streams: set[ChunkStream] = set()
+        self._calls: set[_Call] = set()
+        self._streams: dict[ChunkStream, _Silence] = {}
 
     @property
     def url(self) -> str:
@@ -123,6 +169,7 @@ class Backend:
         """Note that a leg could not reach it. Its other legs go on and will notice themselves."""
         self.last_error = reason
         if self.status == "up":
+            self.doubts += 1
             self.status = "suspect"
             self.settled.clear()
         self.probe.set()
@@ -132,12 +179,13 @@ class Backend:
 
         A stopped process keeps its sockets open, so its legs would not fail by themselves.
         """
+        self.doubts += 1
         self.status = "down"
         self.last_error = reason
         for call in self._calls:
             call.cancel()
-        for stream in self._streams:
-            stream.abort()
+        for stream in list(self._streams):
+            stream.abort(f"engine {self.id} went down: {reason}")
         self.lose_replicas(reason)
 
     def lose_replicas(self, reason: str) -> None:
@@ -145,15 +193,50 @@ class Backend:
         for replica in list(self.replicas):
             replica.lose(reason)
 
+    def end_silent(self, elapsed_s: float, limit_s: float) -> None:
+        """Fail the calls and streams about which it has said nothing for `limit_s` seconds.
+
+        To be called whenever it has answered, with the time since the last answer. While it reports
+        work, only `BUSY_SHARE` of the time counts.
+        """
+        state = self.state
+        if state is not None and (state.running or state.waiting or state.puts_in_flight):
+            elapsed_s *= BUSY_SHARE
+        why = f"engine {self.id} has said nothing about the request for more than {limit_s:g} s"
+        for call in self._calls:
+            if call.owner is self:
+                call.silent_s += elapsed_s
+                if call.silent_s > limit_s:
+                    call.why = why
+                    call.cancel()
+        for stream, silence in list(self._streams.items()):
+            events = stream.progress()
+            if events is None or events != silence.seen:
+                silence.seen, silence.s = events, 0.0
+                continue
+            silence.s += elapsed_s
+            if silence.s > limit_s:
+                stream.abort(why)
+
+    @property
+    def secret_digest(self) -> str | None:
+        """The digest of its cluster secret; None if it has not told."""
+        return self.state.secret_digest if self.state is not None else None
+
+    def exchanges_with(self, other: Backend) -> bool:
+        """Whether the two accept each other's addresses, as far as their secrets are known."""
+        mine, theirs = self.secret_digest, other.secret_digest
+        return mine is None or theirs is None or mine == theirs
+
     def watch(self, stream: ChunkStream) -> None:
         """Abort `stream` if the engine goes down, until `unwatch`."""
         if self.status == "down":
             stream.abort()
-        self._streams.add(stream)
+        self._streams[stream] = _Silence()
 
     def unwatch(self, stream: ChunkStream) -> None:
         """Idempotent."""
-        self._streams.discard(stream)
+        self._streams.pop(stream, None)
 
     def describe(self) -> dict[str, Any]:
         state = self.state
@@ -176,15 +259,20 @@ class Backend:
                 "lag_tokens": max((replica.lag for replica in self.mirrored), default=0),
             },
             "replicas": len(self.replicas),
-            "last_error": self.last_error or None,
-            "state": state.model_dump(exclude={"leases"}) if state else None,
+            "last_error": self.last_error or self.warning or None,
+            "state": state.model_dump(exclude={"leases", "secret_digest"}) if state else None,
         }
 
 
-async def guard(call: Coroutine[Any, Any, T], *backends: Backend) -> T:
-    """Await `call`. Raises `EngineUnreachable` as soon as one of `backends` goes down."""
+async def guard(call: Coroutine[Any, Any, T], *backends: Backend, endless: bool = False) -> T:
+    """Await `call` to the first of `backends`.
+
+    Raises `EngineUnreachable` as soon as one of `backends` goes down, or when the first one has
+    said nothing for too long. `endless`: it may say nothing.
+    """
+    scope = _Call(None if endless else backends[0])
     try:
-        with CancelScope() as scope:
+        with scope:
             for backend in backends:
                 if backend.status == "down":
                     raise EngineUnreachable(f"engine {backend.id} is down: {backend.last_error}")
@@ -196,6 +284,8 @@ async def guard(call: Coroutine[Any, Any, T], *backends: Backend) -> T:
                 for backend in backends:
                     backend._calls.discard(scope)
     except TimeoutError:
+        if scope.why:
+            raise EngineUnreachable(scope.why) from None
         gone = next((backend for backend in backends if backend.status == "down"), backends[0])
         raise EngineUnreachable(f"engine {gone.id} went down: {gone.last_error}") from None
     finally:

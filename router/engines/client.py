@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
@@ -16,17 +18,28 @@ from engine.protocol import (
     PrefixChange,
     PrepRecvReply,
     RemoteSendReply,
+    Sampling,
     error_from_body,
 )
 from router.base import EngineUnreachable
 from router.engines.api import Headers
 from router.engines.http_client import HttpClient, Reply
-from router.engines.token_mux import Delivery, TokenMux
+from router.engines.lines import Lines
+from router.engines.token_mux import ANY, Delivery, TokenMux
 
 __all__ = ["EngineClient"]
 
 R = TypeVar("R", bound=BaseModel)
 NO_HEADERS: Headers = {}
+DEFAULT_MAX_TOKENS: int = Sampling.model_fields["max_tokens"].default
+# The largest legal replies (bytes).
+SMALL = 64 << 10
+ADDRESS = 16 << 20  # an address travels on in a request, which engines limit to this by default
+STATE = 2 << 20  # 1024 leases of 500 bytes, and more of the rest
+MODEL = 64 << 20  # a tokenizer with a vocabulary of 256 k tokens takes 34 MB as JSON
+PREFIXES = 24 << 20  # the names of 2^20 pages, of 19 bytes each
+MESSAGE = 500  # characters of an error about a reply
+BATCH = 64  # lines of a stream that are read in a row
 
 
 class EngineClient:
@@ -40,9 +53,15 @@ class EngineClient:
         self.url = http.url
         self._http = http
         self._token_mux = TokenMux(http)
+        self._vocab = ANY
 
     async def prep_recv(self, body: dict[str, Any], headers: Headers) -> PrepRecvReply:
-        return _read(PrepRecvReply, await self._post("prep_recv", body, headers))
+        reply = _read(PrepRecvReply, await self._post("prep_recv", body, headers, most=ADDRESS))
+        if not reply.match_len <= reply.end == body["end"]:
+            raise Internal(
+                f"the engine made a lease of [{reply.match_len}, {reply.end}) for end={body['end']}"
+            )
+        return reply
 
     async def remote_send(self, body: dict[str, Any], headers: Headers) -> RemoteSendReply:
         return _read(RemoteSendReply, await self._post("remote_send", body, headers))
@@ -65,7 +84,8 @@ class EngineClient:
     async def start_generate(self, body: dict[str, Any], headers: Headers) -> Delivery:
         """Start a generation; returns once the engine has accepted it."""
         stream = await self._token_mux.stream()
-        delivery = stream.expect(body["request_id"])
+        tokens = body.get("max_tokens", DEFAULT_MAX_TOKENS) - len(body.get("output", ()))
+        delivery = stream.expect(body["request_id"], tokens=tokens, vocab=self._vocab)
         try:
             body = {**body, "stream": "mux", "stream_id": stream.id}
             await self._post("start_generate", body, headers)
@@ -76,36 +96,83 @@ class EngineClient:
 
     async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
         """Yield what the prefix cache holds, and then its changes, without end."""
-        pieces: asyncio.Queue[bytes | EngineUnreachable] = asyncio.Queue()
-        take = pieces.put_nowait
-        reply, hang_up = await self._http.listen("/microserving/prefixes", take, take)
-        _accepted(reply)
+        feed = _Feed()
+        reply, hang_up = await self._http.listen("/microserving/prefixes", feed.take, feed.lose)
         try:
-            rest = b""
-            while isinstance(piece := await pieces.get(), bytes):
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    yield _read(PrefixChange, line)
-            raise piece
+            _accepted(reply)
+            for number in itertools.count(1):
+                yield _read(PrefixChange, await feed.next())
+                if number % BATCH == 0:
+                    await asyncio.sleep(0)  # lines that are here already would block the loop
         finally:
             hang_up()
 
     async def model(self) -> ModelInfo:
-        return _read(ModelInfo, await self._get("/microserving/model"))
+        body = await self._get("/microserving/model", most=MODEL)
+        info = await asyncio.to_thread(_read, ModelInfo, body)
+        self._vocab = info.vocab_size
+        return info
 
     async def state(self) -> EngineState:
-        return _read(EngineState, await self._get("/microserving/state"))
+        return _read(EngineState, await self._get("/microserving/state", most=STATE))
 
     async def health(self) -> None:
         """Return if the engine's loop makes progress."""
         await self._get("/health")
 
-    async def _post(self, call: str, body: dict[str, Any], headers: Headers) -> bytes:
-        data = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
-        return _accepted(await self._http.call("POST", f"/microserving/{call}", data, headers))
+    def close(self) -> None:
+        """Close the token stream, and each connection when its call ends."""
+        self._token_mux.close()
+        self._http.retire()
 
-    async def _get(self, path: str) -> bytes:
-        return _accepted(await self._http.call("GET", path, b"", NO_HEADERS))
+    async def _post(
+        self, call: str, body: dict[str, Any], headers: Headers, *, most: int = SMALL
+    ) -> bytes:
+        data = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+        path = f"/microserving/{call}"
+        return _accepted(await self._http.call("POST", path, data, headers, most=most))
+
+    async def _get(self, path: str, *, most: int = SMALL) -> bytes:
+        return _accepted(await self._http.call("GET", path, b"", NO_HEADERS, most=most))
+
+
+class _Feed:
+    """The lines of a stream, which wait until they are read. More than `PREFIXES` may not wait."""
+
+    def __init__(self) -> None:
+        self._lines = Lines(PREFIXES)
+        self._ready: deque[bytes] = deque()
+        self._bytes = 0  # in `_ready`
+        self._error: EngineUnreachable | None = None
+        self._changed = asyncio.Event()
+
+    async def next(self) -> bytes:
+        """Return the next line. Raises `EngineUnreachable` once the stream is lost."""
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+        line = self._ready.popleft()
+        self._bytes -= len(line) + 1
+        return line
+
+    def take(self, data: bytes) -> None:
+        if self._error is not None:
+            return
+        try:
+            for line in self._lines.feed(data):
+                self._ready.append(line)
+                self._bytes += len(line) + 1
+        except EngineUnreachable as error:
+            self.lose(error)
+        if self._bytes > PREFIXES:
+            self.lose(EngineUnreachable("the engine's prefixes change faster than they are read"))
+        self._changed.set()
+
+    def lose(self, error: EngineUnreachable) -> None:
+        self._error = self._error or error
+        self._changed.set()
 
 
 def _accepted(reply: Reply) -> bytes:
@@ -123,11 +190,18 @@ def _read(message: type[R], body: bytes) -> R:
     try:
         return message.model_validate_json(body)
     except ValidationError as wrong:
-        raise Internal(f"the engine's reply is no {message.__name__}: {wrong}") from None
+        first = wrong.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Internal(
+            f"the engine's reply is no {message.__name__}: {where}: {first['msg']}"[:MESSAGE]
+        ) from None
 
 
 def _count(name: str, body: bytes) -> int:
     try:
-        return int(orjson.loads(body)[name])
+        count = orjson.loads(body)[name]
     except (ValueError, TypeError, LookupError):
-        raise Internal(f"the engine's reply has no {name}: {body[:200]!r}") from None
+        count = None
+    if not isinstance(count, int) or count < 0:
+        raise Internal(f"the engine's reply has no {name}: {body[:200]!r}")
+    return count

@@ -2,7 +2,8 @@
 
 Every request makes such calls, and a general client costs several times as much as the call itself.
 This one writes a request in one piece, parses the reply with llhttp in the callback that delivers
-the bytes, and wakes the caller once, when the whole reply is there.
+the bytes, and wakes the caller once, when the whole reply is there. What the server sends is
+bounded: a reply by the caller's limit; heads, trailers and the framing of chunks by `MOST_HEAD`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ __all__ = ["HttpClient", "Reply"]
 # closed fails. So idle connections are closed earlier here.
 KEEPALIVE_S = 3.0
 MOST_IDLE = 64  # connections kept between calls; only a burst leaves more
+MOST_HEAD = 64 << 10  # bytes that may follow one another without one of a body
+MOST_REPLY = 16 << 20  # bytes of a body, unless the caller sets another limit
+HEAD_S = 10.0  # until the head of a stream
 Sink = Callable[[bytes], None]
 
 
@@ -61,6 +65,7 @@ class HttpClient:
             self._head += f"Authorization: Bearer {api_key}\r\n"
         self._idle: deque[_Connection] = deque()  # least recently used first
         self._open: set[_Connection] = set()
+        self._retired = False
 
     async def call(
         self,
@@ -70,21 +75,23 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         *,
         sink: Sink | None = None,
+        most: int = MOST_REPLY,
     ) -> Reply:
         """Send a request and return its whole reply, whatever its status.
 
         `sink` receives the body of a reply of status 200 as it arrives; `Reply.body` is empty then.
-        It must not raise.
+        It must not raise. Other bodies have `most` bytes at most; a larger one raises
+        `EngineUnreachable`.
         """
         request = self._request(method, path, body, headers or {})
         connection = self._reuse() or await self._connect()
         connection.sink = sink
         try:
-            reply = await connection.send(request)
+            reply = await connection.send(request, most)
         except BaseException:
             connection.close()
             raise
-        if connection.reusable and len(self._idle) < MOST_IDLE:
+        if connection.reusable and len(self._idle) < MOST_IDLE and not self._retired:
             connection.idle_since = asyncio.get_running_loop().time()
             self._idle.append(connection)
         else:
@@ -98,17 +105,28 @@ class HttpClient:
 
         `sink` receives the body as it arrives. `lost` is called when the stream ends, unless it was
         closed before. A reply with a status other than 200 is no stream: it is returned whole.
+        Raises `EngineUnreachable` if there is no head within `HEAD_S`.
         """
         connection = await self._connect()
         connection.sink, connection.lost = sink, lost
         try:
-            reply = await connection.send(self._request("GET", path, b"", {}))
+            async with asyncio.timeout(HEAD_S):
+                reply = await connection.send(self._request("GET", path, b"", {}), MOST_REPLY)
+        except TimeoutError:
+            connection.close()
+            raise EngineUnreachable(f"{self.url}: no stream within {HEAD_S:g} s") from None
         except BaseException:
             connection.close()
             raise
         if reply.status != 200:
             connection.close()
         return reply, connection.close
+
+    def retire(self) -> None:
+        """Keep no connection open for further calls; close each when its call ends."""
+        self._retired = True
+        while self._idle:
+            self._idle.pop().close()
 
     def close(self) -> None:
         """Close all connections; calls that wait on them fail."""
@@ -170,14 +188,20 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._reply: asyncio.Future[Reply] | None = None
         self._retry_after: str | None = None
-        self._body: list[bytes] = []
+        self._body: bytes | bytearray = b""
+        self._most = MOST_REPLY  # bytes of a body
+        self._bodiless = 0  # bytes received since the last one of a body
 
     @property
     def reusable(self) -> bool:
         return not self._transport.is_closing() and self._reply is None
 
-    def send(self, request: bytes) -> asyncio.Future[Reply]:
-        """Send a request; the future is done when the reply is complete."""
+    def send(self, request: bytes, most: int) -> asyncio.Future[Reply]:
+        """Send a request; the future is done when the reply is complete.
+
+        A body that is collected has `most` bytes at most.
+        """
+        self._most = most
         self._reply = reply = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return reply
@@ -193,14 +217,22 @@ class _Connection(asyncio.Protocol):
         self._client._open.add(self)
 
     def data_received(self, data: bytes) -> None:
+        self._bodiless += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._break(f"no HTTP: {error}")
+            return
+        if self._bodiless > MOST_HEAD:
+            self._break(f"more than {MOST_HEAD} bytes of heads and framing")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._client._open.discard(self)
         self._break(str(error) if error else "it closed the connection")
+
+    def on_message_begin(self) -> None:
+        if self._reply is None:  # nothing was asked: the next call would take it for its reply
+            self._transport.abort()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"retry-after":
@@ -211,10 +243,17 @@ class _Connection(asyncio.Protocol):
             self._answer()  # a stream that has no end: the reply is its head
 
     def on_body(self, data: bytes) -> None:
+        self._bodiless = 0
         if self.sink is not None and self._parser.get_status_code() == 200:
             self.sink(data)
-        else:
-            self._body.append(data)
+        elif len(self._body) + len(data) > self._most:
+            self._break(f"a reply of more than {self._most} bytes")
+        elif not self._body:
+            self._body = data
+        else:  # many small pieces would take far more memory one by one
+            if isinstance(self._body, bytes):
+                self._body = bytearray(self._body)
+            self._body += data
 
     def on_message_complete(self) -> None:
         if self._reply is None:
@@ -226,14 +265,15 @@ class _Connection(asyncio.Protocol):
 
     def _answer(self) -> None:
         reply, self._reply = self._reply, None
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        body = bytes(self._body)
         if reply is not None and not reply.done():
             reply.set_result(Reply(self._parser.get_status_code(), self._retry_after, body))
-        self._retry_after, self._body = None, []
+        self._retry_after, self._body, self._bodiless = None, b"", 0
 
     def _break(self, why: str) -> None:
         reply, self._reply = self._reply, None
         lost, self.lost = self.lost, None
+        self._body = b""
         error = EngineUnreachable(f"{self._client.url}: {why}")
         if reply is not None and not reply.done():
             reply.set_exception(error)

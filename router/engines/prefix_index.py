@@ -22,12 +22,15 @@ from types import TracebackType
 from engine.protocol import Internal, MicroserveError, PageName
 from router.base import Request
 from router.engines.backend import Backend, guard
+from router.engines.monitor import Pauses
 
 __all__ = ["NOTHING", "Expected", "PrefixIndex"]
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.2  # after the loss of a stream
+RETRY_S, LONGEST_RETRY_S = 0.2, 30.0  # pauses after the loss of a stream
+STEADY_S = 10.0  # after a stream that lasted this long, the first pause is short again
+MOST_PAGES = 1 << 20  # pages of one engine
 UNUSED_LEGS = 1000  # after this many legs without a query, no engine is followed any longer
 # Landed pages stay expected this long; by then the engine has reported them.
 LINGER_S = 1.0
@@ -166,14 +169,21 @@ class PrefixIndex:
 
 async def _keep_up(backend: Backend, view: _View) -> None:
     """Follow the engine's changes, without end; forget all whenever the stream is lost."""
+    clock, pauses = asyncio.get_running_loop().time, Pauses(RETRY_S, LONGEST_RETRY_S)
     while True:
+        began = clock()
         try:
-            await guard(_read(backend, view), backend)
+            await guard(_read(backend, view), backend, endless=True)
         except MicroserveError as error:
             log.info("the prefix cache of engine %s is not known: %s", backend.id, error)
+        except Exception:  # concerns this engine's prefixes only; the router must go on
+            log.exception("the prefix cache of engine %s could not be read", backend.id)
         finally:
             view.lose()
-        await asyncio.sleep(RETRY_S)
+        if clock() - began > STEADY_S:
+            pauses.reset()
+        # While the engine is down, a try costs nothing.
+        await asyncio.sleep(pauses.next() if backend.status == "up" else RETRY_S)
 
 
 async def _read(backend: Backend, view: _View) -> None:
@@ -181,6 +191,8 @@ async def _read(backend: Backend, view: _View) -> None:
         async for change in changes:
             view.known.difference_update(change.removed)
             view.known.update(change.added)
+            if len(view.known) > MOST_PAGES:
+                raise Internal(f"it reports more than {MOST_PAGES} pages")
             view.ready.set()
 
 

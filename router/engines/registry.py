@@ -9,13 +9,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 
-from engine.protocol import EngineState, MicroserveError, ModelInfo, Timeout
-from router.base import Conflict, EngineId, NobodyListens, NoEngines, NotFound, RouterConfig
+from engine.protocol import EngineState
+from router.base import Conflict, EngineId, NoEngines, NotFound, RouterConfig
+from router.engines.adoption import Adoption
 from router.engines.api import EngineCalls
 from router.engines.backend import Backend, Role, Source
 from router.engines.circuit_breaker import BREAKER_STATES, CircuitBreaker
 from router.engines.engines_file import EngineEntry
+from router.engines.monitor import Monitor
 from router.engines.prefix_index import PrefixIndex
+from router.engines.secrets import compare_secrets
 from router.model import ServedModel
 from router.telemetry import Events, Metrics
 
@@ -23,16 +26,15 @@ __all__ = ["Registry"]
 
 log = logging.getLogger(__name__)
 
-LATE_S = 0.5  # a deadline that fires this late was missed by this process, not by the engine
-MODEL_S = 10.0  # a tokenizer may have megabytes
-RECHECK_S = 0.05  # pause after a failed health check, until the silence is long enough
+MOST_REMOVED = 4096  # removed engines that are remembered
 
 
 class Registry:
     """Adds, monitors and removes engines; tells which are usable now, and for which model.
 
     Each engine's health is checked every `health_interval_s`. An engine whose address refuses
-    connections, or that has not answered for `health_timeout_s`, is down until it answers again.
+    connections, that has another model, or that has not answered for `health_timeout_s`, is down
+    until it answers again.
     """
 
     def __init__(
@@ -57,11 +59,9 @@ class Registry:
         self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._on_drain = on_drain
         self.prefixes = PrefixIndex(tasks)
-        self._model: ServedModel | None = None
         self._came_up = asyncio.Event()  # set only for a moment, to wake the waiters
-        self._adopting = (
-            asyncio.Lock()
-        )  # if two engines have different models, the first one counts
+        self._adoption = Adoption(self._backends.values, config.health_timeout_s)
+        self._removed: dict[str, None] = {}  # URLs of engines that an administrator removed
 
     def __iter__(self) -> Iterator[Backend]:
         return iter(self._backends.values())
@@ -84,22 +84,32 @@ class Registry:
     ) -> Backend:
         """Register the engine at `url`, or note a heartbeat of one that is registered.
 
-        An engine that was about to leave stays. `labels`, if given, replace its labels.
+        An engine that was about to leave stays. `role` and `labels`, if given, replace its own. A
+        heartbeat neither replaces those that came from elsewhere, nor brings back an engine that an
+        administrator has removed: it raises `Conflict`.
         """
-        url = url.rstrip("/")
+        url, heartbeat = url.rstrip("/"), source == "heartbeat"
+        if heartbeat and url in self._removed:
+            raise Conflict(
+                "an administrator removed this engine; a POST without heartbeat brings it back"
+            )
+        self._removed.pop(url, None)
         backend = self._backends.get(url)
         if backend is None:
             client = self._connect(url)
             backend = self._backends[url] = Backend(client, self._breaker(), id=id, source=source)
-            backend.role = role or "any"
             monitor = self._tasks.create_task(self._monitor(backend), name=f"monitor {url}")
             self._monitors[backend] = monitor
         elif not backend.usable:
             backend.probe.set()
         backend.leaving = False
         backend.heartbeat = asyncio.get_running_loop().time()
-        if labels is not None:
-            backend.labels = labels
+        if role is not None and not backend.role_pinned:
+            backend.role, backend.role_pinned = role, not heartbeat
+        elif role is not None and not heartbeat:
+            backend.role = role
+        if labels is not None and (not heartbeat or backend.labels_from in (None, source)):
+            backend.labels, backend.labels_from = labels, source
         return backend
 
     def drain(self, backend: Backend, draining: bool) -> int:
@@ -111,8 +121,15 @@ class Registry:
         backend.draining = draining
         return self._empty(backend) if draining else 0
 
-    def remove(self, backend: Backend) -> int:
-        """Drain it, and forget it once nothing runs there; returns as `drain`."""
+    def remove(self, backend: Backend, *, for_good: bool = False) -> int:
+        """Drain it, and forget it once nothing runs there; returns as `drain`.
+
+        `for_good`: its heartbeats do not bring it back.
+        """
+        if for_good:
+            self._removed[backend.url] = None
+            if len(self._removed) > MOST_REMOVED:
+                del self._removed[next(iter(self._removed))]
         backend.leaving = True
         backend.probe.set()
         if backend.load.idle:
@@ -127,9 +144,10 @@ class Registry:
             if backend.source == "file" and backend.url not in wanted:
                 self.remove(backend)
         for url, entry in wanted.items():
-            backend = self.add(url, role=entry.role, labels=entry.labels, source="file")
-            if entry.role is not None:
-                backend.role, backend.role_pinned = entry.role, True
+            known = self._backends.get(url)
+            ours = known is not None and known.labels_from == "file"
+            labels = entry.labels if entry.labels or ours else None
+            self.add(url, role=entry.role, labels=labels, source="file")
 
     def usable(self, *, without: Collection[Backend] = ()) -> list[Backend]:
         """Return the engines for new work, without those in `without` and those with open breakers.
@@ -153,9 +171,9 @@ class Registry:
     @property
     def model(self) -> ServedModel:
         """The served model. Raises `NoEngines` until an engine has answered."""
-        if self._model is None:
+        if self._adoption.served is None:
             raise NoEngines("no engine has answered yet")
-        return self._model
+        return self._adoption.served
 
     async def settled(self, timeout: float) -> None:
         """Wait until no engine is unknown or suspect, at most `timeout` seconds."""
@@ -202,41 +220,23 @@ class Registry:
     def _forget(self, backend: Backend) -> None:
         self._backends.pop(backend.url, None)
         self.prefixes.forget(backend)
+        backend.client.close()
         if monitor := self._monitors.pop(backend, None):
             monitor.cancel()
 
     async def _monitor(self, backend: Backend) -> None:
-        config, loop = self._config, asyncio.get_running_loop()
-        give_up = loop.time() + config.health_timeout_s
+        monitor = Monitor(
+            backend, self._config, admit=self._adoption.admit, seen=self._seen, lost=self._lost
+        )
         while True:
-            backend.probe.clear()
-            try:
-                async with asyncio.timeout_at(give_up):
-                    await backend.client.health()
-                    state = await backend.client.state()
-                await self._meet(backend, state)
-            except (MicroserveError, TimeoutError) as error:
-                now = loop.time()
-                if isinstance(error, TimeoutError) and now > give_up + LATE_S:
-                    give_up = now + config.health_timeout_s
-                    continue  # this router was blocked itself: the answer may have arrived
-                gone = isinstance(error, NobodyListens | Conflict) or now >= give_up
-                if not gone:
-                    await asyncio.sleep(RECHECK_S)
-                    continue
-                if backend.status != "down":
-                    reason = str(error) or f"silent for {config.health_timeout_s:g} s"
-                    log.warning("engine %s is down: %s", backend.id, reason)
-                    backend.go_down(reason)
-                    self._events.publish("engine", id=backend.id, status="down", reason=reason)
+            pause = await monitor.check()
             backend.settled.set()
             if self._has_left(backend):
                 self._forget(backend)
                 return
             with suppress(TimeoutError):
-                async with asyncio.timeout(config.health_interval_s):
+                async with asyncio.timeout(pause):
                     await backend.probe.wait()
-            give_up = loop.time() + config.health_timeout_s
 
     def _has_left(self, backend: Backend) -> bool:
         """Return whether to forget it.
@@ -249,42 +249,21 @@ class Registry:
             backend.leaving |= silent > self._config.forget_s
         return backend.leaving and backend.load.idle
 
-    async def _meet(self, backend: Backend, state: EngineState) -> None:
-        """Note the state that an engine reports; fetch the model of a new one."""
-        if backend.model is None or backend.state is None or backend.state.epoch != state.epoch:
-            try:
-                async with asyncio.timeout(MODEL_S):
-                    info = await backend.client.model()
-            except TimeoutError:
-                raise Timeout(f"it did not tell its model within {MODEL_S:g} s") from None
-            async with self._adopting:
-                await self._adopt(backend, info)
-                backend.model = info
-        self._seen(backend, state)
-
-    async def _adopt(self, backend: Backend, info: ModelInfo) -> None:
-        """Serve the model of `info`.
-
-        Raises `Conflict` if other engines serve another one: KV could not move between them, and
-        tokens would depend on the engine.
-        """
-        served = self._model.info if self._model else None
-        if served is not None and served.fingerprint == info.fingerprint:
+    def _lost(self, backend: Backend, reason: str) -> None:
+        if backend.status == "down":
+            backend.last_error = reason
             return
-        in_use = any(
-            other.model is not None and other.status != "down"
-            for other in self
-            if other is not backend
-        )
-        if served is not None and in_use:
-            raise Conflict(f"it serves {info.name}, not the {served.name} served here")
-        self._model = await asyncio.to_thread(ServedModel, info)
+        log.warning("engine %s is down: %s", backend.id, reason)
+        backend.go_down(reason)
+        compare_secrets(self)
+        self._events.publish("engine", id=backend.id, status="down", reason=reason)
 
     def _seen(self, backend: Backend, state: EngineState) -> None:
         came_up = backend.status != "up"
         taken = any(other.id == state.engine_id for other in self if other is not backend)
-        if not taken:
-            backend.id = EngineId(state.engine_id)
+        if not taken and backend.named != state.epoch:  # a process keeps its first id
+            backend.id, backend.named = EngineId(state.engine_id), state.epoch
+        known_secret = backend.secret_digest
         if not backend.role_pinned:
             backend.role = state.role
         if backend.state is not None and backend.state.epoch != state.epoch:
@@ -293,6 +272,8 @@ class Registry:
         backend.state = state
         backend.status = "up"
         backend.last_error = ""
+        if came_up or state.secret_digest != known_secret:
+            compare_secrets(self)
         if came_up:
             self._came_up.set()
             self._came_up.clear()

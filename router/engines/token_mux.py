@@ -4,23 +4,34 @@
                                                        └─► Delivery of b ──► the task that serves b
 
 A frame is parsed on arrival and wakes the tasks that it is for; nothing else is done per token.
+What an engine sends is checked against what it was asked for: a wrong event fails its generation,
+and a wrong frame the stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 
 from engine.protocol import Internal, MicroserveError, Usage, error_from_body
-from router.base import Chunk, EngineUnreachable
+from router.base import Chunk, EngineUnreachable, TokenId
 from router.engines.http_client import HttpClient
+from router.engines.lines import Lines
 
 __all__ = ["Delivery", "MuxStream", "TokenMux"]
 
 IDLE_S = 60.0  # a stream without deliveries is closed after this time, or twice that
+# Bytes of the longest frame. An engine merges what a router has not read into one frame of at most
+# 2^20 units, of 8 bytes each, and closes the stream beyond that.
+MOST_FRAME = 16 << 20
+MOST_UNWANTED = 16 << 20  # bytes of frames in a row for no request of this router
+# Characters of text: longer than any token's, and what may come without tokens.
+TEXT_PER_TOKEN, TEXT_ALONE = 4096, 1 << 20
+ANY = 2**31  # more tokens, and larger ids, than any generation has
+Byte = Annotated[int, msgspec.Meta(ge=0, le=255)]
 
 
 class _Event(Chunk):
@@ -37,6 +48,19 @@ def _read_usage(kind: type, fields: Any) -> Any:
 
 
 _FRAME = msgspec.json.Decoder(dict[str, _Event], dec_hook=_read_usage)
+
+
+class _Alternative(TypedDict):
+    """A token and its log probability; the fields are those of `engine.protocol.TokenLogprob`."""
+
+    token_id: TokenId
+    token: Annotated[str, msgspec.Meta(max_length=TEXT_PER_TOKEN)]
+    bytes: Annotated[list[Byte], msgspec.Meta(max_length=4 * TEXT_PER_TOKEN)]
+    logprob: float | None
+
+
+class _Logprob(_Alternative):
+    top: Annotated[list[_Alternative], msgspec.Meta(max_length=64)]
 
 
 class TokenMux:
@@ -56,6 +80,11 @@ class TokenMux:
                 self._stream = await MuxStream.opened(self._http)
             return self._stream
 
+    def close(self) -> None:
+        """Close the stream, if one is open."""
+        if self._stream is not None and self._stream.error is None:
+            self._stream.close()
+
 
 class MuxStream:
     """One open stream. Its loss, and `close`, fail all its deliveries."""
@@ -64,7 +93,8 @@ class MuxStream:
         self.id = uuid.uuid4().hex
         self.error: EngineUnreachable | None = None
         self._deliveries: dict[str, Delivery] = {}  # by request id
-        self._rest: list[bytes] = []  # the beginning of an incomplete frame
+        self._lines = Lines(MOST_FRAME)
+        self._unwanted = 0  # bytes of frames since the last one for a request of this router
         self._close_connection: Any = None
         self._used = True  # since the last check
         self._timer: asyncio.TimerHandle | None = None
@@ -77,20 +107,30 @@ class MuxStream:
         reply, stream._close_connection = await http.listen(path, stream._feed, stream._lose)
         if reply.status != 200:
             raise Internal(f"{http.url}: no stream but {reply.status} {reply.body[:200]!r}")
+        if stream.error is not None:  # what came with the head was wrong
+            stream._close_connection()
+            raise stream.error
         stream._check_idle()
         return stream
 
-    def expect(self, request_id: str) -> Delivery:
-        """Begin to collect the events of `request_id`."""
+    def expect(self, request_id: str, *, tokens: int = ANY, vocab: int = ANY) -> Delivery:
+        """Begin to collect the events of `request_id`.
+
+        It may emit `tokens` tokens at most, with ids below `vocab`.
+        """
         self._used = True
-        delivery = self._deliveries[request_id] = Delivery(self, request_id)
+        delivery = self._deliveries[request_id] = Delivery(self, request_id, tokens, vocab)
         if self.error is not None:
             delivery.fail(self.error)
         return delivery
 
+    def expects(self, delivery: Delivery) -> bool:
+        """Return whether further events of it are taken."""
+        return self._deliveries.get(delivery.request_id) is delivery
+
     def forget(self, delivery: Delivery) -> None:
         """Drop its further events. Idempotent."""
-        if self._deliveries.get(delivery.request_id) is delivery:
+        if self.expects(delivery):
             del self._deliveries[delivery.request_id]
 
     def close(self) -> None:
@@ -99,26 +139,38 @@ class MuxStream:
         self._lose(EngineUnreachable("the stream was closed"))
 
     def _feed(self, data: bytes) -> None:
-        if b"\n" not in data:
-            self._rest.append(data)
+        if self.error is not None:
             return
-        *frames, rest = b"".join([*self._rest, data]).split(b"\n")
-        self._rest = [rest] if rest else []
-        for frame in frames:
-            if frame:
+        try:
+            for frame in self._lines.feed(data):
                 self._take(frame)
+        except EngineUnreachable as wrong:
+            if self._close_connection is not None:
+                self._close_connection()
+            self._lose(wrong)
 
     def _take(self, frame: bytes) -> None:
-        try:
-            events = _FRAME.decode(frame)
-        except (msgspec.MsgspecError, ValueError) as wrong:
-            self._close_connection()
-            self._lose(EngineUnreachable(f"the engine sent an invalid frame: {wrong}"))
+        """Deliver the events of a frame. Raises `EngineUnreachable` if it is invalid."""
+        wanted = False
+        if frame:
+            try:
+                events = _FRAME.decode(frame)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as wrong:
+                what = str(wrong)[:200]
+                raise EngineUnreachable(f"the engine sent an invalid frame: {what}") from None
+            for request_id, event in events.items():
+                delivery = self._deliveries.get(request_id)
+                if delivery is not None:
+                    delivery.push(event)
+                    wanted = True
+        if wanted:
+            self._unwanted = 0
             return
-        for request_id, event in events.items():
-            delivery = self._deliveries.get(request_id)
-            if delivery is not None:
-                delivery.push(event)
+        self._unwanted += len(frame) + 1
+        if self._unwanted > MOST_UNWANTED:
+            raise EngineUnreachable(
+                f"the engine sent {MOST_UNWANTED} bytes of frames that nobody asked for"
+            )
 
     def _lose(self, error: EngineUnreachable) -> None:
         self.error = self.error or error
@@ -138,20 +190,31 @@ class MuxStream:
 class Delivery:
     """The chunks of one generation. Steps that arrive between two `next`s become one chunk."""
 
-    __slots__ = ("_chunk", "_error", "_stream", "_waiter", "request_id")
+    __slots__ = (
+        "_chunk", "_error", "_events", "_stream", "_text", "_tokens", "_vocab", "_waiter",
+        "request_id",
+    )  # fmt: skip
 
-    def __init__(self, stream: MuxStream, request_id: str) -> None:
+    def __init__(self, stream: MuxStream, request_id: str, tokens: int, vocab: int) -> None:
         self.request_id = request_id
         self._stream = stream
+        self._tokens = tokens  # how many may still come
+        self._text = TEXT_ALONE  # characters that may still come, beside those of further tokens
+        self._vocab = vocab
+        self._events = 0
         self._chunk: Chunk | None = None
         self._error: MicroserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
+    def progress(self) -> int | None:
+        """Return how many events have arrived; None once no more can."""
+        return self._events if self._stream.expects(self) else None
+
     async def next(self) -> Chunk:
         """Return the next chunk.
 
-        Raises the engine's error, and `EngineUnreachable` if the stream is lost; in either case
-        after the chunks that arrived before.
+        Raises the engine's error, and `EngineUnreachable` if the stream is lost or the engine
+        sends what it was not asked for; in any case after the chunks that arrived before.
         """
         while True:
             chunk = self._chunk
@@ -168,6 +231,18 @@ class Delivery:
 
     def push(self, event: _Event) -> None:
         """Add what a step emitted."""
+        ids = event.token_ids
+        self._events += 1
+        self._tokens -= len(ids)
+        self._text += TEXT_PER_TOKEN * len(ids) - len(event.text)
+        if (
+            self._tokens < 0
+            or self._text < 0
+            or event.logprobs is not None
+            or (ids and max(ids) >= self._vocab)
+        ) and (wrong := self._wrong(event)):
+            self.fail(EngineUnreachable(f"the engine sent {wrong}"))
+            return
         if self._chunk is None:
             self._chunk = event
         else:
@@ -183,6 +258,23 @@ class Delivery:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
+    def _wrong(self, event: _Event) -> str:
+        """Return what is wrong with an event; empty if nothing is."""
+        if self._tokens < 0:
+            return "more than max_tokens tokens"
+        if self._text < 0:
+            return "more text than its tokens can have"
+        if event.token_ids and max(event.token_ids) >= self._vocab:
+            return f"token {max(event.token_ids)}, outside the vocabulary of {self._vocab}"
+        if event.logprobs is not None:
+            try:
+                msgspec.convert(event.logprobs, list[_Logprob])
+            except (msgspec.MsgspecError, RecursionError) as wrong:
+                return f"invalid logprobs: {str(wrong)[:200]}"
+            if len(event.logprobs) > len(event.token_ids):
+                return "more logprobs than tokens"
+        return ""
+
     def fail(self, error: MicroserveError) -> None:
         """Raise `error` from `next`, after the chunks that arrived before."""
         self._stream.forget(self)
@@ -191,10 +283,10 @@ class Delivery:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "the stream was given up") -> None:
         """Make a pending or later `next` raise `EngineUnreachable`."""
         self._chunk = None
-        self.fail(EngineUnreachable("the stream was given up"))
+        self.fail(EngineUnreachable(reason))
 
     async def finish(self) -> None:
         """Nothing is held after the last chunk."""

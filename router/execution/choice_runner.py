@@ -226,7 +226,7 @@ class _Choice:
         """Note why `attempt` ended. Raises the client's error if there is no further attempt."""
         if not self._may_retry(error):
             raise self._for_client(error) from error
-        self._tries += not isinstance(error, Moved)
+        self._tries += not isinstance(error, Moved) and self._origin is None
         self._failed |= attempt.blamed
         self._runtime.metrics.retries.labels(error.type).inc()
         self._receipt.retries.append(
@@ -244,9 +244,9 @@ class _Choice:
 
     def _may_retry(self, error: MicroserveError) -> bool:
         """Whether to try again after `error`."""
-        if isinstance(error, Moved):
-            return True  # the attempt has not failed
-        if isinstance(error, FINAL) or self._tries == self._runtime.config.attempts:
+        if isinstance(error, Moved) or self._origin is not None:
+            return True  # nothing has failed but a move: the strategy computes again what it lacks
+        if isinstance(error, FINAL) or self._tries >= self._runtime.config.attempts:
             return False
         # The first loss of an engine is free: it hits many requests at once, through no fault of
         # theirs.

@@ -52,6 +52,10 @@ async def migrate_prefix(
     for backend in (source, target):
         if backend.status != "up":
             raise EngineUnreachable(f"engine {backend.id} is {backend.status}")
+    if not source.exchanges_with(target):
+        raise BadRequest(
+            f"engines {source.id} and {target.id} have different cluster secrets", param="to"
+        )
     whole = Request(uuid.uuid4().hex, list(prefix), Sampling())
     await guard(prefixes.known(source), source)
     end = prefixes.cached(source, whole, len(prefix), coming=False)
@@ -74,6 +78,12 @@ async def migrate_prefix(
         sender, receiver = Engine(attempt, source), Engine(attempt, target)
         async with receiver.prep_recv(whole, end=end) as kv:
             sent = await sender.remote_send(whole, kv, begin=kv.match_len, end=end)
+            if kv.collapsed:
+                raise BadRequest(
+                    f"engine {source.id} refuses the addresses of {target.id}: do they have the "
+                    "same MICROSERVE_SECRET?",
+                    param="to",
+                )
             await receiver.commit(kv)
         pinned = 0
         if pin:

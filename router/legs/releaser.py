@@ -47,3 +47,5 @@ class Releaser:
                 await backend.client.release(body, headers)
         except (MicroserveError, TimeoutError) as error:
             log.info("release %s on engine %s: %s", body, backend.id, str(error) or "timeout")
+        except Exception:  # concerns this release only; the router must go on
+            log.exception("release %s on engine %s failed", body, backend.id)

@@ -28,7 +28,10 @@ class ServedModel:
         try:
             # tokenizers raises plain Exceptions.
             self._tokenizer = Tokenizer.from_str(info.tokenizer_json)
-        except Exception as error:
+        except BaseException as error:
+            # A panic within it is no `Exception`.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise Internal(f"the tokenizer of {info.name}: {error}") from error
         try:
             self._template = ChatTemplate(

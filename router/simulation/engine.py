@@ -204,10 +204,14 @@ class SimulatedEngine:
             engine_id=self.id, epoch=1, role=self.role, model="simulated", page_size=PAGE,
             pages=pages, running=len(self._running), waiting=0, leases=[],
             puts_in_flight=self._sending, prefix_tokens=len(self._cached) * PAGE,
+            secret_digest="simulated",  # noqa: S106  no password
         )  # fmt: skip
 
     async def health(self) -> None:
         await self._spend(0.0)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def die(self) -> None:
         """Behave like a killed process: all that it held is gone, and nothing listens."""

@@ -120,7 +120,10 @@ class SimulatedStream:
             self._engine.forget(self._request_id)
         return chunk
 
-    def abort(self) -> None:
+    def progress(self) -> None:
+        """A simulated engine is never silent."""
+
+    def abort(self, reason: str = "") -> None:
         self._aborted = True
         self._engine.keep(self._tokens)
         self._engine.forget(self._request_id)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.protocol import BadRange, NoCapacity, RemoteSendReply
+from engine.protocol import BadAddress, BadRange, NoCapacity, RemoteSendReply
 from router.base import EngineId, LeaseId, Request
 from router.engines import Backend, Role
 from router.legs import Attempt, LeaseGrant, Method, MirrorPlan, Origin, TokenStream
@@ -173,22 +173,22 @@ class Engine:
         """Put the KV of `tokens[begin:end]` at `kv`, computing here what is not cached (§3.1).
 
         Returns after the last byte has landed. Does nothing for an empty range. If `kv` is on this
-        very engine, its lease ends and the generation computes what it needs. Cancellation, and
-        the loss of either engine, abort the send.
+        very engine, or on one with another cluster secret, its lease ends and the generation
+        computes what it needs. Cancellation, and the loss of either engine, abort the send.
         """
         begin, end = _position("begin", begin, request), _position("end", end, request)
         if begin > end:
             raise BadRange(f"begin {begin} is after end {end}", param="begin")
         attempt, backend, grant = self._attempt, self._backend, kv._grant
         if kv.engine == self and not grant.collapsed:
-            await self._end(grant)
-            grant.collapsed = True
+            await self._collapse(grant)
+        elif not grant.collapsed and not backend.exchanges_with(grant.backend):
+            attempt.fallback("not_sent")
+            await self._collapse(grant)
         with attempt.leg("remote_send", backend, begin, end) as leg:
             if grant.collapsed or begin == end:
                 leg.collapsed = grant.collapsed
-                return RemoteSendReply(
-                    sent_tokens=0, cached_tokens=0, computed_tokens=0, bytes=0, ms=0.0
-                )
+                return _nothing_sent()
             body = {"prompt": request.tokens, "begin": begin, "end": end, "kv_addr": grant.kv_addr}
             if request.priority:
                 body["priority"] = request.priority
@@ -196,9 +196,18 @@ class Engine:
                 backend.load.work(tokens=end - begin),
                 attempt.expect(backend, request, end) as expected,
             ):
-                reply = await attempt.call(
-                    backend, backend.client.remote_send, body, receiver=grant.backend
-                )
+                try:
+                    reply = await attempt.call(
+                        backend, backend.client.remote_send, body, receiver=grant.backend
+                    )
+                except BadAddress as error:
+                    if None not in (backend.secret_digest, grant.backend.secret_digest):
+                        raise  # the secrets are equal
+                    leg.fail(error)
+                    leg.collapsed = True
+                    attempt.fallback("not_sent")
+                    await self._collapse(grant)
+                    return _nothing_sent()
                 expected.landed()
             leg.bytes = reply.bytes
             leg.put_ms = reply.put_ms
@@ -300,10 +309,19 @@ class Engine:
             leg.match_len = pinned
         return pinned
 
+    async def _collapse(self, grant: LeaseGrant) -> None:
+        """End a lease that nothing can be sent to."""
+        await self._end(grant)
+        grant.collapsed = True
+
     async def _end(self, grant: LeaseGrant) -> None:
         if grant.open:
             grant.consumed = True
             await self._attempt.release(grant.backend, {"lease_id": grant.lease_id})
+
+
+def _nothing_sent() -> RemoteSendReply:
+    return RemoteSendReply(sent_tokens=0, cached_tokens=0, computed_tokens=0, bytes=0, ms=0.0)
 
 
 def _position(name: str, position: int, request: Request) -> int:

@@ -70,14 +70,18 @@ def routes(router: Router) -> APIRouter:
         if wanted.role is not None:
             backend.role, backend.role_pinned = wanted.role, True
         if wanted.labels is not None:
-            backend.labels = wanted.labels
+            backend.labels, backend.labels_from = wanted.labels, "admin"
         moved = registry.drain(backend, wanted.draining) if wanted.draining is not None else 0
         return reply({**backend.describe(), "moved": moved})
 
     @api.delete("/admin/engines/{id:path}", response_model=dict[str, Any])
-    async def remove_engine(id: str) -> Response:
-        """Drain an engine, and forget it once nothing runs there."""
+    async def remove_engine(id: str, heartbeat: bool = False) -> Response:
+        """Drain an engine, and forget it once nothing runs there.
+
+        Its heartbeats do not bring it back. `heartbeat`: the engine itself ends, and may return.
+        """
         backend = registry[id]
-        return reply({"removed": backend.id, "moved": registry.remove(backend)})
+        moved = registry.remove(backend, for_good=not heartbeat)
+        return reply({"removed": backend.id, "moved": moved})
 
     return api

@@ -43,7 +43,7 @@ async def metrics(r) -> str:
 async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(route, fake):
     """Its answer is far larger than the buffers between it and the engine."""
     a = fake("a")
-    a.info = a.info.model_copy(update={"context_length": 10**6})
+    a.info = a.info.model_copy(update={"context_length": 10**6, "vocab_size": 10**6})
     a.text = "x" * 2**12
     async with route(a, client_stall_s=0.5) as r:
         async with connected(r, receive_buffer=4096) as (_, writer):
@@ -62,7 +62,7 @@ async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(route,
 
 async def test_a_slow_reader_is_not_dropped(route, fake):
     a = fake("a")
-    a.info = a.info.model_copy(update={"context_length": 10**6})
+    a.info = a.info.model_copy(update={"context_length": 10**6, "vocab_size": 10**6})
     a.text = "x" * 2**12
     async with route(a, client_stall_s=1.0) as r, connected(r, receive_buffer=4096) as (
         reader, writer,
