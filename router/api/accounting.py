@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from types import TracebackType
 
-from engine.protocol import Draining, MicroserveError, Timeout
+from engine.protocol import BadRequest, Draining, MicroserveError, Timeout
 from router.admission import ANYBODY
 from router.api.http import HttpRequest
 from router.api.parts import Router
@@ -35,11 +35,12 @@ def deadline_s(config: RouterConfig, http: HttpRequest, requested: float | None)
 
 def priority_of(http: HttpRequest, requested: int | None) -> int:
     """Return the request's priority in the queue, lower is earlier: the body's `requested`, else
-    `X-Priority`, else 0. A header that is not an integer of at most 9 digits is ignored."""
-    if requested is not None:
-        return requested
-    header = http.headers.get("x-priority", "")
-    return int(header) if _PRIORITY.fullmatch(header) else 0
+    `X-Priority`, else 0. Raises `BadRequest` for a header other than an integer of 9 digits."""
+    header = http.headers.get("x-priority", "0")
+    if not _PRIORITY.fullmatch(header):
+        message = f"X-Priority is an integer, lower is earlier; not {header!r:.80}"
+        raise BadRequest(message, param="X-Priority")
+    return int(header) if requested is None else requested
 
 
 class accounted:

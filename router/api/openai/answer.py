@@ -55,6 +55,7 @@ async def _answer(
     parsed = await off_loop(len(body), read, body, model, name)
     del body
     http.release()
+    priority = priority_of(http, parsed.priority)
     revision = router.revisions.enter()
     try:
         receipt = Receipt(
@@ -74,7 +75,7 @@ async def _answer(
             receipt=receipt,
             headers=_trace(router, http),
             arrived=arrived,
-            priority=priority_of(http, parsed.priority),
+            priority=priority,
         )
         written = shape(
             receipt.id,
