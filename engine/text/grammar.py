@@ -226,7 +226,7 @@ class Grammars:
         except ImportError as missing:
             raise BadRequest(
                 "structured outputs need xgrammar on the engine: "
-                f'pip install "microserve[structured]" ({missing})',
+                f"pip install -e '.[structured]' in the clone ({missing})",
                 code="unsupported_parameter",
             ) from missing
         added = self._tokenizer.get_added_tokens_decoder().items()

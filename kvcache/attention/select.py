@@ -31,7 +31,7 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
             shape = f"heads of {layout.head_dim} in {layout.dtype}"
             log.warning("attention is slow here: FlashInfer has no kernels for %s", shape)
         except (ImportError, RuntimeError) as error:  # RuntimeError: incompatible versions
-            log.warning("attention is slow here: %s (pip install 'microserve[cuda]')", error)
+            log.warning("attention is slow here: %s (pip install -e '.[cuda]' in the clone)", error)
     if layout.dtype == torch.bfloat16 and device.type == "cpu":
         try:
             from kvcache.attention.cpu_bf16 import Bf16Plan, precompile

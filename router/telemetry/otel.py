@@ -17,7 +17,7 @@ try:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
     raise BadRequest(
-        f'OTEL_* asks for traces: pip install "microserve[otel]" ({error.name})'
+        f"OTEL_* asks for traces: pip install -e '.[otel]' in the clone ({error.name})"
     ) from error
 
 __all__ = ["OtelTracing"]

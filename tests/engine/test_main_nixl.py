@@ -17,7 +17,7 @@ PROMPT = [(11 * n) % 250 for n in range(200)]
 
 needs_nixl = pytest.mark.skipif(
     not any(importlib.util.find_spec(package) for package in PACKAGES),
-    reason="NIXL is not installed: pip install 'microserve[nixl]'",
+    reason="NIXL is not installed: pip install -e '.[nixl]'",
 )
 
 
@@ -74,5 +74,5 @@ def test_without_the_library_the_error_names_the_package_to_install():
         [sys.executable, "-c", hide], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
-    assert "pip install 'microserve[nixl]'" in done.stderr
+    assert "pip install -e '.[nixl]'" in done.stderr
     assert "Traceback" not in done.stderr

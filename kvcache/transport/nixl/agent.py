@@ -40,7 +40,7 @@ def load_nixl() -> ModuleType:
             if importlib.util.find_spec(package) is not None:
                 raise BadRequest(f"{package} is installed but broken: {error}") from error
     raise BadRequest(
-        "the nixl transport needs NIXL: pip install 'microserve[nixl]' (or nixl-cu13)",
+        "the nixl transport needs NIXL: pip install -e '.[nixl]' in the clone (or nixl-cu13)",
         param="transport",
     )
 

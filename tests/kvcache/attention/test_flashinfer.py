@@ -121,7 +121,7 @@ def test_without_flashinfer_torch_is_used_and_logged(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     planner = planner_for(layout(), 3, CUDA)
     assert getattr(planner, "func", None) is StablePlan
-    assert "pip install 'microserve[cuda]'" in caplog.text
+    assert "pip install -e '.[cuda]'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not any(importlib.util.find_spec(package) for package in nixl_agent.PACKAGES),
-        reason="NIXL is not installed: pip install 'microserve[nixl]'",
+        reason="NIXL is not installed: pip install -e '.[nixl]'",
     ),
 ]
 
@@ -301,7 +301,7 @@ def test_the_transport_is_found_by_its_endpoints_name():
 
 def test_the_error_for_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(nixl_agent, "PACKAGES", ("there_is_no_such_package",))
-    with pytest.raises(BadRequest, match=r"pip install 'microserve\[nixl\]'"):
+    with pytest.raises(BadRequest, match=r"pip install -e '\.\[nixl\]'"):
         NixlTransport(1, secret=b"", host=HERE)
 
 

@@ -81,7 +81,7 @@ def test_any_split_into_any_other(kind: str, case: Case):
 @pytest.mark.slow
 @pytest.mark.skipif(
     not any(importlib.util.find_spec(package) for package in PACKAGES),
-    reason="NIXL is not installed: pip install 'microserve[nixl]'",
+    reason="NIXL is not installed: pip install -e '.[nixl]'",
 )
 @settings(max_examples=4, deadline=None)
 @given(case=cases())
