@@ -187,7 +187,7 @@ async def simulated_router(
         for i, role in enumerate(roles)
     ]
     async with asyncio.TaskGroup() as tasks:
-        metrics = Metrics()
+        metrics, releaser = Metrics(), Releaser(tasks, 2.0)
         relocations = Relocations()
         registry = Registry(
             CONFIG, lambda url: peers[url], tasks, Events(), on_drain=relocations.leave
@@ -198,12 +198,13 @@ async def simulated_router(
             # Reading the model takes a thread, so real time: meanwhile no virtual time may pass.
             while any(backend.status != "up" for backend in registry):  # noqa: ASYNC110  see above
                 await asyncio.sleep(0)
-            runtime = Runtime(CONFIG, registry, Releaser(tasks, 2.0), metrics, tasks)
+            runtime = Runtime(CONFIG, registry, releaser, metrics, tasks)
             execution = Execution(runtime, AdmissionQueue(8), RetryBudget(1.0), relocations)
             revision = Revision(RevisionNumber(1), bound, None, violated)
             yield SimulatedRouter(bound, roles, execution, engines, revision, violations)
         finally:
             registry.close()
+            releaser.close()
 
 
 def _prompt(length: int) -> list[int]:
