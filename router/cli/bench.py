@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from engine.protocol import BadRequest, MicroserveError
-from router.cli.options import GroupedCommand, Number, option
+from router.cli.options import CA_HELP, GroupedCommand, Number, option, read_ca
 from router.engines import HttpClient
 from router.load import (
     WORKLOADS,
@@ -46,6 +46,7 @@ NOT_NEGATIVE = Number(float, 0.0, 1e12)
         help="URL of the server under load")  # fmt: skip
 @option("--model", default="", group="Server", help="model name  [default: the first one listed]")
 @option("--api-key", default="", group="Server", help="key that the server asks for")
+@option("--ca", default="", metavar="FILE", group="Server", help=CA_HELP)
 @option("--timeout", "timeout_s", type=POSITIVE, default=600.0, show_default=True, group="Server",
         help="total time of a request (s)")  # fmt: skip
 @option("--workload", type=click.Choice(WORKLOADS), default="fixed", show_default=True,
@@ -99,11 +100,12 @@ def bench(**options: Any) -> None:
 async def _run(options: dict[str, Any]) -> list[Outcome]:
     requests, trace = _requests(options)
     url = options["url"].rstrip("/").removesuffix("/v1")
+    secure = url.startswith("https:")
     client = HttpClient(
         url,
         api_key=options["api_key"],
         connect_timeout_s=options["timeout_s"],
-        tls=ssl.create_default_context() if url.startswith("https:") else None,
+        tls=read_ca(options["ca"]) or (ssl.create_default_context() if secure else None),
     )
     try:
         target = Target(

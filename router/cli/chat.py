@@ -10,7 +10,7 @@ import click
 import httpx
 
 from router.base import DONE, EventSplitter
-from router.cli.options import GroupedCommand, Number, option
+from router.cli.options import CA_HELP, GroupedCommand, Number, option, read_ca
 
 __all__ = ["chat"]
 
@@ -22,6 +22,7 @@ Messages = list[dict[str, str]]
 @option("--url", default="http://127.0.0.1:8000", show_default=True, group="Server",
         help="the router's URL")  # fmt: skip
 @option("--api-key", default="", group="Server", help="key that the router asks for")
+@option("--ca", default="", metavar="FILE", group="Server", help=CA_HELP)
 @option("--system", default="", group="Generation", help="system message")
 @option("--max-tokens", type=click.IntRange(min=1), group="Generation",
         help="longest answer in tokens")  # fmt: skip
@@ -31,6 +32,7 @@ def chat(
     prompt: str | None,
     url: str,
     api_key: str,
+    ca: str,
     system: str,
     max_tokens: int | None,
     temperature: float,
@@ -44,7 +46,8 @@ def chat(
         options["max_tokens"] = max_tokens
     messages: Messages = [{"role": "system", "content": system}] if system else []
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=None) as client:  # noqa: S113
+    verify = read_ca(ca) or True
+    with httpx.Client(base_url=url, headers=headers, timeout=None, verify=verify) as client:  # noqa: S113
         if prompt is None and sys.stdin.isatty():
             _talk(client, messages, options)
         else:

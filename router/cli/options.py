@@ -5,20 +5,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import ssl
 import typing
 from collections.abc import Callable, Collection
 from typing import Any, Literal, TypeVar
 
 import click
 
+from engine.protocol import BadRequest
+from router.base import client_context
+
 __all__ = [
-    "CONTEXT", "GroupedCommand", "Number", "config_options", "given", "option", "read_params",
-]  # fmt: skip
+    "CA_HELP",
+    "CONTEXT",
+    "GroupedCommand",
+    "Number",
+    "config_options",
+    "given",
+    "option",
+    "read_ca",
+    "read_params",
+]
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}  # of each command, also when called by itself
 
 F = TypeVar("F", bound=Callable[..., Any])
 OTHERS = "Options"
+CA_HELP = "CA certificates (PEM) of an https server; empty: the system's"
 
 
 class Number(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions of click
@@ -106,6 +119,17 @@ def given(config: type[Any], values: dict[str, Any]) -> dict[str, Any]:
         for field in dataclasses.fields(config)
         if field.name in values and values[field.name] != field.default
     }
+
+
+def read_ca(file: str) -> ssl.SSLContext | None:
+    """Return the TLS context for the value of `--ca`; `None` if it is empty.
+
+    Raises `BadParameter`.
+    """
+    try:
+        return client_context(file)
+    except BadRequest as error:
+        raise click.BadParameter(error.message, param_hint="--ca") from None
 
 
 def read_params(pairs: Collection[str]) -> dict[str, Any]:

@@ -12,7 +12,15 @@ import httpx
 
 from engine.protocol import MicroserveError
 from router.base import changes_of
-from router.cli.options import CONTEXT, GroupedCommand, Number, option, read_params
+from router.cli.options import (
+    CA_HELP,
+    CONTEXT,
+    GroupedCommand,
+    Number,
+    option,
+    read_ca,
+    read_params,
+)
 from router.cli.preflight import check_conformance, check_strategy
 from router.conformance import ALL
 from router.rollout import read_source
@@ -34,11 +42,14 @@ params_option = option(
 @click.group(context_settings=CONTEXT)
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="the router's URL")
 @click.option("--admin-key", default="", help="key of the router's admin API")
+@click.option("--ca", default="", metavar="FILE", help=CA_HELP)
 @click.pass_context
-def strategy(context: click.Context, url: str, admin_key: str) -> None:
+def strategy(context: click.Context, url: str, admin_key: str, ca: str) -> None:
     """List, choose, load and check strategies. All but `check` need a running router."""
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-    context.obj = context.with_resource(httpx.Client(base_url=url, headers=headers, timeout=60.0))
+    verify = read_ca(ca) or True
+    client = httpx.Client(base_url=url, headers=headers, timeout=60.0, verify=verify)
+    context.obj = context.with_resource(client)
 
 
 @strategy.command("list")

@@ -11,11 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 import trustme
+from click.testing import CliRunner
 from engine_process import EngineProcess
 from forked import ForkedProcess, run_microserve
 
 from engine.protocol import BadRequest
 from router.base.tls import client_context, server_context
+from router.cli import cli
 
 ASK = {"prompt": "hello", "max_tokens": 3}
 FLAGS = ("--step-ms", "0", "--prefill-tokens-per-ms", "0")
@@ -95,7 +97,8 @@ def test_tls_from_the_client_to_the_engine(files):
 def test_a_whole_cluster_with_tls_at_its_front(files):
     tls = ("--tls-cert", files["cert"], "--tls-key", files["key"])
     flags = ("--engines", "1", "--port", "0", "--max-body-mb", "1")
-    up = ForkedProcess(run_microserve, "up", "mock", *flags, *tls)
+    environment = {"MICROSERVE_UP_ENGINE_API_KEY": "eng"}
+    up = ForkedProcess(run_microserve, "up", "mock", *flags, *tls, **environment)
     try:
         lines = [up.line()]
         while not lines[-1].startswith("curl"):
@@ -108,12 +111,27 @@ def test_a_whole_cluster_with_tls_at_its_front(files):
             assert reply.status_code == 200, reply.text
             reply = client.post(f"{router}/v1/completions", content=b" " * 2**21)
             assert reply.status_code == 413  # the router's limit applies too
+        check_commands(router, files["ca"])
+        state = f"{engine}/microserving/state"
+        assert httpx.get(state).status_code == 401
+        assert httpx.get(state, headers={"Authorization": "Bearer eng"}).status_code == 200
         up.signal(signal.SIGTERM)
         assert up.wait() == 0, up.log
     finally:
         up.kill()
     wrong = ForkedProcess(run_microserve, "up", "mock", "--tls-cert", files["cert"])
     assert wrong.wait() == 2 and "--tls-key" in wrong.log
+
+
+def check_commands(router: str, ca: str) -> None:
+    """Check that the commands that call a router trust it with `--ca` only."""
+    few = ("--requests", "1", "--input", "3", "--output", "2")
+    for command in (("chat", "--max-tokens", "2", "hello"), ("strategy", "list"), ("bench", *few)):
+        server = ("--url", router)
+        for authority, code in ((("--ca", ca), 0), ((), 1), (("--ca", __file__), 2)):
+            name, *rest = command
+            done = CliRunner().invoke(cli, [name, *server, *authority, *rest])
+            assert done.exit_code == code, (command, authority, done.output)
 
 
 def _arguments(pid: int) -> str:
