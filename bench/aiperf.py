@@ -52,9 +52,10 @@ def deployment(folder: Path) -> Iterator[dict[str, Any]]:
             process.wait(30)
 
 
-def save_tokenizer(engine: str, folder: Path) -> None:
+def save_tokenizer(engine: str, key: str, folder: Path) -> None:
     """Write what transformers needs to load the model's tokenizer from `folder`."""
-    model = httpx.get(f"{engine}/microserving/model").json()
+    headers = {"Authorization": f"Bearer {key}"}
+    model = httpx.get(f"{engine}/microserving/model", headers=headers).json()
     folder.mkdir()
     (folder / "tokenizer.json").write_text(model["tokenizer_json"])
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model["eos_token"]}
@@ -98,7 +99,8 @@ def main() -> int:
         print("AIPerf is not set up: make peers", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as name, deployment(Path(name)) as state:
-        save_tokenizer(state["engines"][0]["url"], Path(name) / "tokenizer")
+        url, key = state["engines"][0]["url"], state["engine_api_key"]
+        save_tokenizer(url, key, Path(name) / "tokenizer")
         kinds = {
             kind: figures(profile(state["router"]["url"], kind, Path(name)))
             for kind in ("chat", "completions")

@@ -29,6 +29,7 @@ class Deployment:
     admin_key: str
     pids: list[int]  # of the router, then of the engines
     engines: list[str]  # their URLs
+    engine_key: str  # that they ask for
 
     def use(self, strategy: str, **params: object) -> None:
         """Activate a strategy for further requests, as a new generation."""
@@ -62,6 +63,7 @@ def deployed(*arguments: str) -> Iterator[Deployment]:
                 state["admin_key"],
                 [part["pid"] for part in parts],
                 [engine["url"] for engine in state["engines"]],
+                state["engine_api_key"],
             )
         finally:
             up.terminate()

@@ -66,9 +66,10 @@ Sample = dict[str, float]
 class Engine:
     """Makes the microserving calls to one engine process."""
 
-    def __init__(self, url: str, pid: int) -> None:
+    def __init__(self, url: str, pid: int, key: str) -> None:
         self.pid = pid
-        self._http = httpx.Client(base_url=url, timeout=600)
+        headers = {"Authorization": f"Bearer {key}"}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=600)
 
     def call(self, name: str, **body: Any) -> dict[str, Any]:
         reply = self._http.post(f"/microserving/{name}", json=body)
@@ -109,7 +110,9 @@ def main() -> None:
     moves: dict[int, list[Sample]] = {length: [] for length in LENGTHS}
     mirrors: list[Sample] = []
     with deployed(*flags) as deployment:
-        pair = list(map(Engine, deployment.engines, deployment.pids[1:]))
+        key = deployment.engine_key
+        pids = deployment.pids[1:]
+        pair = [Engine(url, pid, key) for url, pid in zip(deployment.engines, pids, strict=True)]
         for engine in pair:
             engine.generate(_tokens(100), 4)  # warm
         for one, other in itertools.islice(itertools.cycle((pair, pair[::-1])), repeats):

@@ -51,14 +51,14 @@ TIMES = 4  # repetitions of a short prompt behind a long one
 GOAL = 2.0
 
 
-async def measure(engines: list[str], rounds: int) -> dict[str, Any]:
+async def measure(engines: list[str], key: str, rounds: int) -> dict[str, Any]:
     """Measure all phases `rounds` times, then the times to first token."""
     phases: dict[str, list[Figures]] = {name: [] for name in PHASES}
     long_s: dict[str, list[float]] = {name: [] for name in PHASES[1:]}
     firsts: dict[str, list[float]] = {
         "long": [], "alone": [], "behind": [], "behind_beside_decodes": []
     }  # fmt: skip
-    async with Engines(*engines) as bench:
+    async with Engines(*engines, key) as bench:
         await bench.prepare()
         for _ in range(rounds):
             for name in PHASES:
@@ -112,7 +112,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name, flags, count in (("paced", (), rounds), ("unpaced", ("--decode-slowdown", "0"), 1)):
         with deployed(*FLAGS, *flags) as deployment:
-            result = asyncio.run(measure(deployment.engines, count))
+            result = asyncio.run(measure(deployment.engines, deployment.engine_key, count))
         results[name] = result | {"ttft_bound_ms": bounds(result, paced=not flags)}
         show(name, results[name])
     paced = results["paced"]

@@ -39,8 +39,9 @@ class Stream:
 class Engines:
     """An engine that computes, and one that only receives."""
 
-    def __init__(self, sender: str, receiver: str) -> None:
-        self._sender, self._receiver = HttpClient(sender), HttpClient(receiver)
+    def __init__(self, sender: str, receiver: str, key: str) -> None:
+        self._sender = HttpClient(sender, api_key=key)
+        self._receiver = HttpClient(receiver, api_key=key)
         self._numbers = itertools.count()
         self._draw = random.Random(0)
         self._text: list[int] = []

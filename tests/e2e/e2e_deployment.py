@@ -23,10 +23,12 @@ class Engine:
     id: str
     url: str
     pid: int
+    headers: dict[str, str]
 
     def call(self, name: str, **body: Any) -> dict[str, Any]:
         """Make a call that must succeed; return its reply."""
-        reply = httpx.post(f"{self.url}/microserving/{name}", json=body, timeout=120)
+        url = f"{self.url}/microserving/{name}"
+        reply = httpx.post(url, json=body, headers=self.headers, timeout=120)
         assert reply.status_code == 200, reply.text
         return reply.json()
 
@@ -35,8 +37,9 @@ class Engine:
         body = {"prompt": prompt, "max_tokens": greedy, "temperature": 0, "ignore_eos": True}
         tokens: list[int] = []
         with httpx.stream(
-            "POST", f"{self.url}/microserving/start_generate", json=body | fields, timeout=120
-        ) as reply:
+            "POST", f"{self.url}/microserving/start_generate", json=body | fields,
+            headers=self.headers, timeout=120,
+        ) as reply:  # fmt: skip
             assert reply.status_code == 200, reply.read()
             for line in reply.iter_lines():
                 if line:
@@ -46,7 +49,7 @@ class Engine:
         return tokens
 
     def state(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/microserving/state", timeout=30).json()
+        return self._get("state")
 
     def check_at_rest(self) -> None:
         """Check that nothing runs, every page is free or cached, and integrity holds."""
@@ -63,7 +66,11 @@ class Engine:
                 break
             time.sleep(0.02)
         assert at_rest, state
-        assert httpx.get(f"{self.url}/microserving/integrity", timeout=30).json() == {"ok": True}
+        assert self._get("integrity") == {"ok": True}
+
+    def _get(self, name: str) -> dict[str, Any]:
+        url = f"{self.url}/microserving/{name}"
+        return httpx.get(url, headers=self.headers, timeout=30).json()
 
 
 @dataclass
@@ -129,10 +136,11 @@ def launch(folder: Path, model: str, *flags: str) -> Deployment:
         assert time.monotonic() < deadline, (folder / "up.log").read_text()
         time.sleep(0.05)
     state = json.loads(state_file.read_text())
+    key = {"Authorization": f"Bearer {state['engine_api_key']}"}
     return Deployment(
         url=state["router"]["url"],
         pid=state["router"]["pid"],
         up=up,
-        engines=[Engine(e["id"], e["url"], e["pid"]) for e in state["engines"]],
+        engines=[Engine(e["id"], e["url"], e["pid"], key) for e in state["engines"]],
         admin={"Authorization": f"Bearer {state['admin_key']}"} if state["admin_key"] else {},
     )
