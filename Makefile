@@ -8,8 +8,8 @@ RUN := $(VENV)/bin/python
 WORKERS ?= 2
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo serve test test-fast conformance fuzz soak mutants check bench-strategies \
-	bench-put bench-router bench-router-idle bench-faults bench-disagg bench-balance bench-engine \
+.PHONY: help demo serve test test-fast conformance fuzz soak starve mutants check \
+	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg bench-balance bench-engine \
 	bench-quantization bench-interference bench-prefix bench-disconnect bench-aiperf peers clean
 
 ##@ Try it
@@ -46,6 +46,9 @@ soak: $(VENV)/test.stamp  ## check for leaks under load, for half an hour (SOAK_
 
 mutants: $(VENV)/mutants.stamp  ## change the code in small ways; tests must fail (MUTANTS=leases MUTANTS_MINUTES=5)
 	@$(RUN) tests/mutants/run.py --minutes $(or $(MUTANTS_MINUTES),5) $(MUTANTS)
+
+starve: $(VENV)/test.stamp  ## check that a starved host fails, kills and leaks nothing (STARVE_ROUNDS=5, STARVE_BUSY=30)
+	@$(RUN) tests/e2e/starve.py --rounds $(or $(STARVE_ROUNDS),5) --busy $(or $(STARVE_BUSY),30)
 
 ##@ Measure
 

@@ -16,6 +16,7 @@ from router.admission.rate_limit import RateLimits
 from router.admission.retry_budget import RetryBudget
 from router.admission.shutdown import Shutdown
 from router.api.parts import Router
+from router.base.awake_clock import AwakeClock
 from router.base.config import RouterConfig
 from router.base.tls import client_context
 from router.base.watched_file import WatchedFile
@@ -74,14 +75,16 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
             return EngineClient(http)
 
         async with asyncio.TaskGroup() as tasks:
-            relocations = Relocations()
-            registry = Registry(config, connect, tasks, events, on_drain=relocations.leave)
+            relocations, clock = Relocations(), asyncio.get_running_loop().time
+            awake = AwakeClock(clock=clock)
+            registry = Registry(
+                config, connect, tasks, events, on_drain=relocations.leave, awake=awake
+            )
             releaser = Releaser(tasks, config.release_timeout_s)
             runtime = Runtime(config, registry, releaser, metrics, tasks)
-            clock = asyncio.get_running_loop().time
             keys = Keys(files.all_keys(config))
             limits = RateLimits(config.requests_per_minute, config.tokens_per_minute, clock)
-            watchers: list[asyncio.Task[None]] = []
+            watchers = [tasks.create_task(awake.run(), name="awake clock")]
             try:
                 for url in config.engines:
                     registry.add(engine_url(url))
@@ -110,6 +113,7 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
                 events.close()
                 audit_log.close()
                 registry.close()
+                releaser.close()
                 await asyncio.to_thread(tracing.close)
     finally:
         for client in list(clients):

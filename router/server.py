@@ -53,7 +53,7 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
     async with assembled(config) as router:
         budget = BodyBudget(max(config.max_bodies_mb, config.max_body_mb) << 20)
         connections = Connections(build_app(router), budget)
-        watchdog = Watchdog(router.metrics, config.block_limit_s)
+        watchdog = Watchdog(router.metrics, config.block_limit_s, router.events)
         slow = SlowClients(
             lambda reason: router.metrics.slow_clients.labels(reason).inc(),
             stall_s=config.client_stall_s,

@@ -1,5 +1,6 @@
 """Errors, ids, configuration and small helpers. Imports no other room."""
 
+from router.base.awake_clock import LATE_S, AwakeClock, fired_late
 from router.base.cancel_scope import CancelScope
 from router.base.config import RouterConfig
 from router.base.environment import (
@@ -8,6 +9,8 @@ from router.base.environment import (
     child_environment,
     drop_service_links,
     hide_keys,
+    import_from,
+    module_command,
 )
 from router.base.errors import (
     Conflict,
@@ -36,12 +39,14 @@ from router.base.process import (
 )
 from router.base.request import Chunk, Mirrored, Request, TokenId
 from router.base.sse import DONE, EventSplitter
-from router.base.tls import server_context
+from router.base.tls import client_context, server_context
 from router.base.watched_file import changes_of
 
 __all__ = [
     "DONE",
+    "LATE_S",
     "PREFIX",
+    "AwakeClock",
     "CancelScope",
     "Chunk",
     "Conflict",
@@ -71,12 +76,16 @@ __all__ = [
     "bare_environment",
     "changes_of",
     "child_environment",
+    "client_context",
     "die_with_parent",
     "drop_service_links",
     "enter_namespaces",
+    "fired_late",
     "forbid_new_privileges",
     "hide_keys",
     "hide_memory",
+    "import_from",
+    "module_command",
     "root_cause",
     "server_context",
 ]

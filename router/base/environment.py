@@ -1,12 +1,21 @@
-"""The environment twins of the flags: which variables they are, and what children receive."""
+"""What child processes receive: their command, their environment, and where they import from."""
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
-__all__ = ["PREFIX", "bare_environment", "child_environment", "drop_service_links", "hide_keys"]
+__all__ = [
+    "PREFIX",
+    "bare_environment",
+    "child_environment",
+    "drop_service_links",
+    "hide_keys",
+    "import_from",
+    "module_command",
+]
 
 PREFIX = "MICROSERVE"
 COMMANDS = ("UP", "ENGINE", "ROUTER", "CHAT", "STRATEGY", "BENCH")
@@ -16,6 +25,7 @@ BARE = frozenset(
     {"HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV"}
 )
 BARE_PREFIXES = ("LC_", "PYTHON")
+SOURCE = Path(__file__).parents[2]  # the folder that has this project's packages
 
 
 def drop_service_links() -> None:
@@ -25,19 +35,48 @@ def drop_service_links() -> None:
             del os.environ[name]
 
 
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of this project in another process.
+
+    `-P` keeps the current folder out of the import path, where a file `engine.py` or `router.py`
+    would be taken for the package. The process needs the environment of `child_environment`.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
 def child_environment() -> dict[str, str]:
-    """Return the environment without the twins of flags: a child has flags of its own."""
+    """Return the environment without the twins of flags: a child has flags of its own.
+
+    The child imports the same packages as this process, from wherever that is.
+    """
     twins = tuple(f"{PREFIX}_{command}_" for command in COMMANDS)
-    return {name: value for name, value in os.environ.items() if not name.startswith(twins)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(twins)}
+    return {**environment, **_python_path()}
 
 
 def bare_environment() -> dict[str, str]:
     """Return only the variables that Python needs, for a process that runs code of others."""
-    return {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if name in BARE or name.startswith(BARE_PREFIXES)
     }
+    return {**environment, **_python_path()}
+
+
+def _python_path() -> dict[str, str]:
+    """Return the `PYTHONPATH` of a child, unless it finds the installed packages without it."""
+    if str(SOURCE) in {sysconfig.get_path(name) for name in ("purelib", "platlib")}:
+        return {}
+    given = os.environ.get("PYTHONPATH", "")
+    path = [str(SOURCE), *(part for part in given.split(os.pathsep) if part != str(SOURCE))]
+    return {"PYTHONPATH": os.pathsep.join(path if given else path[:1])}
+
+
+def import_from(folder: Path) -> None:
+    """Let the modules in `folder` be imported where no other module has their name. Idempotent."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def hide_keys() -> None:
@@ -58,5 +97,7 @@ def hide_keys() -> None:
             return  # called by a program with other arguments than the process's
         keys[f"{PREFIX}_{command[0]}_{name[2:]}".replace("-", "_").upper()] = value
     if keys:
-        argv = [sys.executable, "-m", "router", *command, *arguments]
-        os.execve(sys.executable, argv, {**os.environ, **keys})  # noqa: S606  no shell is wanted
+        argv = module_command("router", *command, *arguments)
+        os.execve(  # noqa: S606  no shell is wanted
+            sys.executable, argv, {**os.environ, **_python_path(), **keys}
+        )

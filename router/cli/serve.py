@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from engine.protocol import EngineConfig, MicroserveError
-from router.base import PREFIX, RouterConfig, child_environment
+from router.base import PREFIX, RouterConfig, child_environment, import_from, module_command
 from router.cli.options import GroupedCommand, config_options, given, option, read_params
 from router.cli.preflight import Mistake, check_address, check_strategy
 from router.server import run
+from router.supervision import is_user_record
 from router.supervisor import as_arguments
 from router.telemetry import set_up_logging
 
@@ -35,7 +38,7 @@ def engine(model: str, **flags: Any) -> None:
         for name in ("api_key", "admin_key")
         if name in flags
     }
-    argv = [sys.executable, "-m", "engine", model, *as_arguments(flags)]
+    argv = module_command("engine", model, *as_arguments(flags))
     os.execve(sys.executable, argv, {**child_environment(), **keys})  # noqa: S606  needs no shell
 
 
@@ -62,7 +65,10 @@ def router(engines: tuple[str, ...], strategy: str, params: tuple[str, ...], **f
     if not config.parent_pid:  # `up` has checked these already
         check_address(config.host, config.port)
         check_strategy(strategy, config.params)
-    set_up_logging(config.log_level, config.log_format)
+    set_up_logging(config.log_level, config.log_format, is_users=is_user_record)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what strategies print appears at once
+    import_from(Path.cwd())  # modules of strategies
     try:
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             runner.run(run(config))

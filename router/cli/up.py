@@ -63,6 +63,8 @@ BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the ro
 @option("--api-key", default="", group="Keys", help="key that clients must send; empty: none")
 @option("--admin-key", default="", group="Keys",
         help="key of the admin API; empty: it answers on loopback only")  # fmt: skip
+@option("--engine-api-key", default="", group="Keys",
+        help="key of the engines; empty: a random one, which --state-file names")  # fmt: skip
 @config_options(RouterConfig, only=PASSED_ON)
 @config_options(EngineConfig, without=OWN)
 def up(
@@ -81,6 +83,7 @@ def up(
     served_model_name: str,
     api_key: str,
     admin_key: str,
+    engine_api_key: str,
     state_file: Path | None,
     **flags: Any,
 ) -> None:
@@ -119,9 +122,11 @@ def up(
         engine_flags=given(EngineConfig, {n: v for n, v in flags.items() if n not in PASSED_ON}),
         admin_key=admin_key,
         api_key=api_key,
+        engine_api_key=engine_api_key,
         served_model_name=served_model_name,
         respawn=not no_respawn,
         health_deadline_s=health_deadline_s,
+        shutdown_s=flags["shutdown_s"],
         state_file=state_file,
     )
     fleet = Fleet(config, say=click.echo, note=lambda line: click.echo(line, err=True))

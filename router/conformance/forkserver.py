@@ -15,9 +15,10 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,6 +33,7 @@ PRELOAD = [
 START_S = 60.0
 PR_SET_PDEATHSIG = 1
 Program = Callable[[Sequence[str]], object]
+_environment = threading.Lock()
 
 
 def run_engine(flags: Sequence[str]) -> None:
@@ -64,6 +66,8 @@ class ForkedProcess:
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115 - as long as this object
         self._output, theirs = self._context.Pipe(duplex=False)
         environment = {**child_environment(), **environment}
+        with _importing_as_here():
+            forkserver.ensure_running()
         self._process = self._context.Process(
             target=_run, args=(program, flags, environment, theirs, self._log.name)
         )
@@ -125,6 +129,25 @@ class ForkedProcess:
         atexit.unregister(self._process.kill)
         self._output.close()
         self._log.close()
+
+
+@contextmanager
+def _importing_as_here() -> Iterator[None]:
+    """Have processes that start meanwhile import the packages that this process has imported.
+
+    Otherwise the fork server would prefer those in the current folder.
+    """
+    path = child_environment().get("PYTHONPATH", "")
+    with _environment:
+        before = dict(os.environ)
+        os.environ |= {"PYTHONSAFEPATH": "1", **({"PYTHONPATH": path} if path else {})}
+        try:
+            yield
+        finally:
+            for name in ("PYTHONSAFEPATH", "PYTHONPATH"):
+                os.environ.pop(name, None)
+                if name in before:
+                    os.environ[name] = before[name]
 
 
 def _state(task: Path) -> str:

@@ -15,7 +15,7 @@ __all__ = ["Monitor", "Pauses"]
 
 log = logging.getLogger(__name__)
 
-LATE_S = 0.5  # a deadline that fires this late was missed by this process, not by the engine
+EARLY_S = 0.005  # timers may fire this early
 RECHECK_S, LONGEST_RECHECK_S = 0.05, 0.4  # pauses after failed checks of an engine not yet down
 LONGEST_PAUSE = 10  # intervals between checks of an engine that is down
 
@@ -45,7 +45,8 @@ class Monitor:
 
     `admit` is given the state that a running engine reports, and raises what keeps the engine from
     serving. `seen` is called with the state after that, and `lost`, with the reason, if the engine
-    counts as down.
+    counts as down. `awake` counts the seconds in which this process ran, which are those in which an
+    engine can be silent.
     """
 
     def __init__(
@@ -56,13 +57,15 @@ class Monitor:
         admit: Callable[[Backend, EngineState], Awaitable[None]],
         seen: Callable[[Backend, EngineState], None],
         lost: Callable[[Backend, str], None],
+        awake: Callable[[], float],
     ) -> None:
         self._backend = backend
         self._config = config
         self._admit, self._seen, self._lost = admit, seen, lost
+        self._awake = awake
         interval = config.health_interval_s
         self._pauses = Pauses(interval, LONGEST_PAUSE * interval)
-        self._answered: float | None = None  # when the last check succeeded (loop time)
+        self._answered: float | None = None  # when the last check succeeded (on `awake`)
 
     async def check(self) -> float:
         """Find out whether the engine is up; return the pause until the next check (s).
@@ -70,8 +73,7 @@ class Monitor:
         An engine is down if its address refuses connections, if it may not serve, or if all checks
         within `health_timeout_s` fail.
         """
-        backend, config = self._backend, self._config
-        clock = asyncio.get_running_loop().time
+        backend, config, clock = self._backend, self._config, self._awake
         give_up = clock() + config.health_timeout_s
         rechecks = Pauses(RECHECK_S, LONGEST_RECHECK_S)
         reason = f"silent for {config.health_timeout_s:g} s"
@@ -79,7 +81,7 @@ class Monitor:
             backend.probe.clear()
             doubts = backend.doubts
             try:
-                async with asyncio.timeout_at(give_up):
+                async with asyncio.timeout(max(give_up - clock(), RECHECK_S)):
                     await backend.client.health()
                     state = await backend.client.state()
                 await self._admit(backend, state)
@@ -92,11 +94,8 @@ class Monitor:
                 self._lost(backend, error.message)
                 return config.health_interval_s
             except (MicroserveError, TimeoutError) as error:
-                if isinstance(error, TimeoutError) and clock() > give_up + LATE_S:
-                    give_up = clock() + config.health_timeout_s
-                    continue  # this router was blocked itself: the answer may have arrived
                 reason = str(error) or reason
-                if (left := give_up - clock()) > 0:
+                if (left := give_up - clock()) > EARLY_S:
                     await asyncio.sleep(min(rechecks.next(), left))
                     continue
             except Exception as error:  # concerns this engine only; the router must go on

@@ -45,15 +45,19 @@ class Registry:
         events: Events,
         *,
         on_drain: Callable[[Backend], int] = lambda _: 0,
+        awake: Callable[[], float] | None = None,
     ) -> None:
         """`connect` returns the calls to the engine at a URL: over HTTP, or simulated.
 
-        `on_drain` makes the requests on an engine continue elsewhere; it returns how many.
+        `on_drain` makes the requests on an engine continue elsewhere; it returns how many. `awake`
+        counts the seconds in which this process ran, which are those that an engine can be silent;
+        defaults to the event loop's time.
         """
         self._config = config
         self._connect = connect
         self._tasks = tasks
         self._events = events
+        self._awake = awake or asyncio.get_running_loop().time
         self._backends: dict[str, Backend] = {}  # by URL
         self._monitors: dict[Backend, asyncio.Task[None]] = {}
         self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -226,7 +230,12 @@ class Registry:
 
     async def _monitor(self, backend: Backend) -> None:
         monitor = Monitor(
-            backend, self._config, admit=self._adoption.admit, seen=self._seen, lost=self._lost
+            backend,
+            self._config,
+            admit=self._adoption.admit,
+            seen=self._seen,
+            lost=self._lost,
+            awake=self._awake,
         )
         while True:
             pause = await monitor.check()

@@ -9,7 +9,15 @@ from functools import partial
 from typing import Any
 
 from engine.protocol import MicroserveError
-from router.base import Chunk, Request, StrategyBlocked, StrategyError, StrategyStalled, root_cause
+from router.base import (
+    Chunk,
+    Request,
+    StrategyBlocked,
+    StrategyError,
+    StrategyStalled,
+    fired_late,
+    root_cause,
+)
 from router.execution.choice_writer import ChoiceWriter
 from router.legs import Attempt
 from router.rollout import Revision
@@ -54,8 +62,8 @@ class StrategyRun:
         self._timer = loop.call_later(self._stall, self._check_progress)
         try:
             await self._end_of(self._supervised.start(loop, context=self._child_tasks.context()))
-        except Interrupted:
-            raise self._blocked() from None
+        except Interrupted as error:
+            raise self._blocked(error) from None
         finally:
             self._timer.cancel()
             left = await self._child_tasks.end() if self._child_tasks else 0
@@ -128,7 +136,7 @@ class StrategyRun:
         """
         cause = root_cause(error)
         if isinstance(cause, Interrupted):
-            raise self._blocked() from None
+            raise self._blocked(cause) from None
         if isinstance(cause, MicroserveError | GeneratorExit | KeyboardInterrupt):
             if cause is not error:
                 raise cause from error
@@ -169,7 +177,8 @@ class StrategyRun:
         seen = (len(legs), len(self._writer.tokens))
         working = any(leg.ms is None and leg.request_id == self._attempt.request_id for leg in legs)
         waiting = getattr(self._chunks, "ag_running", True)
-        if waiting and not working and seen == self._seen:
+        late = fired_late(self._timer)  # nobody could make progress
+        if waiting and not working and not late and seen == self._seen:
             message = f"made no progress for {self._stall:g} s"
             self._violation("stalled", message, waits_at(self._chunks))
             self._end(StrategyStalled(f"{self._revision.label} {message}"))
@@ -187,8 +196,10 @@ class StrategyRun:
             "ignored_cancellation", "does not end when cancelled", waits_at(self._chunks)
         )
 
-    def _blocked(self) -> StrategyBlocked:
-        return StrategyBlocked(f"{self._revision.label} held up the event loop")
+    def _blocked(self, interrupted: BaseException) -> StrategyBlocked:
+        line = line_in(interrupted.__traceback__)
+        message = f"{self._revision.label} held up the event loop"
+        return StrategyBlocked(f"{message} ({line})" if line else message)
 
     def _violation(self, kind: ViolationKind, what: str, line: str = "") -> StrategyError:
         """Count a violation; return the error that reports it."""

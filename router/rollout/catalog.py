@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any
 
 from engine.protocol import BadRequest, MicroserveError, Timeout
-from router.base import Conflict, NotFound, root_cause
+from router.base import Conflict, NotFound, import_from, root_cause
 from router.strategy import Strategy
 from router.supervision import UserThreads
 
@@ -54,11 +54,13 @@ class Catalog:
     def find(self, name: str) -> Strategy:
         """Return the strategy of this name, or that of the file at this path, which ends in `.py`.
 
-        Raises `NotFound`, and what `load` raises.
+        A file may import modules that lie beside it. Raises `NotFound`, and what `load` raises.
         """
         if not name.endswith(".py"):
             return self[name]
-        return self.load(read_source(Path(name)), file=name)
+        source = read_source(Path(name))
+        import_from(Path(name).absolute().parent)
+        return self.load(source, file=name)
 
     def load(self, source: str, *, name: str = "", file: str = "") -> Strategy:
         """Run `source`, list its strategies by their functions' names, and return the chosen one.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from asyncio.subprocess import Process
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.protocol import BadRequest
-from router.base import bare_environment, child_environment
+from router.base import bare_environment, child_environment, module_command
 from router.rollout import read_source
 
 __all__ = ["dry_run_source", "dry_run_strategy"]
@@ -34,6 +33,7 @@ async def dry_run_source(
     *,
     name: str = "",
     file: str = "",
+    folder: Path | None = None,
     params: Mapping[str, Any] | None = None,
     timeout_s: float = TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
@@ -41,18 +41,19 @@ async def dry_run_source(
 ) -> dict[str, Any]:
     """Load `source` and run it dry with `params`; `name` and `file` as in `Catalog.load`.
 
-    Without `source` it runs the installed strategy `name`. `environment` is the process's: by
-    default only what Python needs, so no keys. Without `namespaces` it does not use the kernel's.
+    Without `source` it runs the installed strategy `name`. The source may import modules from the
+    current folder, and from `folder`. `environment` is the process's: by default only what Python
+    needs, so no keys. Without `namespaces` it does not use the kernel's.
     Returns `{"name", "requests"}`. Raises `BadRequest`, which says what is wrong and where.
     Cancellation ends the process.
     """
     where = file or name
     job = {
-        "source": source, "name": name, "file": file, "params": dict(params or {}),
-        "timeout_s": timeout_s, "namespaces": namespaces,
+        "source": source, "name": name, "file": file, "folder": str(folder) if folder else ".",
+        "params": dict(params or {}), "timeout_s": timeout_s, "namespaces": namespaces,
     }  # fmt: skip
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "router.simulation.guard",
+        *module_command("router.simulation.guard"),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE, start_new_session=True,
         env=dict(bare_environment() if environment is None else environment),
@@ -86,8 +87,10 @@ async def dry_run_strategy(strategy: str, params: Mapping[str, Any]) -> dict[str
     environment = child_environment()
     if not strategy.endswith(".py"):
         return await dry_run_source("", name=strategy, params=params, environment=environment)
-    source = read_source(Path(strategy))
-    return await dry_run_source(source, file=strategy, params=params, environment=environment)
+    path = Path(strategy)
+    return await dry_run_source(
+        read_source(path), file=strategy, folder=path.parent, params=params, environment=environment
+    )
 
 
 async def _ask(process: Process, job: bytes) -> tuple[str, str]:

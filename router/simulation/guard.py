@@ -20,6 +20,7 @@ import signal
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.protocol import MicroserveError
@@ -29,6 +30,7 @@ from router.base import (
     enter_namespaces,
     forbid_new_privileges,
     hide_memory,
+    import_from,
 )
 from router.rollout import Catalog
 from router.simulation.confinement import end_descendants, limit_resources
@@ -46,9 +48,9 @@ PIECE = 1 << 16
 def main() -> None:
     """Read the job from standard input, and write the report to standard output.
 
-    The job is a line of JSON: `source`, `name`, `file`, `params`, `timeout_s`, `namespaces`. The
-    report is JSON: the worker's `verdict` (null if it gave none), its `exitcode` (negative: the
-    signal that ended it; null: it took too long), and the `tail` of what it printed.
+    The job is a line of JSON: `source`, `name`, `file`, `folder`, `params`, `timeout_s` and
+    `namespaces`. The report is JSON: the worker's `verdict` (null if it gave none), its `exitcode`
+    (negative: the signal that ended it; null: it took too long), and the `tail` of what it printed.
     """
     job = json.loads(_line(0))
     adopt_orphans()
@@ -191,6 +193,8 @@ def _run(job: dict[str, Any], nonce: str, output: int, result: int, ending: int)
 
 def _try_out(job: dict[str, Any]) -> dict[str, Any]:
     source, name, file = job["source"], job["name"], job["file"]
+    for folder in (Path(), Path(job["folder"])):
+        import_from(folder.absolute())
     try:
         catalog = Catalog()
         strategy = catalog.load(source, name=name, file=file) if source else catalog[name]

@@ -6,7 +6,7 @@ Imports `strategy` and the rooms below it.
 from router.supervision.child_tasks import ChildTasks, adopting
 from router.supervision.interruption import Interrupted
 from router.supervision.supervised import Supervised
-from router.supervision.user_frames import line_in, waits_at
+from router.supervision.user_frames import is_user_record, line_in, waits_at
 from router.supervision.user_threads import UserThreads
 from router.supervision.violations import ViolationKind
 from router.supervision.watchdog import Watchdog
@@ -19,6 +19,7 @@ __all__ = [
     "ViolationKind",
     "Watchdog",
     "adopting",
+    "is_user_record",
     "line_in",
     "waits_at",
 ]

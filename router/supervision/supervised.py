@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from typing import Any, Protocol
 
+from router.base import fired_late
 from router.supervision.interruption import Interrupted
 from router.supervision.violations import ViolationKind
 
@@ -127,6 +128,10 @@ class Supervised(Coroutine[Any, Any, Any]):
             raise RuntimeError("SystemExit") from how
 
     def _abandon(self) -> None:
+        if self._timer is not None and fired_late(self._timer):
+            # The coroutine had no time either.
+            self._timer = asyncio.get_running_loop().call_later(self._grace, self._abandon)
+            return
         if self._task is not None and not self._task.done():
             self._abandoned = True
             self._task.cancel()

@@ -1,7 +1,8 @@
 """Finds the user's lines in stacks and tracebacks.
 
 A frame is *ours* (this project), a *library's* (the standard library, installed packages), or the
-*user's*: a strategy, and the modules that it imports from beside it.
+*user's*: a strategy, and the modules that it imports from beside it. An installed package that has
+a strategy is the user's too.
 """
 
 from __future__ import annotations
@@ -9,23 +10,45 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
+from logging import LogRecord
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-__all__ = ["asked_by_user", "at", "is_ours", "is_user", "line_in", "waits_at"]
+__all__ = [
+    "asked_by_user",
+    "at",
+    "is_ours",
+    "is_user",
+    "is_user_record",
+    "line_in",
+    "user_packages",
+    "waits_at",
+]
 
 OURS = frozenset({"router", "engine", "kvcache"})
+_SOURCE = Path(__file__).parents[2]
+_OUR_FOLDERS = tuple(f"{_SOURCE / name}/" for name in OURS)
 _PATHS = sysconfig.get_paths()
 _LIBRARIES = tuple({_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in OURS
+    return _package(frame) in OURS
 
 
 def is_user(frame: FrameType) -> bool:
-    return not is_ours(frame) and not _is_library(frame.f_code)
+    return not is_ours(frame) and not _is_library(frame)
+
+
+def is_user_record(record: LogRecord) -> bool:
+    """Return whether the user's code logged this record."""
+    path = record.pathname
+    return not path.startswith(_OUR_FOLDERS) and (
+        not _is_library_file(path) or _package_of_file(path) in user_packages()
+    )
 
 
 def asked_by_user(frame: FrameType | None) -> bool:
@@ -33,7 +56,7 @@ def asked_by_user(frame: FrameType | None) -> bool:
     while frame is not None:
         if is_ours(frame):
             return False
-        if not _is_library(frame.f_code):
+        if not _is_library(frame):
             return True
         frame = frame.f_back
     return False
@@ -80,8 +103,29 @@ def _suspended(awaited: Any) -> Iterator[FrameType]:
             return
 
 
-def _is_library(code: CodeType) -> bool:
-    return code.co_filename.startswith((*_LIBRARIES, "<frozen "))
+def _is_library(frame: FrameType) -> bool:
+    return _is_library_file(frame.f_code.co_filename) and _package(frame) not in user_packages()
+
+
+def _is_library_file(path: str) -> bool:
+    return path.startswith((*_LIBRARIES, "<frozen "))
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _package_of_file(path: str) -> str:
+    """Return the top-level package or module of a file in a folder of libraries."""
+    folder = max((one for one in _LIBRARIES if path.startswith(one)), key=len, default="")
+    return path.removeprefix(folder).strip("/").partition("/")[0].removesuffix(".py")
+
+
+@cache
+def user_packages() -> frozenset[str]:
+    """Return the installed packages that have strategies. The first call reads files."""
+    entries = entry_points(group="microserve.strategies")
+    return frozenset(entry.module.partition(".")[0] for entry in entries)
 
 
 def _line(code: CodeType, line: int) -> str:

@@ -17,6 +17,10 @@ router's own code is interrupted.
 Code that blocks in C, such as `time.sleep`, cannot be interrupted: it is named and counted, and the
 exception is raised when it returns. Code that holds the interpreter lock also stops this thread;
 `microserve up` checks the router's health from outside.
+
+If this thread itself wakes up late while the loop's thread uses no CPU time, the process was
+stopped or its host is overloaded. That is reported, and nobody is charged with it: of the time
+between two looks only `LOOKED_S` counts.
 """
 
 from __future__ import annotations
@@ -28,31 +32,38 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 
+from router.base import LATE_S
 from router.supervision.interruption import interrupt
 from router.supervision.supervised import Holder, Supervised
-from router.supervision.user_frames import at, is_user
-from router.telemetry import Metrics
+from router.supervision.user_frames import at, is_user, user_packages
+from router.telemetry import Events, Metrics
 
 __all__ = ["Watchdog"]
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.02
+LOOKED_S = 2 * LOOK_S
+SAY_S = 10.0  # between two reports of an overloaded host
 _SUPERVISED = (Supervised.send.__code__, Supervised.throw.__code__)
 
 
 class Watchdog:
     """Watches the loop that it is made on; `limit_s` is how long the loop may be blocked."""
 
-    def __init__(self, metrics: Metrics, limit_s: float) -> None:
+    def __init__(self, metrics: Metrics, limit_s: float, events: Events | None = None) -> None:
         self._metrics = metrics
+        self._events = events or Events()
         self._limit_s = limit_s
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._alive = threading.Event()
         self._stop = threading.Event()
+        self._stalled_s = 0.0  # since the last report
+        self._report_at = 0.0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -67,33 +78,36 @@ class Watchdog:
             thread.join()
 
     def _watch(self) -> None:
+        user_packages()  # to be known when it is urgent
         while not self._stop.is_set():
             self._alive.clear()
             try:
                 self._loop.call_soon_threadsafe(self._alive.set)
             except RuntimeError:  # the loop is closed
                 return
-            if self._alive.wait(self._limit_s):
-                self._stop.wait(self._limit_s)
+            if self._wait(self._alive, self._limit_s):
+                self._wait(self._stop, self._limit_s)
             else:
                 self._blocked(time.monotonic() - self._limit_s)
 
     def _blocked(self, since: float) -> None:
         """Look repeatedly until the loop runs; name and interrupt a holder seen again and again.
 
-        A machine that is overloaded or was suspended looks the same, but not for long.
+        A machine that is overloaded or was suspended looks the same, but not in many looks.
         """
         suspect: Holder | None = None
         named: list[Holder | None] = []
-        seen_since = time.monotonic()
-        while not self._alive.wait(LOOK_S):
+        looked, seen_s = time.monotonic(), 0.0
+        while not self._wait(self._alive, LOOK_S):
             frame = sys._current_frames().get(self._thread_id)
             supervised = _supervised_in(frame)
             found = supervised.holder if supervised is not None and _has_users(frame) else None
             now = time.monotonic()
+            seen_s += min(now - looked, LOOKED_S)
+            looked = now
             if found is not suspect:
-                suspect, seen_since = found, now
-            if now - seen_since < self._limit_s / 2:
+                suspect, seen_s = found, 0.0
+            if seen_s < self._limit_s / 2:
                 continue
             if suspect not in named:
                 named.append(suspect)
@@ -102,6 +116,34 @@ class Watchdog:
                 self._interrupt(supervised)
         if named:
             log.warning("the event loop runs again after %.2f s", time.monotonic() - since)
+
+    def _wait(self, event: threading.Event, seconds: float) -> bool:
+        """Wait for `event`, and report a stall of this process. Return whether it is set."""
+        began, used = time.monotonic(), self._used_s()
+        is_set = event.wait(seconds)
+        late_s = time.monotonic() - began - seconds
+        # A loop that uses CPU time may hold the interpreter lock, for which this thread waits.
+        if late_s > LATE_S and self._used_s() - used < late_s / 2:
+            self._stalled(late_s)
+        return is_set
+
+    def _used_s(self) -> float:
+        """Return the CPU time that the loop's thread has used."""
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread_id))
+
+    def _stalled(self, seconds: float) -> None:
+        self._metrics.host_stalls.inc()
+        self._metrics.host_stalled_seconds.inc(seconds)
+        self._stalled_s += seconds
+        with suppress(RuntimeError):  # the loop is closed
+            publish = partial(self._events.publish, "host", stalled_s=round(seconds, 3))
+            self._loop.call_soon_threadsafe(publish)
+        if (now := time.monotonic()) >= self._report_at:
+            log.warning(
+                "this process did not run for %.1f s: it was stopped, or the host is overloaded",
+                self._stalled_s,
+            )
+            self._report_at, self._stalled_s = now + SAY_S, 0.0
 
     def _name(self, suspect: Holder | None, frame: FrameType | None, seconds: float) -> None:
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""

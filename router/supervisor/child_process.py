@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -15,24 +16,33 @@ __all__ = ["ChildProcess"]
 
 TAIL_LINES = 20
 GRACE_S = 6.0
+READY = re.compile(r"(?:router|engine \S+) ready (https?://\S+)")
 
 
 class ChildProcess:
     """One process that leads a session of its own.
 
     Ctrl-C in a terminal reaches only `up`, which then ends its children in order; a child's own
-    children end with it. The child's first line on standard output says that it is ready and ends
-    with its URL. Its standard error goes to ours, each line prefixed with its name.
+    children end with it. A line on the child's standard output says that it is ready and ends with
+    its URL. All other lines, and its standard error, go to `to`, each prefixed with its name.
     """
 
     def __init__(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str], *, to: Callable[[str], None]
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        to: Callable[[str], None],
+        grace_s: float = GRACE_S,
     ) -> None:
+        """`grace_s` is how long it may take to end after SIGTERM."""
         self.name = name
         self.argv = list(argv)
         self.url = ""
         self._env = dict(env)
         self._say = to
+        self._grace_s = grace_s
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process: asyncio.subprocess.Process | None = None
         self._output: asyncio.Task[None] | None = None
@@ -84,14 +94,14 @@ class ChildProcess:
                 os.killpg(self._process.pid, number)
 
     async def stop(self) -> None:
-        """Send SIGTERM, and SIGKILL after `GRACE_S`. SIGCONT wakes a process that was stopped."""
+        """Send SIGTERM, and SIGKILL after `grace_s`. SIGCONT wakes a process that was stopped."""
         if self._process is None:
             return
         if self._process.returncode is None:
             self.signal(signal.SIGTERM)
             self.signal(signal.SIGCONT)
             with suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):
+                async with asyncio.timeout(self._grace_s):
                     await self._process.wait()
         self.signal(signal.SIGKILL)
         await self.wait()
@@ -101,9 +111,12 @@ class ChildProcess:
             async with asyncio.TaskGroup() as readers:
                 readers.create_task(self._read_errors(process.stderr))
                 async for line in _lines(process.stdout):
-                    if not ready.is_set():
-                        self.url = line.split()[-1] if " ready http" in line else ""
-                        ready.set()
+                    announced = None if ready.is_set() else READY.fullmatch(line)
+                    if announced is None:
+                        self._say(f"{self.name} | {line}")
+                        continue
+                    self.url = announced[1]
+                    ready.set()
         finally:
             if not ready.is_set():
                 self.url = ""

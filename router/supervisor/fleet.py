@@ -11,7 +11,6 @@ import itertools
 import os
 import secrets
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +22,8 @@ from typing import Any
 import httpx
 import orjson
 
-from router.base import StartFailed, child_environment
-from router.supervisor.child_process import ChildProcess
+from router.base import AwakeClock, StartFailed, child_environment, module_command
+from router.supervisor.child_process import GRACE_S, ChildProcess
 
 __all__ = ["Fleet", "FleetConfig"]
 
@@ -45,8 +44,10 @@ class FleetConfig:
     engine_flags: dict[str, Any] = field(default_factory=dict)
     admin_key: str = ""
     api_key: str = ""
+    engine_api_key: str = ""  # of the engines; empty: a random one
     respawn: bool = True
     health_deadline_s: float = 10.0
+    shutdown_s: float = 2.0
     served_model_name: str = ""
     state_file: Path | None = None
 
@@ -58,6 +59,8 @@ class Fleet:
         self._config = config
         self._say = say
         self._note = note
+        self._engine_key = config.engine_api_key or secrets.token_hex(32)
+        self._awake = AwakeClock(on_stall=self._stalled)
         self._engines: list[ChildProcess] = []
         self._router: ChildProcess | None = None
 
@@ -68,12 +71,14 @@ class Fleet:
         """
         await self._prepare_model()
         async with asyncio.TaskGroup() as tasks:
+            ticking = tasks.create_task(self._awake.run())
             try:
                 await self._start(tasks)
                 self._write_state()
                 self._announce()
                 await self._watch(tasks)
             finally:
+                ticking.cancel()
                 await self._stop()
 
     def kill(self) -> None:
@@ -84,7 +89,7 @@ class Fleet:
     async def _prepare_model(self) -> None:
         """Download the model once, before several engines try to."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine.models", self._config.model,
+            *module_command("engine.models", self._config.model),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
             env=child_environment(), start_new_session=True,
         )  # fmt: skip
@@ -102,6 +107,8 @@ class Fleet:
         self._note(f"loading {config.model} on {len(config.roles)} engines …")
         env = child_environment()
         env.setdefault("MICROSERVE_SECRET", secrets.token_hex(32))
+        # Keys are in the environment: every user of the machine can read the arguments.
+        env["MICROSERVE_ENGINE_API_KEY"] = self._engine_key
         shares = _shares(len(config.roles), config.engine_flags)
         for number, (role, share) in enumerate(zip(config.roles, shares, strict=True)):
             flags = {
@@ -113,21 +120,22 @@ class Fleet:
                 "memory_share": f"{1 / len(config.roles):.6f}",
                 "parent_pid": os.getpid(),
             }
-            argv = [sys.executable, "-m", "engine", config.model, *as_arguments(flags)]
+            argv = module_command("engine", config.model, *as_arguments(flags))
             self._engines.append(ChildProcess(f"engine-{number}", argv, env, to=self._note))
         await _together(child.start(tasks) for child in self._engines)
         for child in self._engines:
             self._say(f"{child.name} ready {child.url} (pid {child.pid})")
         urls = [part for child in self._engines for part in ("--engine", child.url)]
-        argv = [
-            sys.executable, "-m", "router", "router", *urls, *config.router_args,
+        argv = module_command(
+            "router", "router", *urls, *config.router_args,
             "--host", config.host, "--port", str(config.port), "--parent-pid", str(os.getpid()),
-        ]  # fmt: skip
+        )  # fmt: skip
         env = child_environment()
-        # In the environment: every user of the machine can read the arguments.
         env["MICROSERVE_ROUTER_ADMIN_KEY"] = config.admin_key
         env["MICROSERVE_ROUTER_API_KEY"] = config.api_key
-        self._router = ChildProcess("router", argv, env, to=self._note)
+        env["MICROSERVE_ROUTER_ENGINE_API_KEY"] = self._engine_key
+        grace_s = GRACE_S + config.shutdown_s
+        self._router = ChildProcess("router", argv, env, to=self._note, grace_s=grace_s)
         await self._router.start(tasks)
         self._say(f"router ready {self._router.url} (pid {self._router.pid})")
 
@@ -181,11 +189,12 @@ class Fleet:
     async def _watch_health(self, router: ChildProcess) -> None:
         """Kill a router that has not answered for `health_deadline_s`, so that it is restarted.
 
-        A strategy may block it forever in code that cannot be interrupted.
+        A strategy may block it forever in code that cannot be interrupted. Time in which this
+        process did not run does not count.
         """
-        deadline = self._config.health_deadline_s
+        deadline, awake = self._config.health_deadline_s, self._awake
         async with httpx.AsyncClient(verify=False, trust_env=False, timeout=None) as http:  # noqa: S113, S501  asyncio's timeout; this machine
-            silent_since = time.monotonic()
+            silent_since = awake()
             while True:
                 await asyncio.sleep(deadline / 10)
                 pid = router.pid
@@ -193,15 +202,18 @@ class Fleet:
                     async with asyncio.timeout(deadline / 2):
                         # A new connection: an open one may belong to an earlier process.
                         await http.get(f"{router.url}/health", headers={"Connection": "close"})
-                        silent_since = time.monotonic()
+                        silent_since = awake()
                 except (httpx.ConnectError, httpx.InvalidURL, httpx.UnsupportedProtocol):
-                    silent_since = time.monotonic()  # no process: it is being restarted anyway
+                    silent_since = awake()  # no process: it is being restarted anyway
                 except (httpx.HTTPError, TimeoutError):
                     pass
-                if time.monotonic() - silent_since > deadline and router.pid == pid:
+                if awake() - silent_since > deadline and router.pid == pid:
                     self._note(f"router has not answered for {deadline:g} s and is killed")
                     router.signal(signal.SIGKILL)
-                    silent_since = time.monotonic()
+                    silent_since = awake()
+
+    def _stalled(self, seconds: float) -> None:
+        self._note(f"up did not run for {seconds:.1f} s: it was stopped, or the host is overloaded")
 
     async def _stop(self) -> None:
         """Stop the router first: it ends requests in flight, for which it needs the engines."""
@@ -228,6 +240,7 @@ class Fleet:
                 for child, role in zip(self._engines, self._config.roles, strict=True)
             ],
             "admin_key": self._config.admin_key or None,
+            "engine_api_key": self._engine_key,
         }
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(orjson.dumps(state, option=orjson.OPT_INDENT_2))

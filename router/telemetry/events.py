@@ -20,6 +20,7 @@ EventKind = Literal[
     "load",  # a strategy was loaded
     "offence",  # a strategy broke a rule
     "engine",  # up or down
+    "host",  # this process did not run for a while
     "migration",  # an admin moved a prefix
     "request_begun",
     "request_ended",

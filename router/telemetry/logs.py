@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Literal
 
@@ -15,6 +16,7 @@ from router.telemetry.receipts import Receipt
 __all__ = ["LogFormat", "serves", "set_up_logging"]
 
 LogFormat = Literal["text", "json"]
+OURS = ("router", "engine")
 _receipt: ContextVar[Receipt | None] = ContextVar("receipt", default=None)
 
 
@@ -23,11 +25,25 @@ def serves(receipt: Receipt) -> None:
     _receipt.set(receipt)
 
 
-def set_up_logging(level: str, format: LogFormat) -> None:
-    """Log to standard error."""
+def set_up_logging(
+    level: str,
+    format: LogFormat,
+    *,
+    is_users: Callable[[logging.LogRecord], bool] = lambda _: False,
+) -> None:
+    """Log records from `level` on to standard error.
+
+    At the default level, `warning`, what strategies log is shown from `info` on; `is_users` tells
+    which records are theirs.
+    """
+    least = getattr(logging, level.upper())
+    users_least = logging.INFO if least == logging.WARNING else least
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(lambda record: record.levelno >= least or is_users(record))
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=users_least, handlers=[handler], force=True)
+    for package in OURS:  # their loggers make no records that would not be shown
+        logging.getLogger(package).setLevel(least)
 
 
 class TextFormatter(logging.Formatter):

@@ -69,6 +69,11 @@ class Metrics:
         self.stalls = counter(
             "event_loop_stalls", "how often the event loop stood still in no strategy's code"
         )
+        # The host
+        self.host_stalls = counter(
+            "host_stalls", "how often this process did not run, as on an overloaded host"
+        )
+        self.host_stalled_seconds = counter("host_stalled_seconds", "time of these stalls")
         # Children that were looked up already: `labels` takes a lock and checks its arguments.
         self._answers: dict[tuple[str, int], Counter] = {}
         self._histograms: dict[tuple[Histogram, str], Histogram] = {}

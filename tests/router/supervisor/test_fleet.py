@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from waiting import until
@@ -223,3 +224,34 @@ async def test_a_disconnect_in_the_queue_leaves_no_trace(route, fake):
         await until(lambda: not len(r.server.router.queue))
         await r.settled()
         assert (await r.receipt("x"))["status"] == "cancelled"
+
+
+@pytest.mark.parametrize("header", ["high", "1.5", "", "+1", "1" * 10, "٣"])
+async def test_a_priority_that_is_no_integer_is_refused(route, fake, header):
+    async with route(fake("a")) as r:
+        headers = {"X-Priority": header, "X-Request-Id": "x"}
+        status, body = await r.post("/v1/completions", ASK, headers=headers)
+        assert (status, body["error"]["param"]) == (400, "X-Priority")
+        status, _ = await r.post("/v1/completions", {**ASK, "priority": 1}, headers=headers)
+        assert status == 400
+        assert r.idle()
+
+
+async def test_time_in_which_the_router_does_not_run_is_no_silence_of_an_engine(route, fake):
+    """The loop stands still from a health check on, past its deadline by a little."""
+    a = fake("a")
+    checks, answer = 0, a.health
+
+    async def health(http):
+        nonlocal checks
+        checks += 1
+        if checks in (3, 6):
+            time.sleep(1.0)  # noqa: ASYNC251  stands for a process that is stopped
+        return await answer(http)
+
+    a.health = health
+    async with route(a, health_timeout_s=0.8) as r:
+        (backend,) = r.server.router.registry
+        await until(lambda: checks > 8)
+        assert backend.status == "up"
+        assert not backend.last_error
