@@ -18,7 +18,7 @@ ASSETS = "/docs"
 def add_docs(app: FastAPI) -> None:
     """Add `/docs` (Swagger UI) and `/redoc` for the application's `/openapi.json`.
 
-    Where the engine has an API key, these need it, too.
+    Where the engine has an API key, these need it, too; browsers send it as a password.
     """
     schema = app.openapi_url or "/openapi.json"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 from collections.abc import Mapping
 from typing import Any
@@ -33,6 +34,8 @@ __all__ = ["BODY_TIMEOUT_S", "Gate"]
 
 BODY_TIMEOUT_S = 30.0  # for a request's head, and for its body
 OPEN = frozenset({"/health"})  # open to everybody: probes have no keys
+METRICS = "/metrics"  # neither have scrapers
+DOCS = frozenset({"/docs", "/redoc", "/openapi.json"})
 OPEN_BODY = 1 << 16  # bytes
 
 
@@ -72,8 +75,10 @@ class Gate:
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in reversed(scope["headers"])
         }
-        if self._key:
+        if self._key and path != METRICS:
             given = headers.get("authorization", "").encode("latin-1")
+            if _is_docs(path):
+                given = _as_bearer(given)
             if not hmac.compare_digest(given, self._key):
                 raise Unauthorized("a valid API key is needed: Authorization: Bearer KEY")
         if not self._key or self._hosts.enforced:
@@ -121,6 +126,24 @@ class Gate:
         return bytes(parts)
 
 
+def _is_docs(path: str) -> bool:
+    return path in DOCS or path.startswith("/docs/")
+
+
+def _as_bearer(given: bytes) -> bytes:
+    """Return the password of HTTP Basic as a bearer key: browsers can send no other.
+
+    They send it by themselves, also for other sites' pages, so it opens the documentation only.
+    """
+    scheme, _, encoded = given.partition(b" ")
+    if scheme.lower() != b"basic":
+        return given
+    try:
+        return b"Bearer " + base64.b64decode(encoded, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
+
+
 async def _refuse(
     error: MicroserveError,
     scope: Scope,
@@ -130,6 +153,9 @@ async def _refuse(
 ) -> None:
     """Send an error. If the request's body has not arrived, close the connection."""
     response = JSONResponse(error_body(error), error.status, error_headers(error))
+    if isinstance(error, Unauthorized):
+        asked = 'Basic realm="microserve engine"' if _is_docs(scope["path"]) else "Bearer"
+        response.headers["WWW-Authenticate"] = asked
     if connection is None or connection.arrived:
         await response(scope, receive, send)
         return

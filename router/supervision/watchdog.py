@@ -20,7 +20,7 @@ exception is raised when it returns. Code that holds the interpreter lock also s
 
 If this thread itself wakes up late while the loop's thread uses no CPU time, the process was
 stopped or its host is overloaded. That is reported, and nobody is charged with it: of the time
-between two looks only `LOOKED_S` counts.
+between two looks at most `LOOKED_S` counts, and none in which the loop's thread waits for a CPU.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from router.base import LATE_S
@@ -60,6 +61,7 @@ class Watchdog:
         self._limit_s = limit_s
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
+        self._native_id = threading.get_native_id()
         self._alive = threading.Event()
         self._stop = threading.Event()
         self._stalled_s = 0.0  # since the last report
@@ -97,14 +99,14 @@ class Watchdog:
         """
         suspect: Holder | None = None
         named: list[Holder | None] = []
-        looked, seen_s = time.monotonic(), 0.0
+        looked, used, seen_s = time.monotonic(), self._used_s(), 0.0
         while not self._wait(self._alive, LOOK_S):
             frame = sys._current_frames().get(self._thread_id)
             supervised = _supervised_in(frame)
             found = supervised.holder if supervised is not None and _has_users(frame) else None
             now = time.monotonic()
-            seen_s += min(now - looked, LOOKED_S)
-            looked = now
+            seen_s += min(now - looked, LOOKED_S, self._held_s(now - looked, used))
+            looked, used = now, self._used_s()
             if found is not suspect:
                 suspect, seen_s = found, 0.0
             if seen_s < self._limit_s / 2:
@@ -130,6 +132,19 @@ class Watchdog:
     def _used_s(self) -> float:
         """Return the CPU time that the loop's thread has used."""
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread_id))
+
+    def _held_s(self, seconds: float, used: float) -> float:
+        """Return how much of the last `seconds` the loop's thread ran or waited in a call.
+
+        `used` is the CPU time that it had used before. A thread that could run, but got no CPU
+        time, holds up nothing.
+        """
+        try:
+            stat = Path(f"/proc/self/task/{self._native_id}/stat").read_text()
+        except OSError:
+            return seconds
+        runnable = stat.rpartition(")")[2].split()[0] == "R"
+        return self._used_s() - used if runnable else seconds
 
     def _stalled(self, seconds: float) -> None:
         self._metrics.host_stalls.inc()

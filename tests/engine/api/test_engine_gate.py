@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import socket
 from typing import Any
@@ -47,11 +48,42 @@ OK, KEY, NO = (200, None), (401, "unauthorized"), (403, "forbidden")
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/docs", "/microserving/state", "/"])
-async def test_a_key_opens_all_paths_and_no_key_only_health(path: str):
+async def test_a_key_opens_all_paths_and_no_key_only_health_and_metrics(path: str):
     bearer = {"authorization": "Bearer k"}
     assert await call("GET", path, bearer, api_key="k") == OK
+    expected = OK if path in ("/health", "/metrics") else KEY
     for wrong in ({}, {"authorization": "Bearer K"}, {"authorization": "Bearer \xe9"}):
-        assert await call("GET", path, wrong, api_key="k") == (OK if path == "/health" else KEY)
+        assert await call("GET", path, wrong, api_key="k") == expected
+
+
+def basic(key: str) -> dict[str, str]:
+    return {"authorization": "Basic " + base64.b64encode(f"anybody:{key}".encode()).decode()}
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/openapi.json", "/docs/swagger-ui.css"])
+async def test_browsers_send_the_key_for_the_documentation_as_a_password(path: str):
+    assert await call("GET", path, basic("k:k"), api_key="k:k") == OK
+    for wrong in (basic("k"), {}, {"authorization": "Basic é"}, {"authorization": "Basic"}):
+        assert await call("GET", path, wrong, api_key="k:k") == KEY
+    # A browser sends a password by itself, so it opens nothing that does anything.
+    for other in ("/microserving/state", "/docsx", "/"):
+        assert await call("GET", other, basic("k"), api_key="k") == KEY
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_browser_is_asked_for_the_key_of_the_documentation():
+    engine = EngineProcess(model="mock", MICROSERVE_ENGINE_API_KEY="k")
+    try:
+        reply = engine.http.get("/docs")
+        assert reply.status_code == 401
+        assert reply.headers["WWW-Authenticate"].startswith("Basic ")
+        assert engine.http.get("/docs", auth=("", "k")).status_code == 200
+        reply = engine.http.get("/microserving/state", auth=("", "k"))
+        assert (reply.status_code, reply.headers["WWW-Authenticate"]) == (401, "Bearer")
+        assert engine.http.get("/metrics").status_code == 200
+    finally:
+        engine.kill()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Up:
         return json.loads(self.state_file.read_text())
 
     def wait(self) -> None:
-        wait_for(lambda: self.state_file.exists() or self.process.poll() is not None)
+        wait_for(lambda: self.state_file.exists() or self.process.poll() is not None, 120)
         assert self.state_file.exists(), self.log
 
 
