@@ -9,8 +9,9 @@ WORKERS ?= 2
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help demo serve test test-fast conformance fuzz soak starve mutants check \
-	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg bench-balance bench-engine \
-	bench-quantization bench-interference bench-prefix bench-disconnect bench-aiperf peers clean
+	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg \
+	bench-balance bench-engine bench-quantization bench-interference \
+	bench-prefix bench-disconnect bench-aiperf peers clean
 
 ##@ Try it
 

@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from bench.deployment import deployed
+from bench.deployment import Deployment, deployed
 from bench.report import publish, table
 from router.engines.http_client import HttpClient
 
@@ -54,8 +54,8 @@ State = dict[str, Any]
 class Engines:
     """The two engines, by their state and their metrics."""
 
-    def __init__(self, urls: list[str]) -> None:
-        self._clients = [HttpClient(url) for url in urls]
+    def __init__(self, urls: list[str], key: str) -> None:
+        self._clients = [HttpClient(url, api_key=key) for url in urls]
 
     async def states(self) -> list[State]:
         return [await self._state(client) for client in self._clients]
@@ -165,9 +165,10 @@ MOMENTS: dict[str, Moment] = {
 }
 
 
-async def measure(url: str, model: str, urls: list[str], trials: int) -> dict[str, Any]:
+async def measure(deployment: Deployment, model: str, trials: int) -> dict[str, Any]:
     """Measure all moments."""
-    engines = Engines(urls)
+    url = deployment.url
+    engines = Engines(deployment.engines, deployment.engine_key)
     figures: dict[str, Any] = {}
     for name, moment in MOMENTS.items():
         figures[name] = await _trials(url, model, engines, moment, trials)
@@ -257,9 +258,7 @@ def main() -> None:
     if given.model == "tiny":
         flags += ["--pool-pages", str(POOL_PAGES), "--threads", "1"]
     with deployed(given.model, *flags) as deployment:
-        figures = asyncio.run(
-            measure(deployment.url, given.model, deployment.engines, given.trials)
-        )
+        figures = asyncio.run(measure(deployment, given.model, given.trials))
     columns = ["", "median ms", "p99 ms", "max ms", "step ms", "steps, median", "steps, max"]
     table(
         f"{given.model}: from a disconnect until both engines hold nothing of the request",
