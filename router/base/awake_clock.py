@@ -33,7 +33,7 @@ class AwakeClock:
         on_stall: Callable[[float], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_stall` is told the seconds of each gap that does not count in full.
+        """`on_stall` is told how late a tick is if that is more than `LATE_S`.
 
         `clock` returns monotonic seconds.
         """
@@ -56,5 +56,5 @@ class AwakeClock:
         """Count the time since the last tick."""
         gap = self._clock() - self._ticked
         self._counted, self._ticked = self(), self._ticked + gap
-        if gap > LATE_S:
+        if gap > TICK_S + LATE_S:
             self._on_stall(gap - TICK_S)

@@ -45,8 +45,8 @@ class Monitor:
 
     `admit` is given the state that a running engine reports, and raises what keeps the engine from
     serving. `seen` is called with the state after that, and `lost`, with the reason, if the engine
-    counts as down. `awake` counts the seconds in which this process ran, which are those in which an
-    engine can be silent.
+    counts as down. `awake` counts the seconds in which this process ran, as only in these an engine
+    can be silent.
     """
 
     def __init__(

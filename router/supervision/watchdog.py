@@ -105,7 +105,7 @@ class Watchdog:
             supervised = _supervised_in(frame)
             found = supervised.holder if supervised is not None and _has_users(frame) else None
             now = time.monotonic()
-            seen_s += min(now - looked, LOOKED_S, self._held_s(now - looked, used))
+            seen_s += self._held_s(min(now - looked, LOOKED_S), used)
             looked, used = now, self._used_s()
             if found is not suspect:
                 suspect, seen_s = found, 0.0
@@ -134,17 +134,18 @@ class Watchdog:
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread_id))
 
     def _held_s(self, seconds: float, used: float) -> float:
-        """Return how much of the last `seconds` the loop's thread ran or waited in a call.
+        """Return how long the loop's thread ran, or waited in a call, within the last `seconds`.
 
         `used` is the CPU time that it had used before. A thread that could run, but got no CPU
         time, holds up nothing.
         """
+        ran = self._used_s() - used
         try:
             stat = Path(f"/proc/self/task/{self._native_id}/stat").read_text()
         except OSError:
-            return seconds
+            return max(ran, seconds)
         runnable = stat.rpartition(")")[2].split()[0] == "R"
-        return self._used_s() - used if runnable else seconds
+        return ran if runnable else max(ran, seconds)
 
     def _stalled(self, seconds: float) -> None:
         self._metrics.host_stalls.inc()

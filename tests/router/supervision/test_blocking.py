@@ -188,7 +188,7 @@ def test_up_restarts_a_router_that_hangs_for_good(tmp_path, blocks):
     up = ForkedProcess(
         run_microserve, "up", "tiny", "--engines", "1", "--port", "0", "--threads", "1",
         "--pool-pages", "256", "--strategy", str(blocks), "--param", "how=for good",
-        "--state-file", str(state), "--health-deadline-s", "2",
+        "--state-file", str(state), "--health-deadline-s", "3",
     )  # fmt: skip
     try:
         until(state.exists, 60)
@@ -200,7 +200,7 @@ def test_up_restarts_a_router_that_hangs_for_good(tmp_path, blocks):
         assert after["url"] == before["url"]
         body["prompt"] = GOOD
         assert httpx.post(f"{after['url']}/v1/completions", json=body).status_code == 200
-        assert "has not answered for 2 s and is killed" in up.log
+        assert "has not answered for 3 s and is killed" in up.log
         assert "blocks (generation 1) holds up the event loop" in up.log
     finally:
         up.signal(signal.SIGTERM)
