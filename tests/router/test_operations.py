@@ -287,3 +287,28 @@ async def test_logs_say_which_request_they_are_about(route, fake, format):
     else:
         assert "[my-id data_parallel/1]: request done" in line
         assert "completion_tokens=5" in line
+
+
+async def test_shutdown_waits_for_requests_that_still_arrive(route, fake):
+    data = json.dumps(ASK).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    ).encode()
+    async with route(fake("a")) as r:
+        port = int(r.server.url.rsplit(":", 1)[1])
+        shutdown = r.server.router.shutdown
+        for rest, status in ((data[10:], b" 200 "), (b"", b" 503 ")):
+            shutdown.begun = False
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head + data[:10])
+            await until(lambda: shutdown._running)
+            finishing = asyncio.create_task(shutdown.finish(60 if rest else 0.05))
+            await until(lambda: shutdown.begun)
+            assert not finishing.done()
+            writer.write(rest)
+            assert await finishing == (0 if rest else 1)
+            shutdown.end_requests()
+            assert status in await reader.readline()
+            writer.close()
+            shutdown._over.clear()

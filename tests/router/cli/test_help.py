@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from click.testing import CliRunner
 
+from engine.protocol import EngineConfig
 from router.base.config import RouterConfig
 from router.cli import cli
 
@@ -58,3 +59,27 @@ def test_an_unknown_log_level_is_refused():
 def test_a_command_called_by_itself_has_the_same_help():
     command = cli.commands["router"]
     assert "  -h, --help" in CliRunner().invoke(command, ["-h"]).output
+
+
+NUMBERS = [
+    (command, field.name, getattr(config(), field.name))
+    for command, config in (("router", RouterConfig), ("engine", EngineConfig))
+    for field in dataclasses.fields(config)
+    if type(getattr(config(), field.name, None)) in (int, float)
+]
+
+
+@pytest.mark.parametrize(("command", "name", "default"), NUMBERS)
+def test_a_number_out_of_its_range_is_refused(command, name, default):
+    """Nothing starts: the value is refused before the model or the strategy is looked at."""
+    flag = f"--{name.replace('_', '-')}"
+    for value in ("-1", "nan", "inf", "1e400", "9" * 30):
+        done = CliRunner().invoke(cli, [command, *["mock"] * (command == "engine"), flag, value])
+        assert done.exit_code == 2, done.output
+        assert flag in done.output or flag.removesuffix("-s") in done.output
+
+
+@pytest.mark.parametrize("flag", ["--attempts", "--max-body-mb", "--breaker-failures"])
+def test_zero_is_refused_where_it_makes_no_sense(flag):
+    done = CliRunner().invoke(cli, ["router", flag, "0"])
+    assert done.exit_code == 2 and f"Invalid value for '{flag}'" in done.output

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from waiting import until
 
-from engine.protocol import Internal, NoCapacity
+from engine.protocol import BadAddress, Internal, NoCapacity
 
 PROMPT = list(range(1, 41))
 ASK = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "return_token_ids": True}
@@ -94,3 +94,12 @@ async def test_after_the_old_engines_death_the_strategy_runs_again(pair):
     receipt = await ask
     assert [retry["error"]["type"] for retry in receipt["retries"]][1] == "peer_unreachable"
     a.send_gate.set()
+
+
+async def test_a_move_that_is_refused_costs_no_attempt(pair):
+    r, a, b = pair
+    b.refuse["prep_recv"] = [BadAddress("another cluster's")]
+    r.server.router.execution.retries._share = 0.0
+    receipt = await drained(r, a)
+    assert [retry["error"]["type"] for retry in receipt["retries"]] == ["draining", "bad_address"]
+    assert b.named("start_generate")[0]["output"] == TOKENS[:1]
