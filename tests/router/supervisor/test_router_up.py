@@ -40,7 +40,7 @@ def up(
         process.communicate(timeout=30)
 
 
-def wait_for(condition, timeout: float = 40.0) -> None:
+def wait_for(condition, timeout: float = 120.0) -> None:
     """Poll until `condition` holds: other processes send no event."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -103,6 +103,25 @@ def test_a_signal_ends_all_processes_even_crashed_and_stopped_ones(tmp_path, num
         "curl",
     ]
     assert lines[3] == f"ready {state['router']['url']}"
+
+
+def test_a_small_pool_bounds_the_context_and_engines_divide_the_memory(tmp_path):
+    with up(tmp_path, "--pool-pages", "24", "--max-model-len", "4000") as (_, state):
+        for engine in state["engines"]:
+            arguments = psutil.Process(engine["pid"]).cmdline()
+            assert arguments[arguments.index("--memory-share") + 1] == "0.500000"
+        with httpx.Client(base_url=state["router"]["url"], timeout=30) as http:
+            (card,) = http.get("/v1/models").json()["data"]
+            assert card["max_model_len"] == 24 * 16
+            body = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+            chat = http.post("/v1/chat/completions", json=body)
+            assert chat.status_code == 200, chat.text
+            assert chat.json()["choices"][0]["finish_reason"] == "length"
+            assert chat.json()["usage"]["total_tokens"] == 24 * 16
+            for more in ({"prompt": [1] * 385}, {"prompt": [1] * 380, "max_tokens": 5}):
+                refused = http.post("/v1/completions", json=more)
+                assert refused.status_code == 400
+                assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_dead_engine_and_a_dead_router_are_restarted(tmp_path):
