@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from reaper import Reaper
 
 # A shell ignores SIGINT in background jobs, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,6 +22,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Several test processes with a thread per core each would wait for each other's threads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The controller of several test processes measures all of them.
+CONTROLS = "PYTEST_XDIST_WORKER" not in os.environ
+REAPER = Reaper(measures=CONTROLS)  # children that start from here on end with this process
+MEMORY_LIMIT = 8 << 30  # of the whole run, with the processes that the tests start
+
 settings.register_profile("deterministic", derandomize=True, deadline=None)
 settings.register_profile("fuzz", max_examples=5000, deadline=None, print_blob=True)
 settings.load_profile("deterministic")
@@ -28,12 +34,27 @@ settings.load_profile("deterministic")
 
 HERE = Path(__file__).parent
 DEPLOYMENTS = (HERE / "conformance", HERE / "e2e")  # all of their tests start processes
+PEAK = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in DEPLOYMENTS):
             item.add_marker(pytest.mark.processes)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail a run that took more memory than CI machines have."""
+    if CONTROLS:
+        session.config.stash[PEAK] = peak = REAPER.peak_bytes()
+        if peak > MEMORY_LIMIT and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    peak = config.stash.get(PEAK, 0)
+    over = f", more than {MEMORY_LIMIT / 2**30:g}" if peak > MEMORY_LIMIT else ""
+    terminalreporter.write_line(f"memory of all processes: {peak / 2**30:.1f} GiB{over}")
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,8 @@ class EngineProcess(ForkedProcess):
         model: str = "tiny",
         **environment: str,
     ) -> None:
+        if model == "tiny" and "--pool-pages" not in flags:
+            flags = ("--pool-pages", "2048", *flags)  # by default it takes a share of the machine
         super().__init__(
             run_engine,
             *(model, "--port", str(port), "--threads", "1", *flags),

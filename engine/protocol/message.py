@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 __all__ = ["Count", "FinishReason", "Message", "Priority", "RequestId", "Role", "Tokens"]
 
 RequestId = Annotated[str, Field(min_length=1, max_length=128)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # lower runs earlier
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # fits into the integers of any JSON writer
-Tokens = list[Annotated[int, Field(ge=0)]]
+# The first bad token is enough: each would cost the memory of an error.
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
 Role = Literal["any", "prefill", "decode"]
 FinishReason = Literal["stop", "length"]
 

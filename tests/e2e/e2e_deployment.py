@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,3 +147,16 @@ def launch(folder: Path, model: str, *flags: str) -> Deployment:
         engines=[Engine(e["id"], e["url"], e["pid"], key) for e in state["engines"]],
         admin={"Authorization": f"Bearer {state['admin_key']}"} if state["admin_key"] else {},
     )
+
+
+@contextmanager
+def deployed(folder: Path, model: str, *flags: str) -> Iterator[Deployment]:
+    """Run `microserve up MODEL FLAGS…`. At the end every engine must be at rest."""
+    deployment = launch(folder, model, *flags)
+    try:
+        yield deployment
+        for engine in deployment.engines:
+            engine.check_at_rest()
+    finally:
+        deployment.up.send_signal(signal.SIGTERM)
+        deployment.up.wait(30)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from e2e_deployment import Deployment, Engine
+from e2e_deployment import Deployment, Engine, deployed
 from e2e_reference import Reference, hf_tiny
 
 if TYPE_CHECKING:
@@ -160,9 +161,11 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def smollm2(deploy: Callable[..., Deployment]) -> Deployment:
-    return deploy("smollm2", "--engines", "2", "--dtype", "float32")
+@pytest.fixture
+def smollm2(tmp_path: Path) -> Iterator[Deployment]:
+    flags = ("--engines", "2", "--dtype", "float32", "--pool-pages", "128")
+    with deployed(tmp_path, "smollm2", *flags) as deployment:
+        yield deployment
 
 
 @pytest.mark.slow

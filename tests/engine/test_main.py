@@ -181,7 +181,8 @@ def test_an_engine_dies_with_its_parent():
     code = (
         "import os, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-m', 'engine', 'tiny', '--port', '0',"
-        " '--parent-pid', str(os.getpid())], stdout=subprocess.PIPE, text=True)\n"
+        " '--pool-pages', '64', '--parent-pid', str(os.getpid())],"
+        " stdout=subprocess.PIPE, text=True)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, SkipValidation
 from pydantic_core import PydanticCustomError
 
 __all__ = [
@@ -28,10 +28,25 @@ __all__ = [
 ]
 
 SEED_FROM, SEED_TO = -(2**63), 2**64 - 1
+MOST_BIAS = 100.0
+
+
+class _FirstOnly(FailFast):
+    """Ends with the first bad element: each would cost the time and the memory of an error."""
+
+    def __hash__(self) -> int:  # a member of a union is hashed
+        return hash(self.fail_fast)
 
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _biases(value: Any) -> Any:
+    for token, bias in value.items() if isinstance(value, dict) else ():
+        if type(bias) not in (int, float) or not -MOST_BIAS <= bias <= MOST_BIAS:
+            return {token: bias}  # its error is enough
+    return value
 
 
 def _seed(value: Any) -> Any:
@@ -42,10 +57,12 @@ def _seed(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1)]
-Stops = Annotated[list[Text], Field(max_length=16)]
+Stops = Annotated[list[Text], _FirstOnly(), Field(max_length=16)]
 Stop = Annotated[Stops, BeforeValidator(_listed, json_schema_input_type=Text | Stops)]
 Seed = Annotated[int, Field(ge=SEED_FROM, le=SEED_TO), BeforeValidator(_seed)]
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], _FirstOnly()]
+Biases = dict[str, Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]]
 Prompt = (
     Text
     | Annotated[list[TokenId], Field(min_length=1)]
@@ -91,7 +108,7 @@ class StructuredOutputs(_Body):
 
     json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
     regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    choice: Annotated[list[Text], _FirstOnly(), Field(min_length=1)] | None = None
     grammar: Text | None = Field(None, description="GBNF, or Lark if there is no ::= in it")
     json_object: bool | None = None
 
@@ -113,14 +130,14 @@ class GenerateRequest(_Body):
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     seed: Seed | None = None
     stop: Stop | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     repetition_penalty: float | None = Field(None, gt=0.0, le=100.0)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(
+    logit_bias: Annotated[Biases, BeforeValidator(_biases)] | None = Field(
         None, description="by token id"
     )
     response_format: SkipValidation[ResponseFormat | None] = None
@@ -159,7 +176,7 @@ class Message(BaseModel):
 
 
 class _Conversation(_Body):
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], _FirstOnly()] = Field(min_length=1)
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -192,4 +209,4 @@ class DetokenizeRequest(_Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -21,6 +21,7 @@ from router.api.openai.schemas import (
 __all__ = ["read_structure"]
 
 B = TypeVar("B", bound=BaseModel)
+MOST_KINDS = 64
 _FORMATS: dict[str, type[BaseModel]] = {
     "text": TextFormat,
     "json_object": JsonObjectFormat,
@@ -62,6 +63,8 @@ def _response_format(value: Any, name: str) -> Structure | None:
 
 
 def _structured_outputs(value: Any, name: str) -> Structure | None:
+    if isinstance(value, dict) and len(value) > MOST_KINDS:  # each would be an error of its own
+        raise BadRequest(f"{name}: give one kind of structure, not {len(value)}", param=name)
     read = _read(StructuredOutputs, value, name)
     # Not by `model_dump`, which refuses deep values.
     values = {key: getattr(read, key) for key in StructuredOutputs.model_fields}

@@ -37,7 +37,7 @@ def test_an_engine_registers_itself_with_a_router() -> None:
         url = first_line(router).split()[-1]
         with running(
             "engine", "tiny", "--port", "0", "--router", url, "--engine-id", "mine",
-            "--role", "decode", "--threads", "1",
+            "--role", "decode", "--threads", "1", "--pool-pages", "256",
         ) as engine:  # fmt: skip
             own = first_line(engine).split()[-1]
             deadline = time.monotonic() + 30

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from engine.protocol import (
     Extend,
@@ -67,3 +68,12 @@ def test_no_call_is_a_failure_of_the_engine(call: Any, data: st.DataObject):
                 resolve(getattr(read, name), len(read.prompt), name)
     except MicroserveError as refused:
         assert refused.status < 500
+
+
+@pytest.mark.parametrize("name", ["prompt", "output", "stop_token_ids"])
+def test_many_bad_tokens_cost_no_more_than_one(name: str):
+    """An error takes more memory than the token that it is about."""
+    body = json.dumps({"request_id": "r", "prompt": [1], name: ["x"] * 50})
+    with pytest.raises(ValidationError) as wrong:
+        StartGenerate.model_validate_json(body)
+    assert wrong.value.error_count() == 1

@@ -10,6 +10,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from engine.protocol import BadRequest, MicroserveError, ModelInfo
@@ -177,3 +178,26 @@ PROMPTS = st.one_of(
 def test_no_body_is_a_failure_of_the_router(prompt: dict[str, Any], fields: dict[str, Any]):
     with suppress(MicroserveError):
         read({**fields, **prompt})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "w1", "stop": [0] * 50},
+        {"prompt": "w1", "stop_token_ids": ["x"] * 50},
+        {"prompt": "w1", "logit_bias": {str(number): "x" for number in range(50)}},
+        {"messages": [0] * 50},
+        {"messages": [{"role": 0}] * 50},
+    ],
+)
+def test_many_mistakes_cost_no_more_than_one(fields: dict[str, Any]):
+    """An error takes more memory than the element that it is about."""
+    kind = ChatRequest if "messages" in fields else CompletionRequest
+    with pytest.raises(ValidationError) as wrong:
+        kind.model_validate(fields)
+    assert wrong.value.error_count() == 1
+
+
+def test_the_kinds_of_structure_are_counted_before_they_are_read():
+    with pytest.raises(BadRequest, match="not 1000"):
+        read({"prompt": "w1", "structured_outputs": {str(number): 1 for number in range(1000)}})

@@ -178,7 +178,8 @@ def test_the_demo_ends_with_demo_ok():
     demo = Path(__file__).parents[3] / "examples" / "demo.py"
     command = [sys.executable, str(demo), "tiny"]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, **both, text=True, timeout=120, check=False)
+    environment = {**os.environ, "MICROSERVE_UP_POOL_PAGES": "512"}
+    done = subprocess.run(command, **both, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-1] == "demo ok"
 
