@@ -58,10 +58,16 @@ class Gate:
             if connection is not None and not connection.arrived:
                 receive = await self._read(scope, receive)
         except MicroserveError as error:
-            if connection is None or not connection.gone:
-                await _refuse(error, scope, receive, send, connection)
+            refusal = JSONResponse(error_body(error), error.status, error_headers(error))
+            if isinstance(error, Unauthorized):
+                asked = 'Basic realm="microserve engine"' if _is_docs(scope["path"]) else "Bearer"
+                refusal.headers["WWW-Authenticate"] = asked
+        else:
+            await self._api(scope, receive, send)
             return
-        await self._api(scope, receive, send)
+        # Not above: the error's traceback keeps what has been read of the body.
+        if connection is None or not connection.gone:
+            await _refuse(refusal, scope, receive, send, connection)
 
     def _admit(self, scope: Scope) -> None:
         """Check the key, or without one that no web page of another site calls.
@@ -109,21 +115,25 @@ class Gate:
         return replay
 
     async def _whole(self, scope: Scope, receive: Receive) -> bytes:
-        limit = min(self._max_body, OPEN_BODY) if scope["path"] in OPEN else self._max_body
+        limit = self._max_body
+        if scope["path"] in OPEN or scope["path"] == METRICS:
+            limit = min(limit, OPEN_BODY)
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > limit:
                 raise TooLarge(f"the body has {int(value)} bytes, more than {limit}")
-        parts, more = bytearray(), True
+        parts: list[bytes] = []
+        size, more = 0, True
         while more:
             message = await receive()
             check_input(scope["state"])
             if message["type"] != "http.request":
                 raise BadRequest("the client disconnected within the body")
-            parts += message["body"]
-            if len(parts) > limit:
+            parts.append(message["body"])
+            size += len(parts[-1])
+            if size > limit:
                 raise TooLarge(f"the body has more than {limit} bytes")
             more = message["more_body"]
-        return bytes(parts)
+        return b"".join(parts)
 
 
 def _is_docs(path: str) -> bool:
@@ -145,22 +155,18 @@ def _as_bearer(given: bytes) -> bytes:
 
 
 async def _refuse(
-    error: MicroserveError,
+    response: JSONResponse,
     scope: Scope,
     receive: Receive,
     send: Send,
     connection: ClientConnection | None,
 ) -> None:
     """Send an error. If the request's body has not arrived, close the connection."""
-    response = JSONResponse(error_body(error), error.status, error_headers(error))
-    if isinstance(error, Unauthorized):
-        asked = 'Basic realm="microserve engine"' if _is_docs(scope["path"]) else "Bearer"
-        response.headers["WWW-Authenticate"] = asked
     if connection is None or connection.arrived:
         await response(scope, receive, send)
         return
     response.headers["Connection"] = "close"
-    head = {"status": error.status, "headers": response.raw_headers}
+    head = {"status": response.status_code, "headers": response.raw_headers}
     await send({"type": "http.response.start", **head})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     await linger(connection, receive)

@@ -126,12 +126,14 @@ class HttpRequest:
         message = await self.receive()
         body: bytes = message.get("body", b"")
         if message.get("more_body", False) or message["type"] != "http.request":
-            parts = bytearray(body)
+            # Growing one buffer instead would leave holes in the heap as large as the bodies.
+            parts, size = [body], len(body)
             while message.get("more_body", False):
-                self._check(len(parts))
+                self._check(size)
                 message = await self.receive()
-                parts += message.get("body", b"")
-            body = bytes(parts)
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+            body = b"".join(parts)
         self._check(len(body))
         if message["type"] != "http.request":
             raise BadRequest("the client disconnected within the body")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -12,10 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from engine_process import ROOT, EngineProcess, events
+from waiting import until
 
-from engine.main import main, parse_cpus, parse_flags
+from engine.main import _serve, main, parse_cpus, parse_flags
 from engine.protocol import EngineConfig
 
 PROMPT = [(7 * n) % 250 for n in range(40)]
@@ -206,3 +209,30 @@ def _runs(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@pytest.mark.slow
+async def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch, capsys):
+    """The engine runs in this process, because the time limit has no flag."""
+    monkeypatch.setattr("engine.api.gate.BODY_TIMEOUT_S", 0.2)
+    config = parse_flags(["mock", "--port", "0"])
+    running = asyncio.ensure_future(_serve(config, b"secret"))
+    said = ""
+
+    def ready() -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return running.done() or said.endswith("\n")
+
+    try:
+        await until(ready, timeout=60)
+        url = httpx.URL(said.split()[-1])
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        async with asyncio.timeout(20):
+            assert await reader.read() == b""
+        writer.close()
+    finally:
+        if said:  # its handler is installed
+            os.kill(os.getpid(), signal.SIGTERM)
+        await running
