@@ -93,7 +93,7 @@ async def test_clients_without_a_key_cost_no_memory(keyed: RouterProcess | Engin
     path = "/v1/completions" if isinstance(keyed, RouterProcess) else "/microserving/prep_recv"
     assert keyed.http.get("/health").status_code == 200
     peak = Peak(keyed.pid)
-    for way in (path, "/health", "/nowhere"):
+    for way in (path, "/health", "/metrics", "/nowhere"):
         data = head(way, 8 * MIB) + b" " * (8 * MIB - 1)
         async with attack(keyed, peak, 20, data, answered=True) as answers:
             assert {answer[9:] for answer in answers} <= {b"401", b"413"}, answers
