@@ -112,7 +112,7 @@ async def test_a_dry_run_ends_with_its_router(lock):
     """The router's end of the pipe closes when it dies."""
     job = {
         "source": ESCAPES.format(lock=str(lock), mebibytes=1 << 30), "name": "", "file": "mine.py",
-        "params": {}, "timeout_s": 600, "namespaces": False,
+        "folder": ".", "params": {}, "timeout_s": 600, "namespaces": False,
     }  # fmt: skip
     with subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-m", "router.simulation.guard"],
