@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 WORKERS ?= 2
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo serve test test-fast conformance fuzz soak starve mutants check \
+.PHONY: help demo serve test test-fast conformance fuzz soak starve attack mutants check \
 	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf peers clean
@@ -44,6 +44,9 @@ fuzz: $(VENV)/test.stamp  ## run thousands of random histories of two caches, di
 
 soak: $(VENV)/test.stamp  ## check for leaks under load, for half an hour (SOAK_MINUTES=30)
 	@$(RUN) tests/e2e/soak.py --minutes $(or $(SOAK_MINUTES),30)
+
+attack: $(VENV)/test.stamp  ## attack a deployment in every way that the tests know (ATTACK_MINUTES=5)
+	@$(RUN) tests/e2e/attack.py --minutes $(or $(ATTACK_MINUTES),5)
 
 mutants: $(VENV)/mutants.stamp  ## change the code in small ways; tests must fail (MUTANTS=leases MUTANTS_MINUTES=5)
 	@$(RUN) tests/mutants/run.py --minutes $(or $(MUTANTS_MINUTES),5) $(MUTANTS)

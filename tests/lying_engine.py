@@ -278,10 +278,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--engine-id", default="liar")
     parser.add_argument("--like", help="URL of a real engine, whose model it claims to have")
+    parser.add_argument("--like-key", default="", help="that engine's key")
     options = parser.parse_args()
     model = None
     if options.like:
-        with urllib.request.urlopen(f"{options.like}/microserving/model") as reply:
+        headers = {"Authorization": f"Bearer {options.like_key}"} if options.like_key else {}
+        ask = urllib.request.Request(f"{options.like}/microserving/model", headers=headers)
+        with urllib.request.urlopen(ask) as reply:
             model = json.load(reply)
     asyncio.run(serve(LyingEngine(options.lie, model=model, id=options.engine_id), options.port))
 

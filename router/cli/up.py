@@ -26,8 +26,8 @@ OWN = (
 # Router flags that `up` offers besides its own and passes on.
 PASSED_ON = (
     "api_key_file", "allowed_hosts", "requests_per_minute", "tokens_per_minute", "max_queue",
-    "queue_timeout_s", "engine_wait_s", "request_timeout_s", "client_stall_s", "shutdown_s",
-    "stream_interval_ms", "tls_cert", "tls_key", "log_format",
+    "queue_timeout_s", "engine_wait_s", "engine_silence_s", "request_timeout_s", "client_stall_s",
+    "shutdown_s", "stream_interval_ms", "tls_cert", "tls_key", "log_format",
 )  # fmt: skip
 BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the router has too
 

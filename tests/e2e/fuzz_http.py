@@ -150,6 +150,7 @@ class Fuzz:
 
     deployment: Deployment
     until: float
+    client: dict[str, str]  # headers of calls to `/v1`
     statuses: Counter[int] = field(default_factory=Counter)
     defects: list[str] = field(default_factory=list)
     slowest: list[tuple[float, str]] = field(default_factory=list)
@@ -168,7 +169,7 @@ class Fuzz:
                 method,
                 base + path,
                 content=body,
-                headers={"Content-Type": "application/json", **self.deployment.admin}
+                headers={"Content-Type": "application/json", **self._key(base, path)}
                 | (headers or {}),
                 timeout=CALL_S,
             )
@@ -185,6 +186,11 @@ class Fuzz:
             self.defect(f"{reply.status_code} {reply.text[:300]}: {shown}")
         elif reply.status_code >= 400 and not _is_error(reply):
             self.defect(f"{reply.status_code} without an error object {reply.text[:200]}: {shown}")
+
+    def _key(self, base: str, path: str) -> dict[str, str]:
+        if base != self.deployment.url:
+            return self.deployment.engines[0].headers
+        return self.deployment.admin if path.startswith("/admin") else self.client
 
     def defect(self, what: str) -> None:
         self.defects.append(what)
@@ -264,9 +270,12 @@ def _properties(described: dict[str, Any], method: str, path: str) -> set[str]:
     return found
 
 
-def fuzz(deployment: Deployment, minutes: float) -> Fuzz:
-    """Run all hostile calls in random order, for `minutes` at most."""
-    state = Fuzz(deployment, time.monotonic() + 60 * minutes)
+def fuzz(deployment: Deployment, minutes: float, client: dict[str, str]) -> Fuzz:
+    """Run all hostile calls in random order, for `minutes` at most.
+
+    `client` has the headers of calls to `/v1`.
+    """
+    state = Fuzz(deployment, time.monotonic() + 60 * minutes, client)
     stop = threading.Event()
     watcher = threading.Thread(target=state.watch, args=(stop,))
     watcher.start()
@@ -276,7 +285,9 @@ def fuzz(deployment: Deployment, minutes: float) -> Fuzz:
             (deployment.url, ROUTER_CALLS),
             (deployment.engines[0].url, ENGINE_CALLS),
         ):
-            described = httpx.get(f"{base}/openapi.json", headers=deployment.admin).json()
+            described = httpx.get(
+                f"{base}/openapi.json", headers=deployment.engines[0].headers
+            ).json()
             calls += hostile_calls(base, described, some)
         random.Random(0).shuffle(calls)
         print(f"{len(calls)} hostile calls", file=sys.stderr, flush=True)
@@ -294,7 +305,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         options = ("--engines", "2", "--pool-pages", "1024", "--threads", "1", "--allow-upload")
         with deployed(Path(folder), "tiny", *options) as deployment:
-            state = fuzz(deployment, flags.minutes)
+            state = fuzz(deployment, flags.minutes, {})
     document = {
         "fuzz_minutes": flags.minutes,
         "statuses": dict(sorted(state.statuses.items())),

@@ -1,9 +1,16 @@
 """Load for a long time, to find leaks, even slow ones.
 
 `make soak` starts a real deployment and sends it requests of all sizes, some of whose clients
-disconnect, while the strategies change. At the end no request, load, lease or page may remain, and
-neither memory nor descriptors may have grown. Every complete answer must have exactly the tokens of
-an idle engine. Prints a table and, as the last line, one JSON document.
+disconnect, while the strategies change. Beside them, unless `--calm`:
+
+- clients that do not read their answers;
+- an engine that lies, another lie every few seconds;
+- uploads of strategies, good and bad;
+- faults of the last engine: SIGSTOP for some seconds, SIGKILL.
+
+At the end no request, load, lease or page may remain, and neither memory nor descriptors may have
+grown. Every complete answer must have exactly the tokens of an idle engine. Prints a table and, as
+the last line, one JSON document.
 """
 
 from __future__ import annotations
@@ -12,8 +19,10 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -26,6 +35,7 @@ from typing import Any
 import httpx
 import psutil
 from e2e_deployment import Deployment, launch
+from e2e_liars import SILENT, liar
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +46,21 @@ SAMPLE_S = 2.0
 # Growth that certainly exceeds this is a leak. During a short run the bounded histories of
 # generations, swaps and receipts still fill.
 SLOPE_MIB_MIN, SLOPE_SHORT, SHORT_MIN = 1.0, 3.0, 10.0
+LIE_S, UPLOAD_S, FAULT_S = 10.0, 15.0, 30.0
+GOOD_UPLOAD = """
+from router import strategy
+
+@strategy
+async def soaked(request, cluster):
+    async for chunk in cluster.engines.least_loaded().start_generate(request):
+        yield chunk
+"""
+BAD_UPLOADS = (
+    "1/0\n",
+    "import os\nos._exit(0)\n",
+    "while True: pass\n",
+    "print('y' * (1 << 26))\n",
+)
 STRATEGIES: list[dict[str, Any]] = [
     {"name": "data_parallel"},
     {"name": "prefill_decode"},
@@ -83,7 +108,7 @@ class Soak:
         self._http = http
         self._numbers = itertools.count()
         self.outcomes: Counter[str] = Counter()
-        self.swaps = 0
+        self.swaps = self.lies = self.uploads = self.faulted = 0
         source = random.Random(0)
         self._prompts = [
             [source.randrange(10, 290) for _ in range(source.choice((5, 40, 200, 700)))]
@@ -125,6 +150,73 @@ class Soak:
             self.swaps += 1
             await asyncio.sleep(SWAP_S)
 
+    async def slow_reader(self, until: float) -> None:
+        """Ask for long answers, read nothing for seconds, and leave."""
+        source = random.Random(-1)
+        body = {
+            "model": self._model, "prompt": self._prompts[0], "max_tokens": 2000,
+            "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        while time.monotonic() < until:
+            async with self._http.stream("POST", "/v1/completions", json=body):
+                await asyncio.sleep(source.uniform(0.0, 6.0))
+
+    async def liars(self, until: float) -> None:
+        for lie in itertools.cycle(random.Random(1).sample(SILENT, len(SILENT))):
+            if time.monotonic() >= until:
+                return
+            await asyncio.to_thread(self._lie, lie)
+            self.lies += 1
+
+    def _lie(self, lie: str) -> None:
+        with liar(self._deployment, lie):
+            time.sleep(LIE_S)
+
+    async def uploader(self, until: float) -> None:
+        """Upload strategies: each second one is good, and the others must be refused."""
+        for number in itertools.count():
+            if time.monotonic() >= until:
+                return
+            bad = BAD_UPLOADS[number // 2 % len(BAD_UPLOADS)]
+            body = {"source": bad if number % 2 else GOOD_UPLOAD, "file": "soaked.py"}
+            reply = await self._http.post(
+                "/admin/strategies", json=body, headers=self._deployment.admin
+            )
+            if (reply.status_code >= 400) != bool(number % 2):
+                self.outcomes[f"upload {number}: {reply.status_code} {reply.text[:200]}"] += 1
+            self.uploads += 1
+            await asyncio.sleep(UPLOAD_S)
+
+    async def faults(self, until: float) -> None:
+        """Stop the last engine for some seconds, or kill it; `up` starts it again."""
+        for number in itertools.count():
+            await asyncio.sleep(FAULT_S)
+            if time.monotonic() >= until:
+                return
+            pid = self._pid_of_last()
+            if number % 2:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(3.0)
+                os.kill(pid, signal.SIGCONT)
+            self.faulted += 1
+
+    def _pid_of_last(self) -> int:
+        """Return the process id of the last engine, by the port that it listens on."""
+        port = int(self._deployment.engines[-1].url.rpartition(":")[2])
+        for process in psutil.Process(self._deployment.up.pid).children(recursive=True):
+            if any(each.laddr.port == port for each in process.net_connections("tcp")
+                   if each.status == psutil.CONN_LISTEN):  # fmt: skip
+                return process.pid
+        return self._deployment.engines[-1].pid
+
+    async def _retries(self, request_id: str) -> Any:
+        """Return how a failed request was retried."""
+        path, admin = f"/admin/requests/{request_id}", self._deployment.admin
+        receipt = (await self._http.get(path, headers=admin)).json()
+        return {name: receipt.get(name) for name in ("retries", "fallbacks", "generation")}
+
     async def _one(self, source: random.Random) -> str:
         index = source.randrange(len(self._prompts))
         length = source.randrange(1, 41)
@@ -141,7 +233,8 @@ class Soak:
                 self._http.stream("POST", "/v1/completions", json=body) as reply,
             ):
                 if reply.status_code != 200:
-                    return f"status {reply.status_code}: {(await reply.aread())[:200]!r}"
+                    what = f"status {reply.status_code}: {(await reply.aread())[:200]!r}"
+                    return f"{what}; {await self._retries(reply.headers['x-request-id'])}"
                 async for line in reply.aiter_lines():
                     text = line.removeprefix("data: ")
                     if not text.startswith("{"):
@@ -178,7 +271,7 @@ def leftovers(deployment: Deployment) -> dict[str, Any]:
     return left
 
 
-async def load(soak: Soak, sizes: dict[str, Sizes], minutes: float) -> None:
+async def load(soak: Soak, sizes: dict[str, Sizes], minutes: float, *, calm: bool) -> None:
     await soak.warm_up()
     until = time.monotonic() + 60 * minutes
 
@@ -193,10 +286,14 @@ async def load(soak: Soak, sizes: dict[str, Sizes], minutes: float) -> None:
             tasks.create_task(soak.client(until))
         tasks.create_task(soak.swapper(until))
         tasks.create_task(sampler())
+        if not calm:
+            for disturb in (soak.slow_reader, soak.liars, soak.uploader, soak.faults):
+                tasks.create_task(disturb(until))
 
 
-async def run(deployment: Deployment, model: str, minutes: float) -> dict[str, Any]:
-    pids = {"router": deployment.pid, **{e.id: e.pid for e in deployment.engines}}
+async def run(deployment: Deployment, model: str, minutes: float, *, calm: bool) -> dict[str, Any]:
+    steady = deployment.engines if calm else deployment.engines[:-1]  # the last one is killed
+    pids = {"router": deployment.pid, **{e.id: e.pid for e in steady}}
     sizes = {name: Sizes(psutil.Process(pid)) for name, pid in pids.items()}
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(
@@ -204,7 +301,7 @@ async def run(deployment: Deployment, model: str, minutes: float) -> dict[str, A
     ) as http:
         soak = Soak(deployment, model, http)
         await asyncio.to_thread(soak.learn)
-        await load(soak, sizes, minutes)
+        await load(soak, sizes, minutes, calm=calm)
     left = await asyncio.to_thread(leftovers, deployment)
     failures = [f"left over: {left}"] if left else []
     processes = {}
@@ -225,7 +322,8 @@ async def run(deployment: Deployment, model: str, minutes: float) -> dict[str, A
     failures += [f"{soak.outcomes[outcome]} × {outcome}" for outcome in strange]
     return {
         "soak_minutes": minutes, "model": model, "outcomes": dict(soak.outcomes),
-        "swaps": soak.swaps, "processes": processes, "failures": failures,
+        "swaps": soak.swaps, "lies": soak.lies, "uploads": soak.uploads, "faults": soak.faulted,
+        "processes": processes, "failures": failures,
     }  # fmt: skip
 
 
@@ -233,11 +331,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--model", default="tiny", help="tiny or mock")
+    parser.add_argument("--calm", action="store_true", help="without faults, lies and uploads")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        deployment = launch(Path(folder), flags.model, "--engines", "2", "--pool-pages", "512")
+        options = ("--engines", "2", "--pool-pages", "512", "--allow-upload")
+        deployment = launch(Path(folder), flags.model, *options)
         try:
-            document = asyncio.run(run(deployment, flags.model, flags.minutes))
+            document = asyncio.run(run(deployment, flags.model, flags.minutes, calm=flags.calm))
         finally:
             deployment.up.terminate()
             deployment.up.wait(60)
