@@ -25,7 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # The controller of several test processes measures all of them.
 CONTROLS = "PYTEST_XDIST_WORKER" not in os.environ
 REAPER = Reaper(measures=CONTROLS)  # children that start from here on end with this process
-MEMORY_LIMIT = 8 << 30  # of the whole run, with the processes that the tests start
+MEMORY_LIMIT = 10 << 30  # of the whole run, with the processes that the tests start
 
 settings.register_profile("deterministic", derandomize=True, deadline=None)
 settings.register_profile("fuzz", max_examples=5000, deadline=None, print_blob=True)

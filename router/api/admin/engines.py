@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from router.api.admin.access import Body
-from router.api.openapi import api_router
+from router.api.openapi import api_router, errors
 from router.api.parts import Router
 from router.api.rest import reply
 from router.engines import Role, engine_url
@@ -74,7 +74,7 @@ def routes(router: Router) -> APIRouter:
         moved = registry.drain(backend, wanted.draining) if wanted.draining is not None else 0
         return reply({**backend.describe(), "moved": moved})
 
-    @api.delete("/admin/engines/{id:path}", response_model=dict[str, Any])
+    @api.delete("/admin/engines/{id:path}", response_model=dict[str, Any], responses=errors(400))
     async def remove_engine(id: str, heartbeat: bool = False) -> Response:
         """Drain an engine, and forget it once nothing runs there.
 

@@ -56,7 +56,7 @@ def test_no_call_is_a_failure_of_the_engine(call: Any, data: st.DataObject):
     names = st.sampled_from(sorted(call.model_fields))
     odd = data.draw(st.dictionaries(names, ODD | st.integers(), max_size=3))
     fields = {name: value for name, value in GOOD.items() if name in call.model_fields} | odd
-    limits = Limits(SimpleNamespace(context_length=100, vocab_size=500), pool_tokens=64)
+    limits = Limits(SimpleNamespace(vocab_size=500), context=100, pool_tokens=64)
     try:
         read = parse(call, json.dumps(fields).encode())
         if hasattr(read, "prompt"):

@@ -263,7 +263,7 @@ async def test_without_xgrammar_the_refusal_names_the_extra(monkeypatch: pytest.
 
     monkeypatch.setattr(builtins, "__import__", absent)
     async with running() as bare:
-        with pytest.raises(BadRequest, match=r"microserve\[structured\]") as refused:
+        with pytest.raises(BadRequest, match=r"\.\[structured\]") as refused:
             await bare.start_generate(start(PROMPT, structure=structure("regex", "a")))
         assert (refused.value.param, refused.value.code) == ("p", "unsupported_parameter")
 

@@ -145,10 +145,12 @@ def test_up_and_router_report_mistakes_at_once(tmp_path: Path, taken: str):
         assert code == 2, said
         assert len(said.splitlines()) == 1, said
         assert says in said
-    for flags, says in (mistakes[0], mistakes[4], mistakes[6]):
+    for flags, says in (mistakes[0], mistakes[4]):
         code, said = command("router", *flags)
         assert (code, len(said.splitlines())) == (2, 1), said
         assert says in said
+    code, said = command("router", "--port", "70000")
+    assert code == 2 and "70000 is not from 0 to 65535" in said
 
 
 def test_the_strategy_flag_names_a_files_only_strategy_as_load_does(tmp_path):
