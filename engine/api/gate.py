@@ -12,15 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.api.requests import error_headers
-from engine.protocol import (
-    BadRequest,
-    EngineConfig,
-    MicroserveError,
-    SlowClient,
-    TooLarge,
-    Unauthorized,
-    error_body,
-)
+from engine.protocol import EngineConfig, MicroserveError, SlowClient, Unauthorized, error_body
 from engine.web import (
     SAFE_METHODS,
     AllowedHosts,
@@ -28,6 +20,7 @@ from engine.web import (
     check_input,
     check_origin,
     linger,
+    read_body,
 )
 
 __all__ = ["BODY_TIMEOUT_S", "Gate"]
@@ -100,9 +93,11 @@ class Gate:
 
         Raises `TooLarge`, `BadRequest`, `Overloaded` or `SlowClient`.
         """
+        open_to_all = scope["path"] in OPEN or scope["path"] == METRICS
+        limit = min(self._max_body, OPEN_BODY) if open_to_all else self._max_body
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await self._whole(scope, receive)
+                body = await read_body(scope, receive, limit)
         except TimeoutError:
             raise SlowClient(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
         bodies = [body]
@@ -113,27 +108,6 @@ class Gate:
             return await receive()
 
         return replay
-
-    async def _whole(self, scope: Scope, receive: Receive) -> bytes:
-        limit = self._max_body
-        if scope["path"] in OPEN or scope["path"] == METRICS:
-            limit = min(limit, OPEN_BODY)
-        for name, value in scope["headers"]:
-            if name == b"content-length" and int(value) > limit:
-                raise TooLarge(f"the body has {int(value)} bytes, more than {limit}")
-        parts: list[bytes] = []
-        size, more = 0, True
-        while more:
-            message = await receive()
-            check_input(scope["state"])
-            if message["type"] != "http.request":
-                raise BadRequest("the client disconnected within the body")
-            parts.append(message["body"])
-            size += len(parts[-1])
-            if size > limit:
-                raise TooLarge(f"the body has more than {limit} bytes")
-            more = message["more_body"]
-        return b"".join(parts)
 
 
 def _is_docs(path: str) -> bool:

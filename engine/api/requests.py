@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from engine.protocol import BadRequest, MicroserveError, NoCapacity, TooLarge
+from engine import web
+from engine.protocol import BadRequest, MicroserveError, NoCapacity
 from engine.web import ClientConnection
 
 __all__ = ["DirectRoute", "error_headers", "read_body", "unless_disconnected"]
@@ -41,22 +41,12 @@ def error_headers(error: MicroserveError) -> dict[str, str]:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the request's body. Raises `TooLarge` as soon as it exceeds `limit` bytes."""
-    declared = request.headers.get("content-length", "0")
-    if declared.isascii() and declared.isdigit() and int(declared) > limit:
-        raise TooLarge(f"the body has {declared} bytes, more than {limit}")
-    body = bytearray()
-    try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise TooLarge(f"the body has more than {limit} bytes")
-    except ClientDisconnect:
-        raise BadRequest("the client disconnected") from None
+    """Return the request's body, to be parsed next. Raises as `engine.web.read_body`."""
+    body = await web.read_body(request.scope, request.receive, limit)
     connection: ClientConnection | None = request.scope.get("state", {}).get("connection")
     if connection is not None:
         connection.release_body()  # it is parsed next, without a pause
-    return bytes(body)
+    return body
 
 
 async def unless_disconnected(request: Request, call: Coroutine[Any, Any, T]) -> T:

@@ -17,6 +17,7 @@ from engine.protocol.calls import (
     Structure,
 )
 from engine.protocol.config import EngineConfig
+from engine.protocol.flags import flag, seconds, secret
 from engine.protocol.names import page_name, page_names
 from engine.protocol.replies import (
     EngineState,
@@ -106,7 +107,10 @@ __all__ = [
     "bad_request",
     "error_body",
     "error_from_body",
+    "flag",
     "page_name",
     "page_names",
     "parse",
+    "seconds",
+    "secret",
 ]

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.protocol.flags import count, flag, secret
 
 __all__ = ["EngineConfig"]
 
 SERVER, MODEL, POOL, TIERS = "Server", "Model", "KV pool", "Tiers"
 SCHEDULING, CLUSTER, KEYS, TLS, MOCK = "Scheduling", "Cluster", "Keys", "TLS", "Mock model"
-MOST = 2**40  # larger counts are mistakes
-
-
-def flag(
-    default: Any,
-    group: str,
-    help: str,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-) -> Any:
-    """A field that is also a command-line flag, `--its-name`, listed in `group`.
-
-    The command line refuses numbers below `least` and above `most`.
-    """
-    bounds = {"least": least, "most": most}
-    return field(default=default, metadata={"help": help, "group": group, **bounds})
-
-
-def count(default: int, group: str, help: str, *, least: int = 0, most: int = MOST) -> Any:
-    """A flag that is a number of things."""
-    return flag(default, group, help, least=least, most=most)
-
-
-def secret(group: str, help: str) -> Any:
-    """A string flag that `repr` omits; the engine also reads it from its environment."""
-    return field(default="", repr=False, metadata={"help": help, "group": group, "secret": True})
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Engines and routers share it. May import `engine.protocol`; importable without t
 """
 
 from engine.web.bodies import BodyBudget
-from engine.web.connection import ClientConnection, check_input, linger
+from engine.web.connection import ClientConnection, check_input, linger, read_body
 from engine.web.hosts import SAFE_METHODS, AllowedHosts, check_origin, is_loopback
 from engine.web.protocol import BoundedHttpProtocol
 from engine.web.slow_clients import SlowClients
@@ -20,4 +20,5 @@ __all__ = [
     "check_origin",
     "is_loopback",
     "linger",
+    "read_body",
 ]

@@ -1,4 +1,4 @@
-"""The client's connection as handlers see it, and how a refused client is heard out."""
+"""The client's connection as handlers see it, its body, and how a refused client is heard out."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.protocol import BadRequest, Overloaded
+from engine.protocol import BadRequest, Overloaded, TooLarge
 
 if TYPE_CHECKING:
-    from starlette.types import Receive
+    from starlette.types import Receive, Scope
 
-__all__ = ["ClientConnection", "check_input", "linger"]
+__all__ = ["ClientConnection", "check_input", "linger", "read_body"]
 
 # Time for a client that still sends its body to read why it was refused.
 LINGER_S = 2.0
@@ -51,6 +51,32 @@ def check_input(state: Mapping[str, Any]) -> None:
         raise BadRequest(broken)
     if "overloaded" in state:
         raise Overloaded("the bodies of other requests leave no room for this one; retry later")
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Return the body of a request.
+
+    Raises `TooLarge` as soon as it has more than `limit` bytes, `BadRequest` if the client
+    disconnects within it, and as `check_input`.
+    """
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise TooLarge(f"the body has {int(value)} bytes, more than {limit}")
+    state = scope.get("state") or {}
+    # Growing one buffer instead would leave holes in the heap as large as the bodies.
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        check_input(state)
+        if message["type"] != "http.request":
+            raise BadRequest("the client disconnected within the body")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise TooLarge(f"the body has more than {limit} bytes")
+        more = message.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 async def linger(connection: ClientConnection | None, receive: Receive) -> None:

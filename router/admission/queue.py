@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-import random
 from contextlib import suppress
 
 from engine.protocol import NoCapacity
+from router.base import Pauses
 
 __all__ = ["AdmissionQueue", "Place"]
 
 Order = tuple[int, float, int]  # priority, time of arrival, tie-break
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0  # between tries, at least; each twice as long
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0  # between tries, at least
 LONGEST_WAIT_S = 5.0  # whatever Retry-After says: another engine may have room
 
 
@@ -23,13 +23,13 @@ class Place:
     It enters the queue only if others already wait, or an engine had no room.
     """
 
-    __slots__ = ("_pause_s", "_queue", "_turn", "order")
+    __slots__ = ("_pauses", "_queue", "_turn", "order")
 
     def __init__(self, queue: AdmissionQueue, order: Order) -> None:
         self.order = order
         self._queue = queue
         self._turn = asyncio.Event()  # it may be first now, or there may be room
-        self._pause_s = 0.0  # since the last try, if that was in vain
+        self._pauses = Pauses(FIRST_PAUSE_S, LONGEST_PAUSE_S)  # between tries that were in vain
 
     def __enter__(self) -> Place:
         return self
@@ -58,10 +58,8 @@ class Place:
                     came_first = True  # the place before it has found room: there may be more
                 if full is not None and not came_first:
                     # An engine that always asks to retry at once must not be asked all the time.
-                    self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
-                    jitter = 1.0 - 0.2 * random.random()  # noqa: S311  no secret
+                    pause_s = max(full.retry_after_s, self._pauses.next())
                     with suppress(TimeoutError):
-                        pause_s = max(full.retry_after_s, self._pause_s * jitter)
                         async with asyncio.timeout(min(pause_s, LONGEST_WAIT_S)):
                             await self._turn.wait()
                     self._turn.clear()
@@ -70,7 +68,7 @@ class Place:
 
     def admitted(self) -> None:
         """Note that it has found room: the next in the queue may try."""
-        self._pause_s = 0.0
+        self._pauses.reset()
         self._queue.leave(self)
 
     def wake(self) -> None:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import orjson
 
-from engine.protocol import BadRequest, TooLarge
-from engine.web import ClientConnection, check_input, linger
+from engine.web import ClientConnection, check_input, linger, read_body
 from router.admission import Key
 
 if TYPE_CHECKING:
@@ -121,35 +120,15 @@ class HttpRequest:
         """Return the body. Raises `BadRequest`, `TooLarge` or `Overloaded`, once it is known."""
         if self.complete:
             return self._body
-        if int(self.headers.get("content-length", 0)) > self.max_body:
-            raise TooLarge("the body is too large")
-        message = await self.receive()
-        body: bytes = message.get("body", b"")
-        if message.get("more_body", False) or message["type"] != "http.request":
-            # Growing one buffer instead would leave holes in the heap as large as the bodies.
-            parts, size = [body], len(body)
-            while message.get("more_body", False):
-                self._check(size)
-                message = await self.receive()
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-            body = b"".join(parts)
-        self._check(len(body))
-        if message["type"] != "http.request":
-            raise BadRequest("the client disconnected within the body")
-        self._body, self.complete = body, True
-        return body
+        self._body = await read_body(self.scope, self.receive, self.max_body)
+        self.complete = True
+        return self._body
 
     def release(self) -> None:
         """Forget the body, which has been parsed. Further reads return b""."""
         self._body = b""
         if self.connection is not None:
             self.connection.release_body()
-
-    def _check(self, size: int) -> None:
-        self.check()
-        if size > self.max_body:
-            raise TooLarge("the body is too large")
 
     async def respond(self, response: HttpResponse) -> None:
         """Send a response in one piece.

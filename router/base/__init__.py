@@ -30,6 +30,7 @@ from router.base.errors import (
     root_cause,
 )
 from router.base.ids import EngineId, EngineRequestId, LeaseId, RevisionNumber
+from router.base.pauses import Pauses
 from router.base.process import (
     adopt_orphans,
     die_with_parent,
@@ -62,6 +63,7 @@ __all__ = [
     "NoEngines",
     "NobodyListens",
     "NotFound",
+    "Pauses",
     "RateLimited",
     "Request",
     "RevisionNumber",

@@ -6,37 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.protocol import flag, seconds, secret
+
 __all__ = ["RouterConfig"]
 
 SERVER, ENGINES, STRATEGY, LIMITS = "Server", "Engines", "Strategy", "Limits"
 DEADLINES, KEYS, TLS, LOGS = "Deadlines", "Keys", "TLS", "Logs"
-LONGEST_S = 1e7  # about 116 days
-
-
-def flag(
-    default: Any,
-    group: str,
-    help: str,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-) -> Any:
-    """A field that is also a command-line flag, `--its-name`, listed in `group`.
-
-    The command line refuses numbers below `least` and above `most`.
-    """
-    bounds = {"least": least, "most": most}
-    return field(default=default, metadata={"help": help, "group": group, **bounds})
-
-
-def seconds(default: float, group: str, help: str, *, least: float = 0.001) -> Any:
-    """A flag that is a duration in seconds."""
-    return flag(default, group, help, least=least, most=LONGEST_S)
-
-
-def secret(group: str, help: str) -> Any:
-    """A string flag whose value `repr` omits."""
-    return field(default="", repr=False, metadata={"help": help, "group": group})
 
 
 @dataclass(frozen=True, slots=True)

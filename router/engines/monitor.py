@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable
 
 from engine.protocol import EngineState, MicroserveError
-from router.base import Conflict, NobodyListens, RouterConfig
+from router.base import Conflict, NobodyListens, Pauses, RouterConfig
 from router.engines.backend import Backend
 
-__all__ = ["Monitor", "Pauses"]
+__all__ = ["Monitor"]
 
 log = logging.getLogger(__name__)
 
 EARLY_S = 0.005  # timers may fire this early
 RECHECK_S, LONGEST_RECHECK_S = 0.05, 0.4  # pauses after failed checks of an engine not yet down
 LONGEST_PAUSE = 10  # intervals between checks of an engine that is down
-
-
-class Pauses:
-    """Pauses between tries, each twice as long as the one before, from `first_s` to `longest_s`.
-
-    Each is shorter by up to a fifth at random, so that tries of many routers spread out.
-    """
-
-    def __init__(self, first_s: float, longest_s: float) -> None:
-        self._first_s = first_s
-        self._longest_s = longest_s
-        self._next_s = first_s
-
-    def next(self) -> float:
-        """Return the next pause in seconds."""
-        pause, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
-        return pause * (1.0 - 0.2 * random.random())  # noqa: S311  no secret
-
-    def reset(self) -> None:
-        self._next_s = self._first_s
 
 
 class Monitor:

@@ -20,9 +20,8 @@ from contextlib import aclosing
 from types import TracebackType
 
 from engine.protocol import Internal, MicroserveError, PageName
-from router.base import Request
+from router.base import Pauses, Request
 from router.engines.backend import Backend, guard
-from router.engines.monitor import Pauses
 
 __all__ = ["NOTHING", "Expected", "PrefixIndex"]
 

@@ -40,6 +40,7 @@ import psutil
 from e2e_deployment import Deployment, deployed
 from e2e_liars import SILENT, liar
 from fuzz_http import fuzz
+from peak_memory import PeakMemory
 
 MIB = 1 << 20
 # Growth of a process during one attack, at most. A router may hold its budget of bodies (128 MiB),
@@ -116,27 +117,6 @@ class Honest:
                 thread.join()
 
 
-class Peaks:
-    """The growth of the peak of resident memory of processes since this was made, in MiB."""
-
-    def __init__(self, pids: dict[str, int]) -> None:
-        self._pids = pids
-        for pid in pids.values():
-            Path(f"/proc/{pid}/clear_refs").write_text("5")
-        self._before = self._now()
-
-    def _now(self) -> dict[str, float]:
-        found = {}
-        for name, pid in self._pids.items():
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-            (line,) = (line for line in lines if line.startswith("VmHWM:"))
-            found[name] = int(line.split()[1]) / 1024
-        return found
-
-    def grown(self) -> dict[str, float]:
-        return {name: round(mib - self._before[name]) for name, mib in self._now().items()}
-
-
 class Attack:
     """One deployment under attack."""
 
@@ -158,10 +138,10 @@ class Attack:
         honest = Honest(self._deployment)
         grown = {}
         for name, attack in kinds.items():
-            peaks = Peaks(pids)
+            peaks = {process: PeakMemory(pid) for process, pid in pids.items()}
             with honest.asking():
                 attack()
-            grown[name] = peaks.grown()
+            grown[name] = {process: peak.grown // MIB for process, peak in peaks.items()}
             print(
                 f"{name}: {grown[name]} MiB, {dict(honest.outcomes)}", file=sys.stderr, flush=True
             )

@@ -5,34 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from engine_process import EngineProcess
+from peak_memory import PeakMemory
 from router_process import RouterProcess
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 MIB = 1 << 20
-
-
-class Peak:
-    """The growth of a process's peak of resident memory since this was made."""
-
-    def __init__(self, pid: int) -> None:
-        self._process = Path(f"/proc/{pid}")
-        (self._process / "clear_refs").write_text("5")  # the peak is what is resident now
-        self._before = self._now()
-
-    def _now(self) -> int:
-        lines = (self._process / "status").read_text().splitlines()
-        (line,) = (line for line in lines if line.startswith("VmHWM:"))
-        return int(line.split()[1]) << 10
-
-    @property
-    def grown(self) -> int:
-        return self._now() - self._before
 
 
 def head(path: str, length: int = 0) -> bytes:
@@ -42,7 +24,12 @@ def head(path: str, length: int = 0) -> bytes:
 
 @asynccontextmanager
 async def attack(
-    process: RouterProcess | EngineProcess, peak: Peak, count: int, data: bytes, *, answered: bool
+    process: RouterProcess | EngineProcess,
+    peak: PeakMemory,
+    count: int,
+    data: bytes,
+    *,
+    answered: bool,
 ) -> AsyncIterator[list[bytes]]:
     """Send `data` on each of `count` connections, which are open within the context.
 
@@ -70,7 +57,7 @@ async def attack(
         await asyncio.gather(*answers, *sent, return_exceptions=True)
 
 
-async def settled(process: RouterProcess | EngineProcess, peak: Peak) -> None:
+async def settled(process: RouterProcess | EngineProcess, peak: PeakMemory) -> None:
     """Wait until a few requests in turn have not changed the peak."""
     quiet = 0
     while quiet < 5:
@@ -79,20 +66,26 @@ async def settled(process: RouterProcess | EngineProcess, peak: Peak) -> None:
         quiet = quiet + 1 if peak.grown == before else 0
 
 
-@pytest.fixture(params=["router", "engine"])
-def keyed(request: pytest.FixtureRequest) -> Iterator[RouterProcess | EngineProcess]:
-    if request.param == "router":
-        process = RouterProcess([], "data_parallel", "--api-key", "k")
+def started(kind: str, *flags: str) -> Iterator[RouterProcess | EngineProcess]:
+    """Yield a router without engines, or an engine."""
+    process: RouterProcess | EngineProcess
+    if kind == "router":
+        process = RouterProcess([], "data_parallel", *flags)
     else:
-        process = EngineProcess("--api-key", "k", "--pool-pages", "200")
+        process = EngineProcess("--pool-pages", "200", *flags)
     yield process
     process.kill()
+
+
+@pytest.fixture(params=["router", "engine"])
+def keyed(request: pytest.FixtureRequest) -> Iterator[RouterProcess | EngineProcess]:
+    yield from started(request.param, "--api-key", "k")
 
 
 async def test_clients_without_a_key_cost_no_memory(keyed: RouterProcess | EngineProcess):
     path = "/v1/completions" if isinstance(keyed, RouterProcess) else "/microserving/prep_recv"
     assert keyed.http.get("/health").status_code == 200
-    peak = Peak(keyed.pid)
+    peak = PeakMemory(keyed.pid)
     for way in (path, "/health", "/metrics", "/nowhere"):
         data = head(way, 8 * MIB) + b" " * (8 * MIB - 1)
         async with attack(keyed, peak, 20, data, answered=True) as answers:
@@ -105,18 +98,13 @@ async def test_clients_without_a_key_cost_no_memory(keyed: RouterProcess | Engin
 
 @pytest.fixture(params=["router", "engine"])
 def keyless(request: pytest.FixtureRequest) -> Iterator[RouterProcess | EngineProcess]:
-    if request.param == "router":
-        process = RouterProcess([], "data_parallel", "--max-bodies-mb", "32")
-    else:
-        process = EngineProcess("--pool-pages", "200", "--max-bodies-mb", "32")
-    yield process
-    process.kill()
+    yield from started(request.param, "--max-bodies-mb", "32")
 
 
 async def test_bodies_without_end_stay_within_the_budget(keyless: RouterProcess | EngineProcess):
     path = "/v1/completions" if isinstance(keyless, RouterProcess) else "/microserving/prep_recv"
     assert keyless.http.get("/health").status_code == 200
-    peak = Peak(keyless.pid)
+    peak = PeakMemory(keyless.pid)
     data = head(path, 8 * MIB) + b" " * (8 * MIB - 1)
     async with attack(keyless, peak, 30, data, answered=False) as answers:
         assert len(answers) <= 27  # the others wait for their last byte
@@ -128,7 +116,7 @@ async def test_nothing_is_parsed_behind_a_running_request(keyless: RouterProcess
     """The answer to the first request does not end."""
     endless = "/admin/events" if isinstance(keyless, RouterProcess) else "/microserving/prefixes"
     assert keyless.http.get("/health").status_code == 200
-    peak = Peak(keyless.pid)
+    peak = PeakMemory(keyless.pid)
     first = f"GET {endless} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     small = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100_000
     large = head("/", 8 * MIB) + b" " * (8 * MIB)
