@@ -13,6 +13,7 @@ from router.base.environment import (
     module_command,
 )
 from router.base.errors import (
+    BadReply,
     Conflict,
     EngineUnreachable,
     MethodNotAllowed,
@@ -48,6 +49,7 @@ __all__ = [
     "LATE_S",
     "PREFIX",
     "AwakeClock",
+    "BadReply",
     "CancelScope",
     "Chunk",
     "Conflict",

@@ -6,6 +6,8 @@ MicroserveError
 │       └── NobodyListens  502  its address refuses connections: no process listens
 ├── Draining
 │   └── Moved              503  the request continues elsewhere: its engine is being drained
+├── Internal
+│   └── BadReply           500  the engine breaks the protocol; it may have done what was asked
 ├── NoEngines              503  no engine is up
 ├── StrategyError          500  the strategy broke its contract; the message names it
 │   ├── StrategyBlocked    500  it blocked the event loop and was interrupted
@@ -21,9 +23,10 @@ MicroserveError
 
 from __future__ import annotations
 
-from engine.protocol import Draining, MicroserveError, NoCapacity, PeerUnreachable
+from engine.protocol import Draining, Internal, MicroserveError, NoCapacity, PeerUnreachable
 
 __all__ = [
+    "BadReply",
     "Conflict",
     "EngineUnreachable",
     "MethodNotAllowed",
@@ -47,6 +50,10 @@ class EngineUnreachable(PeerUnreachable):
 
 
 class NobodyListens(EngineUnreachable):
+    pass
+
+
+class BadReply(Internal):
     pass
 
 

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 
 from engine.protocol import (
     EngineState,
-    Internal,
     ModelInfo,
     PrefixChange,
     PrepRecvReply,
@@ -21,7 +20,7 @@ from engine.protocol import (
     Sampling,
     error_from_body,
 )
-from router.base import EngineUnreachable
+from router.base import BadReply, EngineUnreachable
 from router.engines.api import Headers
 from router.engines.http_client import HttpClient, Reply
 from router.engines.lines import Lines
@@ -46,7 +45,8 @@ class EngineClient:
     """Calls to the engine at `url`.
 
     Every method raises `EngineUnreachable` if the engine cannot be reached or is lost during the
-    call, and otherwise the error that the engine names. Cancellation closes the connection.
+    call, `BadReply` if its reply breaks the protocol, and otherwise the error that the engine
+    names. Cancellation closes the connection.
     """
 
     def __init__(self, http: HttpClient) -> None:
@@ -58,7 +58,7 @@ class EngineClient:
     async def prep_recv(self, body: dict[str, Any], headers: Headers) -> PrepRecvReply:
         reply = _read(PrepRecvReply, await self._post("prep_recv", body, headers, most=ADDRESS))
         if not reply.match_len <= reply.end == body["end"]:
-            raise Internal(
+            raise BadReply(
                 f"the engine made a lease of [{reply.match_len}, {reply.end}) for end={body['end']}"
             )
         return reply
@@ -182,7 +182,7 @@ def _accepted(reply: Reply) -> bytes:
     try:
         fields = orjson.loads(reply.body)
     except ValueError:
-        fields = f"{reply.status} {reply.body[:200]!r}"
+        raise BadReply(f"not an error body: {reply.status} {reply.body[:200]!r}") from None
     raise error_from_body(fields, retry_after=reply.retry_after)
 
 
@@ -192,7 +192,7 @@ def _read(message: type[R], body: bytes) -> R:
     except ValidationError as wrong:
         first = wrong.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise Internal(
+        raise BadReply(
             f"the engine's reply is no {message.__name__}: {where}: {first['msg']}"[:MESSAGE]
         ) from None
 
@@ -203,5 +203,5 @@ def _count(name: str, body: bytes) -> int:
     except (ValueError, TypeError, LookupError):
         count = None
     if not isinstance(count, int) or count < 0:
-        raise Internal(f"the engine's reply has no {name}: {body[:200]!r}")
+        raise BadReply(f"the engine's reply has no {name}: {body[:200]!r}")
     return count

@@ -13,7 +13,14 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from engine.protocol import Draining, Internal, MicroserveError, PeerUnreachable, Timeout
-from router.base import EngineRequestId, EngineUnreachable, Moved, Request, RouterConfig
+from router.base import (
+    BadReply,
+    EngineRequestId,
+    EngineUnreachable,
+    Moved,
+    Request,
+    RouterConfig,
+)
 from router.engines import Backend, ChunkStream, Expected, Registry, guard
 from router.legs.choices import Choices
 from router.legs.grant import LeaseGrant
@@ -172,8 +179,8 @@ class Attempt:
     ) -> T:
         """Call `backend`; fails as soon as it, or the `receiver` of a send, is lost.
 
-        If the call ends early, by cancellation too, the engine is told to abort it. `named`: the
-        body gets the attempt's `request_id`.
+        If the call ends early, by cancellation or a bad reply too, the engine is told to abort it.
+        `named`: the body gets the attempt's `request_id`.
         """
         if named:
             body["request_id"] = self.request_id
@@ -184,7 +191,8 @@ class Attempt:
             reply = await guard(method(body, self.headers), *backends)
             answered = True
         except MicroserveError as error:
-            answered = not isinstance(error, EngineUnreachable)
+            # After a bad reply, the engine may still do, or hold, what it was asked for.
+            answered = not isinstance(error, EngineUnreachable | BadReply)
             # The engine answers that its peer does not: the peer is at fault.
             relayed = answered and isinstance(error, PeerUnreachable)
             self.note_failure(error, receiver if relayed and receiver is not None else backend)

@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from engine.protocol import MicroserveError, Timeout
-from router.base import Chunk, EngineUnreachable, Mirrored, Request
+from router.base import BadReply, Chunk, EngineUnreachable, Mirrored, Request
 from router.engines import Backend, guard
 from router.legs.attempt import Attempt
 from router.legs.replica import MirrorPlan, Replica
@@ -135,8 +135,8 @@ class ReplicaUpkeep:
         except TimeoutError:
             raise Timeout(f"engine {backend.id} did not answer within {patience_s:g} s") from None
         except MicroserveError as error:
-            answered = not isinstance(error, EngineUnreachable)
-            if not answered:
+            answered = not isinstance(error, EngineUnreachable | BadReply)
+            if isinstance(error, EngineUnreachable):
                 backend.suspect(error.message)
             raise
         finally:

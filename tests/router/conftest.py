@@ -54,7 +54,8 @@ class FakeEngine:
 
     `refuse[call]` lists the errors of the next calls, one each; later calls succeed. `break_after`
     lists for the next generations after how many events their streams break. A generation waits for
-    `gate` after its first event. `tells` holds further fields of each event.
+    `gate` after its first event. `tells` holds further fields of each event. `prep_tells` replaces
+    fields of the replies to `prep_recv`.
     """
 
     name: str
@@ -77,6 +78,7 @@ class FakeEngine:
     running: int = 0
     silent: bool = False
     tells: dict[str, Any] = field(default_factory=dict)
+    prep_tells: dict[str, Any] = field(default_factory=dict)
     text: str = ""  # the text of each token; if empty, its word
     url: str = ""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -116,7 +118,8 @@ class FakeEngine:
         self._lease_of[body["request_id"]] = lease
         end = body["end"]
         reply = {"lease_id": lease, "kv_addr": f"addr-{lease}", "end": end, "expires_ms": 1000}
-        return web.json_response({**reply, "match_len": min(self.match_len, end)})
+        match_len = min(self.match_len, end)
+        return web.json_response({**reply, "match_len": match_len, **self.prep_tells})
 
     async def remote_send(self, http: web.Request) -> web.Response:
         body = await self._note("remote_send", http)

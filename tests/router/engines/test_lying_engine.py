@@ -87,6 +87,19 @@ async def test_a_strategy_is_not_blamed_for_a_lying_engine(route, fake, lie):
         assert (retry["error"]["type"], retry["engines"]) == ("internal", ["liar"])
 
 
+@pytest.mark.parametrize("tells", [{"match_len": 40}, {"end": 38}, {"lease_id": 7}])
+async def test_a_lease_that_the_router_refuses_is_released(route, fake, tells):
+    """The engine has made it, and would hold its pages until it expires."""
+    prefill, decode = fake("p", role="prefill"), fake("d", role="decode", prep_tells=tells)
+    async with route(prefill, decode, attempts=1) as r:
+        await r.http.put(r.server.url + "/admin/strategy", json={"name": "prefill_decode"})
+        status, body = await r.post("/v1/completions", ASK)
+        assert (status, body["error"]["type"]) == (500, "internal"), body
+        await decode.until(lambda: not decode.leases)
+        assert [name for name, _ in decode.calls] == ["prep_recv", "release"]
+        assert r.server.router.registry["d"].status == "up"
+
+
 @pytest.mark.parametrize("lie", ["retry_nan", "retry_inf", "retry_negative", "retry_zero"])
 async def test_a_strange_retry_after_is_a_429(route, fake, lie):
     async with beside_a_liar(route, fake, lie, queue_timeout_s=0.3) as (r, _, _):

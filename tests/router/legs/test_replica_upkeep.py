@@ -258,3 +258,15 @@ async def test_an_unknown_replica_lease_is_offered_once(three):
 def test_every_is_a_number_of_tokens():
     with pytest.raises(ValueError, match="every"):
         Mirror(every=0)
+
+
+async def test_a_replica_whose_lease_breaks_the_protocol_is_released(three):
+    """The engine holds pages for it, although the router cannot use it."""
+    r, a, b, _ = three
+    b.prep_tells = {"match_len": 4000}
+    ask = await asked(r)
+    await a.until(lambda: a.named("mirror"))  # to the next engine
+    await b.until(lambda: not b.leases)
+    assert b.named("prep_recv") and b.named("release")
+    a.gate.set()
+    await answered(ask)
