@@ -10,15 +10,26 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import orjson
+from pydantic import BaseModel, Field, ValidationError
 
-from engine.protocol import EngineConfig
+from engine.protocol import EngineConfig, PeerUnreachable
+from engine.web import PeerReply, call_peer
 
 __all__ = ["announce", "read_labels"]
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
+REGISTER_TIMEOUT_S = 5.0  # for a whole reply
 DEREGISTER_TIMEOUT_S = 1.0
+MOST_REPLY = 1 << 20  # bytes; a router describes the engine
+
+
+class _Registered(BaseModel):
+    """The part of a router's reply that matters here."""
+
+    id: str = Field(min_length=1, max_length=1024)
 
 
 async def announce(config: EngineConfig) -> None:
@@ -30,22 +41,28 @@ async def announce(config: EngineConfig) -> None:
     body: dict[str, Any] = {"url": config.url, "id": config.engine_id, "role": config.role}
     body["labels"] = read_labels(config.labels)
     body["heartbeat"] = True
+    content = orjson.dumps(body)
     headers = {"Authorization": f"Bearer {config.admin_key}"} if config.admin_key else {}
     failure: str | None = ""  # of the latest heartbeat; "": none was sent yet
     known_as = ""
     verify = ssl.create_default_context(cafile=config.router_ca or None)
     async with httpx.AsyncClient(
-        base_url=config.router, headers=headers, timeout=5.0, verify=verify
+        base_url=config.router, headers=headers, timeout=REGISTER_TIMEOUT_S, verify=verify
     ) as client:
         try:
             while True:
                 try:
-                    reply = await client.post("/admin/engines", json=body)
-                    now = None if reply.is_success else f"{reply.status_code} {reply.text[:200]}"
-                    if reply.is_success:
-                        known_as = reply.json()["id"]
-                except (httpx.HTTPError, ValueError, KeyError) as error:
-                    now = str(error) or type(error).__name__
+                    reply = await call_peer(
+                        client,
+                        "POST",
+                        "/admin/engines",
+                        content,
+                        most=MOST_REPLY,
+                        within_s=REGISTER_TIMEOUT_S,
+                    )
+                    known_as, now = _registered(reply), None
+                except PeerUnreachable as error:
+                    now = error.message
                 if now != failure:
                     failure = now
                     if failure is None:
@@ -56,12 +73,24 @@ async def announce(config: EngineConfig) -> None:
         finally:
             if known_as and failure is None:
                 # Best effort: otherwise the router notices by a refused connection.
-                with suppress(httpx.HTTPError, TimeoutError):
-                    async with asyncio.timeout(DEREGISTER_TIMEOUT_S):
-                        await client.delete(
-                            f"/admin/engines/{quote(known_as, safe='')}",
-                            params={"heartbeat": True},
-                        )
+                with suppress(PeerUnreachable):
+                    await call_peer(
+                        client,
+                        "DELETE",
+                        f"/admin/engines/{quote(known_as, safe='')}?heartbeat=true",
+                        most=MOST_REPLY,
+                        within_s=DEREGISTER_TIMEOUT_S,
+                    )
+
+
+def _registered(reply: PeerReply) -> str:
+    """Return the id that the router has given. Raises `PeerUnreachable` for a refusal."""
+    if not 200 <= reply.status < 300:
+        raise PeerUnreachable(f"{reply.status} {reply.body[:200].decode(errors='replace')}")
+    try:
+        return _Registered.model_validate_json(reply.body).id
+    except ValidationError:
+        raise PeerUnreachable("its reply names no engine") from None
 
 
 def read_labels(text: str) -> dict[str, str]:

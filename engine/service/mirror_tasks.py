@@ -7,6 +7,7 @@ import logging
 import ssl
 
 import httpx
+import orjson
 
 from engine.execution.generation_mirror import GenerationMirror
 from engine.protocol import (
@@ -17,17 +18,19 @@ from engine.protocol import (
     Mirror,
     PeerUnreachable,
     error_from_body,
-    parse,
 )
 from engine.scheduling import Generation
 from engine.service.metrics import EngineMetrics
+from engine.web import call_peer
 from kvcache.cache import KVCache
 
 __all__ = ["MirrorTasks"]
 
 log = logging.getLogger(__name__)
 
-EXTEND_TIMEOUT_S = 5.0
+EXTEND_TIMEOUT_S = 5.0  # for a whole reply
+MOST_REPLY = 16 << 20  # bytes; a reply has the address of a lease, which names all of its pages
+MESSAGE = 500  # characters of an error about a reply
 
 
 class MirrorTasks:
@@ -118,16 +121,19 @@ class MirrorTasks:
             raise PeerUnreachable("the lease's owner has no URL to request more room from")
         call = Extend(kv_addr=kv_addr, reserve=reserve)
         try:
-            reply = await self._http.post(
-                f"{url}/microserving/extend", content=call.model_dump_json()
+            reply = await call_peer(
+                self._http,
+                "POST",
+                f"{url}/microserving/extend",
+                call.model_dump_json().encode(),
+                most=MOST_REPLY,
+                within_s=EXTEND_TIMEOUT_S,
             )
-            body = reply.json() if reply.is_error else None
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            reason = str(error) or type(error).__name__
-            raise PeerUnreachable(f"requesting more room from {url}: {reason}") from error
-        if reply.is_error:
-            raise error_from_body(body)
-        return parse(ExtendReply, reply.content).kv_addr
+            if reply.status >= 400:
+                raise error_from_body(orjson.loads(reply.body))
+            return ExtendReply.model_validate_json(reply.body).kv_addr
+        except (PeerUnreachable, ValueError) as error:
+            raise PeerUnreachable(f"requesting more room from {url}: {error}"[:MESSAGE]) from error
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         mirror = self._tasks.pop(task)

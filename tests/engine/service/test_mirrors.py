@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from engine_helpers import at_rest, collect, generate, prep, running, serving, start
+from raw_server import HEAD, RawServer
 from waiting import until
 
 from engine.protocol import (
@@ -284,6 +285,24 @@ async def test_an_unreachable_peer_stops_the_mirror(url: str):
         mirrored = await read(source, "r", max_tokens=60, mirror=to(got))
         assert len(mirrored.tokens) == 60
         assert mirrored.mirror is not None and mirrored.mirror.stopped == "peer_unreachable"
+        replica.release(Release(lease_id=got.lease_id))
+
+
+async def test_a_peer_that_answers_without_end_stops_the_mirror(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("engine.service.mirror_tasks.MOST_REPLY", 10_000)
+    network, server = MemoryNetwork(), RawServer(HEAD, b"1000\r\n%b\r\n" % (b"x" * 4096))
+    async with (
+        server.serving(),
+        running(network) as source,
+        running(network, name="b", url=server.url) as replica,
+    ):
+        let_steps_wait_for_mirrors(source)
+        got = lease(replica, reserve=27)
+        mirrored = await read(source, "r", max_tokens=60, mirror=to(got))
+        assert len(mirrored.tokens) == 60
+        assert mirrored.mirror is not None and mirrored.mirror.stopped == "peer_unreachable"
+        assert "more than 10000 bytes" in (mirrored.mirror.message or "")
+        assert len(server.heads) == 1
         replica.release(Release(lease_id=got.lease_id))
 
 
