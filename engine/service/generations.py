@@ -13,6 +13,7 @@ from engine.protocol import (
     BadRange,
     BadRequest,
     DuplicateRequest,
+    Internal,
     MicroserveError,
     MirrorGeneration,
     NoCapacity,
@@ -122,7 +123,13 @@ class Generations:
             generation.mirror = self._mirrors.start(generation, call.mirror)
         self._by_id[call.request_id] = generation
         self._streams[generation] = stream
-        loop.submit(generation)
+        try:
+            loop.submit(generation)
+        except Internal:  # the loop has stopped
+            stream.close()
+            if generation.started:
+                self._cache.remove_sequence(generation.seq_id)
+            raise
         return stream
 
     def _check_room(self, tokens: Sequence[int]) -> None:

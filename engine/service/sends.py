@@ -77,13 +77,13 @@ class Sends:
             send = self._live[call.request_id] = self._reserve(
                 call, begin, end, put, arrived=loop.stepper.clock()
             )
-            loop.submit(send)
-            done = asyncio.wrap_future(send.done)
-            done.add_done_callback(_retrieve_exception)
             try:
+                loop.submit(send)
+                done = asyncio.wrap_future(send.done)
+                done.add_done_callback(_retrieve_exception)
                 reply = await asyncio.shield(done)
             except BaseException:
-                loop.abort(send)
+                self._end(send, loop)
                 raise
         finally:
             self._live.pop(call.request_id, None)
@@ -103,6 +103,19 @@ class Sends:
         for send in self._live.values():
             if send is not None and not send.done.done():
                 send.done.set_exception(failure)
+
+    def _end(self, send: Send, loop: StepLoop) -> None:
+        """Abort a send. If the step loop has stopped, free its pages once no write reads them."""
+        loop.abort(send)
+        if not loop.alive:
+            send.put.close().add_done_callback(lambda _: self._free(send))
+
+    def _free(self, send: Send) -> None:
+        """Remove the sequence of a send that no step loop has. Runs on the put's thread."""
+        with self._cache.lock:
+            if send.started:
+                send.started = False
+                self._cache.remove_sequence(send.seq_id)
 
     def _reserve(self, call: RemoteSend, begin: int, end: int, put: Put, arrived: float) -> Send:
         """Create a send with its sequence and all pages it needs. Raises `NoCapacity`."""

@@ -1,0 +1,165 @@
+"""The limits of sends and generations, and what is left of them if the step loop has died."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from engine_helpers import generate, prep, running, sending, start
+from waiting import until
+
+from engine.protocol import DuplicateRequest, Internal, LeaseExpired, NoCapacity, Release
+from engine.service import released_ids
+from engine.service.engine import MicroserveEngine
+from engine.service.released_ids import ReleasedIds
+from kvcache.transport import MemoryNetwork
+from kvcache.transport.mapped import MappedTarget
+from kvcache.transport.runs import Runs
+
+PROMPT = [(11 * n) % 250 for n in range(70)]
+END = len(PROMPT) - 1
+Pair = tuple[MicroserveEngine, MicroserveEngine]
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    """Two engines that admit one generation and one send at a time."""
+    network = MemoryNetwork()
+    async with (
+        running(network, name="p", max_live=1) as prefill,
+        running(network, name="d", max_live=1) as decode,
+    ):
+        yield prefill, decode
+
+
+def break_loop(engine: MicroserveEngine) -> None:
+    """Let the step loop die in its next step."""
+    engine._scheduler.plan = lambda: 1 / 0  # type: ignore[assignment,method-assign,return-value]
+
+
+async def dead(engine: MicroserveEngine) -> None:
+    break_loop(engine)
+    engine.loop.flush()
+    await until(lambda: not engine.loop.alive)
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+async def test_a_send_of_a_dead_loop_keeps_no_pages(pair: Pair, when: str):
+    prefill, decode = pair
+    got = decode.prep_recv(prep(PROMPT, END))
+    if when == "before":
+        await dead(prefill)
+    else:
+        break_loop(prefill)
+    with pytest.raises(Internal, match="stopped"):
+        await prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr))
+    assert prefill.puts_in_flight == 0
+    await until(lambda: prefill.cache.page_use().active == 0)
+    decode.release(Release(lease_id=got.lease_id))
+
+
+async def test_a_send_of_a_dead_loop_keeps_its_pages_while_they_are_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    prefill, decode = pair
+    await generate(prefill, PROMPT, max_tokens=1)
+    got = decode.prep_recv(prep(PROMPT, 64))
+    reached, opened, copy = threading.Event(), threading.Event(), MappedTarget.copy
+
+    def held_up(self: MappedTarget, runs: Runs) -> None:
+        reached.set()
+        assert opened.wait(20)
+        copy(self, runs)
+
+    monkeypatch.setattr(MappedTarget, "copy", held_up)
+    call = asyncio.create_task(prefill.remote_send(sending(PROMPT, 0, 64, got.kv_addr)))
+    try:
+        await until(reached.is_set)
+        await dead(prefill)
+        with pytest.raises(Internal, match="stopped"):
+            await call
+        assert prefill.cache.page_use().active == 4
+    finally:
+        opened.set()
+    await until(lambda: prefill.cache.page_use().active == 0)
+    decode.release(Release(lease_id=got.lease_id))
+
+
+async def test_a_generation_of_a_dead_loop_keeps_neither_pages_nor_its_place(pair: Pair):
+    _, decode = pair
+    got = decode.prep_recv(prep(PROMPT, END))
+    await dead(decode)
+    for _ in range(2):
+        with pytest.raises(Internal, match="stopped"):
+            await decode.start_generate(start(PROMPT, "other"))
+    with pytest.raises(Internal, match="stopped"):
+        await decode.start_generate(start(PROMPT, begin=0, lease_id=got.lease_id))
+    assert len(decode.generations) == 0
+    use = decode.cache.page_use()
+    assert use.free == use.total
+
+
+async def test_generations_that_wait_for_their_kv_count_as_live(pair: Pair):
+    _, decode = pair
+    got = decode.prep_recv(prep(PROMPT, END))
+    call = start(PROMPT, begin=END, lease_id=got.lease_id)
+    waiting = asyncio.create_task(decode.start_generate(call))
+    await until(lambda: decode.waiting == 1)
+    with pytest.raises(NoCapacity):
+        await decode.start_generate(start(PROMPT, "other"))
+    decode.release(Release(lease_id=got.lease_id))
+    with pytest.raises(LeaseExpired):
+        await waiting
+    assert len(await generate(decode, PROMPT, "other")) == 8
+
+
+async def test_sends_that_wait_for_their_claim_count_as_live(pair: Pair):
+    prefill, decode = pair
+    got = decode.prep_recv(prep(PROMPT, END))
+    (lease,) = decode.cache.leases()
+    region = decode.cache.transport.region
+    assert region.try_acquire_right(lease.slot)  # the claim has to wait
+    first = asyncio.create_task(prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr)))
+    await until(lambda: prefill.puts_in_flight == 1)
+    with pytest.raises(DuplicateRequest):
+        await prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr))
+    with pytest.raises(NoCapacity):
+        await prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr, "other"))
+    region.release_right(lease.slot)
+    assert (await first).sent_tokens == END
+    decode.release(Release(lease_id=got.lease_id))
+
+
+async def test_a_released_choice_that_waits_for_its_prompt_computes_nothing():
+    """Nobody reads its stream, and the step loop learns of its end by the release alone."""
+    async with running(token_budget=16) as engine:
+        run, gate = engine.loop.stepper._runner.run, threading.Event()
+
+        def gated(chunks: Any) -> Any:
+            assert gate.wait(20)
+            return run(chunks)
+
+        engine.loop.stepper._runner.run = gated  # type: ignore[method-assign]
+        parent = await engine.start_generate(start(PROMPT, "c0", forks=1, max_tokens=4))
+        child = await engine.start_generate(start(PROMPT, "c1", fork_of="c0", max_tokens=400))
+        engine.release(Release(request_id="c1"))
+        gate.set()
+        async for _ in parent.events():
+            pass
+        await engine.flush()
+        assert child._generation.generated == 0
+        assert engine.running == engine.waiting == 0
+
+
+def test_the_latest_released_ids_are_remembered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(released_ids, "REMEMBERED", 2)
+    released = ReleasedIds()
+    for name in ("a", "b", "a", "c"):
+        released.add(name)
+    released.check("b")
+    for name in ("a", "c"):
+        with pytest.raises(DuplicateRequest):
+            released.check(name)
