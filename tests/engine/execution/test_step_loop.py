@@ -193,6 +193,7 @@ def test_a_dead_loop_fails_its_jobs_and_refuses_more(
     loop.loop.submit(job(1))
     assert loop.died.wait(10)
     assert not loop.loop.alive
+    assert loop.loop.flush().done()  # nobody waits for what will not happen
     with pytest.raises(Internal):
         loop.loop.submit(job(2))
     assert "cannot continue" in caplog.text

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import FrameType
+from typing import Any
 
 import pytest
 from engine_helpers import generation, make_cache
@@ -359,3 +360,93 @@ def test_a_waiting_generation_keeps_new_leases_and_sends_from_its_pages(
 def test_the_stepper_needs_no_torch(module: str):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Choices of one prompt
+
+
+def choices(*, forks: int = 1, **options: Any) -> tuple[Generation, Generation]:
+    """Return a generation and another choice of its prompt."""
+    parent, child = (generation(n, PROMPT, **{"max_tokens": 3, **options}) for n in (1, 2))
+    parent.forks, child.fork_of = forks, parent.request_id
+    return parent, child
+
+
+def test_an_aborted_choice_that_waits_computes_nothing(new: Callable[..., Machine]):
+    machine = new(budget=16)
+    parent, child = choices()
+    for job in (parent, child):
+        machine.stepper.submit(job)
+    machine.stepper.step()
+    assert machine.stepper.parallel_sampling.waiting == 1
+    machine.stepper.abort(child)
+    machine.run_until_idle()
+    assert machine.stepper.parallel_sampling.waiting == 0
+    assert (machine.tokens(parent), machine.tokens(child)) == ([100, 101, 102], [])
+    stats = machine.stepper.stats
+    assert (stats.prompt_tokens, stats.generation_tokens) == (99, 3)
+    assert not machine.scheduler.running and not machine.scheduler.waiting
+
+
+def test_a_choice_whose_first_one_fails_computes_the_prompt_itself(
+    new: Callable[..., Machine], caplog: pytest.LogCaptureFixture
+):
+    machine = new()
+    parent, child = choices()
+    for job in (parent, child):
+        machine.stepper.submit(job)
+    machine.failure = RuntimeError("boom")
+    machine.run_until_idle()
+    assert (machine.tokens(parent), machine.tokens(child)) == ([], [100, 101, 102])
+
+
+def test_a_prompt_is_retained_until_the_last_expected_choice(new: Callable[..., Machine]):
+    machine = new()
+    parent, child = choices(max_tokens=1)
+    machine.stepper.submit(parent)
+    machine.run_until_idle()
+    assert machine.stepper.parallel_sampling.retaining
+    assert machine.cache.page_use().active > 0
+    machine.stepper.submit(child)
+    machine.run_until_idle()
+    assert machine.tokens(child) == [100]
+    assert machine.stepper.stats.prompt_tokens == 99
+    assert not machine.stepper.parallel_sampling.retaining
+    assert machine.cache.page_use().active == 0
+    assert machine.now < parallel_sampling.RETAIN_S
+
+
+def test_a_prompt_that_was_not_computed_is_not_retained(new: Callable[..., Machine]):
+    machine = new()
+    parent, _ = choices()
+    machine.stepper.submit(parent)
+    machine.stepper.step()  # 64 of its 100 tokens
+    machine.stepper.abort(parent)
+    machine.stepper.step()
+    assert not machine.stepper.parallel_sampling.retaining
+    assert machine.cache.page_use().active == 0
+
+
+def test_a_choice_that_has_a_sequence_is_not_forked(new: Callable[..., Machine]):
+    """It has started from a lease."""
+    machine = new()
+    parent, child = choices()
+    machine.cache.add_sequence(child.seq_id)
+    child.started, child.begin = True, 0
+    for job in (parent, child):
+        machine.stepper.submit(job)
+    machine.run_until_idle()
+    assert machine.tokens(parent) == machine.tokens(child) == [100, 101, 102]
+    assert machine.stepper.stats.failed_steps == 0
+
+
+def test_a_fork_without_room_to_grow_starts_later(new: Callable[..., Machine]):
+    machine = new(pages=9)
+    parent, child = choices(max_tokens=42)
+    parent.sampling.max_tokens = 2
+    child.tokens += range(100, 140)  # nine pages, of which it would share six
+    for job in (parent, child):
+        machine.stepper.submit(job)
+    machine.run_until_idle()
+    assert (machine.tokens(parent), machine.tokens(child)) == ([100, 101], [140, 141])
+    assert machine.stepper.stats.failed_steps == 0

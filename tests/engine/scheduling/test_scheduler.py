@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.scheduling.jobs import Generation, Job, Send
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.swapped import SwappedGenerations
 from kvcache.cache import KVCache
 from kvcache.types import SeqId
 
@@ -467,3 +468,24 @@ def test_a_started_generation_runs_at_once(make: Make):
     job.started = True
     scheduler.add(job)
     assert step(scheduler, cache)["r9"] == 20
+
+
+def test_the_head_of_the_queue_is_stuck_only_if_no_job_holds_pages(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    scheduler, cache = make(pages=6)
+    sending, job = send(cache, 1, list(range(5 * PAGE))), generation(2, range(1000, 1032))
+    for each in (sending, job):
+        scheduler.add(each)
+    scheduler.plan()
+    assert scheduler.waiting == [job] and scheduler.stuck is None  # the send will end
+    scheduler.remove(sending)
+    scheduler.plan()
+    assert scheduler.stuck is job
+    with monkeypatch.context() as moving:
+        moving.setattr(SwappedGenerations, "moving", True)
+        assert scheduler.stuck is None
+    cache.remove_sequence(sending.seq_id)
+    scheduler.plan()
+    assert scheduler.running == [job] and scheduler.stuck is None
+    finish(scheduler, cache, job)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 from kv_helpers import small_layout
 
 from kvcache.errors import KVIncomplete, LeaseExpired, NoCapacity, UnknownLease
-from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS, SLOTS
+from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, ControlSlots
 from kvcache.lease.table import REMEMBERED, LeaseTable, ReceiveLease
 from kvcache.memory.region import LocalRegion
-from kvcache.types import LeaseId, PageId
+from kvcache.types import LeaseId, PageId, SlotIndex
 
 PAGES = [PageId(3), PageId(4)]
 
@@ -73,12 +77,15 @@ def test_ended_and_unknown_leases_differ(leases: Leases):
 
 
 def test_the_memory_of_ended_leases_is_bounded(leases: Leases):
-    first = leases.open()
+    first, second = leases.open(), leases.open()
     leases.table.close(first)
-    for _ in range(REMEMBERED):
+    leases.table.close(second)
+    for _ in range(REMEMBERED - 1):
         leases.table.close(leases.open())
     with pytest.raises(UnknownLease):
         leases.table.get(first.lease_id)
+    with pytest.raises(LeaseExpired):
+        leases.table.get(second.lease_id)
 
 
 def test_slots_run_out_and_come_back(leases: Leases):
@@ -159,3 +166,63 @@ def test_reading_a_lease_does_not_hide_a_sign_of_life(leases: Leases):
     leases.region.slots[lease.slot, RENEWALS] += 1
     leases.table.live()
     assert leases.table.expired(50.0) == []
+
+
+def test_a_slot_returns_after_its_quarantine(leases: Leases):
+    lease = leases.open()
+    assert leases.region.try_acquire_right(lease.slot)
+    leases.table.close(lease)
+    leases.region.release_right(lease.slot)
+    assert leases.table.sweep() == PAGES
+    assert leases.open().slot == lease.slot
+
+
+def test_a_slot_returns_after_its_lease_is_taken_over(leases: Leases):
+    lease = leases.open()
+    assert leases.table.take_over(lease) == PAGES
+    assert leases.open().slot == lease.slot
+
+
+def test_a_lease_does_not_start_with_the_words_of_the_slots_former_lease(leases: Leases):
+    former = leases.open()
+    words = leases.region.slots[former.slot]
+    words[[CLAIM, LANDED, RENEWALS]] = 7, 8, 9
+    leases.table.close(former)
+    lease = leases.open(begin=4)
+    assert lease.slot == former.slot
+    assert words[[CLAIM, LANDED, RENEWALS]].tolist() == [0, 4, 0]
+    assert leases.table.expired(10.1) == [lease]  # old renewals are no sign of life
+
+
+def test_a_lease_is_open_once_its_other_words_are_there(monkeypatch: pytest.MonkeyPatch):
+    """A sender with the new address may look at any moment. A nonce is never that of no lease."""
+    written: list[int] = []
+
+    class Words(dict[int, int]):
+        def __setitem__(self, word: int, value: int) -> None:
+            written.append(word)
+            super().__setitem__(word, value)
+
+    monkeypatch.setattr("kvcache.lease.table.secrets.randbits", lambda bits: 0)
+    control = SimpleNamespace(slots=defaultdict(Words))
+    lease = LeaseTable(cast(ControlSlots, control)).open("r", [1], 0, [], 0, [], 1.0, 0.0)
+    assert sorted(written) == sorted([NONCE, CLAIM, LANDED, RENEWALS])
+    assert written[-1] == NONCE
+    assert lease.nonce == control.slots[lease.slot][NONCE] == 1
+
+
+def test_a_lease_is_closed_before_its_right_is_tried(leases: Leases):
+    """The other way round, a sender could get the right in between and write."""
+    lease = leases.open()
+    seen: list[int] = []
+    try_acquire_right = leases.region.try_acquire_right
+
+    def watched(slot: SlotIndex) -> bool:
+        seen.append(int(leases.region.slots[slot, NONCE]))
+        return try_acquire_right(slot)
+
+    leases.region.try_acquire_right = watched  # type: ignore[method-assign,assignment]
+    assert leases.table.close(lease) == PAGES
+    assert seen == [0]
+    leases.region.try_acquire_right = try_acquire_right  # type: ignore[method-assign]
+    assert leases.region.try_acquire_right(lease.slot)  # the table does not keep it

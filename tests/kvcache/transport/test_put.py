@@ -1,16 +1,22 @@
-"""`QueuedPut` alone: what its callers see when its transport is closed or its device fails."""
+"""`QueuedPut` alone: waits for its write right, and what its callers see when something fails."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from kv_helpers import Clock, cached, pages_of, sequence
 
 from kvcache.cache import KVCache
-from kvcache.errors import Internal
+from kvcache.errors import BadRange, Internal, Timeout
 from kvcache.transport.mapped import MappedTarget
-from kvcache.transport.put import QueuedPut
+from kvcache.transport.put import RIGHT_POLL_S, RIGHT_TIMEOUT_S, QueuedPut
+from kvcache.transport.target import Target
 from kvcache.transport.worker import Task, Worker
 from kvcache.types import TokenPos
 
@@ -64,3 +70,112 @@ def test_a_cancelled_put_ends_if_its_device_has_failed(pair: Pair, monkeypatch: 
     monkeypatch.setattr(MappedTarget, "event_done", broken)
     put.write(range(2), [], TokenPos(0), TokenPos(4))
     assert isinstance(put.close().exception(timeout=5), Internal)
+
+
+class Right:
+    """A `Target` of which only the write right is used; `free` says whether it can be had."""
+
+    def __init__(self) -> None:
+        self.free = True
+        self.held = False
+
+    def try_acquire_right(self, slot: int, share: int = 0) -> bool:
+        self.held = self.free
+        return self.free
+
+    def release_right(self, slot: int) -> None:
+        self.held = False
+
+
+@pytest.fixture
+def right(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[QueuedPut, Right, Clock]]:
+    """An idle put, the right that it needs, and the clock that it waits by."""
+    put, right, clock = open_put(pair), Right(), Clock()
+    target, put._target = put._target, cast(Target, cast(Any, right))
+    monkeypatch.setattr("kvcache.transport.put.time", SimpleNamespace(monotonic=clock))
+    yield put, right, clock
+    put._target = target
+
+
+def test_two_short_waits_for_a_right_are_not_one_long_one(right: tuple[QueuedPut, Right, Clock]):
+    """A mirror of an hour meets another holder now and then."""
+    put, target, clock = right
+    ran: list[bool] = []
+
+    def attempt(*, free: bool) -> float | None:
+        target.free = free
+        return put._with_right(lambda: ran.append(target.held), share=put.claim)
+
+    for _ in range(3):
+        assert attempt(free=False) is not None
+        clock.now += 0.9 * RIGHT_TIMEOUT_S
+        assert attempt(free=False) is not None
+        assert attempt(free=True) is None
+    assert ran == [True] * 3 and not target.held
+    assert attempt(free=False) is not None
+    clock.now += 1.1 * RIGHT_TIMEOUT_S
+    with pytest.raises(Timeout):
+        attempt(free=False)
+
+
+def test_waits_for_a_right_grow_and_differ(right: tuple[QueuedPut, Right, Clock]):
+    put, target, clock = right
+    target.free = False
+    delays = []
+    for _ in range(20):
+        delays.append(put._with_right(pytest.fail, share=put.claim) or 0.0)
+        clock.now += RIGHT_TIMEOUT_S / 20
+    assert 0 < delays[0] < 2 * RIGHT_POLL_S
+    assert RIGHT_TIMEOUT_S / 500 < delays[-1] < RIGHT_TIMEOUT_S / 50
+    assert len(set(delays)) == 20
+
+
+def test_a_right_is_released_after_a_failure_too(right: tuple[QueuedPut, Right, Clock]):
+    put, target, _ = right
+    with pytest.raises(ZeroDivisionError):
+        put._with_right(lambda: 1 / 0, share=put.claim)  # type: ignore[arg-type,return-value]
+    assert not target.held
+
+
+def test_a_claim_that_fails_unexpectedly_fails_its_call(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    """Without an answer, the call would wait for ever."""
+
+    def broken(self: MappedTarget, slot: int) -> None:
+        raise RuntimeError("the memory is gone")
+
+    monkeypatch.setattr(MappedTarget, "words", broken)
+    with pytest.raises(Internal, match="the memory is gone"):
+        open_put(pair)
+
+
+def test_a_claim_over_a_closed_transport_fails(pair: Pair):
+    pair[0].transport.close()
+    with pytest.raises(Internal):
+        open_put(pair)
+
+
+def test_a_caller_that_stops_waiting_for_a_close_affects_no_other(pair: Pair):
+    put, gate = open_put(pair), threading.Event()
+    put._worker.submit(lambda: gate.wait(10) and None)
+    gone, stays = put.close(), put.close()
+    assert gone.cancel()
+    gate.set()
+    assert stays.result(timeout=5) is None
+    assert not put.failed and put.close().exception(timeout=5) is None
+
+
+def test_positions_before_those_of_the_lease_are_not_written(pair: Pair):
+    """They are in pages of the receiver's prefix cache, which the address does not name."""
+    sender, receiver = pair
+    cached(receiver, 1, PROMPT[:8])
+    pages = pages_of(sender, sequence(sender, 1, PROMPT))
+    for begin, end in ((4, 12), (7, 9), (12, 8)):
+        _, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+        put = sender.open_put(address, PROMPT, 8, 21)
+        before = receiver.store.pool.clone()
+        put.write(range(2), pages, TokenPos(begin), TokenPos(end))
+        assert isinstance(put.close().exception(timeout=5), BadRange)
+        assert torch.equal(receiver.store.pool, before)
+        receiver.release(receiver.leases()[0].lease_id)
