@@ -35,6 +35,7 @@ check: $(VENV)/test.stamp  ## check style, types, layers and dependencies
 	@$(RUN) -m mypy
 	@$(RUN) -c "from importlinter.cli import lint_imports_command as lint; lint()"
 	@$(RUN) -m deptry .
+	@$(RUN) tests/docs/recipes.py
 
 conformance: $(VENV)/test.stamp  ## hold every strategy against one engine, on the real model too (1 h)
 	@$(RUN) -m pytest tests/conformance -m conformance
@@ -143,5 +144,5 @@ $(VENV)/test.stamp: $(VENV)/demo.stamp
 	@touch $@
 
 $(VENV)/mutants.stamp: $(VENV)/test.stamp
-	@$(PIP) cosmic-ray
+	@$(PIP) cosmic-ray coverage
 	@touch $@

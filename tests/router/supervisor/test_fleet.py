@@ -99,7 +99,7 @@ async def test_a_failing_engine_is_avoided_and_tried_again(route, fake):
 
 
 async def test_no_capacity_opens_no_breaker(route, fake):
-    full = [NoCapacity("full", retry_after_s=0.001)] * 20
+    full = [NoCapacity("full", retry_after_s=0.001)] * 5
     a = fake("a", refuse={"start_generate": full})
     async with route(a, breaker_failures=3) as r:
         assert (await r.post("/v1/completions", ASK))[0] == 200

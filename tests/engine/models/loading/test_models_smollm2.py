@@ -11,6 +11,7 @@ import pytest
 import torch
 from model_helpers import greedy, run_in_steps
 from rich.console import Console
+from smollm2_greedy import continuations
 from tokenizers import Tokenizer
 
 from engine.models import DownloadFailed
@@ -179,6 +180,19 @@ def reference(smollm2, smollm2_hf) -> tuple[list[int], torch.Tensor]:
     with torch.inference_mode():
         expected = smollm2_hf(torch.tensor([tokens])).logits[0]
     return tokens, expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", continuations(), ids=lambda wanted: wanted.text[:8])
+def test_the_kept_continuations_are_those_of_transformers(smollm2, smollm2_hf, wanted):
+    assert Tokenizer.from_str(smollm2.tokenizer_json).encode(wanted.text).ids == wanted.prompt
+    # One pass over prompt and output gives the same as greedy generation, token after token.
+    with torch.inference_mode():
+        logits = smollm2_hf(torch.tensor([wanted.prompt + wanted.tokens[:-1]])).logits[0]
+    best = logits[len(wanted.prompt) - 1 :].topk(2)
+    wanted.check(best.indices[:, 0].tolist(), "transformers")
+    gaps = best.values[:, 0] - best.values[:, 1]
+    assert (gaps - torch.tensor(wanted.gaps)).abs().max() < 1e-3
 
 
 @pytest.mark.slow
