@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Callable
 from types import TracebackType
@@ -17,20 +18,32 @@ from router.telemetry import Receipt, serves
 
 __all__ = ["accounted", "deadline_s", "priority_of"]
 
+LONGEST_S = 1e7  # of `X-Request-Timeout`, as of the flags
 _PRIORITY = re.compile(r"-?[0-9]{1,9}")
 log = logging.getLogger(__name__)
 
 
 def deadline_s(config: RouterConfig, http: HttpRequest, requested: float | None) -> float:
     """Return the request's time limit in seconds: the least of the configured limit, the body's
-    `requested` and `X-Request-Timeout`. A header that is not a positive number is ignored."""
+    `requested` and `X-Request-Timeout`. Raises `BadRequest` for a header other than a number above
+    0 and up to `LONGEST_S`."""
     limit = config.request_timeout_s
+    if requested is not None:
+        limit = min(limit, requested)
+    header = http.headers.get("x-request-timeout")
+    if header is None:
+        return limit
     try:
-        header = float(http.headers.get("x-request-timeout", "inf"))
+        seconds = float(header)
     except ValueError:
-        header = limit
-    wished = [seconds for seconds in (requested, header) if seconds is not None and seconds > 0]
-    return min([limit, *wished])
+        seconds = math.nan
+    if not 0 < seconds <= LONGEST_S:
+        message = (
+            f"X-Request-Timeout is a number of seconds above 0, up to {LONGEST_S:.0f}; "
+            f"not {header!r:.80}"
+        )
+        raise BadRequest(message, param="X-Request-Timeout")
+    return min(limit, seconds)
 
 
 def priority_of(http: HttpRequest, requested: int | None) -> int:

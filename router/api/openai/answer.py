@@ -56,6 +56,7 @@ async def _answer(
     del body
     http.release()
     priority = priority_of(http, parsed.priority)
+    timeout_s = deadline_s(router.config, http, parsed.timeout)
     revision = router.revisions.enter()
     try:
         receipt = Receipt(
@@ -86,7 +87,7 @@ async def _answer(
             with_usage=parsed.include_usage,
             echoes=_echoes(parsed, model) if parsed.echo else (),
         )
-        answer = _Answer(router, http, parsed, receipt, runner, written)
+        answer = _Answer(router, http, parsed, receipt, runner, written, timeout_s)
         router.rollout.begun(revision, receipt)
         try:
             if parsed.stream:
@@ -156,6 +157,7 @@ class _Answer:
         receipt: Receipt,
         runner: ChoiceRunner,
         written: Format,
+        timeout_s: float,
     ) -> None:
         self._router = router
         self._http = http
@@ -163,6 +165,7 @@ class _Answer:
         self._receipt = receipt
         self._runner = runner
         self._format = written
+        self._timeout_s = timeout_s
         self._writers: Sequence[ChoiceWriter] = ()  # prompt by prompt, choice by choice
         self._choices = [Choices(parsed.n) if parsed.n > 1 else None for _ in parsed.prompts]
 
@@ -215,8 +218,8 @@ class _Answer:
         """Run every choice of every prompt; the first failure cancels the others and is raised."""
         self._writers = writers
         router, http, runner = self._router, self._http, self._runner
-        timeout_s = deadline_s(router.config, http, self._parsed.timeout)
-        with accounted(router, http, runner.receipt, runner.arrived, timeout_s, tally=self._tally):
+        receipt, arrived, limit = runner.receipt, runner.arrived, self._timeout_s
+        with accounted(router, http, receipt, arrived, limit, tally=self._tally):
             await self._run_all()
 
     async def _run_all(self) -> None:
