@@ -23,7 +23,13 @@ import uvicorn
 
 from engine.api.registration import announce, read_labels
 from engine.protocol.config import EngineConfig
-from engine.web import BodyBudget, BoundedHttpProtocol, SlowClients
+from engine.web import (
+    BodyBudget,
+    ConnectionLimit,
+    LimitedHttpProtocol,
+    SlowClients,
+    most_connections,
+)
 
 if TYPE_CHECKING:
     from engine.service.engine import MicroserveEngine
@@ -189,13 +195,18 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
             config, port=port, engine_id=config.engine_id or f"{host}:{port}"
         )
         epoch = secrets.randbits(62) | 1
+        most = most_connections(config.max_connections)
         budget = BodyBudget(max(config.max_bodies_mb, config.max_body_mb) << 20)
         async with _running(config, secret, epoch) as engine:
+            limit = ConnectionLimit(most, engine.metrics.connection_refused)
+            engine.metrics.show_connections(lambda: limit.served)
             server = _server(
                 engine,
                 uvicorn.Config(
                     new_app(engine, config, epoch),
-                    http=partial(BoundedHttpProtocol, budget=budget),  # type: ignore[arg-type]
+                    http=partial(  # type: ignore[arg-type]
+                        LimitedHttpProtocol, budget=budget, limit=limit
+                    ),
                     ws="none",
                     interface="asgi3",
                     log_config=None,

@@ -14,7 +14,7 @@
     ├── StaleEpoch        409  the engine was restarted since the address was made
     ├── TooLarge          413  a body over the limit
     ├── NoCapacity        429  no pages or no queue slot now; carries retry_after_s
-    │   └── Overloaded    503  the bodies of other requests leave no room for this one
+    │   └── Overloaded    503  no room for this connection, or for the body of this request
     ├── PeerUnreachable   502  the other engine cannot be reached
     ├── Draining          503  this engine takes no new work
     ├── Timeout           504  a deadline passed

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from engine.web import BodyBudget, SlowClients
+from engine.web import BodyBudget, ConnectionLimit, SlowClients, most_connections
 from router.admission.shutdown import Shutdown
 from router.api.app import build_app
 from router.api.connections import Connections
@@ -45,14 +45,17 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
     `shutdown_s` at most. Then it ends them with the error `draining`, and with them their leases
     and generations on engines. Clients have up to a second more to read that error.
 
-    Raises `OSError` if the address is taken, `BadRequest` if certificate or key are unusable, and
-    what `assembled` raises.
+    Raises `OSError` if the address is taken, `BadRequest` if certificate or key are unusable or the
+    connections exceed the limit of open files, and what `assembled` raises.
     """
     tls = server_context(config.tls_cert, config.tls_key)
+    most = most_connections(config.max_connections)
     listener = listen(config.host, config.port)
     async with assembled(config) as router:
         budget = BodyBudget(max(config.max_bodies_mb, config.max_body_mb) << 20)
-        connections = Connections(build_app(router), budget)
+        limit = ConnectionLimit(most, router.metrics.connections_refused.inc)
+        router.metrics.connections.set_function(lambda: limit.served)
+        connections = Connections(build_app(router), budget, limit)
         watchdog = Watchdog(router.metrics, config.block_limit_s, router.events)
         slow = SlowClients(
             lambda reason: router.metrics.slow_clients.labels(reason).inc(),
@@ -62,7 +65,11 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
         loop = asyncio.get_running_loop()
         with watchdog.watching(), adopting(loop):
             server = await loop.create_server(
-                connections.connection, sock=listener, backlog=1024, ssl=tls
+                connections.connection,
+                sock=listener,
+                backlog=1024,
+                ssl=tls,
+                ssl_handshake_timeout=config.body_timeout_s if tls else None,
             )
             try:
                 async with asyncio.TaskGroup() as tasks:

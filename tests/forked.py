@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from router.conformance import forkserver
 from router.conformance.forkserver import ForkedProcess, Program, run_microserve
 
-__all__ = ["ForkedProcess", "Program", "run_engine", "run_microserve"]
+__all__ = ["ForkedProcess", "Program", "run_engine", "run_microserve", "run_with_few_files"]
 
 
 def run_engine(flags: Sequence[str]) -> None:
@@ -38,3 +39,13 @@ def _shift_wall_clock(offset: Path) -> None:
 
     time.time_ns, time.clock_gettime = shifted_ns, clock_gettime
     time.time = lambda: shifted_ns() / 1e9
+
+
+def run_with_few_files(flags: Sequence[str]) -> None:
+    """Run an engine or a router that may open as many files as the variable `OPEN_FILES` says."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(os.environ["OPEN_FILES"])))
+    program, *rest = flags
+    if program == "engine":
+        run_engine(rest)
+    else:
+        run_microserve(flags)

@@ -19,6 +19,7 @@ from engine.web import (
     ClientConnection,
     check_input,
     check_origin,
+    check_place,
     linger,
     read_body,
 )
@@ -47,6 +48,7 @@ class Gate:
         connection: ClientConnection | None = state.get("connection")
         try:
             check_input(state)
+            check_place(scope)
             self._admit(scope)
             if connection is not None and not connection.arrived:
                 receive = await self._read(scope, receive)

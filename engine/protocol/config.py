@@ -92,6 +92,13 @@ class EngineConfig:
         "unparsed bodies of all requests together (MiB); further ones get a 503",
         least=1,
     )
+    max_connections: int = count(
+        0,
+        SERVER,
+        "most open connections; further ones are refused; 0: 16384, or what the limit of open "
+        "files allows",
+        most=10**6,
+    )
     step_ms: float = flag(20.0, MOCK, "duration of a step (ms)", least=0, most=1e7)
     prefill_tokens_per_ms: float = flag(
         50.0,

@@ -64,6 +64,9 @@ class EngineMetrics:
         )
         self._sent_bytes = self._counter("microserve:kv_sent_bytes", "Bytes of KV put to peers")
         self._sends = self._counter("microserve:remote_sends", "remote_send calls that completed")
+        self._connections_refused = self._counter(
+            "microserve:connections_refused", "Connections beyond --max-connections"
+        )
         self._mirrors_stopped = Counter(
             "microserve:mirrors_stopped",
             "Mirrors that an error stopped, by error type",
@@ -95,6 +98,14 @@ class EngineMetrics:
     def mirror_stopped(self, reason: str) -> None:
         """Count a mirror that an error of type `reason` stopped before its generation ended."""
         self._mirrors_stopped.labels(**self._label, reason=reason).inc()
+
+    def connection_refused(self) -> None:
+        """Count a connection beyond the limit."""
+        self._connections_refused.inc()
+
+    def show_connections(self, read: Callable[[], float]) -> None:
+        """Export the number of open connections, which `read` returns."""
+        self.register([Reading("microserve:connections", "Open connections", read)])
 
     def register(self, readings: Sequence[Reading]) -> None:
         """Export values that the engine keeps itself; they are read at each scrape."""

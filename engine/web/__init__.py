@@ -6,6 +6,12 @@ May import `engine.protocol`; importable without torch.
 
 from engine.web.bodies import BodyBudget
 from engine.web.connection import ClientConnection, check_input, linger, read_body
+from engine.web.connection_limit import (
+    ConnectionLimit,
+    LimitedHttpProtocol,
+    check_place,
+    most_connections,
+)
 from engine.web.hosts import SAFE_METHODS, AllowedHosts, check_origin, is_loopback
 from engine.web.peers import PeerReply, call_peer
 from engine.web.protocol import BoundedHttpProtocol
@@ -17,12 +23,16 @@ __all__ = [
     "BodyBudget",
     "BoundedHttpProtocol",
     "ClientConnection",
+    "ConnectionLimit",
+    "LimitedHttpProtocol",
     "PeerReply",
     "SlowClients",
     "call_peer",
     "check_input",
     "check_origin",
+    "check_place",
     "is_loopback",
     "linger",
+    "most_connections",
     "read_body",
 ]

@@ -35,6 +35,9 @@ class ClientConnection(Protocol):
     def release_body(self) -> None:
         """Count the body of the running request no longer: it has been parsed."""
 
+    def shutdown(self) -> None:
+        """Close after the running response; nothing that waits behind it is started."""
+
     def half_close(self) -> None:
         """Send the end of the stream after what was written, but still receive."""
 

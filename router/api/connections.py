@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from engine.web import BodyBudget, BoundedHttpProtocol
+from engine.web import BodyBudget, BoundedHttpProtocol, ConnectionLimit, LimitedHttpProtocol
 
 __all__ = ["Connections"]
 
@@ -19,9 +19,12 @@ POLL_S = 0.01  # between two looks at whether all are closed
 class Connections:
     """The connections of one server of `app`, by uvicorn's protocol with llhttp as its parser."""
 
-    def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
-        """`budget`: for the bodies of all connections."""
+    def __init__(
+        self, app: ASGIApp, budget: BodyBudget, limit: ConnectionLimit | None = None
+    ) -> None:
+        """`budget`: for the bodies of all connections. `limit`: none by default."""
         self._budget = budget
+        self._limit = limit or ConnectionLimit()
         self._config = Config(
             app,
             http=BoundedHttpProtocol,
@@ -46,7 +49,9 @@ class Connections:
 
     def connection(self) -> BoundedHttpProtocol:
         """Return the protocol of a connection that was accepted."""
-        return BoundedHttpProtocol(self._config, self._state, {}, budget=self._budget)
+        return LimitedHttpProtocol(
+            self._config, self._state, {}, budget=self._budget, limit=self._limit
+        )
 
     async def close(self, bound_s: float) -> None:
         """Close all connections: idle ones at once, others when the client has read its response.

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from engine.protocol import Draining, Internal, MicroserveError, SlowClient
-from engine.web import SAFE_METHODS, AllowedHosts, check_origin
+from engine.web import SAFE_METHODS, AllowedHosts, check_origin, check_place
 from router.admission import ANYBODY, Key, Shutdown, bearer
 from router.api.admin.access import check_admin
 from router.api.errors import error_headers, error_object
@@ -73,6 +73,7 @@ class Gate:
         http.id = given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
         try:
             http.check()
+            check_place(http.scope)
             self._admit(http)
             with _Arriving(self._router.shutdown, http):
                 await self._read(http)

@@ -64,6 +64,14 @@ class RouterConfig:
         least=1,
         most=2**40,
     )
+    max_connections: int = flag(
+        0,
+        LIMITS,
+        "most open connections of clients; further ones are refused; 0: 16384, or what the limit "
+        "of open files allows",
+        least=0,
+        most=10**6,
+    )
     body_timeout_s: float = seconds(
         30.0, DEADLINES, "time that a client may take to send a request's head, or its body (s)"
     )

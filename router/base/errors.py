@@ -13,7 +13,9 @@ MicroserveError
 │   ├── StrategyBlocked    500  it blocked the event loop and was interrupted
 │   └── StrategyStalled    504  it waited while no engine was working for it
 ├── NoCapacity
-│   └── RateLimited        429  over the limit of an API key
+│   ├── RateLimited        429  over the limit of an API key
+│   └── Overloaded
+│       └── OutOfFiles     503  the router itself cannot open another connection to an engine
 ├── MethodNotAllowed       405  the path is there, but not for this method
 ├── UnsupportedMediaType   415  a body of the admin API that is not declared as JSON
 ├── ModelNotFound          404  the request names a model that is not served here
@@ -23,7 +25,14 @@ MicroserveError
 
 from __future__ import annotations
 
-from engine.protocol import Draining, Internal, MicroserveError, NoCapacity, PeerUnreachable
+from engine.protocol import (
+    Draining,
+    Internal,
+    MicroserveError,
+    NoCapacity,
+    Overloaded,
+    PeerUnreachable,
+)
 
 __all__ = [
     "BadReply",
@@ -35,6 +44,7 @@ __all__ = [
     "NoEngines",
     "NobodyListens",
     "NotFound",
+    "OutOfFiles",
     "RateLimited",
     "StartFailed",
     "StrategyBlocked",
@@ -86,6 +96,10 @@ class RateLimited(NoCapacity):
     def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.limit = limit  # "requests" or "tokens"
+
+
+class OutOfFiles(Overloaded):
+    pass
 
 
 class ModelNotFound(MicroserveError):

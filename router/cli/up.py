@@ -21,13 +21,14 @@ ENGINE, ROUTER = EngineConfig(), RouterConfig()  # for their defaults
 # Engine flags that `up` does not offer: it sets them itself, or the name means the router's flag.
 OWN = (
     "host", "port", "role", "router", "router_ca", "advertise", "labels", "engine_id", "api_key",
-    "admin_key", "allowed_hosts", "tls_cert", "tls_key", "parent_pid", "memory_share",
+    "admin_key", "allowed_hosts", "max_connections", "tls_cert", "tls_key", "parent_pid",
+    "memory_share",
 )  # fmt: skip
 # Router flags that `up` offers besides its own and passes on.
 PASSED_ON = (
-    "api_key_file", "allowed_hosts", "requests_per_minute", "tokens_per_minute", "max_queue",
-    "queue_timeout_s", "engine_wait_s", "engine_silence_s", "request_timeout_s", "client_stall_s",
-    "shutdown_s", "stream_interval_ms", "tls_cert", "tls_key", "log_format",
+    "api_key_file", "allowed_hosts", "requests_per_minute", "tokens_per_minute", "max_connections",
+    "max_queue", "queue_timeout_s", "engine_wait_s", "engine_silence_s", "request_timeout_s",
+    "client_stall_s", "shutdown_s", "stream_interval_ms", "tls_cert", "tls_key", "log_format",
 )  # fmt: skip
 BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the router has too
 

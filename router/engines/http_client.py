@@ -9,6 +9,7 @@ bounded: a reply by the caller's limit; heads, trailers and the framing of chunk
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from router.base import EngineUnreachable, NobodyListens
+from router.base import EngineUnreachable, NobodyListens, OutOfFiles
 
 __all__ = ["HttpClient", "Reply"]
 
@@ -28,6 +29,7 @@ MOST_IDLE = 64  # connections kept between calls; only a burst leaves more
 MOST_HEAD = 64 << 10  # bytes that may follow one another without one of a body
 MOST_REPLY = 16 << 20  # bytes of a body, unless the caller sets another limit
 HEAD_S = 10.0  # until the head of a stream
+NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 Sink = Callable[[bytes], None]
 
 
@@ -43,7 +45,8 @@ class HttpClient:
     """Connections to the server at `url`, kept open between calls.
 
     Every call raises `EngineUnreachable` if the server cannot be reached or closes the connection
-    early, and `NobodyListens` if it refuses connections. A cancelled call closes its connection.
+    early, `NobodyListens` if it refuses connections, and `OutOfFiles` if this process cannot open
+    another one. A cancelled call closes its connection.
     """
 
     def __init__(
@@ -170,6 +173,9 @@ class HttpClient:
             message = f"{self.url}: no connection within {self._connect_timeout_s:g} s"
             raise EngineUnreachable(message) from None
         except OSError as error:
+            if error.errno in NO_FILES:
+                message = f"no further connection can be opened: {error}"
+                raise OutOfFiles(message, retry_after_s=0.1) from error
             raise NobodyListens(f"{self.url}: {error}") from error
         except ValueError as error:  # no such host name, no such port
             raise EngineUnreachable(f"{self.url}: {error}") from error

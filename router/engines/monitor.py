@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from engine.protocol import EngineState, MicroserveError
-from router.base import Conflict, NobodyListens, Pauses, RouterConfig
+from router.base import Conflict, NobodyListens, OutOfFiles, Pauses, RouterConfig
 from router.engines.backend import Backend
 
 __all__ = ["Monitor"]
@@ -45,6 +45,7 @@ class Monitor:
         interval = config.health_interval_s
         self._pauses = Pauses(interval, LONGEST_PAUSE * interval)
         self._answered: float | None = None  # when the last check succeeded (on `awake`)
+        self._unchecked = False  # this process could not connect, the last time
 
     async def check(self) -> float:
         """Find out whether the engine is up; return the pause until the next check (s).
@@ -72,6 +73,11 @@ class Monitor:
                 # A check costs nothing here, and an engine that restarts is wanted soon.
                 self._lost(backend, error.message)
                 return config.health_interval_s
+            except OutOfFiles as error:  # says nothing about the engine
+                if not self._unchecked:
+                    log.warning("engine %s cannot be checked: %s", backend.id, error)
+                self._unchecked = True
+                return config.health_interval_s
             except (MicroserveError, TimeoutError) as error:
                 reason = str(error) or reason
                 if (left := give_up - clock()) > EARLY_S:
@@ -81,6 +87,7 @@ class Monitor:
                 log.exception("the health check of engine %s failed", backend.id)
                 reason = f"the router failed to check it: {type(error).__name__}: {error}"
             else:
+                self._unchecked = False
                 self._note_answer(clock())
                 return config.health_interval_s
             self._lost(backend, reason)

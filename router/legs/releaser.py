@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from engine.protocol import MicroserveError
-from router.base import EngineUnreachable, NobodyListens
+from router.base import EngineUnreachable, NobodyListens, OutOfFiles
 from router.engines import Backend
 
 __all__ = ["Releaser"]
@@ -97,7 +97,7 @@ class Releaser:
                 await backend.client.release(body, headers)
         except (MicroserveError, TimeoutError) as error:
             log.info("release %s on engine %s: %s", body, backend.id, str(error) or "timeout")
-            silent = isinstance(error, EngineUnreachable | TimeoutError)
+            silent = isinstance(error, EngineUnreachable | OutOfFiles | TimeoutError)
             return isinstance(error, NobodyListens) or not silent
         except Exception:  # concerns this release only; the router must go on
             log.exception("release %s on engine %s failed", body, backend.id)

@@ -33,6 +33,10 @@ class Metrics:
         self.http = counter("http_requests", "HTTP requests", "path", "status")
         self.limited = counter("rate_limited", "requests over a key's limit", "limit")
         self.slow_clients = counter("slow_clients", "clients dropped", "reason")
+        self.connections = gauge("connections", "open connections of clients")
+        self.connections_refused = counter(
+            "connections_refused", "connections beyond --max-connections"
+        )
         # Requests to the model, counted when they end
         self.requests = counter("requests", "requests", "status", "strategy", "generation")
         self.first_token = histogram("time_to_first_token_seconds", "TTFT", SECONDS, "strategy")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from waiting import until
 
 from engine.protocol import Draining, Internal
 from router.base.errors import EngineUnreachable, NobodyListens
@@ -186,3 +188,31 @@ async def test_a_failed_calls_error_names_the_cause():
         await HttpClient("http://127.0.0.1:99999").call("GET", "/x")
     with pytest.raises(ValueError, match="line break"):
         await HttpClient(url).call("GET", "/x", b"", {"X-Request-Id": "a\r\nEvil: 1"})
+
+
+async def test_a_process_without_open_files_does_not_take_its_engines_for_dead(
+    route, fake, monkeypatch
+):
+    """The request waits as if the engine were full, and the engine stays up."""
+    a, missing = fake("a"), 0
+    async with route(a, health_timeout_s=0.2) as r:
+        (backend,) = r.server.router.registry
+        loop = asyncio.get_running_loop()
+        connect = loop.create_connection
+
+        async def out_of_files(factory, host=None, port=None, **options):
+            nonlocal missing
+            if not a.url.endswith(f":{port}"):
+                return await connect(factory, host, port, **options)
+            missing += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(loop, "create_connection", out_of_files)
+        backend.client._http.retire()
+        ask = {"prompt": [1, 2, 3], "max_tokens": 2, "timeout": 10}
+        asked = asyncio.create_task(r.post("/v1/completions", ask))
+        await until(lambda: missing > 8)
+        assert (backend.status, asked.done()) == ("up", False)
+        monkeypatch.undo()
+        assert (await asked)[0] == 200
+        assert (backend.status, backend.doubts) == ("up", 0)

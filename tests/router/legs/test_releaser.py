@@ -10,7 +10,7 @@ import pytest
 from waiting import until
 
 from engine.protocol import UnknownLease
-from router.base import EngineUnreachable, NobodyListens
+from router.base import EngineUnreachable, NobodyListens, OutOfFiles
 from router.legs import releaser as module
 from router.legs.releaser import Releaser
 
@@ -42,7 +42,9 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 BODY = {"lease_id": "l"}
 
 
-@pytest.mark.parametrize("missed", [None, EngineUnreachable("it closed the connection")])
+@pytest.mark.parametrize(
+    "missed", [None, EngineUnreachable("it closed the connection"), OutOfFiles("no more files")]
+)
 async def test_a_release_without_an_answer_is_repeated(missed: Exception | None):
     engine: Any = Engine(missed, missed)
     engine.status = "down"
