@@ -49,6 +49,26 @@ class Adoption:
         async with self._lock:
             await self._adopt(backend, info, state.epoch)
             backend.model, backend.refusal = info, None
+            self.note_contexts()
+
+    def note_contexts(self) -> None:
+        """Note the contexts of the engines that have the served model, those that are down too."""
+        if self.served is None:
+            return
+        if contexts := {model.context_length for _, model in self._serving()}:
+            self.served.contexts = sorted(contexts)
+
+    def _usable_contexts(self) -> set[int]:
+        return {model.context_length for backend, model in self._serving() if backend.usable}
+
+    def _serving(self) -> list[tuple[Backend, ModelInfo]]:
+        """Return the known engines that have the served model, and their descriptions of it."""
+        fingerprint = self.served.info.fingerprint if self.served is not None else None
+        return [
+            (backend, backend.model)
+            for backend in list(self._backends())
+            if backend.model is not None and backend.model.fingerprint == fingerprint
+        ]
 
     async def _fetch(self, backend: Backend, state: EngineState) -> ModelInfo:
         refusal = backend.refusal
@@ -96,6 +116,7 @@ class Adoption:
         except Internal as error:
             refusal = Refusal(epoch, info.fingerprint, error.message, final=True)
             raise self._refused(backend, refusal) from error
+        self.served.usable_contexts = self._usable_contexts
 
     def _in_conflict(self, backend: Backend, fingerprint: str) -> bool:
         """Whether other engines serve another model than that of `fingerprint`."""

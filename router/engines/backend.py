@@ -165,6 +165,10 @@ class Backend:
         draining = self.draining or (self.state is not None and self.state.draining)
         return self.status == "up" and not draining and not self.leaving
 
+    def holds(self, tokens: int) -> bool:
+        """Whether its context has room for so many tokens, as far as its model is known."""
+        return self.model is None or self.model.context_length >= tokens
+
     def suspect(self, reason: str) -> None:
         """Note that a leg could not reach it. Its other legs go on and will notice themselves."""
         self.last_error = reason
@@ -251,6 +255,7 @@ class Backend:
             "leaving": self.leaving,
             "breaker": self.breaker.state,
             "model": self.model.name if self.model else None,
+            "context_length": self.model.context_length if self.model else None,
             "epoch": state.epoch if state else None,
             "load": {"tokens": self.load.tokens, "streams": self.load.streams},
             "mirrored": {

@@ -153,12 +153,16 @@ class Registry:
             labels = entry.labels if entry.labels or ours else None
             self.add(url, role=entry.role, labels=labels, source="file")
 
-    def usable(self, *, without: Collection[Backend] = ()) -> list[Backend]:
+    def usable(self, *, without: Collection[Backend] = (), holding: int = 0) -> list[Backend]:
         """Return the engines for new work, without those in `without` and those with open breakers.
 
-        Not empty if any engine is up: neither exclusion may leave a request without an engine.
+        Their contexts have room for `holding` tokens. Not empty if any such engine is up: neither
+        exclusion may leave a request without an engine.
         """
         up = [backend for backend in self if backend.usable]
+        served = self._adoption.served
+        if served is not None and holding > served.contexts[0]:
+            up = [backend for backend in up if backend.holds(holding)]
         rested = [backend for backend in up if not backend.breaker.resting] or up
         return [backend for backend in rested if backend not in without] or rested
 
@@ -186,11 +190,11 @@ class Registry:
                 for backend in list(self):
                     await backend.settled.wait()
 
-    async def returned(self, timeout: float) -> None:
-        """Wait until an engine is usable, at most `timeout` seconds."""
+    async def returned(self, timeout: float, *, holding: int = 0) -> None:
+        """Wait until an engine is usable that holds so many tokens, at most `timeout` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while not self.usable():
+                while not self.usable(holding=holding):
                     await self._came_up.wait()
 
     def set_gauges(self, metrics: Metrics) -> None:
@@ -225,6 +229,7 @@ class Registry:
         self._backends.pop(backend.url, None)
         self.prefixes.forget(backend)
         backend.client.close()
+        self._adoption.note_contexts()
         if monitor := self._monitors.pop(backend, None):
             monitor.cancel()
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.protocol import (
     BadAddress,
@@ -101,6 +102,7 @@ class _Choice:
         self._runtime = runner.execution.runtime
         self._receipt = runner.receipt
         self._request = request
+        self._needs = len(request.prompt) + request.sampling.max_tokens  # tokens of context
         self._writer = writer
         self._choices = choices
         self._place = place
@@ -161,20 +163,24 @@ class _Choice:
             replicas=self._replicas,
             choices=self._choices,
             accepted=self._place.admitted,
+            needs=self._needs,
         )
 
     async def _backends(self) -> list[Backend]:
         config, registry = self._runtime.config, self._runtime.registry
-        backends = registry.usable(without=self._failed)
+        usable = partial(registry.usable, without=self._failed, holding=self._needs)
+        backends = usable()
         if not backends:
             # Engines that just lost a connection may be well: wait for the next health check.
             await registry.settled(config.health_timeout_s)
-            backends = registry.usable(without=self._failed)
+            backends = usable()
         if not backends and self._request.output and config.engine_wait_s:
             with self._receipt.queueing():
-                await registry.returned(config.engine_wait_s)
-            backends = registry.usable(without=self._failed)
+                await registry.returned(config.engine_wait_s, holding=self._needs)
+            backends = usable()
         if not backends:
+            if registry.usable():
+                raise NoEngines(f"no engine with a context of {self._needs} tokens is up")
             raise NoEngines("no engine is up")
         return backends
 

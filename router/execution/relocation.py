@@ -26,11 +26,11 @@ class Relocations:
     def leave(self, backend: Backend) -> int:
         """Interrupt the attempts that generate on `backend`, or are about to; return how many.
 
-        Sends from `backend` may finish: they take little time.
+        Sends from `backend` may finish: they take little time. So may what no other engine holds.
         """
         moved = 0
         for attempt, scope in self._running.items():
-            if _generates_on(attempt, backend) and not scope.cancelled:
+            if _generates_on(attempt, backend) and not scope.cancelled and _has_room(attempt):
                 scope.cancel()
                 moved += 1
         return moved
@@ -68,6 +68,10 @@ def _generates_on(attempt: Attempt, backend: Backend) -> bool:
         and leg.call in ("prep_recv", "start_generate")
         for leg in attempt.receipt.legs
     )
+
+
+def _has_room(attempt: Attempt) -> bool:
+    return bool(attempt.runtime.registry.usable(holding=attempt.needs))
 
 
 async def relocated(

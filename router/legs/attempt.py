@@ -92,16 +92,19 @@ class Attempt:
         replicas: Replicas,
         choices: Choices | None = None,
         accepted: Callable[[], None] = lambda: None,
+        needs: int = 0,
     ) -> None:
         """`replicas` are those of the choice; `choices` is given for prompts with several.
 
-        `accepted` is called whenever an engine has accepted a call.
+        `accepted` is called whenever an engine has accepted a call. `needs`: tokens of the context
+        that an engine must have to take it over.
         """
         self.runtime = runtime
         self.receipt = receipt
         self.request_id = request_id
         self.backends = backends
         self.alone = len(backends) == 1
+        self.needs = needs
         self.blamed: set[Backend] = set()
         self.streams: list[Running] = []
         self.grants: list[LeaseGrant] = []

@@ -113,7 +113,11 @@ class ReplicaUpkeep:
         ring = self._attempt.runtime.registry.ring(self._backend)
         if self._replica is not None and not self._replica.over:
             ring = [backend for backend in ring if backend is not self._replica.backend]
-        ring = [backend for backend in ring if self._backend.exchanges_with(backend)]
+        ring = [
+            backend
+            for backend in ring
+            if self._backend.exchanges_with(backend) and backend.holds(self._most)
+        ]
         return ring if self._mirror.rank is None else sorted(ring, key=self._mirror.rank)
 
     async def _open(self, backend: Backend, patience_s: float) -> Replica:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -25,6 +25,9 @@ class ServedModel:
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
+        self.contexts: Sequence[int] = (info.context_length,)  # of the engines, ascending
+        # Those of the engines that take new work now. May be called in any thread.
+        self.usable_contexts: Callable[[], Collection[int]] = lambda: self.contexts
         try:
             # tokenizers raises plain Exceptions.
             self._tokenizer = Tokenizer.from_str(info.tokenizer_json)
@@ -86,18 +89,29 @@ class ServedModel:
         if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
             raise BadRequest(f"token ids must be from 0 to {self.info.vocab_size - 1}", param=param)
 
+    @property
+    def context_length(self) -> int:
+        """The longest context of an engine, prompt and output together."""
+        return self.contexts[-1]
+
     def room(self, prompt_tokens: int, max_tokens: int | None, *, param: str) -> int:
         """Return how many tokens may follow the prompt: `max_tokens`, or all that fit.
 
-        Raises `BadRequest` with code `context_length_exceeded` if they do not fit.
+        Without `max_tokens`, and with engines of different contexts, a smaller context counts if it
+        leaves at least half of the room: more engines can take the request then. Raises
+        `BadRequest` with code `context_length_exceeded` if no engine has the context.
         """
-        left = self.info.context_length - prompt_tokens
+        left = self.context_length - prompt_tokens
         if left < (max_tokens or 1):
             wanted = f" and {max_tokens} for the answer" if max_tokens else ""
             raise BadRequest(
-                f"the context of {self.info.name} is {self.info.context_length} tokens; "
+                f"the context of {self.info.name} is {self.context_length} tokens; "
                 f"{prompt_tokens} are in the prompt{wanted}",
                 param=param,
                 code="context_length_exceeded",
             )
-        return max_tokens or left
+        if max_tokens or len(self.contexts) == 1:
+            return max_tokens or left
+        rooms = [context - prompt_tokens for context in self.usable_contexts()]
+        most = max(rooms, default=0)
+        return min(room for room in rooms if 2 * room >= most) if most > 0 else left

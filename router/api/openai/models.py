@@ -44,7 +44,7 @@ def _card(router: Router) -> ModelCard:
         "owned_by": "microserve",
         "root": model.info.name,
         "parent": None,
-        "max_model_len": model.info.context_length,
+        "max_model_len": model.context_length,
     }
 
 

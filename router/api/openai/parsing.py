@@ -156,10 +156,10 @@ def read_messages(
     template_kwargs: dict[str, Any] | None,
 ) -> list[int]:
     """Return the token ids of a validated conversation. Raises `BadRequest`."""
-    if len(fields["messages"]) > model.info.context_length:  # each message takes a token or more
+    if len(fields["messages"]) > model.context_length:  # each message takes a token or more
         raise BadRequest(
             f"{len(fields['messages'])} messages exceed the context of "
-            f"{model.info.context_length} tokens",
+            f"{model.context_length} tokens",
             param="messages",
             code="context_length_exceeded",
         )

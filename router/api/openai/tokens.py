@@ -75,7 +75,7 @@ def _tokenize(body: bytes, model: ServedModel, name: str) -> Tokenized:
         tokens = model.encode(request.prompt, special=request.add_special_tokens)
     return {
         "count": len(tokens),
-        "max_model_len": model.info.context_length,
+        "max_model_len": model.context_length,
         "tokens": tokens,
         "token_strs": model.pieces(tokens) if request.return_token_strs else None,
     }
