@@ -76,6 +76,16 @@ class Reach:
         """Return how long these tests take."""
         return sum(self._seconds.get(name, 0.0) for name in tests)
 
+    def files(self, module: str) -> list[str]:
+        """Return the files with tests that run any line of a module."""
+        reached = {name for names in self._reached[module].values() for name in names}
+        return sorted({_file(name) for name in reached})
+
+    @staticmethod
+    def within(source: str, line: int) -> bool:
+        """Whether the statement at `line` runs when a function is called, not at import."""
+        return _statement(ast.parse(source), line) is not None
+
     def tests(self, module: str, source: str, line: int) -> list[str]:
         """Return the tests that run the statement at `line`, file by file, the quickest first."""
         lines = self._reached[module]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -28,9 +29,11 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import in_place
 import pytest
 from find_mutants import Mutant, mutant, places
 from reach import Chosen, Reach, Recorder
@@ -92,9 +95,35 @@ class Slot:
 
     def begin(self, module: str, source: str, tests: list[str]) -> int:
         """Run `tests` on the changed `module` in a child process; return its pid."""
-        (self.folder / module).write_text(source)
         files = sorted({test.partition("::")[0] for test in tests})
-        return self._fork(lambda: pytest.main([*PYTEST, *files], plugins=[Chosen(tests)]))
+
+        def run() -> int:
+            path = self.folder / module
+            path.write_text(source)
+            try:
+                return pytest.main([*PYTEST, *files], plugins=[Chosen(tests)])
+            finally:
+                path.write_text((ROOT / module).read_text())
+
+        return self._fork(run)
+
+    def imported(self, tests: list[str]) -> None:
+        """Import these files of tests, and what they import, for `begin_in_place`."""
+        self._enter()
+        with (self.folder / "log").open("w") as log, contextlib.redirect_stdout(log):
+            pytest.main([*PYTEST, "--collect-only", *tests])
+        gc.freeze()
+
+    def begin_in_place(self, module: str, source: str, tests: list[str]) -> int:
+        """Run `tests` in a child process that gives the imported module's functions new code."""
+        files = sorted({test.partition("::")[0] for test in tests})
+
+        def run() -> int:
+            gc.unfreeze()
+            in_place.replace(str(self.folder / module), source)
+            return pytest.main([*PYTEST, *files], plugins=[Chosen(tests)])
+
+        return self._fork(run)
 
     def record(self, room: Room) -> Reach:
         """Run the room's tests on the unchanged code. Ends the program if they fail."""
@@ -140,21 +169,27 @@ class Slot:
         return (self.folder / "log").read_text(errors="replace")
 
 
-def trial(slots: list[Slot], module: str, work: Iterator[Mutant], reach: Reach,
+Begin = Callable[[str, str, list[str]], int]
+
+
+def trial(begin: list[Begin], module: str, mutants: list[Mutant], reach: Reach,
           until: float) -> Iterator[tuple[Mutant, bool]]:  # fmt: skip
-    """Yield each mutant with whether it was killed, as many as fit before `until`."""
+    """Yield each mutant with whether it was killed, as many as fit before `until`.
+
+    Each function of `begin` starts one test process at a time.
+    """
     source = (ROOT / module).read_text()
-    running: dict[int, tuple[Slot, Mutant, float]] = {}
-    free = list(slots)
+    running: dict[int, tuple[Begin, Mutant, float]] = {}
+    free, work = list(begin), iter(mutants)
     while True:
         while free and time.monotonic() < until and (one := next(work, None)) is not None:
             tests = reach.tests(module, source, one.line)
             if not tests:
                 yield one, False
                 continue
-            slot = free.pop()
-            pid = slot.begin(module, one.source, tests)
-            running[pid] = slot, one, time.monotonic() + 20 + 5 * reach.seconds(tests)
+            how = free.pop()
+            pid = how(module, one.source, tests)
+            running[pid] = how, one, time.monotonic() + 10 + 4 * reach.seconds(tests)
         if not running:
             return
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -165,12 +200,32 @@ def trial(slots: list[Slot], module: str, work: Iterator[Mutant], reach: Reach,
                         os.killpg(late, signal.SIGKILL)
             time.sleep(0.01)
             continue
+        if pid not in running:
+            continue
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what the tests have left
-        slot, one, _ = running.pop(pid)
-        free.append(slot)
-        (slot.folder / module).write_text(source)
+        how, one, _ = running.pop(pid)
+        free.append(how)
         yield one, status != 0
+
+
+def trial_in_place(slots: list[Slot], module: str, mutants: list[Mutant],
+                   reach: Reach, until: float) -> Iterator[tuple[Mutant, bool]]:  # fmt: skip
+    """Do what `trial` does, for changes within functions, in a process that has imported all."""
+    receiving, sending = os.pipe()
+    if not (pid := os.fork()):
+        with contextlib.suppress(BaseException), os.fdopen(sending, "w", buffering=1) as results:
+            slots[0].imported(reach.files(module))
+            begin: list[Begin] = [slots[0].begin_in_place for _ in slots]
+            for one, killed in trial(begin, module, mutants, reach, until):
+                results.write(f"{mutants.index(one)} {int(killed)}\n")
+        os._exit(0)
+    os.close(sending)
+    with os.fdopen(receiving) as results:
+        for line in results:
+            index, killed = map(int, line.split())
+            yield mutants[index], bool(killed)
+    os.waitpid(pid, 0)
 
 
 def explanations() -> dict[str, dict[str, str]]:
@@ -189,10 +244,17 @@ def test_room(slots: list[Slot], room: Room, minutes: float) -> Iterator[tuple[s
         source = (ROOT / module).read_text()
         there = places(source, module)
         score = Score(len(there))
-        changed = (one for place in there if (one := mutant(source, place)) is not None)
+        changed = [one for place in there if (one := mutant(source, place)) is not None]
+        quick = [one for one in changed if in_place.fits(source) and reach.within(source, one.line)]
+        slow = [one for one in changed if one not in quick]
         known = explained.get(module, {})
-        until = time.monotonic() + 60 * minutes
-        for one, killed in trial(slots, module, changed, reach, until):
+        until = time.monotonic() + 60 * minutes * len(quick) / len(changed)
+        trials = chain(
+            trial_in_place(slots, module, quick, reach, until),
+            trial([slot.begin for slot in slots], module, slow, reach,
+                  time.monotonic() + 60 * minutes),
+        )  # fmt: skip
+        for one, killed in trials:
             if killed:
                 score.killed += 1
             elif f"{one.before} → {one.after}" in known:
@@ -200,6 +262,8 @@ def test_room(slots: list[Slot], room: Room, minutes: float) -> Iterator[tuple[s
             else:
                 score.survivors.append(one)
                 print(f"  survived: {module}:{one}", flush=True)
+        for slot in slots:
+            (slot.folder / module).write_text(source)  # also after a child that was killed
         print(
             f"{module}: {score.killed} of {score.tried - score.explained} killed, "
             f"{score.share:.0%}; {score.explained} explained; {score.total} in all",
@@ -217,7 +281,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("only", nargs="*", help="names of rooms, or paths of modules")
     options.add_argument("--minutes", type=float, default=5.0, help="per module")
-    options.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    options.add_argument("--workers", type=int, default=2 * (os.cpu_count() or 1))
     options.add_argument("--save", action="store_true", help="keep the scores in score.json")
     given = options.parse_args()
     for name in LIBRARIES:
