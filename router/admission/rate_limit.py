@@ -129,5 +129,7 @@ def duration(seconds: float) -> str:
     """Format a duration as OpenAI does: `120ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{round(seconds * 1e3)}ms"
-    minutes, rest = divmod(round(seconds, 1), 60)
-    return f"{minutes:.0f}m{rest:.0f}s" if minutes else f"{rest:g}s"
+    if round(seconds, 1) < 60:
+        return f"{round(seconds, 1):g}s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest}s"

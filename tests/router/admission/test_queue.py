@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from virtual_time import in_virtual_time
 
 from engine.protocol import NoCapacity
-from router.admission.queue import AdmissionQueue
+from router.admission.queue import LONGEST_WAIT_S, AdmissionQueue
 
 FULL = NoCapacity("full", retry_after_s=1000)
 
@@ -141,3 +142,91 @@ async def test_a_waiter_tries_again_after_retry_after():
         began = loop.time()
         await place.wait(NoCapacity("full", retry_after_s=0.02), deadline=began + 10)
         assert 0.02 <= loop.time() - began < 5
+
+
+@in_virtual_time
+async def test_a_wake_is_used_up():
+    """Otherwise its request would ask the engine again and again without a pause."""
+    queue = AdmissionQueue(10)
+    with queue.place(0, 0) as place:
+        for _ in range(3):
+            waiting = asyncio.ensure_future(place.wait(FULL, deadline=2000))
+            await let_tasks_run()
+            assert not waiting.done()
+            queue.freed()
+            await let_tasks_run()
+            assert waiting.done()
+            await waiting
+
+
+@in_virtual_time
+async def test_the_wake_of_a_place_that_becomes_the_first_is_used_up():
+    """It tries at once, although an engine has just been full for it, and then waits again."""
+    queue = AdmissionQueue(10)
+    with queue.place(0, 0) as first, queue.place(0, 1) as second:
+        queue.enter(first, None)
+        waiting = asyncio.ensure_future(second.wait(FULL, deadline=2000))
+        await let_tasks_run()
+        assert not waiting.done()
+        first.admitted()
+        await let_tasks_run()
+        assert waiting.done()
+        waiting = asyncio.ensure_future(second.wait(FULL, deadline=2000))
+        await let_tasks_run()
+        assert not waiting.done()
+        waiting.cancel()
+
+
+@in_virtual_time
+async def test_only_the_end_of_the_first_wakes_the_next():
+    queue = AdmissionQueue(10)
+    with queue.place(0, 0) as first, queue.place(0, 1) as second:
+        waiting = asyncio.ensure_future(first.wait(FULL, deadline=2000))
+        await let_tasks_run()
+        queue.enter(second, None)
+        second.admitted()
+        await let_tasks_run()
+        assert not waiting.done()
+        waiting.cancel()
+
+
+@in_virtual_time
+async def test_pauses_between_tries_grow_and_are_short_again_after_an_admission():
+    loop, queue = asyncio.get_running_loop(), AdmissionQueue(10)
+    at_once = NoCapacity("full", retry_after_s=0)
+
+    async def paused(full: NoCapacity) -> float:
+        began = loop.time()
+        await place.wait(full, deadline=2000)
+        return loop.time() - began
+
+    with queue.place(0, 0) as place:
+        for most in (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0):
+            assert 0.8 * most <= await paused(at_once) <= most
+        assert await paused(NoCapacity("full", retry_after_s=3)) == pytest.approx(3.0)
+        assert await paused(FULL) == pytest.approx(LONGEST_WAIT_S)  # another may have room
+        place.admitted()
+        assert not len(queue)
+        assert await paused(at_once) <= 0.01
+
+
+@in_virtual_time
+async def test_a_place_that_gives_up_says_what_an_engine_said():
+    queue, loop = AdmissionQueue(1), asyncio.get_running_loop()
+    with queue.place(0, 0) as place, queue.place(0, 1) as other:
+        with pytest.raises(NoCapacity) as refused:
+            await place.wait(FULL, deadline=1.0)
+        assert refused.value is FULL and loop.time() == 1.0
+        with pytest.raises(NoCapacity) as refused:
+            await other.wait(FULL, deadline=9.0)
+        assert refused.value is FULL and loop.time() == 1.0  # the queue is full
+        with pytest.raises(NoCapacity, match="1 requests are waiting"):
+            await other.wait(None, deadline=9.0)
+
+
+async def test_equal_requests_are_served_as_they_came():
+    queue = AdmissionQueue(10)
+    places = [queue.place(0, 5.0) for _ in range(4)]
+    for place in reversed(places):
+        queue.enter(place, None)
+    assert queue.places == places
