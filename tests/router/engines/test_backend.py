@@ -1,0 +1,229 @@
+"""An engine as the router knows it: silence, loss, and the calls and streams that they end."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from typing import Any
+
+import pytest
+from stub_engine import StubEngine, backend_of
+
+from router.base.errors import EngineUnreachable
+from router.engines.backend import BUSY_SHARE, STREAM_TOKENS, Backend, Load, guard
+
+
+class Stream:
+    """A running generation that has sent `events`."""
+
+    def __init__(self) -> None:
+        self.events: int | None = 0
+        self.aborted = ""
+
+    def progress(self) -> int | None:
+        return self.events
+
+    def abort(self, reason: str = "given up") -> None:
+        self.aborted = reason
+
+
+async def up(**tells: Any) -> Backend:
+    engine = StubEngine(**tells)
+    backend = backend_of(engine)
+    backend.status, backend.state = "up", await engine.state()
+    return backend
+
+
+async def waiting(*backends: Backend, endless: bool = False) -> asyncio.Task[None]:
+    """Begin a call that gets no answer."""
+    call = guard(asyncio.Event().wait(), *backends, endless=endless)
+    task = asyncio.ensure_future(call)
+    await asyncio.sleep(0)
+    return task  # type: ignore[return-value]
+
+
+# Silence
+
+
+async def test_a_silent_stream_beside_a_busy_one_is_ended():
+    backend = await up()
+    busy, silent = Stream(), Stream()
+    for stream in (busy, silent):
+        backend.watch(stream)
+    for _ in range(11):  # the first look only begins to count
+        busy.events += 1
+        backend.end_silent(1.0, 10.0)
+        assert not silent.aborted
+    backend.end_silent(0.0, 10.0)  # ten seconds are not more than ten
+    assert not silent.aborted
+    busy.events += 1
+    backend.end_silent(1.0, 10.0)
+    assert "nothing about the request for more than 10 s" in silent.aborted
+    assert not busy.aborted
+
+
+async def test_any_event_begins_the_count_anew():
+    backend = await up()
+    stream = Stream()
+    backend.watch(stream)
+    for _ in range(5):
+        for _ in range(9):
+            backend.end_silent(1.0, 10.0)
+        stream.events += 1
+    stream.events = None  # no more can arrive: what has arrived is being read
+    for _ in range(30):
+        backend.end_silent(1.0, 10.0)
+    assert not stream.aborted
+    backend.unwatch(stream)
+    backend.unwatch(stream)
+    assert not backend._streams
+
+
+@pytest.mark.parametrize("work", ["running", "waiting", "puts_in_flight"])
+async def test_less_time_counts_while_the_engine_reports_work(work):
+    backend = await up(**{work: 1})
+    stream = Stream()
+    backend.watch(stream)
+    backend.end_silent(1.0, 10.0)
+    backend.end_silent(10.0 / BUSY_SHARE, 10.0)
+    assert not stream.aborted
+    backend.end_silent(0.1 / BUSY_SHARE, 10.0)
+    assert stream.aborted
+
+
+async def test_a_call_without_an_answer_fails_and_only_that_one():
+    """Not those that it may leave unanswered, nor those that another engine has to answer."""
+    backend, other = await up(), await up()
+    call, endless, relayed = (
+        await waiting(backend),
+        await waiting(backend, endless=True),
+        await waiting(other, backend),
+    )
+    for _ in range(2):
+        backend.end_silent(5.0, 10.0)
+    await asyncio.sleep(0)
+    assert not call.done()
+    backend.end_silent(0.5, 10.0)
+    with pytest.raises(EngineUnreachable, match="nothing about the request"):
+        await call
+    assert not endless.done() and not relayed.done()
+    other.end_silent(11.0, 10.0)
+    with pytest.raises(EngineUnreachable, match="nothing about the request"):
+        await relayed
+    backend.go_down("gone")
+    with pytest.raises(EngineUnreachable, match="went down: gone"):
+        await endless
+    assert not backend._calls and not other._calls
+
+
+# Loss
+
+
+async def test_the_loss_of_either_engine_ends_a_call():
+    sender, receiver = await up(), await up()
+    receiver.id = "receiver"
+    call = await waiting(sender, receiver)
+    receiver.go_down("it has gone")
+    with pytest.raises(EngineUnreachable, match="engine receiver went down: it has gone"):
+        await call
+    assert not sender._calls and not receiver._calls
+    late = asyncio.Event().wait()
+    with pytest.raises(EngineUnreachable, match="engine receiver is down: it has gone"):
+        await guard(late, sender, receiver)
+    assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
+    assert not sender._calls
+    assert await guard(asyncio.sleep(0, "answered"), sender) == "answered"
+    assert not sender._calls
+
+
+async def test_going_down_ends_all_that_is_there():
+    class Replica:
+        def __init__(self) -> None:
+            self.lost: list[str] = []
+
+        def lose(self, reason: str) -> None:
+            self.lost.append(reason)
+            backend.replicas.discard(self)  # type: ignore[arg-type]
+
+    backend = await up()
+    stream, replicas = Stream(), [Replica(), Replica()]
+    backend.watch(stream)
+    backend.replicas.update(replicas)  # type: ignore[arg-type]
+    doubts = backend.doubts
+    backend.go_down("gone")
+    assert "gone" in stream.aborted
+    assert [replica.lost for replica in replicas] == [["gone"], ["gone"]]
+    assert (backend.status, backend.last_error) == ("down", "gone")
+    assert backend.doubts == doubts + 1
+    late = Stream()
+    backend.watch(late)
+    assert late.aborted
+
+
+async def test_only_an_engine_that_is_up_becomes_suspect():
+    backend = await up()
+    backend.settled.set()
+    backend.suspect("no answer")
+    assert (backend.status, backend.doubts, backend.last_error) == ("suspect", 1, "no answer")
+    assert not backend.settled.is_set() and backend.probe.is_set()
+    backend.go_down("gone")
+    backend.settled.set()
+    backend.suspect("no answer")
+    assert (backend.status, backend.doubts) == ("down", 2)
+    assert backend.settled.is_set()
+
+
+# Facts
+
+
+def test_load_is_counted_while_the_work_runs():
+    load = Load()
+    with pytest.raises(KeyError), load.work(tokens=10, streams=1), load.work(streams=2):
+        assert (load.tokens, load.streams, load.weight) == (10, 3, 10 + 3 * STREAM_TOKENS)
+        assert not load.idle
+        raise KeyError
+    assert (load.tokens, load.streams, load.idle) == (0, 0, True)
+    for work in ({"tokens": 1}, {"streams": 1}):
+        with load.work(**work):
+            assert not load.idle
+
+
+@pytest.mark.parametrize(
+    ("change", "usable"),
+    [
+        ({}, True),
+        ({"status": "suspect"}, False),
+        ({"status": "unknown"}, False),
+        ({"status": "down"}, False),
+        ({"draining": True}, False),
+        ({"leaving": True}, False),
+        ({"state": None}, True),
+    ],
+)
+async def test_which_engines_take_new_work(change, usable):
+    backend = await up()
+    for name, value in change.items():
+        setattr(backend, name, value)
+    assert backend.usable is usable
+    assert not (await up(draining=True)).usable
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "exchange"),
+    [("1", "1", True), ("1", "2", False), (None, "2", True), ("1", None, True), (None, None, True)],
+)
+async def test_which_engines_exchange_kv(mine, theirs, exchange):
+    one, other = await up(secret_digest=mine), await up(secret_digest=theirs)
+    assert one.exchanges_with(other) is exchange
+
+
+async def test_a_description_keeps_digests_and_leases_to_itself():
+    backend = await up(secret_digest="5ec4e7" * 4)
+    text = json.dumps(backend.describe())
+    assert "5ec4e7" not in text and "leases" not in text
+    assert backend.describe()["last_error"] is None
+    backend.warning = "odd"
+    assert backend.describe()["last_error"] == "odd"
+    backend.last_error = "worse"
+    assert backend.describe()["last_error"] == "worse"
