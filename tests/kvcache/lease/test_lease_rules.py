@@ -44,7 +44,7 @@ from kvcache.errors import (
     StaleEpoch,
 )
 from kvcache.lease.address import KVAddress
-from kvcache.lease.control_slots import CLAIM, LANDED
+from kvcache.lease.control_slots import CLAIM, LANDED, RENEWALS
 from kvcache.lease.put import Put
 from kvcache.lease.receiver import STALL_S
 from kvcache.lease.sender import Mirror
@@ -743,6 +743,42 @@ def test_mirror_that_is_closed_while_it_gets_more_room_writes_nothing_further(pa
     assert sender.page_use().active == 0
 
 
+def test_mirror_whose_claim_for_more_room_failed_sends_nothing_further(pair: Pair):
+    """Its old claim may be lost."""
+    sender, receiver = pair
+    lease, address = receiver.prep_recv("r", PROMPT, 22, 1, 10.0)
+    mirror = sender.open_mirror(address, PROMPT)
+    put = mirror.put
+    assert put is not None
+    _, extended = receiver.extend(address, 17)
+    receiver.release(lease.lease_id)
+    with pytest.raises(LeaseExpired):
+        sender.extend_mirror(mirror, extended)
+    with pytest.raises(Internal, match="extended already"):
+        sender.extend_mirror(mirror, extended)
+    sender.mirror(sequence(sender, 1, PROMPT), mirror, 1)
+    assert mirror.held == [] and put.bytes_sent == 0
+    sender.close_mirror(mirror)
+
+
+@pytest.mark.parametrize("state", ["closed", "extending"])
+def test_mirror_gives_signs_of_life_only_with_a_claim(pair: Pair, state: str):
+    sender, receiver = pair
+    lease, address = receiver.prep_recv("r", PROMPT, 22, 1, 10.0)
+    mirror = sender.open_mirror(address, PROMPT)
+    words = receiver.transport.region.slots[lease.slot]
+    mirror.renew()
+    wait_for_puts(mirror)
+    assert int(words[RENEWALS]) == 1
+    setattr(mirror, state, True)
+    mirror.renew()
+    wait_for_puts(mirror)
+    assert int(words[RENEWALS]) == 1
+    Mirror(mirror.address).renew()  # has no put yet
+    setattr(mirror, state, False)
+    sender.close_mirror(mirror)
+
+
 def test_mirror_whose_transport_is_closed_holds_no_pages_and_harms_no_step(pair: Pair):
     sender, receiver = pair
     _, address = receiver.prep_recv("r", PROMPT, 22, 0, 10.0)
@@ -939,6 +975,18 @@ def test_no_hold_and_wait_no_capacity_takes_nothing(cache: KVCache):
         cache.prep_recv("a", [*PROMPT[:20], *range(12)], 32, 0, 10.0)
     assert cache.page_use() == before
     assert cache.leases() == []
+
+
+def test_no_hold_and_wait_without_a_slot_takes_nothing(cache: KVCache):
+    cached(cache, 1, PROMPT)
+    before, free = cache.page_use(), cache.bookkeeping.receiver.leases._slots
+    slots, free[:] = list(free), []
+    with pytest.raises(NoCapacity, match="leases are open"):
+        cache.prep_recv("a", PROMPT, 21, 0, 10.0)
+    assert cache.page_use() == before
+    cache.check_integrity()
+    free[:] = slots
+    cache.prep_recv("a", PROMPT, 21, 0, 10.0)
 
 
 def test_no_hold_and_wait_a_new_lease_leaves_what_a_waiting_sequence_needs(cache: KVCache):

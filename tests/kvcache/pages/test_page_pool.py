@@ -126,6 +126,35 @@ def test_a_free_page_is_not_read():
         pool.begin_read(PageId(1), pytest.fail)
 
 
+def test_claimed_pages_are_taken_all_or_none():
+    pool = PagePool(6)
+    assert pool.claim([PageId(4), PageId(2), PageId(4)]) == [2, 4]
+    with pytest.raises(Internal, match="held"):
+        pool.claim([PageId(3), PageId(4)])
+    assert pool.take(3) == [1, 3, 5]
+    pool.check([[PageId(2), PageId(4)], [PageId(1), PageId(3), PageId(5)]])
+
+
+def test_check_finds_a_free_page_that_is_read():
+    pool = PagePool(4)
+    pages = pool.take(2)
+    pool.begin_read(pages[0], pytest.fail)
+    pool.check([pages])
+    pool._readers[PageId(3)] = pytest.fail
+    with pytest.raises(Internal, match="read"):
+        pool.check([pages])
+
+
+def test_check_finds_a_wrong_count_of_evictable_pages():
+    pool = PagePool(4)
+    pages = pool.take(2)
+    pool.set_evictable(pages, True)
+    pool.check([pages])
+    pool.evictable -= 1
+    with pytest.raises(Internal, match="evictable"):
+        pool.check([pages])
+
+
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "drop"]), st.integers(0, 6))))
 def test_any_history_leaves_a_partition(history: list[tuple[str, int]]):
     pool, held = PagePool(8), []

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.errors import Internal
 from kvcache.pages.eviction import EvictionPolicy
 from kvcache.pages.page_pool import PagePool
 from kvcache.pages.prefix_tree import PrefixTree
@@ -207,6 +209,17 @@ def test_cuts_leave_nothing_behind(tree: Tree):
         tree.keep([5, 6, 7, 8])
         tree.cache.cut([5, 6, 7, 8], 0)
     assert len(tree.cache._leaves) <= 2  # the heap of eviction keeps no removed nodes
+
+
+@pytest.mark.parametrize("damage", [{"key": b""}, {"pages": []}, {"key": b"", "pages": []}])
+def test_a_broken_node_is_found(damage: dict[str, Any]):
+    tree = Tree()
+    tree.keep([1, 2, 3, 4])
+    (node,) = tree.cache._nodes()
+    for name, value in damage.items():
+        setattr(node, name, value)
+    with pytest.raises(Internal, match="node"):
+        list(tree.cache.holders())
 
 
 def readable(before: PageName, page: bytes) -> PageName:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,37 @@ def test_a_missing_folder_is_refused(tmp_path: Path):
         DiskStore(LAYOUT, 4, tmp_path / "nowhere")
     with pytest.raises(BadRequest, match="no room"):
         DiskStore(LAYOUT, 1 << 50, tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EISDIR])
+def test_a_file_system_without_unnamed_files_gets_one_that_is_unlinked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+):
+    monkeypatch.setattr(os, "open", without_unnamed_files(code))
+    store = DiskStore(LAYOUT, 4, tmp_path)
+    monkeypatch.undo()
+    found = os.fstat(store.fd)
+    assert (stat.S_IMODE(found.st_mode), found.st_nlink) == (0o600, 0)
+    assert list(tmp_path.iterdir()) == []
+    store.buffer(PageId(1)).copy_(filled(7))
+    store.flush(PageId(1))
+    assert torch.equal(store.fetch(PageId(1)), filled(7))
+    store.close()
+
+
+def test_other_errors_of_the_folder_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "open", without_unnamed_files(errno.EACCES))
+    with pytest.raises(BadRequest, match="Permission denied"):
+        DiskStore(LAYOUT, 4, tmp_path)
+
+
+def without_unnamed_files(code: int) -> Callable[..., int]:
+    """Return an `os.open` that fails for files without a name."""
+    usual = os.open
+
+    def open_(path: str, flags: int, *args: int, **options: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(code, os.strerror(code))
+        return usual(path, flags, *args, **options)
+
+    return open_

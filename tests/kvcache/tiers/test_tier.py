@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from gated_store import PATIENCE_S, GatedStore
 from kv_helpers import SIZE, assert_content, cached, compute, sequence, small_layout
 from tier_helpers import at_rest, quiet, tiered, tiered_caches
@@ -16,9 +17,10 @@ from tier_helpers import at_rest, quiet, tiered, tiered_caches
 from kvcache.cache import KVCache
 from kvcache.errors import NoCapacity
 from kvcache.tiers.disk_store import DiskStore
+from kvcache.tiers.move import Move
 from kvcache.tiers.store import HostStore
 from kvcache.tiers.tier import MAX_OFFERS
-from kvcache.types import SeqId
+from kvcache.types import PageId, SeqId
 
 LAYOUT = small_layout(1)
 PROMPT = list(range(100, 100 + 4 * SIZE))
@@ -430,3 +432,49 @@ def test_a_prefix_longer_than_a_tier_fills_it(new: Callable[..., KVCache]):
     assert cache.tiers.use()[0].cached == 3
     evict_all(cache)
     assert promoted(cache.promote(OTHER)) == 3 * SIZE
+
+
+def test_a_store_whose_records_cannot_be_read_starts_empty(
+    store: GatedStore, new: Callable[..., KVCache], monkeypatch: pytest.MonkeyPatch
+):
+    def fail() -> None:
+        raise OSError(5, "broken")
+
+    monkeypatch.setattr(store, "load_prefixes", fail)
+    cache = new(store)
+    evicted(cache)
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)
+
+
+def test_a_defect_in_one_copy_loses_its_page_only(
+    cache: KVCache, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+):
+    """Any exception counts as a page that cannot be copied, such as one of the device."""
+    usual = store.buffer
+
+    def fails_once(slot: PageId) -> torch.Tensor:
+        monkeypatch.setattr(store, "buffer", usual)
+        raise RuntimeError("the device has failed")
+
+    monkeypatch.setattr(store, "buffer", fails_once)
+    evicted(cache)
+    (tier,) = cache.tiers
+    assert (tier.stats.failures, cache.promote(PROMPT)) == (1, None)
+    evicted(cache)
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)
+
+
+def test_a_move_that_cannot_be_finished_fails_alone(
+    cache: KVCache, caplog: pytest.LogCaptureFixture
+):
+    (tier,) = cache.tiers
+
+    def finish(move: Move) -> int:
+        raise RuntimeError("a defect")
+
+    move = Move(True, [], [], 0, finish)
+    tier.move(move)
+    assert isinstance(move.ended.exception(PATIENCE_S), RuntimeError)
+    assert "failed to finish" in caplog.text
+    evicted(cache)
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from kv_helpers import memory_cache
@@ -109,3 +110,22 @@ def test_a_put_fails_after_its_transport_has_closed():
         with pytest.raises(Internal, match="closed"):
             put.close().result(10)
     receiver.close()
+
+
+def test_tasks_may_submit_others_until_the_last_has_ended():
+    worker, order, closing = Worker("test"), [], threading.Event()
+
+    def first() -> None:
+        assert closing.wait(WAIT_S)
+        worker.submit(lambda: order.append("second"))
+        order.append("first")
+
+    worker.submit(first)
+    with ThreadPoolExecutor(1) as threads:
+        closed = threads.submit(worker.close)
+        while not worker._loop._ended:
+            closing.wait(0.001)
+        assert not closed.done()
+        closing.set()
+        closed.result(WAIT_S)
+    assert order == ["first", "second"]
