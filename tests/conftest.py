@@ -41,6 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in DEPLOYMENTS):
             item.add_marker(pytest.mark.processes)
+    # The files that take long go first, so that all test processes end at about the same time.
+    long = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -65,7 +66,8 @@ def ask(state: dict) -> int:
 def test_a_stream_that_outlives_the_shutdown_ends_with_an_error(tmp_path, number):
     """Ctrl-C sends SIGINT to the process group; `kill` sends SIGTERM to `up` alone."""
     body = {"prompt": [1, 2, 3], "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    with up(tmp_path, "--shutdown", "0.2", own_group=True) as (process, state):
+    flags = ("--engines", "1", "--shutdown", "0.2")
+    with up(tmp_path, *flags, own_group=True) as (process, state):
         url = state["router"]["url"] + "/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=30) as reply:
             lines = (line for line in reply.iter_lines() if line)
@@ -142,7 +144,7 @@ def test_a_dead_engine_and_a_dead_router_are_restarted(tmp_path):
 
 
 def test_killing_up_ends_its_children(tmp_path):
-    with up(tmp_path) as (process, state):
+    with up(tmp_path, "--engines", "1") as (process, state):
         process.kill()
         wait_for(lambda: all(gone(pid) for pid in pids(state)))
 
@@ -164,9 +166,9 @@ def test_a_failed_start_says_why(flags, says):
     assert "Traceback" not in done.stderr.replace("engine-0 | Traceback", "")
 
 
-def test_a_port_in_use_is_an_error_of_one_line(tmp_path):
-    with up(tmp_path) as (_, state):
-        port = state["router"]["url"].rpartition(":")[2]
+def test_a_port_in_use_is_an_error_of_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
         command = [sys.executable, "-m", "router", "router", "--port", port]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 2
