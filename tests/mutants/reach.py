@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,11 @@ class Reach:
         """Return the files with tests that run any line of a module."""
         reached = {name for names in self._reached[module].values() for name in names}
         return sorted({_file(name) for name in reached})
+
+    def within_seconds(self, tests: list[str], limit_s: float) -> list[str]:
+        """Return the first of `tests`, as many as end in `limit_s`; at least one."""
+        until = list(accumulate(self._seconds.get(name, 0.0) for name in tests))
+        return tests[: max(1, bisect_right(until, limit_s))]
 
     @staticmethod
     def within(source: str, line: int) -> bool:

@@ -49,6 +49,7 @@ LIBRARIES = (
     "pytest_timeout", "tokenizers", "torch", "uvicorn", "uvloop", "watchfiles", "jinja2",
 )  # fmt: skip
 GOAL = 0.85
+TESTS_S = 5.0  # for each mutant: slower tests are left out, as if they noticed nothing
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no")
 NOT_PROCESSES = "not processes and not conformance"
 
@@ -183,7 +184,7 @@ def trial(begin: list[Begin], module: str, mutants: list[Mutant], reach: Reach,
     free, work = list(begin), iter(mutants)
     while True:
         while free and time.monotonic() < until and (one := next(work, None)) is not None:
-            tests = reach.tests(module, source, one.line)
+            tests = reach.within_seconds(reach.tests(module, source, one.line), TESTS_S)
             if not tests:
                 yield one, False
                 continue

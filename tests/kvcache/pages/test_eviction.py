@@ -112,6 +112,13 @@ def test_at_most_half_of_the_pool_is_pinned() -> None:
     assert policy.pinned == 2
 
 
+def test_the_scratch_page_does_not_count_towards_the_half() -> None:
+    policy = EvictionPolicy(10)  # 9 pages beside it
+    policy.pin(b"a", [PageId(page) for page in range(1, 5)])
+    with pytest.raises(NoCapacity):
+        policy.pin(b"b", [PageId(5)])
+
+
 def test_pins_of_the_same_pages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take no further pages, but each is remembered until it is unpinned."""
     monkeypatch.setattr(eviction, "MAX_PINS", 2)

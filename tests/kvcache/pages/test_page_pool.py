@@ -168,3 +168,26 @@ def test_any_history_leaves_a_partition(history: list[tuple[str, int]]):
             pool.drop(held.pop(number % len(held)))
         pool.check(held)
     assert pool.free == pool.total - len({page for pages in held for page in pages})
+
+
+def test_claimed_pages_have_one_holder():
+    pool = PagePool(9)
+    pages = pool.claim([PageId(5), PageId(2)])
+    assert pages == [2, 5]
+    pool.check([pages])
+    with pytest.raises(Internal):
+        pool.claim([PageId(2)])
+    pool.drop(pages)
+    pool.check([])
+
+
+def test_check_finds_a_free_page_with_a_reader():
+    pool = PagePool(9)
+    pages = pool.take(1)
+    pool.begin_read(pages[0], lambda: None)
+    pool.check([pages])
+    readers, pool._readers = pool._readers, {}
+    pool.drop(pages)
+    pool._readers = readers
+    with pytest.raises(Internal, match="being read"):
+        pool.check([])

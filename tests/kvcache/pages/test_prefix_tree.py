@@ -310,6 +310,7 @@ def test_a_blocked_leaf_that_grows_or_splits_can_be_evicted(tree: Tree):
     assert tree.cache.evict(9) == 1  # what has grown
     tree.keep([1, 1, 4, 4])  # splits it
     assert tree.cache.evict(9) == 1
+    assert tree.pool.awaited == tree.cache._leaves._parked.keys()
     tree.pool.drop(pages)
     assert tree.cache.evict(9) == 2
 
