@@ -315,6 +315,15 @@ def test_a_blocked_leaf_that_grows_or_splits_can_be_evicted(tree: Tree):
     assert tree.cache.evict(9) == 2
 
 
+def test_a_pinned_leaf_that_eviction_has_met_is_evicted_after_its_pin(tree: Tree):
+    tree.keep([1, 2])
+    tree.cache.pin([1, 2])
+    tree.keep([3, 4])
+    assert tree.cache.evict(9) == 1
+    tree.cache.unpin([1, 2])
+    assert tree.cache.evict(9) == 1
+
+
 OrderEvent = tuple[str, list[int], int]
 
 
