@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache.errors import NoCapacity
+from kvcache.errors import Internal, NoCapacity
 from kvcache.pages.page_manager import PageManager
 
 SIZE = 2
@@ -49,3 +49,12 @@ def test_published_pages_are_offered_to_the_tier_below():
     pages = manager.take(2)
     manager.publish([1, 2, 3, 4], pages)
     assert tier.offered == [[1, 2, 3, 4]]
+
+
+def test_check_counts_the_trees_pages_and_those_of_the_holders():
+    manager = PageManager(9, SIZE)
+    pages = manager.take(2)
+    manager.publish([1, 2, 3, 4], pages)
+    manager.check([pages])
+    with pytest.raises(Internal):
+        manager.check([])
