@@ -58,18 +58,3 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     peak = config.stash.get(PEAK, 0)
     over = f", more than {MEMORY_LIMIT / 2**30:g}" if peak > MEMORY_LIMIT else ""
     terminalreporter.write_line(f"memory of all processes: {peak / 2**30:.1f} GiB{over}")
-
-
-@pytest.fixture(scope="session")
-def smollm2_hf() -> Any:
-    """Return transformers' model with SmolLM2's weights in float32. Loading takes long."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from engine.models.loading.locate import locate
-
-    path = locate("smollm2").path
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    return model.eval()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pytest
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer
 
 from engine.models import DownloadFailed
 from engine.models.loading import smollm2
+from engine.models.loading.locate import locate
 
 CONTENT = b"GGUF, as it were"
 
@@ -170,6 +173,17 @@ def test_answer(smollm2, make_cache):
     tokens = greedy(smollm2.transformer, make_cache(smollm2.config), ids, 8)
     assert tokenizer.decode(tokens) == "The capital of France is Paris."
     assert tokens[-1] in smollm2.eos_token_ids
+
+
+@pytest.fixture(scope="module")
+def smollm2_hf() -> Iterator[Any]:
+    """Transformers' model with SmolLM2's weights in float32. Loading takes long."""
+    from transformers import AutoModelForCausalLM
+
+    path = locate("smollm2").path
+    yield AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
 
 
 @pytest.fixture(scope="module")
