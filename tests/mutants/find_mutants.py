@@ -95,7 +95,10 @@ def places(source: str, seed: str) -> list[Place]:
 
 def mutant(source: str, place: Place) -> Mutant | None:
     """Return the mutant that a place gives; `None` if it is no Python."""
-    mutated = mutate_code(source, place.operator(), place.occurrence)
+    try:
+        mutated = mutate_code(source, place.operator(), place.occurrence)
+    except AttributeError:  # cosmic-ray's operator for exceptions knows no dotted names
+        return None
     if mutated is None or not _parses(mutated):
         return None
     before, after = _difference(source, mutated)

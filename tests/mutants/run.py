@@ -35,7 +35,7 @@ from typing import Any
 
 import in_place
 import pytest
-from find_mutants import Mutant, mutant, places
+from find_mutants import Mutant, Place, mutant, places
 from reach import Chosen, Reach, Recorder
 
 HERE = Path(__file__).parent
@@ -49,6 +49,7 @@ LIBRARIES = (
     "pytest_timeout", "tokenizers", "torch", "uvicorn", "uvloop", "watchfiles", "jinja2",
 )  # fmt: skip
 GOAL = 0.85
+NO_MUTANT = 77  # status of a child whose change gives no Python
 TESTS_S = 5.0  # for each mutant: slower tests are left out, as if they noticed nothing
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no")
 NOT_PROCESSES = "not processes and not conformance"
@@ -94,17 +95,19 @@ class Slot:
         for name in FILES:
             shutil.copy(ROOT / name, folder / name)
 
-    def begin(self, module: str, source: str, tests: list[str]) -> int:
-        """Run `tests` on the changed `module` in a child process; return its pid."""
-        files = sorted({test.partition("::")[0] for test in tests})
+    def begin(self, module: str, place: Place, tests: list[str]) -> int:
+        """Run `tests` in a child process, on the module changed at `place`; return its pid."""
+        source = (ROOT / module).read_text()
 
         def run() -> int:
+            if (one := mutant(source, place)) is None:
+                return NO_MUTANT
             path = self.folder / module
-            path.write_text(source)
+            path.write_text(one.source)
             try:
-                return pytest.main([*PYTEST, *files], plugins=[Chosen(tests)])
+                return run_tests(tests)
             finally:
-                path.write_text((ROOT / module).read_text())
+                path.write_text(source)
 
         return self._fork(run)
 
@@ -115,14 +118,16 @@ class Slot:
             pytest.main([*PYTEST, "--collect-only", *tests])
         gc.freeze()
 
-    def begin_in_place(self, module: str, source: str, tests: list[str]) -> int:
-        """Run `tests` in a child process that gives the imported module's functions new code."""
-        files = sorted({test.partition("::")[0] for test in tests})
+    def begin_in_place(self, module: str, place: Place, tests: list[str]) -> int:
+        """Do what `begin` does, by giving the functions of the imported module new code."""
+        source = (ROOT / module).read_text()
 
         def run() -> int:
             gc.unfreeze()
-            in_place.replace(str(self.folder / module), source)
-            return pytest.main([*PYTEST, *files], plugins=[Chosen(tests)])
+            if (one := mutant(source, place)) is None:
+                return NO_MUTANT
+            in_place.replace(str(self.folder / module), one.source)
+            return run_tests(tests)
 
         return self._fork(run)
 
@@ -170,27 +175,32 @@ class Slot:
         return (self.folder / "log").read_text(errors="replace")
 
 
-Begin = Callable[[str, str, list[str]], int]
+def run_tests(tests: list[str]) -> int:
+    files = sorted({test.partition("::")[0] for test in tests})
+    return pytest.main([*PYTEST, *files], plugins=[Chosen(tests)])
 
 
-def trial(begin: list[Begin], module: str, mutants: list[Mutant], reach: Reach,
-          until: float) -> Iterator[tuple[Mutant, bool]]:  # fmt: skip
-    """Yield each mutant with whether it was killed, as many as fit before `until`.
+Begin = Callable[[str, Place, list[str]], int]
+
+
+def trial(begin: list[Begin], module: str, there: list[Place], reach: Reach,
+          until: float) -> Iterator[tuple[Place, bool]]:  # fmt: skip
+    """Yield each place with whether its mutant was killed, as many as fit before `until`.
 
     Each function of `begin` starts one test process at a time.
     """
     source = (ROOT / module).read_text()
-    running: dict[int, tuple[Begin, Mutant, float]] = {}
-    free, work = list(begin), iter(mutants)
+    running: dict[int, tuple[Begin, Place, float]] = {}
+    free, work = list(begin), iter(there)
     while True:
-        while free and time.monotonic() < until and (one := next(work, None)) is not None:
-            tests = reach.within_seconds(reach.tests(module, source, one.line), TESTS_S)
+        while free and time.monotonic() < until and (place := next(work, None)) is not None:
+            tests = reach.within_seconds(reach.tests(module, source, place.line), TESTS_S)
             if not tests:
-                yield one, False
+                yield place, False
                 continue
             how = free.pop()
-            pid = how(module, one.source, tests)
-            running[pid] = how, one, time.monotonic() + 10 + 4 * reach.seconds(tests)
+            pid = how(module, place, tests)
+            running[pid] = how, place, time.monotonic() + 10 + 4 * reach.seconds(tests)
         if not running:
             return
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -205,27 +215,31 @@ def trial(begin: list[Begin], module: str, mutants: list[Mutant], reach: Reach,
             continue
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what the tests have left
-        how, one, _ = running.pop(pid)
+        how, place, _ = running.pop(pid)
         free.append(how)
-        yield one, status != 0
+        if os.waitstatus_to_exitcode(status) != NO_MUTANT:
+            yield place, status != 0
 
 
-def trial_in_place(slots: list[Slot], module: str, mutants: list[Mutant],
-                   reach: Reach, until: float) -> Iterator[tuple[Mutant, bool]]:  # fmt: skip
+def trial_in_place(slots: list[Slot], module: str, there: list[Place],
+                   reach: Reach, until: float) -> Iterator[tuple[Place, bool]]:  # fmt: skip
     """Do what `trial` does, for changes within functions, in a process that has imported all."""
     receiving, sending = os.pipe()
     if not (pid := os.fork()):
-        with contextlib.suppress(BaseException), os.fdopen(sending, "w", buffering=1) as results:
-            slots[0].imported(reach.files(module))
-            begin: list[Begin] = [slots[0].begin_in_place for _ in slots]
-            for one, killed in trial(begin, module, mutants, reach, until):
-                results.write(f"{mutants.index(one)} {int(killed)}\n")
-        os._exit(0)
+        with os.fdopen(sending, "w", buffering=1) as results:
+            try:
+                slots[0].imported(reach.files(module))
+                begin: list[Begin] = [slots[0].begin_in_place for _ in slots]
+                for place, killed in trial(begin, module, there, reach, until):
+                    results.write(f"{there.index(place)} {int(killed)}\n")
+            finally:
+                results.flush()
+                os._exit(0)
     os.close(sending)
     with os.fdopen(receiving) as results:
         for line in results:
             index, killed = map(int, line.split())
-            yield mutants[index], bool(killed)
+            yield there[index], bool(killed)
     os.waitpid(pid, 0)
 
 
@@ -245,19 +259,22 @@ def test_room(slots: list[Slot], room: Room, minutes: float) -> Iterator[tuple[s
         source = (ROOT / module).read_text()
         there = places(source, module)
         score = Score(len(there))
-        changed = [one for place in there if (one := mutant(source, place)) is not None]
-        quick = [one for one in changed if in_place.fits(source) and reach.within(source, one.line)]
-        slow = [one for one in changed if one not in quick]
+        quick = [
+            place for place in there if in_place.fits(source) and reach.within(source, place.line)
+        ]
+        slow = [place for place in there if place not in quick]
         known = explained.get(module, {})
-        until = time.monotonic() + 60 * minutes * len(quick) / len(changed)
+        began = time.monotonic()
+        until = began + 60 * minutes * len(quick) / max(1, len(there))
         trials = chain(
             trial_in_place(slots, module, quick, reach, until),
-            trial([slot.begin for slot in slots], module, slow, reach,
-                  time.monotonic() + 60 * minutes),
-        )  # fmt: skip
-        for one, killed in trials:
+            trial([slot.begin for slot in slots], module, slow, reach, began + 60 * minutes),
+        )
+        for place, killed in trials:
             if killed:
                 score.killed += 1
+            elif (one := mutant(source, place)) is None:
+                pass
             elif f"{one.before} → {one.after}" in known:
                 score.explained += 1
             else:
@@ -294,12 +311,13 @@ def main() -> int:
             if given.only and room.name not in given.only:
                 room.modules = [module for module in room.modules if module in given.only]
             if room.modules:
-                scores.update(test_room(slots, room, given.minutes))
+                for module, score in test_room(slots, room, given.minutes):
+                    scores[module] = score
+                    if given.save:
+                        save({module: score})
     killed = sum(score.killed for score in scores.values())
     killable = sum(score.tried - score.explained for score in scores.values())
     print(f"{killed} of {killable} mutants killed: {killed / max(1, killable):.1%}")
-    if given.save:
-        save(scores)
     return int(killed < GOAL * killable)
 
 
