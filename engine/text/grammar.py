@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from engine.protocol import BadRequest, NoCapacity, Structure
 from engine.text.detokenizer import token_bytes
+from engine.text.grammar_limits import check_limits
 
 if TYPE_CHECKING:
     import xgrammar
@@ -36,7 +37,6 @@ _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 COMPILE_S = 10.0  # time limit of one compilation, without the wait for earlier ones
 MAX_LATE = 2  # threads past it that may run on; then no grammar is compiled until one ends
-MAX_NESTING = 100  # brackets; xgrammar's time grows with the square of a schema's depth
 MAX_CACHED = 32  # compiled grammars, least recently used evicted first
 MAX_COMPILED_BYTES = 16 << 20  # of one compiled grammar
 MAX_WHITESPACE = 16  # between two JSON tokens; small models would emit it endlessly
@@ -135,7 +135,7 @@ class Grammars:
         key = (structure.kind, structure.source, structure.strict)
         compiled = self._cache.get(key)
         if compiled is None:
-            _check_nesting(structure.source)
+            check_limits(structure)
             compiled = asyncio.create_task(self._compile_in_turn(structure))
             compiled.add_done_callback(_retrieve_exception)
             self._cache[key] = compiled
@@ -278,15 +278,6 @@ def _retrieve_exception(task: asyncio.Task[Any]) -> None:
 
 def _is_late(task: asyncio.Task[Any]) -> bool:
     return not task.cancelled() and isinstance(task.exception(), _TooSlow)
-
-
-def _check_nesting(source: str) -> None:
-    depth = deepest = 0
-    for char in source:
-        depth += (char in "([{") - (char in ")]}")
-        deepest = max(deepest, depth)
-    if deepest > MAX_NESTING:
-        raise BadRequest(f"the grammar is too large: nested over {MAX_NESTING} deep")
 
 
 def _reason(error: Exception) -> str:

@@ -276,3 +276,16 @@ async def test_the_cache_of_grammars_is_bounded(monkeypatch: pytest.MonkeyPatch)
         matcher = await grammars.matcher(Structure(kind="regex", source=source), [])
         assert matcher.allowed().sum() == 1
     assert len(grammars._cache) == 2
+
+
+async def test_repetitions_take_nothing_however_they_are_nested():
+    """So they need no limit; those of `grammar_limits` are for what does take memory."""
+    grammars = Grammars(Tokenizer.from_str(tiny().tokenizer_json), VOCAB, tiny().eos_token_ids)
+    for kind, source in (
+        ("regex", "((a{1,1000}){1,1000}){1,1000}"),
+        ("json_schema", '{"type": "string", "maxLength": 1000000000}'),
+        ("json_schema", '{"type": "array", "items": {"type": "null"}, "minItems": 1000000000}'),
+    ):
+        wanted = Structure.model_validate(structure(kind, source))
+        assert (await grammars.matcher(wanted, [])).allowed().any()
+    assert all(task.result().memory_size_bytes < 1 << 20 for task in grammars._cache.values())
