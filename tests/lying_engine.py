@@ -19,6 +19,11 @@ from typing import Any
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 BLOCK = b"x" * (64 << 10)
+# A chunk of valid changes of the prefix cache, which come to nothing.
+NAMES = [f"{number:016x}" for number in range(1000)]
+ADDED, REMOVED = ({"added": a, "removed": b} for a, b in ((NAMES, []), ([], NAMES)))
+LINES = b"".join(json.dumps(change).encode() + b"\n" for change in (ADDED, REMOVED))
+CHANGES = b"%x\r\n%b\r\n" % (len(LINES), LINES)
 
 # Replies to one path: what is sent first, and what is then repeated for ever.
 ENDLESS: dict[str, tuple[str, bytes, bytes]] = {
@@ -31,6 +36,7 @@ ENDLESS: dict[str, tuple[str, bytes, bytes]] = {
     "endless_state": ("/microserving/state", HEAD, b"10000\r\n%b\r\n" % BLOCK),
     "endless_model": ("/microserving/model", HEAD, b"10000\r\n%b\r\n" % BLOCK),
     "endless_prefixes": ("/microserving/prefixes", HEAD, b"10000\r\n%b\r\n" % BLOCK),
+    "endless_changes": ("/microserving/prefixes", HEAD, CHANGES),
     "endless_error": (
         "/microserving/start_generate",
         b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\n",

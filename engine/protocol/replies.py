@@ -68,11 +68,13 @@ class PrefixChange(Message):
     """A frame of `GET /microserving/prefixes`, one per line.
 
     Pages that the prefix cache has gained and lost since the previous frame, by the names of
-    `page_names`. The first frame has all pages.
+    `page_names`. The first frame has all pages. A long change comes in several frames, all but the
+    last one with `more`; no frame makes a reader know more pages than the cache can hold.
     """
 
     added: list[Page]
     removed: list[Page]
+    more: bool = False
 
 
 class TokenLogprob(Message):

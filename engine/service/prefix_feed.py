@@ -4,14 +4,14 @@
              (any thread, under the cache's lock)                   (the event loop)
 
 The pending changes are the difference between what the reader has received and what the cache
-holds. They never exceed the names of two pools, however slow the reader is, and one frame brings
-the reader up to date.
+holds. They never exceed the names of two pools, however slow the reader is.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from itertools import islice
 
 import orjson
 
@@ -21,6 +21,7 @@ from kvcache.cache import KVCache
 __all__ = ["PrefixFeed", "PrefixReader"]
 
 FRAME_INTERVAL_S = 0.01  # changes within it share a frame
+MOST_NAMES = 8192  # of a frame, so that no reader parses for long; routers refuse twice as many
 
 
 class PrefixReader:
@@ -28,21 +29,26 @@ class PrefixReader:
 
     def __init__(self, cache: KVCache) -> None:
         self._lock = cache.lock
-        self._pending: dict[PageName, bool] = {}  # whether the page is cached; under the lock
+        # What the reader does not know yet, in order; under the lock.
+        self._added: dict[PageName, None] = {}
+        self._removed: dict[PageName, None] = {}
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._ended = False
 
     def record(self, added: Sequence[PageName], removed: Sequence[PageName]) -> None:
         """Add changes for the next frame. The caller holds the cache's lock."""
-        idle = not self._pending
-        for names, cached in ((added, True), (removed, False)):
+        idle = not self._behind
+        for names, changes, undone in (
+            (added, self._added, self._removed),
+            (removed, self._removed, self._added),
+        ):
             for name in names:
-                if self._pending.get(name, cached) is cached:
-                    self._pending[name] = cached
+                if name in undone:  # by this: the reader has not seen that change
+                    del undone[name]
                 else:
-                    del self._pending[name]  # undoes a change that the reader has not seen
-        if idle and self._pending:
+                    changes[name] = None
+        if idle and self._behind:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     def end(self) -> None:
@@ -58,18 +64,35 @@ class PrefixReader:
             if self._ended:
                 return
             await asyncio.sleep(FRAME_INTERVAL_S)
-            if self._pending:
+            if self._behind:
                 yield self._frame()
             else:
                 self._wake.clear()
 
+    @property
+    def _behind(self) -> bool:
+        return bool(self._added or self._removed)
+
     def _frame(self) -> bytes:
+        """Return the next changes. Removed pages come first: the reader has a limit, too."""
         with self._lock:
-            pending, self._pending = self._pending, {}
-            self._wake.clear()
-        added = [name for name, cached in pending.items() if cached]
-        removed = [name for name, cached in pending.items() if not cached]
-        return orjson.dumps({"added": added, "removed": removed}) + b"\n"
+            removed = _taken(self._removed, MOST_NAMES)
+            added = _taken(self._added, MOST_NAMES - len(removed))
+            if not (more := self._behind):
+                self._wake.clear()
+        change = {"added": added, "removed": removed}
+        return orjson.dumps({**change, "more": True} if more else change) + b"\n"
+
+
+def _taken(names: dict[PageName, None], most: int) -> list[PageName]:
+    """Remove the first names, and return them."""
+    taken = list(islice(names, most))
+    if len(taken) == len(names):
+        names.clear()
+    else:
+        for name in taken:
+            del names[name]
+    return taken
 
 
 class PrefixFeed:

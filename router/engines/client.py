@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
@@ -36,9 +35,14 @@ SMALL = 64 << 10
 ADDRESS = 16 << 20  # an address travels on in a request, which engines limit to this by default
 STATE = 2 << 20  # 1024 leases of 500 bytes, and more of the rest
 MODEL = 64 << 20  # a tokenizer with a vocabulary of 256 k tokens takes 34 MB as JSON
-PREFIXES = 24 << 20  # the names of 2^20 pages, of 19 bytes each
+FRAME = 256 << 10  # changes of prefixes: 8192 names of 19 bytes each, and as much again
 MESSAGE = 500  # characters of an error about a reply
-BATCH = 64  # lines of a stream that are read in a row
+# Changes of prefixes are read at a pace, so that an engine that sends them without end leaves the
+# event loop to others.
+BATCH = 64 << 10  # bytes read in a row
+PACE = 4 << 20  # bytes a second
+WAITING = 24 << 20  # bytes that wait for it: the names of 2^20 pages
+LINE = 128  # bytes that the rest of the work on a line is worth
 
 
 class EngineClient:
@@ -100,10 +104,14 @@ class EngineClient:
         reply, hang_up = await self._http.listen("/microserving/prefixes", feed.take, feed.lose)
         try:
             _accepted(reply)
-            for number in itertools.count(1):
-                yield _read(PrefixChange, await feed.next())
-                if number % BATCH == 0:
-                    await asyncio.sleep(0)  # lines that are here already would block the loop
+            done = 0
+            while True:
+                line = await feed.next()
+                yield _read(PrefixChange, line)
+                done += len(line) + LINE
+                if done >= BATCH:
+                    await asyncio.sleep(done / PACE)
+                    done = 0
         finally:
             hang_up()
 
@@ -137,24 +145,27 @@ class EngineClient:
 
 
 class _Feed:
-    """The lines of a stream, which wait until they are read. More than `PREFIXES` may not wait."""
+    """The lines of a stream, which wait until they are read. More than `WAITING` bytes may not."""
 
     def __init__(self) -> None:
-        self._lines = Lines(PREFIXES)
+        self._lines = Lines(FRAME)
         self._ready: deque[bytes] = deque()
         self._bytes = 0  # in `_ready`
         self._error: EngineUnreachable | None = None
         self._changed = asyncio.Event()
 
     async def next(self) -> bytes:
-        """Return the next line. Raises `EngineUnreachable` once the stream is lost."""
-        while not self._ready:
-            if self._error is not None:
-                raise self._error
+        """Return the next line.
+
+        Raises `EngineUnreachable` once the stream is lost: what came before is of no use then.
+        """
+        while self._error is None and not self._ready:
             self._changed.clear()
             await self._changed.wait()
+        if self._error is not None:
+            raise self._error
         line = self._ready.popleft()
-        self._bytes -= len(line) + 1
+        self._bytes -= len(line) + LINE
         return line
 
     def take(self, data: bytes) -> None:
@@ -163,15 +174,16 @@ class _Feed:
         try:
             for line in self._lines.feed(data):
                 self._ready.append(line)
-                self._bytes += len(line) + 1
+                self._bytes += len(line) + LINE
         except EngineUnreachable as error:
             self.lose(error)
-        if self._bytes > PREFIXES:
+        if self._bytes > WAITING:
             self.lose(EngineUnreachable("the engine's prefixes change faster than they are read"))
         self._changed.set()
 
     def lose(self, error: EngineUnreachable) -> None:
         self._error = self._error or error
+        self._ready.clear()
         self._changed.set()
 
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S, LONGEST_RETRY_S = 0.2, 30.0  # pauses after the loss of a stream
 STEADY_S = 10.0  # after a stream that lasted this long, the first pause is short again
-MOST_PAGES = 1 << 20  # pages of one engine
+MOST_PAGES = 1 << 20  # pages of one engine, whatever it says
 UNUSED_LEGS = 1000  # after this many legs without a query, no engine is followed any longer
 # Landed pages stay expected this long; by then the engine has reported them.
 LINGER_S = 1.0
@@ -190,9 +190,17 @@ async def _read(backend: Backend, view: _View) -> None:
         async for change in changes:
             view.known.difference_update(change.removed)
             view.known.update(change.added)
-            if len(view.known) > MOST_PAGES:
-                raise Internal(f"it reports more than {MOST_PAGES} pages")
-            view.ready.set()
+            if len(view.known) > (most := _most_pages(backend)):
+                raise Internal(f"it reports more cached pages than its {most} pages")
+            if not change.more:
+                view.ready.set()
+
+
+def _most_pages(backend: Backend) -> int:
+    """Return how many pages the engine can have cached: those of its pool and its tiers."""
+    state = backend.state
+    pages = state.pages.total + sum(tier.total for tier in state.tiers) if state else 0
+    return min(pages, MOST_PAGES) or MOST_PAGES
 
 
 def _names(backend: Backend, request: Request, end: int) -> list[PageName]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +18,7 @@ from engine_helpers import generate, prep, running, serving
 from waiting import until
 
 from engine.protocol import PageName, page_names
+from engine.service import prefix_feed
 from engine.service.engine import MicroserveEngine
 from engine.service.prefix_feed import PrefixReader
 from kvcache.transport.memory import MemoryNetwork
@@ -102,10 +107,40 @@ async def test_a_slow_reader_gets_the_net_difference():
             await generate(engine, [number] * 100, f"r{number}", max_tokens=2)
         assert len(engine.prefixes._readers) == 1
         (reader,) = engine.prefixes._readers
-        assert len(reader._pending) * PAGE == engine.cache.prefix_tokens
+        assert len(reader._added) * PAGE == engine.cache.prefix_tokens
         await router.read()
         assert not router.wrong(engine, [[number] * 100 for number in range(12)])
         assert router.frames == 2
+
+
+async def test_a_long_change_comes_in_frames_that_never_exceed_the_cache(monkeypatch):
+    monkeypatch.setattr(prefix_feed, "MOST_NAMES", 4)
+    cache: Any = SimpleNamespace(lock=threading.Lock())
+    reader = PrefixReader(cache)
+    frames = reader.frames()
+    old, new = [[f"{kind}{n:015}" for n in range(10)] for kind in "ab"]
+    known: set[str] = set()
+
+    async def read() -> int:
+        """Read one change; return its number of frames."""
+        for count in itertools.count(1):
+            frame = json.loads(await anext(frames))
+            known.difference_update(frame["removed"])
+            known.update(frame["added"])
+            assert len(frame["added"]) + len(frame["removed"]) <= 4 and len(known) <= 10
+            if not frame.get("more"):
+                return count
+        raise AssertionError
+
+    async with asyncio.timeout(10):
+        reader.record(old, ())
+        assert (await read(), known) == (3, set(old))
+        reader.record(new, old)
+        frame = json.loads(await anext(frames))
+        assert (frame["removed"], frame["added"], frame["more"]) == (old[:4], [], True)
+        known.difference_update(frame["removed"])
+        reader.record(old[:2], new[:9])  # meanwhile
+        assert (await read(), known) == (3, {*old[:2], new[9]})
 
 
 async def test_a_commit_and_a_truncation_are_reported():

@@ -129,12 +129,14 @@ async def test_a_broken_tokenizer_is_read_once(route):
         assert liar.calls.count("model") == 1
 
 
-async def test_prefixes_without_end_leave_the_cache_unknown(route, fake):
-    async with beside_a_liar(route, fake, "endless_prefixes") as (r, liar, _):
+@pytest.mark.parametrize("lie", ["endless_prefixes", "endless_changes"])
+async def test_prefixes_without_end_leave_the_cache_unknown(route, fake, lie):
+    async with beside_a_liar(route, fake, lie) as (r, liar, _):
         await r.http.put(r.server.url + "/admin/strategy", json={"name": "cache_aware"})
         for _ in range(4):
             await r.post("/v1/completions", {**ASK, "timeout": 2})
         prefixes = r.server.router.registry.prefixes
+        await until(lambda: not prefixes._views[liar].ready.is_set())
         assert not prefixes._views[liar].known
 
 
@@ -205,6 +207,12 @@ def test_a_lying_engine_takes_no_memory_and_harms_no_other_engines_requests(lie:
 
 
 def test_every_lie_is_told():
-    extra = {"wrong_lease", "negative_send", "endless_prefixes", "broken_tokenizer"}
+    extra = {
+        "wrong_lease",
+        "negative_send",
+        "endless_prefixes",
+        "endless_changes",
+        "broken_tokenizer",
+    }
     tested = {*ABOUT_REQUESTS, *ABOUT_HEALTH, *extra}
     assert {*ENDLESS, *FRAMES, *FLOODS, *REPLIES, *OTHERS} <= tested

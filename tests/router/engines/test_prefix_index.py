@@ -13,7 +13,14 @@ import pytest
 from engine_process import EngineProcess
 from waiting import until
 
-from engine.protocol import BadRequest, PageName, PrefixChange, Sampling, page_names
+from engine.protocol import (
+    BadRequest,
+    PageName,
+    PrefixChange,
+    Sampling,
+    TierCounts,
+    page_names,
+)
 from router.base.errors import EngineUnreachable
 from router.base.request import Request
 from router.engines.backend import Backend
@@ -75,7 +82,8 @@ def virtually(
         async with asyncio.TaskGroup() as tasks:
             prefixes = PrefixIndex(tasks)
             try:
-                await test(prefixes, backend, engine)
+                async with asyncio.timeout(1e6):  # virtual: a test that fails must not hang
+                    await test(prefixes, backend, engine)
             finally:
                 prefixes.close()
         assert engine.streams == 0
@@ -112,6 +120,43 @@ async def test_full_pages_are_counted_up_to_the_end(prefixes, backend, engine):
     engine.says.put_nowait(PrefixChange(added=names[4:5], removed=names[2:4]))
     await asyncio.sleep(0.01)
     assert prefixes.cached(backend, request(tokens), 48) == 32
+
+
+def changed(names: list[PageName], *, more: bool = False) -> PrefixChange:
+    return PrefixChange(added=names, removed=[], more=more)
+
+
+@virtually
+async def test_a_long_change_is_known_after_its_last_frame(prefixes, backend, engine):
+    asked = request(list(range(64)))
+    names = asked.page_names(PAGE)
+    known = asyncio.ensure_future(prefixes.known(backend))
+    engine.says.put_nowait(changed(names[:2], more=True))
+    await asyncio.sleep(1)
+    assert not known.done()
+    engine.says.put_nowait(changed(names[2:]))
+    await known
+    assert prefixes.cached(backend, asked, 64) == 64
+
+
+@virtually
+async def test_an_engine_cannot_have_more_pages_than_pool_and_tiers(prefixes, backend, engine):
+    state = await engine.state()
+    tier = TierCounts(name="host", total=2, free=0, cached=2, swapped=0, copying=0)
+    pages = state.pages.model_copy(update={"total": 3})
+    backend.state = state.model_copy(update={"pages": pages, "tiers": [tier]})
+    asked = request(list(range(200)))
+    names = asked.page_names(PAGE)
+    await engine.tells(prefixes, backend, asked, 5)
+    assert prefixes.cached(backend, asked, 200) == 5 * PAGE
+    engine.says.put_nowait(PrefixChange(added=names[5:6], removed=names[:1]))
+    await asyncio.sleep(0.01)
+    assert engine.opened == 1
+    engine.add(names[0])  # the sixth page
+    await asyncio.sleep(RETRY_S / 2)
+    assert prefixes.cached(backend, asked, 200) == engine.streams == 0
+    await engine.tells(prefixes, backend, asked, 5)  # and then it is asked again
+    assert prefixes.cached(backend, asked, 200) == 5 * PAGE
 
 
 @virtually
