@@ -67,6 +67,17 @@ async def test_another_model_is_refused_without_reading_it_again():
     assert fleet.engines[1].asked["model"] == 2
 
 
+@in_virtual_time
+async def test_the_only_engine_may_restart_with_another_model():
+    fleet = Fleet(model_info())
+    assert await fleet.admit(0) == ""
+    fleet.engines[0].info = OTHER
+    fleet.engines[0].tells["epoch"] = 2
+    assert fleet.backends[0].status == "up"  # it restarted between two checks
+    assert await fleet.admit(0) == ""
+    assert fleet.served == "another"
+
+
 @pytest.mark.parametrize("change", [{"vocab_size": 999}, {"page_size": 32}])
 @in_virtual_time
 async def test_equal_weights_need_equal_vocabularies_and_pages(change):

@@ -96,6 +96,20 @@ async def test_silence_is_a_failure():
 
 
 @in_virtual_time
+async def test_a_repeated_check_has_only_the_time_that_is_left():
+    watched = Watched()
+
+    async def fail() -> None:
+        await asyncio.sleep(1.5 if watched.engine.asked["health"] == 1 else 1e6)
+        raise EngineUnreachable("it hung up")
+
+    watched.engine.does["health"] = fail
+    _, took = await watched.check()
+    assert watched.said == ["it hung up"]
+    assert took == pytest.approx(2.0, abs=0.06)
+
+
+@in_virtual_time
 async def test_an_engine_that_stays_down_is_asked_less_and_less_often():
     watched = Watched()
     watched.fails(EngineUnreachable("gone"))

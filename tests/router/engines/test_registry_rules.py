@@ -132,12 +132,12 @@ async def test_changes_of_health_are_published_once():
                 await asyncio.Event().wait()
         assert f.published == [("a", "up"), ("b", "up")]
         f.fails("a")
-        await asyncio.sleep(100.0)
+        await asyncio.sleep(20.0)
         assert f.published[2:] == [("a", "down")]
         assert (f["a"].last_error, f.usable()) == ("gone", "b")
         f["a"].client.does.clear()  # type: ignore[attr-defined]
         f["a"].probe.set()  # not after its long pause
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
         assert f.published[3:] == [("a", "up")]
         assert (f["a"].last_error, f.usable()) == ("", "a b")
 
@@ -156,7 +156,7 @@ async def test_waiting_for_an_engine_ends_when_one_is_up():
         f["a"].client.does.clear()  # type: ignore[attr-defined]
         loop.call_later(1.0, f["a"].probe.set)
         await f.registry.returned(60.0)
-        assert (f.usable(), loop.time() - began) == ("a", 3.0)
+        assert f.usable() == "a" and loop.time() - began < 4.0
         f["a"].suspect("no answer")
         f.fails("a")
         began = loop.time()
@@ -257,7 +257,8 @@ async def test_an_engine_that_is_added_again_stays_and_is_checked_at_once():
         a = f["a"]
         a.load.streams = 1
         f.registry.remove(a)
-        assert a.leaving and not f.usable()
+        await asyncio.sleep(0.01)
+        assert a.leaving and not f.usable() and not a.probe.is_set()
         f.registry.add("http://a:1")
         assert not a.leaving and a.probe.is_set()
         await asyncio.sleep(0.01)
@@ -321,17 +322,17 @@ async def test_the_last_engine_is_not_emptied():
 
 @in_virtual_time
 async def test_only_an_engine_that_announced_itself_and_is_silent_is_forgotten():
-    async with fleet("a", forget_s=100.0) as f:
+    async with fleet("a", forget_s=20.0) as f:
         f.registry.add("http://b:1", source="heartbeat")
         await f.registry.settled(10.0)
-        await asyncio.sleep(200.0)  # it is up
+        await asyncio.sleep(30.0)  # it is up
         assert f.usable() == "a b"
         for id in "ab":
             f.fails(id)
         f.registry.add("http://b:1", source="heartbeat")
-        await asyncio.sleep(90.0)
+        await asyncio.sleep(18.0)
         f["b"].load.streams = 1
-        await asyncio.sleep(20.0)
+        await asyncio.sleep(10.0)
         assert len(list(f.registry)) == 2  # something still runs there
         f["b"].load.streams = 0
         await asyncio.sleep(10.0)

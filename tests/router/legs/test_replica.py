@@ -71,6 +71,7 @@ async def test_settled_replicas_are_released_but_for_the_best():
         assert replicas.settle() is best
         assert choice.releaser.released == [("a", "lease-a"), ("away", "lease-away")]
         assert b.replicas == choice.source.mirrored == {best}
+        assert replicas._all == [best]
         assert not a.replicas and not c.replicas and not away.replicas
         assert replicas.settle() is best  # again: nothing is released twice
         assert len(choice.releaser.released) == 2

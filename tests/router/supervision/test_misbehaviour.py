@@ -296,3 +296,23 @@ async def test_an_engine_error_after_the_last_token_does_not_fail_the_request(ro
         assert len([e for e in events[:-1] if e["choices"][0]["finish_reason"]]) == 1
         receipt = await r.receipt("x")
         assert (receipt["status"], receipt["legs"][-1]["error"]["type"]) == ("done", "no_capacity")
+
+
+async def test_a_choice_without_progress_beside_a_busy_one_ends(route, fake):
+    """An engine works for the other prompt all the time."""
+
+    @strategy
+    async def waits(request, cluster):
+        if request.prompt == [2]:
+            await asyncio.Event().wait()
+        async for chunk in cluster.engines.round_robin().start_generate(request):
+            yield chunk
+
+    a = fake("a", gate=asyncio.Event())
+    async with route(a, **QUICK, request_timeout_s=5.0) as r:
+        r.use(waits)
+        status, body = await r.post("/v1/completions", {**ASK, "prompt": [[1], [2]]})
+        assert (status, body["error"]["type"]) == (504, "strategy_stalled")
+        assert [body["prompt"] for body in a.named("start_generate")] == [[1]]
+        await a.until(lambda: a.running == 0)
+        await r.settled()
