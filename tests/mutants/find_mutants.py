@@ -102,6 +102,8 @@ def mutant(source: str, place: Place) -> Mutant | None:
     if mutated is None or not _parses(mutated):
         return None
     before, after = _difference(source, mutated)
+    if before.replace(" *,", " /,") == after:  # keywords are still accepted
+        return None
     return Mutant(place.line, before, after, mutated)
 
 
@@ -120,6 +122,8 @@ def _skipped(tree: ast.Module) -> Iterator[tuple[Position, Position]]:
                 spans = [node]
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 spans = [node]
+            case ast.ClassDef(bases=bases) if any(_name(base) == "Protocol" for base in bases):
+                spans = [*node.decorator_list, node]
             case ast.Raise():
                 spans = list(_messages(node.exc))
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="log")))):
@@ -136,9 +140,17 @@ def _skipped(tree: ast.Module) -> Iterator[tuple[Position, Position]]:
 def _is_type(node: ast.Assign) -> bool:
     """Whether this names a type: `Headers = list[tuple[bytes, bytes]]`, or a type variable."""
     value = node.value
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitOr):
+        return isinstance(value.left, ast.Subscript)
     if isinstance(value, ast.Subscript):
         return isinstance(value.value, ast.Name)
     return isinstance(value, ast.Call) and ast.unparse(value.func) in ("TypeVar", "ParamSpec")
+
+
+def _name(base: ast.expr) -> str:
+    """Return the name of a class, without its parameters."""
+    inner = base.value if isinstance(base, ast.Subscript) else base
+    return inner.id if isinstance(inner, ast.Name) else ""
 
 
 def _messages(error: ast.expr | None) -> Iterator[ast.AST]:

@@ -49,6 +49,11 @@ def test_runs_expand_to_pages():
     assert ADDRESS.pages() == [3, 4, 9]
 
 
+def test_consecutive_pages_are_one_run():
+    pages = [PageId(page) for page in (1, 2, 3, 9, 10, 4, 6)]
+    assert page_runs(pages) == ((1, 3), (9, 2), (4, 1), (6, 1))
+
+
 @given(st.lists(st.integers(1, 50), unique=True))
 def test_pages_survive_as_runs(pages: list[int]):
     address = replace(ADDRESS, runs=page_runs([PageId(page) for page in pages]))

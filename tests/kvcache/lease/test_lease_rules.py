@@ -378,7 +378,8 @@ def test_content_is_compared_by_the_sender(new_cache: NewCache):
         new_cache(secret=b"other").open_put(address, PROMPT, 0, 21)
     with pytest.raises(BadAddress, match="weights"):
         new_cache(fingerprint="other").open_put(address, PROMPT, 0, 21)
-    for prompt in ([*PROMPT[:20], 1], PROMPT[:20], []):
+    others = [[*PROMPT[:20], token] for token in range(1000, 1008)]  # digests larger and smaller
+    for prompt in (*others, PROMPT[:20], []):
         with pytest.raises(BadAddress, match="prompt"):
             same.open_put(address, prompt, 0, 21)
     for begin, end in ((0, 22), (5, 5), (6, 5), (-1, 5)):
