@@ -132,6 +132,7 @@ class Connection:
 
     def _abort(self) -> None:
         self.aborted += 1
+        self.closing, self.unread = True, 0
 
 
 def checked(slow: SlowClients, now: float, *connections: Any) -> list[bool]:
@@ -155,16 +156,16 @@ def test_a_head_has_its_time_and_no_more():
 def test_a_client_that_reads_a_little_stays():
     dropped: list[str] = []
     slow = SlowClients(dropped.append, head_s=1e9, stall_s=10.0)
-    reads, stalls, done = Connection(100), Connection(100), Connection(0)
-    for now in range(10):
+    reads, grows, stalls, done = Connection(100), Connection(1), Connection(100), Connection(0)
+    for now in range(25):
         reads.unread -= 1
-        assert checked(slow, float(now), reads, stalls, done) == [False, False, False]
-    reads.unread += 50  # more was written
-    assert checked(slow, 10.0, reads, stalls, done) == [False, True, False]
+        grows.unread += 1
+        stalled = checked(slow, float(now), reads, grows, stalls, done)
+        assert stalled == [False, False, now >= 10, False]
     assert dropped == ["unread"]
-    assert checked(slow, 19.9, reads) == [False]
+    assert checked(slow, 33.9, reads) == [False]
     reads.closing = True  # it still has something to read
-    assert checked(slow, 20.0, reads) == [True]
+    assert checked(slow, 34.0, reads) == [True]
 
 
 def test_a_connection_that_is_gone_is_forgotten():

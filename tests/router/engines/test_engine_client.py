@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 from stub_engine import StubEngine, model_info
+from virtual_time import in_virtual_time
 
 from engine.protocol import BadRequest, Internal, NoCapacity
 from router.base.errors import EngineUnreachable
@@ -222,61 +224,67 @@ async def test_closing_ends_stream_and_connections():
 # Prefixes
 
 
-async def test_prefixes_that_wait_to_be_read_are_bounded(monkeypatch):
-    monkeypatch.setattr(module, "PREFIXES", 3 * len(CHANGE))
+COST = len(CHANGE) - 1 + module.LINE  # what a line counts for
+
+
+async def followed() -> tuple[Any, Http]:
+    """Return a feed of prefixes whose first line has been read."""
     engine, http = client()
     feed = engine.prefixes()
     first = asyncio.ensure_future(anext(feed))
     await asyncio.sleep(0)
     http.sink(CHANGE)
     assert (await first).added == []
-    http.sink(CHANGE * 3)  # as much as may wait: what was read counts no longer
-    for _ in range(3):
-        await anext(feed)
+    return feed, http
+
+
+async def test_prefixes_that_wait_to_be_read_are_bounded(monkeypatch):
+    monkeypatch.setattr(module, "WAITING", 3 * COST)
+    feed, http = await followed()
+    for _ in range(2):  # what was read counts no longer
+        http.sink(CHANGE * 3)
+        for _ in range(3):
+            await anext(feed)
     http.sink(CHANGE * 4)
-    http.sink(CHANGE * 1000)  # dropped
-    for _ in range(4):
-        await anext(feed)
     with pytest.raises(EngineUnreachable, match="change faster"):
         await anext(feed)
     assert http.retired
 
 
-async def test_a_lost_feed_fails_after_what_has_come(monkeypatch):
-    monkeypatch.setattr(module, "PREFIXES", 100)
-    for lose, why in (
-        (lambda http: http.lost(EngineUnreachable("gone")), "gone"),
-        (lambda http: http.sink(b"x" * 101), "more than 100 bytes"),
-        (lambda http: http.sink(CHANGE * 4), "change faster"),
-    ):
-        engine, http = client()
-        feed = engine.prefixes()
-        first = asyncio.ensure_future(anext(feed))
-        await asyncio.sleep(0)
-        http.sink(CHANGE * 2)
-        await first
-        lose(http)
-        got = 0
-        with pytest.raises(EngineUnreachable, match=why):
-            while True:
-                await anext(feed)
-                got += 1
-        assert got == (5 if why == "change faster" else 1)
-        assert http.retired
-
-
-async def test_many_prefixes_do_not_block_the_event_loop():
-    engine, http = client()
-    feed, ran = engine.prefixes(), []
-    first = asyncio.ensure_future(anext(feed))
-    await asyncio.sleep(0)
-    http.sink(CHANGE * (2 * module.BATCH))
-    await first
-    asyncio.get_running_loop().call_soon(ran.append, True)
-    for _ in range(module.BATCH):
+@pytest.mark.parametrize("how", ["gone", "more than 100 bytes"])
+async def test_a_lost_feed_fails_at_once(monkeypatch, how):
+    """And drops what waits: it is of no use any more."""
+    monkeypatch.setattr(module, "FRAME", 100)
+    feed, http = await followed()
+    http.sink(CHANGE * 2 + b"x" * 70)
+    if how == "gone":
+        http.lost(EngineUnreachable("gone"))
+    else:
+        http.sink(b"x" * 31)
+    http.lost(EngineUnreachable("once more"))
+    take = http.sink.__self__
+    http.sink(CHANGE)
+    assert not take._ready
+    with pytest.raises(EngineUnreachable, match=how):
         await anext(feed)
-    assert ran
-    await feed.aclose()
+    assert http.retired
+
+
+@in_virtual_time
+async def test_many_prefixes_are_read_at_a_pace():
+    """So they leave the event loop to others."""
+    with (
+        mock.patch.object(module, "BATCH", 10 * COST),
+        mock.patch.object(module, "PACE", 5 * COST),
+    ):
+        feed, http = await followed()
+        http.sink(CHANGE * 24)
+        times = []
+        for _ in range(24):
+            await anext(feed)
+            times.append(asyncio.get_running_loop().time())
+        assert times == [0.0] * 9 + [2.0] * 10 + [4.0] * 5
+        await feed.aclose()
     assert http.retired
 
 
