@@ -106,6 +106,7 @@ HERE = {"host": "localhost:8000"}
         {},
         {"origin": "http://localhost:8000"},
         {"origin": "https://LOCALHOST:8000"},
+        {"origin": "http://localhost:8000", "host": "LocalHost:8000"},
         {"sec-fetch-site": "same-origin"},
         {"sec-fetch-site": "none"},
         # A reverse proxy that sets Host to its own destination.

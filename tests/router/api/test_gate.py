@@ -104,6 +104,7 @@ async def test_bodies_of_the_admin_api_are_declared_as_json(route, fake, key, ch
             ("Content-Type: application/jsonp", 415),
             ("Content-Type: text/plain; application/json", 415),
             ("Content-Type: Application/JSON; charset=utf-8", 404),
+            ("Content-Type: application/json ;charset=utf-8", 404),
         ):
             raw = request(
                 "PUT", "/admin/strategy", declared, f"Authorization: Bearer {key}",

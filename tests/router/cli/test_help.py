@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from engine.protocol import EngineConfig
 from router.base.config import RouterConfig
 from router.cli import cli
+from router.cli.options import Number
 
 
 def sections(*command: str) -> dict[str, str]:
@@ -83,3 +85,34 @@ def test_a_number_out_of_its_range_is_refused(command, name, default):
 def test_zero_is_refused_where_it_makes_no_sense(flag):
     done = CliRunner().invoke(cli, ["router", flag, "0"])
     assert done.exit_code == 2 and f"Invalid value for '{flag}'" in done.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--port", "65536"),
+        ("--attempts", "101"),
+        ("--retry-share", "1.01"),
+        ("--stream-interval-ms", "10001"),
+        ("--request-timeout", "0"),
+        ("--health-timeout", "0.0009"),
+        ("--client-stall", "1e8"),
+        ("--max-body-mb", "4097"),
+    ],
+)
+def test_a_number_just_beyond_its_range_is_refused(flag, value):
+    done = CliRunner().invoke(cli, ["router", flag, value])
+    assert done.exit_code == 2 and f"{value} is not from" in done.output, done.output
+
+
+def test_a_range_includes_its_ends():
+    number = Number(int, 1, 5)
+    assert [number.convert(text, None, None) for text in ("1", "5")] == [1, 5]
+    for text in ("0", "6", "1.0", "x"):
+        with pytest.raises(click.BadParameter):
+            number.convert(text, None, None)
+    assert Number(float).convert("-1e300", None, None) == -1e300
+    with pytest.raises(click.BadParameter, match="2 or more"):
+        Number(float, 2).convert("1.9", None, None)
+    with pytest.raises(click.BadParameter):
+        Number(float).convert("nan", None, None)
