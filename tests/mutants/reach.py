@@ -1,4 +1,4 @@
-"""Which tests run which lines: a mutant needs the tests that reach it, the quick ones first."""
+"""Which tests run which lines: a mutant needs no others."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ class Reach:
         return _statement(ast.parse(source), line) is not None
 
     def tests(self, module: str, source: str, line: int) -> list[str]:
-        """Return the tests that run the statement at `line`, file by file, the quickest first."""
+        """Return the tests that run the statement at `line`, file by file.
+
+        The module's own file comes first, then the quickest.
+        """
         lines = self._reached[module]
         span = _statement(ast.parse(source), line)
         # What runs at import matters to all tests of the module.
@@ -108,8 +111,11 @@ class Reach:
             cost[_file(name)] += self._seconds[name]
         return sorted(
             names,
-            key=lambda name: (cost[_file(name)], _file(name), self._seconds[name], name),
-        )
+            key=lambda name: (
+                Path(module).stem not in _file(name), cost[_file(name)], _file(name),
+                self._seconds[name], name,
+            ),
+        )  # fmt: skip
 
 
 class Chosen:
