@@ -35,6 +35,7 @@ def at_rest(cache: KVCache) -> None:
     quiet(cache)
     use = cache.page_use()
     assert use.free + use.cached == use.total
+    assert not cache.bookkeeping.pages.pool._readers
     for tier in cache.tiers.use():
         assert tier.free + tier.cached == tier.total
         assert tier.swapped == tier.copying == 0

@@ -237,6 +237,9 @@ def test_a_send_closes_when_its_writes_have_drained(new: Callable[..., Machine])
     assert reply.ms == pytest.approx(1000 * (2 * STEP_S + 100 * TOKEN_S))
     assert reply.put_ms == 0.0
     assert receiver.cache.lease(lease.lease_id).landed == 100
+    sender.stepper.abort(send)  # has no effect any more
+    assert sender.run_until_idle().next_at is None
+    assert not sender.stepper._closing
     receiver.cache.release(lease.lease_id)
 
 
@@ -450,3 +453,32 @@ def test_a_fork_without_room_to_grow_starts_later(new: Callable[..., Machine]):
     machine.run_until_idle()
     assert (machine.tokens(parent), machine.tokens(child)) == ([100, 101], [140, 141])
     assert machine.stepper.stats.failed_steps == 0
+
+
+def test_a_request_id_that_is_used_again_leaves_no_retained_prompt(new: Callable[..., Machine]):
+    machine = new()
+    for number in (1, 2):
+        job = generation(number, [number, *PROMPT], max_tokens=2)
+        job.request_id, job.forks = "again", 1
+        machine.stepper.submit(job)
+        machine.run_until_idle()
+        assert machine.tokens(job) == [101, 102]
+    assert machine.stepper.parallel_sampling.retaining
+    machine.now += parallel_sampling.RETAIN_S + SWEEP_S
+    machine.stepper.step()
+    assert not machine.stepper.parallel_sampling.retaining
+    assert machine.cache.page_use().active == 0
+
+
+def test_an_idle_stepper_sweeps_while_something_can_expire(new: Callable[..., Machine]):
+    machine = new(pages=10)
+    lease, _ = machine.cache.prep_recv("r", [1, 2], 2, 0, 1e9)
+    assert machine.stepper.step().next_at == SWEEP_S
+    machine.cache.release(lease.lease_id)
+    assert machine.stepper.step().next_at is None
+    machine.cache.add_sequence(SeqId(9))
+    machine.cache.grow(SeqId(9), 10 * 16)
+    machine.stepper.submit(generation(1, PROMPT, max_tokens=1))
+    assert machine.stepper.step() == StepResult(0, (), SWEEP_S)  # it waits for room
+    machine.cache.remove_sequence(SeqId(9))
+    machine.run_until_idle()

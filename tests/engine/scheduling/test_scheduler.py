@@ -489,3 +489,32 @@ def test_the_head_of_the_queue_is_stuck_only_if_no_job_holds_pages(
     scheduler.plan()
     assert scheduler.running == [job] and scheduler.stuck is None
     finish(scheduler, cache, job)
+
+
+def test_removed_jobs_are_not_remembered(make: Make):
+    """One waits for the prefix that another computes, one has just been computed."""
+    scheduler, cache = make(budget=40)
+    first, waits = generation(1, range(100)), generation(2, [*range(90), 500])
+    blocked = generation(3, range(2000, 3000))
+    for job in (first, waits, blocked):
+        scheduler.add(job)
+    step(scheduler, cache)
+    assert scheduler._untouched == {waits} and scheduler._unpublished == [first]
+    assert scheduler._blocked is blocked
+    for job in (waits, first, blocked):
+        finish(scheduler, cache, job)
+    assert not scheduler._untouched and not scheduler._unpublished
+    assert scheduler._blocked is None
+
+
+def test_a_preempted_job_does_not_count_as_untouched(make: Make):
+    scheduler, cache = make(pages=14, budget=40)
+    first, waits = generation(1, range(100)), generation(2, [*range(90), 500])
+    for job in (first, waits):
+        scheduler.add(job)
+    step(scheduler, cache)
+    assert scheduler._untouched == {waits}
+    scheduler._preempt(waits)
+    assert not scheduler._untouched
+    for job in (first, waits):
+        finish(scheduler, cache, job)

@@ -163,3 +163,15 @@ def test_the_latest_released_ids_are_remembered(monkeypatch: pytest.MonkeyPatch)
     for name in ("a", "c"):
         with pytest.raises(DuplicateRequest):
             released.check(name)
+
+
+async def test_a_reply_counts_what_was_sent_from_the_cache(pair: Pair):
+    prefill, decode = pair
+    await generate(prefill, PROMPT, max_tokens=1)  # 64 tokens stay cached
+    got = decode.prep_recv(prep(PROMPT, END))
+    counts = []
+    for begin, end in ((0, 32), (32, 68), (68, END)):
+        reply = await prefill.remote_send(sending(PROMPT, begin, end, got.kv_addr))
+        counts.append((reply.sent_tokens, reply.cached_tokens, reply.computed_tokens))
+    assert counts == [(32, 32, 0), (36, 32, 4), (1, 0, 5)]
+    decode.release(Release(lease_id=got.lease_id))

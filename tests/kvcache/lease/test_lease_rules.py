@@ -470,6 +470,19 @@ def test_time_while_the_receiver_is_stopped_does_not_count(new_cache: NewCache, 
     assert cache.sweep() == [lease]
 
 
+@pytest.mark.parametrize("lease_s", [0.1, 0.5, 1.0])
+def test_time_of_a_stop_is_forgiven_to_short_leases_too(
+    new_cache: NewCache, clock: Clock, lease_s: float
+):
+    cache = new_cache()
+    lease, _ = cache.prep_recv("r", PROMPT, 21, 0, lease_s)
+    clock.now += 3600.0
+    assert cache.sweep() == []
+    assert clock.now < lease.deadline < clock.now + lease_s
+    clock.now += lease_s
+    assert cache.sweep() == [lease]
+
+
 def test_a_lease_ends_although_every_gap_between_sweeps_is_long(new_cache: NewCache, clock: Clock):
     """On a starved host a step may take seconds, and a sweep follows each step."""
     cache = new_cache()

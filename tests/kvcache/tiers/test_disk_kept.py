@@ -190,6 +190,8 @@ def test_a_file_in_use_is_refused(tmp_path: Path):
     store = kept(tmp_path)
     with pytest.raises(BadRequest, match=r"a\.kv is in use by another engine"):
         kept(tmp_path)
+    open_files = [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
+    assert open_files.count(str((tmp_path / "a.kv").resolve())) == 1
     store.close()
     kept(tmp_path).close()
 

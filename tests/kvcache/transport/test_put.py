@@ -8,17 +8,19 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from kv_helpers import Clock, cached, pages_of, sequence
 
 from kvcache.cache import KVCache
 from kvcache.errors import BadRange, Internal, Timeout
+from kvcache.lease import KVAddress
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import RIGHT_POLL_S, RIGHT_TIMEOUT_S, QueuedPut
 from kvcache.transport.target import Target
 from kvcache.transport.worker import Task, Worker
-from kvcache.types import TokenPos
+from kvcache.types import SlotIndex, TokenPos
 
 Pair = tuple[KVCache, KVCache]
 PROMPT = list(range(100, 122))
@@ -180,3 +182,39 @@ def test_positions_before_those_of_the_lease_are_not_written(pair: Pair):
         assert isinstance(put.close().exception(timeout=5), BadRange)
         assert torch.equal(receiver.store.pool, before)
         receiver.release(receiver.leases()[0].lease_id)
+
+
+def test_a_claim_is_made_alone_and_writes_share_their_claims_right(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    """Shared, the right of a claim would not exclude a writer of another process."""
+    shares: list[int] = []
+    acquire = MappedTarget.try_acquire_right
+
+    def watched(self: MappedTarget, slot: SlotIndex, share: int = 0) -> bool:
+        shares.append(share)
+        return acquire(self, slot, share)
+
+    monkeypatch.setattr(MappedTarget, "try_acquire_right", watched)
+    put = open_put(pair)
+    assert shares == [0]
+    put.renew()
+    put.close().result(5)
+    assert shares == [0, put.claim] and put.claim != 0
+    address = KVAddress.verify(pair[1]._receiver._address(pair[1].leases()[0]), b"secret")
+    pair[0].transport.open(address, 0, join=put.claim)
+    assert shares == [0, put.claim, put.claim]
+
+
+def test_a_write_reads_the_table_as_it_was_when_it_was_queued(pair: Pair):
+    sender, receiver = pair
+    put, gate = open_put(pair), threading.Event()
+    put._worker.submit(lambda: gate.wait(10) and None)
+    pages = np.array(pages_of(sender, sequence(sender, 1, PROMPT)), dtype=np.int64)
+    put.write(range(2), pages, TokenPos(0), TokenPos(4))
+    own = receiver.leases()[0].own[0]
+    expected = sender.store.pool[:, int(pages[0])].clone()
+    pages[:] = 0
+    gate.set()
+    put.close().result(5)
+    assert torch.equal(receiver.store.pool[:, own], expected)
