@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -152,5 +151,4 @@ async def test_a_replica_that_is_over_keeps_nothing_alive():
     del upkeep
     assert there() is not None
     replica.forget()
-    gc.collect()
     assert there() is None
