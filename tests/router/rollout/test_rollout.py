@@ -139,7 +139,9 @@ def test_what_counts_for_a_canary(rollout: Rollout, requests: Any, counted: tupl
     assert canary is not None
     ended(rollout, **requests)
     assert (canary.ended, canary.failed, canary.slow) == counted
-    rollout.ended(rollout.revisions.active, Receipt("x", 1, "mine", {}, 0, 0))  # type: ignore
+    other = Receipt("x", 1, "mine", {}, 0, 0)  # type: ignore[arg-type]
+    other.status, other.first_token_ms = "done", 1.0
+    rollout.ended(rollout.revisions.active, other)
     assert canary.ended == counted[0]  # other revisions' requests do not count
 
 
