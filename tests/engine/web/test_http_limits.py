@@ -312,7 +312,7 @@ async def test_waiting_bytes_over_the_budget_are_refused_in_turn():
         await server.end()
 
 
-async def test_the_next_request_begins_once_the_response_was_read():
+async def test_the_next_request_begins_once_the_response_was_read(caplog):
     server = Server()
     server.protocol.pause_writing()  # as a transport whose buffer is full
     server.gate.clear()
@@ -328,6 +328,7 @@ async def test_the_next_request_begins_once_the_response_was_read():
     await turns()
     assert (server.begun, server.statuses) == (2, [200, 200])
     assert await server.send(get()) == [200, 200, 200]
+    assert not caplog.records
     await server.end()
 
 
