@@ -22,7 +22,7 @@ from pathlib import Path
 __all__ = ["Reaper"]
 
 MARK = "TESTS_OWNER"
-SAMPLE_S = 4.0
+SAMPLE_S = 15.0  # each takes a quarter of a second of CPU
 QUIET_S = 10.0  # no process with the mark may appear within it, at most
 PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.M)
 

@@ -171,8 +171,8 @@ class Backend:
 
     def suspect(self, reason: str) -> None:
         """Note that a leg could not reach it. Its other legs go on and will notice themselves."""
-        self.last_error = reason
         if self.status == "up":
+            self.last_error = reason
             self.doubts += 1
             self.status = "suspect"
             self.settled.clear()

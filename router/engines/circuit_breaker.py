@@ -65,3 +65,8 @@ class CircuitBreaker:
         self._trial_until = 0.0
         self.opened += 1
         return True
+
+    def trip(self) -> bool:
+        """Note a failure that is enough to open the breaker; return whether it opened."""
+        self._failures = max(self._failures, self._limit - 1)
+        return self.failure()

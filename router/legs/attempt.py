@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from engine.protocol import Draining, Internal, MicroserveError, PeerUnreachable, Timeout
+from engine.protocol import (
+    Draining,
+    Internal,
+    LeaseExpired,
+    MicroserveError,
+    PeerUnreachable,
+    Timeout,
+)
 from router.base import (
     BadReply,
     EngineRequestId,
@@ -106,6 +113,7 @@ class Attempt:
         self.alone = len(backends) == 1
         self.needs = needs
         self.blamed: set[Backend] = set()
+        self.senders: set[Backend] = set()  # those that say that they have sent KV
         self.streams: list[Running] = []
         self.grants: list[LeaseGrant] = []
         self.replicas = replicas
@@ -204,6 +212,8 @@ class Attempt:
             if not answered:
                 await self.release(backend, {"request_id": self.request_id})
         self.note_success(backend)
+        if receiver is not None:
+            self.senders.add(backend)
         self._accepted()
         return reply
 
@@ -234,6 +244,12 @@ class Attempt:
         if isinstance(error, Draining):
             self.blamed.add(backend)
             backend.probe.set()
+        if isinstance(error, LeaseExpired) and backend not in self.senders:
+            # It has waited in vain for KV that others say they have sent: a sender is at fault.
+            # Its replies count as successes, so the first time is enough.
+            for sender in self.senders:
+                self.blamed.add(sender)
+                self._note_opening(sender, sender.breaker.trip(), error)
         if not isinstance(error, PeerUnreachable | Internal | Timeout):
             backend.breaker.success()
             return
@@ -242,7 +258,11 @@ class Attempt:
             backend.suspect(error.message)
         if isinstance(error, Timeout):
             backend.breaker.success()
-        elif backend.breaker.failure():
+        else:
+            self._note_opening(backend, backend.breaker.failure(), error)
+
+    def _note_opening(self, backend: Backend, opened: bool, error: MicroserveError) -> None:
+        if opened:
             self.runtime.metrics.breaker_opened.labels(backend.id).inc()
             log.warning("engine %s is left alone for a while: %s", backend.id, error)
 

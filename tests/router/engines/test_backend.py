@@ -171,6 +171,7 @@ async def test_only_an_engine_that_is_up_becomes_suspect():
     backend.settled.set()
     backend.suspect("no answer")
     assert (backend.status, backend.doubts) == ("down", 2)
+    assert backend.last_error == "gone"  # its other legs, which say so too, add nothing
     assert backend.settled.is_set()
 
 

@@ -65,3 +65,11 @@ def test_a_trial_that_never_ends_is_followed_by_another():
     assert breaker.resting
     clock.now += 0.1
     assert not breaker.resting
+
+
+def test_a_trip_opens_it_whatever_came_before():
+    breaker = CircuitBreaker(3, 5.0, Clock())
+    breaker.success()
+    assert breaker.trip()
+    assert not breaker.trip()
+    assert (breaker.state, breaker.opened) == ("open", 1)

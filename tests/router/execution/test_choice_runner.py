@@ -153,6 +153,22 @@ async def test_an_expired_lease_is_retried_and_is_no_client_error(route, fake):
     assert not d.leases
 
 
+async def test_a_sender_whose_kv_never_arrives_is_avoided(route, fake):
+    """It says that it has sent, and the receiver waits until its lease ends."""
+    liar, p, d = fake("a", role="prefill"), fake("p", role="prefill"), fake("d", role="decode")
+    d.refuse["start_generate"] = [LeaseExpired("nothing came")]
+    async with route(liar, p, d, strategy="prefill_decode") as r:
+        status, _ = await r.post("/v1/completions", ASK, headers={"X-Request-Id": "x"})
+        assert status == 200
+        receipt = await r.receipt("x")
+        first, second = (leg["engine"] for leg in receipt["legs"] if leg["call"] == "remote_send")
+        assert [retry["engines"] for retry in receipt["retries"]] == [[first]]
+        assert first != second
+        breaker = r.server.router.registry[first].breaker
+        assert (breaker.state, breaker.opened) == ("open", 1)
+        assert r.server.router.registry["d"].breaker.state == "closed"
+
+
 @pytest.mark.slow
 async def test_no_capacity_is_waited_for(route, fake):
     a = fake("a", refuse={"start_generate": [NoCapacity("full", retry_after_s=0.01)] * 5})
