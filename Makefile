@@ -26,6 +26,7 @@ serve: $(VENV)/demo.stamp  ## start the same to play with, at http://127.0.0.1:8
 test: $(VENV)/test.stamp  ## run all tests but the conformance suite (WORKERS=2, PYTEST=tests/kvcache)
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
+test-fast: WORKERS := $(shell expr $(WORKERS) + 1)
 test-fast: $(VENV)/test.stamp  ## run the tests that need neither a second nor a process of their own
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not processes and not conformance" $(PYTEST)
 

@@ -32,7 +32,7 @@ from soak import Soak, leftovers
 MODEL = "tiny"
 CLIENTS = 4
 DEADLINE_S = 4.0  # of `up`, for a silent router
-STOPS = (("up", DEADLINE_S + 1.0), ("router", 1.5), ("engine-0", 2.5), ("engine-1", 2.5))
+STOPS = (("up", DEADLINE_S + 1.0), ("router", 1.5), ("engine-1", 2.5))
 REST_S = 1.5  # between two stops: an engine that was stopped is found and used again
 FLAGS = ("--engines", "2", "--pool-pages", "512", "--health-deadline-s", str(DEADLINE_S))
 # Ends with its parent, also if that is killed.

@@ -165,7 +165,7 @@ def test_smollm2_strategies_equal_transformers(smollm2: Deployment) -> None:
         ("balanced", {"ratio": 0.3}),
     ):
         smollm2.use(strategy, **params)
-        for wanted in continuations():
+        for wanted in continuations()[: 1 if strategy == "data_parallel" else None]:
             for salt in ("cold", "warm"):
                 reply = smollm2.complete(wanted.prompt, greedy=8, model="smollm2")
                 wanted.check(reply["choices"][0]["token_ids"], f"{strategy} {salt}")

@@ -732,7 +732,7 @@ class TwoCaches(RuleBasedStateMachine):
 TestTwoCaches = pytest.mark.slow(TwoCaches.TestCase)
 TestTwoCaches.settings = settings(
     settings.default,
-    max_examples=max(settings.default.max_examples, 200),
+    max_examples=max(settings.default.max_examples, 130),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -18,6 +18,8 @@ from lying_engine import ENDLESS, FLOODS, FRAMES, OTHERS, REPLIES, LyingEngine
 from router_process import RouterProcess
 from waiting import until
 
+pytestmark = pytest.mark.slow  # all of them: each waits a little
+
 PROMPT = list(range(1, 41))
 ASK = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "return_token_ids": True}
 TOKENS = [140, 141, 142, 143, 144]

@@ -11,6 +11,8 @@ from waiting import until
 from engine.protocol import BadAddress, NoCapacity, UnknownLease
 from router import Mirror, strategy
 
+pytestmark = pytest.mark.slow  # all of them: each waits a little
+
 PROMPT = list(range(1, 41))
 ASK = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "return_token_ids": True}
 TOKENS = [140, 141, 142, 143, 144]

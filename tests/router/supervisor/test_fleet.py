@@ -10,6 +10,8 @@ from waiting import until
 
 from engine.protocol import Internal, NoCapacity
 
+pytestmark = pytest.mark.slow  # all of them: each waits a little
+
 ASK = {"prompt": list(range(1, 41)), "max_tokens": 5, "temperature": 0, "return_token_ids": True}
 TOKENS = [140, 141, 142, 143, 144]
 

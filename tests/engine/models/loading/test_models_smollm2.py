@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +179,18 @@ def test_answer(smollm2, make_cache):
 @pytest.fixture(scope="module")
 def smollm2_hf() -> Iterator[Any]:
     """Transformers' model with SmolLM2's weights in float32. Loading takes long."""
+    import gguf
     from transformers import AutoModelForCausalLM
 
     path = locate("smollm2").path
-    yield AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        # transformers reads the file twice, and makes a table of names for each tensor.
+        for slow in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, slow, cache(getattr(gguf, slow)))
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        )
+    yield model.eval()
 
 
 @pytest.fixture(scope="module")
