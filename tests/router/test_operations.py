@@ -16,6 +16,8 @@ from engine.protocol import NoCapacity
 from router import cli
 from router.telemetry.logs import JsonFormatter, TextFormatter
 
+pytestmark = pytest.mark.slow  # all of them: each waits a little
+
 ASK = {"prompt": list(range(1, 41)), "max_tokens": 5, "temperature": 0, "return_token_ids": True}
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -32,6 +32,8 @@ from engine.service.engine import MicroserveEngine
 from kvcache.memory.region import Region
 from kvcache.transport import MemoryNetwork
 
+pytestmark = pytest.mark.slow  # all of them: each waits a little
+
 PROMPT = [(11 * n) % 250 for n in range(37)]
 END = len(PROMPT)
 Pair = tuple[MicroserveEngine, MicroserveEngine]

@@ -19,6 +19,8 @@ from router.api.connections import Connections
 from router.api.http import HttpRequest, HttpResponse
 from router.server import listen
 
+pytestmark = pytest.mark.slow  # all of them: each waits a little
+
 ASK = json.dumps({"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}).encode()
 STREAM = ASK[:-1] + b', "stream": true}'
 

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 from waiting import until
 
+pytestmark = pytest.mark.slow  # all of them: each waits a little
+
 ASK = json.dumps({"prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}).encode()
 JSON = "Content-Type: application/json"
 
