@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 WORKERS ?= 2
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo serve test test-fast conformance fuzz soak starve attack mutants check \
+.PHONY: help demo serve test test-fast test-thorough conformance fuzz soak starve attack mutants check \
 	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf peers clean
@@ -23,12 +23,15 @@ serve: $(VENV)/demo.stamp  ## start the same to play with, at http://127.0.0.1:8
 
 ##@ Test
 
-test: $(VENV)/test.stamp  ## run all tests but the conformance suite (WORKERS=2, PYTEST=tests/kvcache)
+test: $(VENV)/test.stamp  ## run all tests but the thorough and the conformance suites (WORKERS=2, PYTEST=tests/kvcache)
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-fast: WORKERS := $(shell expr $(WORKERS) + 1)
 test-fast: $(VENV)/test.stamp  ## run the tests that need neither a second nor a process of their own
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not processes and not conformance" $(PYTEST)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not processes and not conformance and not thorough" $(PYTEST)
+
+test-thorough: $(VENV)/test.stamp  ## run the further cases of the tests that take long
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m thorough $(PYTEST)
 
 check: $(VENV)/test.stamp  ## check style, types, layers and dependencies
 	@$(RUN) -m ruff format --check .

@@ -197,9 +197,16 @@ async def NAME(request, cluster):
         raise RuntimeError('it was here before')""",
     ),
 )  # fmt: skip
+SLOW = ("cuts_prompts", "skews_the_load", "blocks", "begins_again", "one_for_all", "needs_two")
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(broken, marks=[pytest.mark.thorough] * (broken.name in SLOW), id=broken.name)
+        for broken in BROKEN
+    ],
+)
 async def test_each_check_finds_its_defect(
     tiny: Testbed, broken: Broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

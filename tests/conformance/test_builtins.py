@@ -46,7 +46,14 @@ async def passes(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "params"), [case for case in CASES if case.id != "balanced ratio=0.3"]
+    ("strategy", "params"),
+    [
+        pytest.param(*case.values, id=case.id, marks=pytest.mark.thorough)
+        if case.id in ("cache_aware", "data_parallel")
+        else case
+        for case in CASES
+        if case.id != "balanced ratio=0.3"
+    ],
 )
 async def test_on_tiny(tiny: Testbed, strategy: str, params: dict[str, Any]) -> None:
     fewer = [check for check in QUICK if check.__name__ in FEWER]

@@ -100,7 +100,7 @@ def test_a_model_that_does_not_load_exits_with_code_2(file: Path) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(signal.SIGINT, marks=pytest.mark.conformance), signal.SIGKILL],
+    [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGKILL],
 )
 def test_a_signal_ends_all_its_processes(file: Path, number: signal.Signals) -> None:
     command = Command(str(file), "--only", "one_token", "--only", "streams_that_break")

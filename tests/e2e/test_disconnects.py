@@ -47,7 +47,11 @@ async def _one(client: httpx.AsyncClient, url: str, number: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "params"),
-    [("data_parallel", {}), ("prefill_decode", {}), ("balanced", {"ratio": 0.3})],
+    [
+        pytest.param("data_parallel", {}, marks=pytest.mark.thorough),
+        ("prefill_decode", {}),
+        ("balanced", {"ratio": 0.3}),
+    ],
 )
 async def test_nothing_remains_after_a_third_of_200_clients_disconnects(
     tiny: Deployment, strategy: str, params: dict[str, float]

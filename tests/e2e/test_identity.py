@@ -66,7 +66,10 @@ def test_tokens_equal_transformers(tiny: Deployment, tiny_reference: Reference) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tenth", range(11))
+@pytest.mark.parametrize(
+    "tenth",
+    [pytest.param(n, marks=pytest.mark.thorough) if n % 2 else n for n in range(11)],
+)
 def test_every_split_and_every_cache_state(tiny: Deployment, tenth: int) -> None:
     """`end` at each tenth; both caches cold, then warm receiver, then warm sender (Figure 8).
 

@@ -195,7 +195,10 @@ def processes(lie: str) -> Iterator[tuple[RouterProcess, psutil.Process]]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(("lie", "room"), [("endless_health", 40), ("endless_line", 120)])
+@pytest.mark.parametrize(
+    ("lie", "room"),
+    [("endless_health", 40), pytest.param("endless_line", 120, marks=pytest.mark.thorough)],
+)
 def test_a_lying_engine_takes_no_memory_and_harms_no_other_engines_requests(lie: str, room: int):
     """`room`: MiB that the router may grow by; one frame has up to 16, and exists twice."""
     with processes(lie) as (router, memory):

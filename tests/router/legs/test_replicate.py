@@ -41,7 +41,10 @@ STYLES: dict[str, dict[str, Any]] = {
     "n": {"temperature": 1, "seed": 4, "n": 3},
 }  # fmt: skip
 KINDS = [style for style in STYLES if style != "long"]
-HARD_KINDS = ["seed and logprobs", "structured", "n"]  # with more state than their tokens
+HARD = ("seed and logprobs", "structured", "n")  # with more state than their tokens
+CASES = [
+    style if style in HARD else pytest.param(style, marks=pytest.mark.thorough) for style in KINDS
+]
 
 
 class Fleet:
@@ -236,7 +239,7 @@ def continued(first: dict[str, Any], second: dict[str, Any]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", KINDS)
+@pytest.mark.parametrize("style", CASES)
 async def test_requests_of_a_killed_engine_continue_on_the_next(
     fleet, replicated, undisturbed, style
 ):
@@ -380,7 +383,7 @@ def lone(tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", HARD_KINDS)
+@pytest.mark.parametrize("style", CASES)
 async def test_a_restarted_single_engine_continues_from_its_disk(
     lone, routed_to, undisturbed, style
 ):

@@ -62,7 +62,9 @@ def ask(state: dict) -> int:
     return httpx.post(state["router"]["url"] + "/v1/completions", json=body, timeout=30).status_code
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM]
+)
 def test_a_stream_that_outlives_the_shutdown_ends_with_an_error(tmp_path, number):
     """Ctrl-C sends SIGINT to the process group; `kill` sends SIGTERM to `up` alone."""
     body = {"prompt": [1, 2, 3], "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -83,7 +85,9 @@ def test_a_stream_that_outlives_the_shutdown_ends_with_an_error(tmp_path, number
         assert process.returncode == 0 and "stopping" in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)]
+)
 def test_a_signal_ends_all_processes_even_crashed_and_stopped_ones(tmp_path, number):
     flags = ("--prefill", "1", "--decode", "1", "--no-respawn")
     with up(tmp_path, *flags) as (process, state):
