@@ -9,6 +9,7 @@ from starve import run
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_a_starved_host_fails_kills_and_leaks_nothing(tmp_path: Path) -> None:
     found = run(tmp_path, rounds=1, processes=1)
