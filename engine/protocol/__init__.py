@@ -17,7 +17,7 @@ from engine.protocol.calls import (
     Structure,
 )
 from engine.protocol.config import EngineConfig
-from engine.protocol.flags import flag, seconds, secret
+from engine.protocol.flags import LONGEST_S, flag, seconds, secret
 from engine.protocol.names import page_name, page_names
 from engine.protocol.replies import (
     EngineState,
@@ -59,6 +59,7 @@ from kvcache.errors import (
 from kvcache.types import PageName
 
 __all__ = [
+    "LONGEST_S",
     "BadAddress",
     "BadRange",
     "BadRequest",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-__all__ = ["count", "flag", "seconds", "secret"]
+__all__ = ["LONGEST_S", "count", "flag", "seconds", "secret"]
 
 MOST = 2**40  # larger counts are mistakes
 LONGEST_S = 1e7  # about 116 days

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from types import TracebackType
 
-from engine.protocol import BadRequest, Draining, MicroserveError, Timeout
+from engine.protocol import LONGEST_S, BadRequest, Draining, MicroserveError, Timeout
 from router.admission import ANYBODY
 from router.api.http import HttpRequest
 from router.api.parts import Router
@@ -18,7 +18,6 @@ from router.telemetry import Receipt, serves
 
 __all__ = ["accounted", "deadline_s", "priority_of"]
 
-LONGEST_S = 1e7  # of `X-Request-Timeout`, as of the flags
 _PRIORITY = re.compile(r"-?[0-9]{1,9}")
 log = logging.getLogger(__name__)
 

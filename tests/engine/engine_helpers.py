@@ -207,3 +207,14 @@ async def generate(
     """Return the tokens of one generation."""
     stream = await engine.start_generate(start(prompt, request_id, **fields))
     return [token for event in await collect(stream) for token in event.token_ids]
+
+
+@contextlib.asynccontextmanager
+async def running_pair(**settings: Any) -> AsyncIterator[tuple[MicroserveEngine, MicroserveEngine]]:
+    """Two engines in one network, `p` and `d`; `settings` are those of `running`."""
+    network = MemoryNetwork()
+    async with (
+        running(network, name="p", **settings) as prefill,
+        running(network, name="d", **settings) as decode,
+    ):
+        yield prefill, decode

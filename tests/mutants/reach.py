@@ -89,7 +89,7 @@ class Reach:
         return tests[: max(1, bisect_right(until, limit_s))]
 
     @staticmethod
-    def within(source: str, line: int) -> bool:
+    def in_function(source: str, line: int) -> bool:
         """Whether the statement at `line` runs when a function is called, not at import."""
         return _statement(ast.parse(source), line) is not None
 

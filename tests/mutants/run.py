@@ -260,7 +260,9 @@ def test_room(slots: list[Slot], room: Room, minutes: float) -> Iterator[tuple[s
         there = places(source, module)
         score = Score(len(there))
         quick = [
-            place for place in there if in_place.fits(source) and reach.within(source, place.line)
+            place
+            for place in there
+            if in_place.fits(source) and reach.in_function(source, place.line)
         ]
         slow = [place for place in there if place not in quick]
         known = explained.get(module, {})

@@ -12,6 +12,7 @@ from engine_helpers import (
     generate,
     prep,
     running,
+    running_pair,
     sending,
     start,
     tiny_layout,
@@ -44,9 +45,8 @@ Pair = tuple[MicroserveEngine, MicroserveEngine]
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    network = MemoryNetwork()
-    async with running(network, name="p") as prefill, running(network, name="d") as decode:
-        yield prefill, decode
+    async with running_pair() as engines:
+        yield engines
 
 
 async def test_draining_refuses_new_work_and_lets_caches_move_away(pair: Pair):

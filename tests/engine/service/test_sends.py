@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from engine_helpers import generate, prep, running, sending, start
+from engine_helpers import generate, prep, running, running_pair, sending, start
 from waiting import until
 
 from engine.protocol import DuplicateRequest, Internal, LeaseExpired, NoCapacity, Release
 from engine.service import released_ids
 from engine.service.engine import MicroserveEngine
 from engine.service.released_ids import ReleasedIds
-from kvcache.transport import MemoryNetwork
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.runs import Runs
 
@@ -27,12 +26,8 @@ Pair = tuple[MicroserveEngine, MicroserveEngine]
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
     """Two engines that admit one generation and one send at a time."""
-    network = MemoryNetwork()
-    async with (
-        running(network, name="p", max_live=1) as prefill,
-        running(network, name="d", max_live=1) as decode,
-    ):
-        yield prefill, decode
+    async with running_pair(max_live=1) as engines:
+        yield engines
 
 
 def break_loop(engine: MicroserveEngine) -> None:

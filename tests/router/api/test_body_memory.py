@@ -77,15 +77,20 @@ def started(kind: str, *flags: str) -> Iterator[RouterProcess | EngineProcess]:
     process.kill()
 
 
+def target(process: RouterProcess | EngineProcess) -> tuple[str, PeakMemory]:
+    """Return a path that takes bodies, and the memory of the process from now on."""
+    path = "/v1/completions" if isinstance(process, RouterProcess) else "/microserving/prep_recv"
+    assert process.http.get("/health").status_code == 200
+    return path, PeakMemory(process.pid)
+
+
 @pytest.fixture(params=["router", "engine"])
 def keyed(request: pytest.FixtureRequest) -> Iterator[RouterProcess | EngineProcess]:
     yield from started(request.param, "--api-key", "k")
 
 
 async def test_clients_without_a_key_cost_no_memory(keyed: RouterProcess | EngineProcess):
-    path = "/v1/completions" if isinstance(keyed, RouterProcess) else "/microserving/prep_recv"
-    assert keyed.http.get("/health").status_code == 200
-    peak = PeakMemory(keyed.pid)
+    path, peak = target(keyed)
     for way in (path, "/health", "/metrics", "/nowhere"):
         data = head(way, 8 * MIB) + b" " * (8 * MIB - 1)
         async with attack(keyed, peak, 20, data, answered=True) as answers:
@@ -102,9 +107,7 @@ def keyless(request: pytest.FixtureRequest) -> Iterator[RouterProcess | EnginePr
 
 
 async def test_bodies_without_end_stay_within_the_budget(keyless: RouterProcess | EngineProcess):
-    path = "/v1/completions" if isinstance(keyless, RouterProcess) else "/microserving/prep_recv"
-    assert keyless.http.get("/health").status_code == 200
-    peak = PeakMemory(keyless.pid)
+    path, peak = target(keyless)
     data = head(path, 8 * MIB) + b" " * (8 * MIB - 1)
     async with attack(keyless, peak, 30, data, answered=False) as answers:
         assert len(answers) <= 27  # the others wait for their last byte
