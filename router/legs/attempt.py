@@ -24,6 +24,7 @@ from router.base import (
     BadReply,
     EngineRequestId,
     EngineUnreachable,
+    LeaseId,
     Moved,
     Request,
     RouterConfig,
@@ -230,9 +231,11 @@ class Attempt:
         release = self.runtime.releaser.spawn(backend, body, self.headers)
         await self.runtime.releaser.wait(backend, release)
 
-    def spawn_release(self, backend: Backend) -> asyncio.Task[None]:
-        """Begin to have `backend` end what it does for this attempt."""
-        body = {"request_id": self.request_id}
+    def spawn_release(
+        self, backend: Backend, lease_id: LeaseId | None = None
+    ) -> asyncio.Task[None]:
+        """Begin to have `backend` end what it does for this attempt, or only a lease."""
+        body = {"request_id": self.request_id} if lease_id is None else {"lease_id": lease_id}
         return self.runtime.releaser.spawn(backend, body, self.headers)
 
     def note_failure(self, error: MicroserveError, backend: Backend) -> None:

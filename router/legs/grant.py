@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -30,11 +31,19 @@ class LeaseGrant:
     replica: Replica | None = None  # set if the lease is a replica's; it holds what has landed
     reserved_load: ExitStack = field(default_factory=ExitStack)  # of the generation to follow
     expected: Expected = NOTHING  # the pages that the lease will add to the prefix cache
+    sent: int = 0  # senders say that they have sent `tokens[:sent]`
+    on_sent: Callable[[], None] | None = None  # called when `sent` has grown
 
     @property
     def open(self) -> bool:
         """Whether an engine holds room for it."""
         return not self.consumed and not self.collapsed
+
+    def note_sent(self, end: int) -> None:
+        """Note that a sender says that it has sent the tokens up to `end`."""
+        self.sent = max(self.sent, end)
+        if self.on_sent is not None:
+            self.on_sent()
 
     def taken(self) -> None:
         """A generation has started with it and owns its pages now."""

@@ -8,6 +8,7 @@ from typing import Any
 from engine.protocol import BadAddress, LeaseExpired, MicroserveError, UnknownLease
 from router.base import Chunk, EngineRequestId, EngineUnreachable, Request
 from router.engines import NOTHING, Backend, ChunkStream, Expected
+from router.legs.arrival import arrival
 from router.legs.attempt import Attempt
 from router.legs.choices import Origin
 from router.legs.grant import LeaseGrant
@@ -16,6 +17,8 @@ from router.legs.replica_upkeep import ReplicaUpkeep
 from router.telemetry import Leg
 
 __all__ = ["TokenStream"]
+
+ARRIVAL = 2.0  # health timeouts: an engine that is silent for one is down
 
 
 class TokenStream:
@@ -193,7 +196,7 @@ class TokenStream:
     async def _start(self, body: dict[str, Any]) -> ChunkStream:
         """Start the generation; without the mirror if the engine refuses the mirror's address."""
         try:
-            return await self._attempt.start(self._backend, body)
+            return await self._accepted(body)
         except BadAddress:
             if self._upkeep is None or not body.pop("mirror", None):
                 raise
@@ -203,6 +206,21 @@ class TokenStream:
             if self._kv is not None and self._kv.replica is not None:
                 self._kv.replica.forget()  # or the next attempt would try it again
             raise
+
+    async def _accepted(self, body: dict[str, Any]) -> ChunkStream:
+        """Wait until the engine accepts the generation: with a lease, until its KV has landed."""
+        attempt, backend, grant = self._attempt, self._backend, self._kv
+        call = attempt.start(backend, body)
+        # An engine compiles a grammar before it looks at the lease, which can take longer.
+        if grant is None or grant.replica is not None or self._request.sampling.structure:
+            return await call
+        return await arrival(
+            call,
+            grant,
+            self._begin,
+            ARRIVAL * attempt.runtime.config.health_timeout_s,
+            lambda: attempt.spawn_release(backend, lease_id=grant.lease_id),
+        )
 
     def _count(self, tokens: int, streams: int) -> None:
         """Set its part of the backend's load."""

@@ -209,6 +209,7 @@ class Engine:
                     await self._collapse(grant)
                     return _nothing_sent()
                 expected.landed()
+            grant.note_sent(end)
             leg.bytes = reply.bytes
             leg.put_ms = reply.put_ms
             leg.sent_tokens = reply.sent_tokens
