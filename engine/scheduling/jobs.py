@@ -118,7 +118,7 @@ class Send:
     seq_id: SeqId
     tokens: list[int]
     begin: int
-    cached: int  # tokens present at the start
+    cached: int  # of `tokens`, present at the start
     put: Put
     done: Future[RemoteSendReply]
     arrived: float  # seconds, by the clock of the stepper

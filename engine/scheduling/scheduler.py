@@ -133,26 +133,24 @@ class Scheduler:
         self._publish()
         waited = set(self._untouched)
         self._admit()
-        chosen: list[tuple[Job, Chunk]] = []
+        decodes: list[tuple[Job, Chunk]] = []
         prefills: list[Generation] = []
         for generation in list(self.running):
             missing = self._missing(generation)
             if missing > 1:
                 prefills.append(generation)
             elif missing == 1 and self._make_room(generation):
-                chosen.append((generation, self._chunk(generation, 1)))
-        decodes = len(chosen)
-        for job, count in self._prompts(prefills, decodes, waited).items():
+                decodes.append((generation, self._chunk(generation, 1)))
+        counts = self._prompts(prefills, len(decodes), waited)
+        # Allocating pages for a later job may have preempted one that was chosen before.
+        decodes = [(job, chunk) for job, chunk in decodes if job.started]
+        prompts = [(job, self._chunk(job, count)) for job, count in counts.items() if job.started]
+        for job, _ in prompts:
             if isinstance(job, Generation):
                 self._untouched.discard(job)
                 self._unpublished.append(job)
-            chosen.append((job, self._chunk(job, count)))
-        # Allocating pages for a later job may have preempted one that was chosen before.
-        self._planned = (
-            sum(job.started for job, _ in chosen[:decodes]),
-            sum(len(chunk.tokens) for job, chunk in chosen[decodes:] if job.started),
-        )
-        return [(job, chunk) for job, chunk in chosen if job.started]
+        self._planned = len(decodes), sum(len(chunk.tokens) for _, chunk in prompts)
+        return decodes + prompts
 
     def record_step(self, seconds: float) -> None:
         """Learn that the step planned last took `seconds`."""
@@ -161,15 +159,13 @@ class Scheduler:
     def _publish(self) -> None:
         """Share the prompt pages that the latest step computed; tiers may copy them from now on."""
         for job in self._unpublished:
-            if job.started:
-                self._cache.publish(job.seq_id, job.tokens)
+            self._cache.publish(job.seq_id, job.tokens)
         self._unpublished.clear()
 
     def _prompts(
         self, prefills: Sequence[Generation], decodes: int, waited: set[Generation]
     ) -> dict[Job, int]:
         """Return the prefills and sends that join `decodes` decodes, with their token counts."""
-        prefills = [job for job in prefills if job.started]  # a decode may have preempted some
         sends = [job for job in self.sends if self._missing(job) > 0]
         if not prefills and not sends:
             return {}

@@ -174,3 +174,172 @@ def test_a_lasting_slowdown_of_decodes_is_followed():
 
     tokens = run(budget, 16, 6 * PROBE_EVERY, slow)[-1]
     assert slow(16, tokens) == pytest.approx(1.75 * slow(16, 0), rel=0.05)
+
+
+# Exact values: an ms per prompt token, and a slowdown of 2 gives prompts as long as the decodes
+
+
+def per_token_ms() -> ChunkBudget:
+    """Return a budget that has measured a cost of 1 ms per prompt token."""
+    budget = ChunkBudget(2.0)
+    budget.record(0, 100, 0.1)
+    return budget
+
+
+def allowed(budget: ChunkBudget, decodes: int, waiting: int = 1) -> int:
+    """Return the tokens for a step that is no probe."""
+    for _ in range(PROBES):
+        budget.tokens_allowed(10**6, 1, BUDGET)  # uses up the probes
+    return budget.tokens_allowed(decodes, waiting, BUDGET)
+
+
+def test_a_budget_sets_no_limit_unless_it_is_told_to():
+    budget = ChunkBudget()
+    budget.record(3, 0, 0.1)
+    assert budget.tokens_allowed(3, 1, BUDGET) == BUDGET
+
+
+def test_four_probes_follow_each_other_at_most():
+    assert PROBES == 4
+    budget = ChunkBudget(2.0)
+    probes = [not budget.tokens_allowed(10**n, 1, BUDGET) for n in range(6)]
+    assert probes == [True] * 4 + [False] * 2
+
+
+def test_after_64_prompt_steps_there_is_another_probe():
+    assert PROBE_EVERY == 64
+    budget = ChunkBudget(2.0)
+    assert allowed(budget, 1) == MIN_TOKENS == 4
+    for _ in range(63):
+        budget.record(0, 100, 0.1)
+    assert budget.tokens_allowed(1, 1, BUDGET)
+    budget.record(0, 100, 0.1)
+    assert budget.tokens_allowed(1, 1, BUDGET) == 0
+    assert budget.tokens_allowed(1, 1, BUDGET)
+    for _ in range(10 * 64):  # probes are saved up, but four at most
+        budget.record(0, 100, 0.1)
+    assert [budget.tokens_allowed(1, 1, BUDGET) == 0 for _ in range(5)] == [True] * 4 + [False]
+
+
+def test_steps_without_prompts_give_no_probe():
+    budget = ChunkBudget(2.0)
+    allowed(budget, 1)
+    for _ in range(100):
+        budget.record(1, 0, 0.01)
+    assert budget.tokens_allowed(10**6, 1, BUDGET)
+
+
+@pytest.mark.parametrize(("decodes", "similar"), [(63, 0), (64, 1), (80, 1), (100, 1), (101, 0)])
+def test_batches_within_a_quarter_are_similar(decodes: int, similar: bool):
+    budget = per_token_ms()
+    for _ in range(2):
+        budget.record(80, 0, 0.1)
+    assert bool(budget.tokens_allowed(decodes, 1, BUDGET)) == similar
+
+
+def test_the_latest_measurement_must_be_recent():
+    budget = per_token_ms()
+    for _ in range(3):
+        budget.record(8, 0, 0.0105)
+    for _ in range(40):
+        budget.record(0, 100, 0.1)
+    budget.record(8, 0, 0.0105)
+    for _ in range(63):
+        budget.record(0, 100, 0.1)
+    assert budget.tokens_allowed(8, 1, BUDGET) == 10
+    budget.record(0, 100, 0.1)
+    assert budget.tokens_allowed(8, 1, BUDGET) == 0
+    assert allowed(budget, 8) == 10  # but it is better than none
+
+
+def test_a_single_measurement_is_not_enough():
+    budget = per_token_ms()
+    budget.record(8, 0, 0.0105)
+    assert budget.tokens_allowed(8, 1, BUDGET) == 0
+
+
+def test_a_measurement_is_dropped_after_160_steps():
+    budget = per_token_ms()
+    budget.record(8, 0, 0.0055)
+    for _ in range(98):
+        budget.record(0, 100, 0.1)
+    budget.record(8, 0, 0.0105)
+    for _ in range(60):
+        budget.record(0, 100, 0.1)
+    assert allowed(budget, 8) == 5  # the lower one
+    budget.record(0, 100, 0.1)
+    assert allowed(budget, 8) == 10
+
+
+def test_the_lower_quartile_of_the_measurements_counts():
+    budget = per_token_ms()
+    for count, (ms, expected) in enumerate(
+        [(85.5, 85), (55.5, 55), (65.5, 55), (75.5, 55), (95.5, 65), (25.5, 55), (15.5, 25)]
+    ):
+        budget.record(8, 0, ms / 1000)
+        assert allowed(budget, 8) == expected, count
+
+
+def test_the_latest_32_measurements_count():
+    budget = per_token_ms()
+    for ms in [95.5] * 25 + [25.5] * 8:
+        budget.record(8, 0, ms / 1000)
+    assert allowed(budget, 8) == 25  # eight of 32 are the lower quartile, eight of 33 would not be
+    for ms in [95.5] * 24:
+        budget.record(8, 0, ms / 1000)
+    assert allowed(budget, 8) == 25
+    budget.record(8, 0, 0.0955)
+    assert allowed(budget, 8) == 95
+
+
+@pytest.mark.parametrize(
+    ("decodes", "expected"), [(1, 4), (4, 5), (8, 10), (10, 10), (16, 10), (1000, 10)]
+)
+def test_an_unknown_batch_takes_its_share_of_the_measured_time(decodes: int, expected: int):
+    budget = per_token_ms()
+    for _ in range(2):
+        budget.record(8, 0, 0.0105)
+    assert allowed(budget, decodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("waiting", "expected"), [(1, 10), (8, 10), (9, 11), (16, 20), (80, 104), (10**6, BUDGET)]
+)
+def test_prompts_get_more_time_the_more_of_them_wait(waiting: int, expected: int):
+    budget = per_token_ms()
+    for _ in range(2):
+        budget.record(8, 0, 0.01047)
+    assert allowed(budget, 8, waiting) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "expected"),
+    [
+        (20, 0.0305, 10),  # as expected: 20 ms beyond the decodes
+        (20, 0.0405, 9),  # 30 ms
+        (20, 10.0, 8),  # counts as twice the expected 20 ms
+        (2, 10.0, 9),  # counts as the decodes' own time, which is more than twice the expected
+        (20, 0.0105, 14),  # no more than the decodes alone
+        (20, 0.001, 14),  # less than the decodes alone
+    ],
+)
+def test_a_measured_cost_counts_half_as_much_in_each_step(
+    tokens: int, seconds: float, expected: int
+):
+    budget = per_token_ms()
+    for _ in range(2):
+        budget.record(8, 0, 0.0105)
+    budget.record(8, tokens, seconds)
+    assert allowed(budget, 8) == expected
+    budget.record(0, 100, 0.1)
+    budget.record(0, 100, 0.1)
+    assert allowed(budget, 8) == 10
+
+
+def test_without_decodes_a_slow_step_counts_in_full():
+    budget = per_token_ms()
+    for _ in range(2):
+        budget.record(8, 0, 0.01047)
+    budget.record(0, 50, 0.45)  # 50 ms and 450 ms for 100 tokens
+    assert allowed(budget, 8) == MIN_TOKENS
+    assert allowed(budget, 8, 80) == 20

@@ -18,13 +18,16 @@ class Cache:
     def __init__(self) -> None:
         self.moves: list[Future[int]] = []
         self.removed: list[SeqId] = []
+        self.lengths: list[int] = []  # asked for by each move in
         self.full = False
 
     def swap_out(self, seq_id: SeqId) -> Future[int]:
         return self._move()
 
     def swap_in(self, seq_id: SeqId, length: int = 0) -> Future[int]:
-        return self._move()
+        moved = self._move()
+        self.lengths.append(length)
+        return moved
 
     def remove_sequence(self, seq_id: SeqId) -> None:
         self.removed.append(seq_id)
@@ -101,3 +104,45 @@ def test_a_removed_generation_takes_its_sequence_along(
     swapped.remove(job)
     assert cache.removed == [job.seq_id]
     assert job not in swapped and not swapped.moving and swapped.returned() == []
+
+
+def test_the_outcome_of_each_move_is_told(cache: Cache, swapped: SwappedGenerations):
+    job = generation(1, [1, 2, 3])
+    assert swapped.swap_in(job)  # it is not out
+    assert swapped.swap_out(job)
+    assert swapped.swap_in(job)  # it moves
+    cache.moves[0].set_result(3)
+    cache.full = True
+    assert not swapped.swap_in(job)
+    assert job in swapped and not swapped.moving
+    cache.full = False
+    assert swapped.swap_in(job)
+    assert cache.lengths == [3]  # room for all its tokens
+    assert swapped.swap_in(job)
+
+
+def test_generations_move_independently(
+    cache: Cache, woken: list[None], swapped: SwappedGenerations
+):
+    jobs = [generation(number, [1, 2, 3]) for number in range(4)]
+    for job in jobs[:3]:
+        swapped.swap_out(job)
+    cache.moves[0].set_result(3)
+    assert swapped.moving  # the others do
+    for move in cache.moves[1:]:
+        move.set_result(3)
+    assert not swapped.moving and [job in swapped for job in jobs] == [True] * 3 + [False]
+    for job in jobs[:2]:
+        swapped.swap_in(job)
+    cache.moves[4].set_result(3)
+    assert swapped.moving and swapped.returned() == [jobs[1]]
+    assert [job in swapped for job in jobs] == [True, False, True, False]
+    swapped.remove(jobs[3])
+    swapped.remove(jobs[1])
+    assert cache.removed == []
+    cache.moves[3].set_result(3)
+    assert swapped.returned() == [jobs[0]] and not swapped.moving
+    assert len(woken) == 5
+    swapped.remove(jobs[2])
+    swapped.remove(jobs[2])
+    assert cache.removed == [jobs[2].seq_id]
