@@ -160,8 +160,8 @@ class Stepper:
         if self._scheduler.drop_swap(job):
             return  # as a prompt, it shares the pages of its cached prefix
         held = "leases, pins or quarantine hold the pages"
-        output = self._fail(job, NoCapacity(f"no room for {job.target} tokens: {held}"))
-        self._deliver([output] if output is not None else [])
+        failure = NoCapacity(f"no room for {job.target} tokens: {held}")
+        self._deliver([self._fail_generation(job, failure)])
 
     def _run(self, plan: Sequence[tuple[Job, Chunk]], began: float) -> list[StepOutput]:
         """Compute one step; if it fails, fail its jobs."""
@@ -191,7 +191,7 @@ class Stepper:
             if sampled.failure is None:
                 outputs.append(self._append(generation, sampled))
             else:
-                outputs.append(self._fail(generation, sampled.failure))
+                outputs.append(self._fail_generation(generation, sampled.failure))
         self._mirrors.advance(job for job, _ in plan)
         return outputs
 
@@ -246,6 +246,9 @@ class Stepper:
         if isinstance(job, Send):
             self._fail_send(job, failure)
             return None
+        return self._fail_generation(job, failure)
+
+    def _fail_generation(self, job: Generation, failure: MicroserveError) -> StepOutput:
         # Its pages may hold half a step, so none of them is published.
         self._scheduler.remove(job)
         self._mirrors.end(job)
@@ -288,12 +291,11 @@ class Stepper:
         if failure is not None:
             send.done.set_exception(failure)
             return
-        sent_cached = max(min(send.cached, send.target) - send.begin, 0)
         now = self.clock()
         send.done.set_result(
             RemoteSendReply(
                 sent_tokens=send.target - send.begin,
-                cached_tokens=sent_cached,
+                cached_tokens=max(send.cached - send.begin, 0),
                 computed_tokens=send.target - send.cached,
                 bytes=send.put.bytes_sent,
                 ms=(now - send.arrived) * 1000,

@@ -4,94 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
 import pytest
-from engine_helpers import generation, make_cache
+from engine_helpers import generation
+from stepper_machine import PROMPT, STEP_S, TOKEN_S, Machine, cached_send, sweep
 
-from engine.execution.step_output import StepOutput, StepResult
-from engine.execution.stepper import STUCK_SWEEPS, SWEEP_S, Stepper
+from engine.execution.step_output import StepResult
+from engine.execution.stepper import STUCK_SWEEPS, SWEEP_S
 from engine.protocol import Internal, NoCapacity
-from engine.sampling.sampled import Sampled
 from engine.scheduling import parallel_sampling
-from engine.scheduling.chunk import Chunk
 from engine.scheduling.jobs import Generation, Send
-from engine.scheduling.scheduler import Scheduler
-from kvcache.cache import KVCache
-from kvcache.lease.table import ReceiveLease
-from kvcache.transport import MemoryNetwork
 from kvcache.types import SeqId
 
-STEP_S = 0.01
-TOKEN_S = 0.001
-PROMPT = list(range(100))
 MAX_CALLS_PER_DECODE = 30  # Python functions, called by one step
-
-
-class Machine:
-    """A stepper with a simulated clock, model and sampler."""
-
-    def __init__(self, pages: int, budget: int, network: MemoryNetwork | None, name: str) -> None:
-        self.now = 0.0
-        self.cache: KVCache = make_cache(network, pages, name)
-        self.scheduler = Scheduler(self.cache, token_budget=budget, max_batch=16, swap=False)
-        self.stepper = Stepper(
-            self.cache, self.scheduler, self, self.sample, self.deliver, lambda: self.now
-        )
-        self.outputs: list[StepOutput] = []
-        self.steps: list[list[int]] = []  # the token counts of each step's chunks
-        self.failure: Exception | None = None
-
-    def run(self, chunks: Sequence[Chunk]) -> None:
-        counts = [len(chunk.tokens) for chunk in chunks]
-        self.steps.append(counts)
-        self.cache.begin_forward([chunk.seq_id for chunk in chunks], counts)
-        self.now += STEP_S + TOKEN_S * sum(counts)
-        if self.failure is not None:
-            self.cache.abort_forward()
-            failure, self.failure = self.failure, None
-            raise failure
-        for layer in range(self.cache.layout.layers):
-            self.cache.put(layer)
-        self.cache.end_forward()
-
-    def sample(self, logits: None, generations: Sequence[Generation]) -> list[Sampled]:
-        return [Sampled(len(one.tokens) % 512) for one in generations]
-
-    def deliver(self, outputs: list[StepOutput]) -> None:
-        self.outputs += outputs
-
-    def tokens(self, job: Generation) -> list[int]:
-        return [
-            output.sampled.token
-            for output in self.outputs
-            if output.generation is job and output.sampled is not None
-        ]
-
-    def run_until_idle(self) -> StepResult:
-        """Step until there is nothing to compute."""
-        while (result := self.stepper.step()).chunks:
-            assert result.next_at == self.now
-        return result
-
-
-@pytest.fixture
-def new() -> Iterator[Callable[..., Machine]]:
-    network, machines = MemoryNetwork(), []
-
-    def make(pages: int = 64, budget: int = 64, name: str = "a") -> Machine:
-        machines.append(Machine(pages, budget, network, name))
-        return machines[-1]
-
-    yield make
-    for machine in machines:
-        machine.cache.check_integrity()
-        use = machine.cache.page_use()
-        assert use.free + use.cached + use.leased == use.total
-        machine.cache.transport.close()
 
 
 def test_an_idle_stepper_waits_for_work(new: Callable[..., Machine]):
@@ -243,17 +172,6 @@ def test_a_send_closes_when_its_writes_have_drained(new: Callable[..., Machine])
     receiver.cache.release(lease.lease_id)
 
 
-def cached_send(sender: Machine, receiver: Machine) -> tuple[Send, ReceiveLease]:
-    """Return a send of a prompt that the sender has cached, and its lease."""
-    sender.stepper.submit(generation(1, PROMPT, max_tokens=1))
-    sender.run_until_idle()
-    lease, address = receiver.cache.prep_recv("r", PROMPT, 96, 0, 5.0)
-    put = sender.cache.open_put(address, PROMPT, 0, 96)
-    cached = sender.cache.add_sequence(SeqId(2), PROMPT[:96])
-    assert cached == 96
-    return Send("s", SeqId(2), PROMPT[:96], 0, cached, put, Future(), 0.0, True), lease
-
-
 def test_a_send_that_is_closing_can_be_aborted(new: Callable[..., Machine]):
     """All of it is computed, as that of a migration is from the start, but not yet written."""
     sender, receiver = new(name="s"), new(name="r")
@@ -288,13 +206,6 @@ def test_an_aborted_send_writes_nothing_during_the_step_either(new: Callable[...
     sender.run_until_idle()
     with pytest.raises(Internal, match="aborted"):
         send.done.result(0)
-
-
-def sweep(machine: Machine, times: int) -> None:
-    """Let the time of some sweeps pass."""
-    for _ in range(times):
-        machine.now += SWEEP_S
-        machine.stepper.step()
 
 
 def test_a_wait_for_pages_that_nothing_here_frees_ends(new: Callable[..., Machine]):
