@@ -77,5 +77,5 @@ def _least_of_largest(
     before = (cumulative < top_p * total).sum(-1, keepdims=True)
     last = np.take_along_axis(values, before.clip(max=width - 1), 1)
     found = np.where(top_p < 1.0, last, kept)
-    resolved = (top_k <= width) & ((before < width) | (top_p == 1.0))
+    resolved = (top_k <= width) & (before < width)
     return np.where(resolved, found, least), resolved[:, 0]

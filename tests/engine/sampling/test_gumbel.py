@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine.sampling.gumbel import GROUPS, Gumbel
+from engine.sampling.gumbel import GROUPS, Gumbel, _exponential
 
 VOCAB = 6 * GROUPS + 5
 Floats = npt.NDArray[np.float64]
@@ -93,3 +95,66 @@ def test_noise_at_single_tokens_equals_the_full_noise():
     everywhere = of_all(SEEDS)
     few = Gumbel([SEEDS[7]], VOCAB).at(np.array([0, 0]), np.array([3, VOCAB - 1]))
     assert few.tolist() == everywhere[7, [3, VOCAB - 1]].tolist()
+
+
+# A reference in Python's integers: another engine, or a later release, must draw the same tokens
+
+
+WORD = 2**64
+
+
+def mixed(word: int) -> int:
+    word %= WORD
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB % WORD
+    return word ^ word >> 31
+
+
+def exponential(key: int, number: int) -> float:
+    upper = mixed(key + number * 0x9E3779B97F4A7C15) >> 32
+    return -math.log((upper + 0.5) / 2**32)
+
+
+def reference(draw: tuple[int, int, int], vocab: int, token: int) -> float:
+    seed, choice, position = draw
+    key = mixed(mixed(seed) + choice * 2**32 + position)
+    members, (member, group) = math.ceil(vocab / 2048), divmod(token, 2048)
+    lower = mixed(key + group * 0x9E3779B97F4A7C15) % 2**32
+    noise = exponential(key, group) / members
+    if lower * members // 2**32 != member:
+        noise += exponential(key, 2**32 + token)
+    return -math.log(noise)
+
+
+@pytest.mark.parametrize(
+    "draw", [(0, 0, 0), (7, 2, 5), (-1, 0, 3), (2**64 - 1, 2**31 - 1, 2**20), (-(2**63), 1, 0)]
+)
+@pytest.mark.parametrize("vocab", [300, 2048, 2049, 49152])
+def test_noise_is_defined_to_the_last_bits(draw: tuple[int, int, int], vocab: int):
+    tokens = [token for token in (0, 1, 299, 2047, 2048, 30_000, 49_151) if token < vocab]
+    noise = Gumbel([draw], vocab)
+    expected = [reference(draw, vocab, token) for token in tokens]
+    assert noise.at(np.zeros(len(tokens), dtype=np.int64), np.array(tokens)) == pytest.approx(
+        expected, rel=1e-12
+    )
+    members = range(math.ceil(vocab / 2048))
+    for group in (0, 1, 2047):
+        largest = max(reference(draw, len(members) * 2048, group + 2048 * n) for n in members)
+        assert noise.group_maxima()[0, group] == pytest.approx(largest, rel=1e-12)
+
+
+def test_the_member_with_the_largest_noise_is_chosen_by_all_bits_of_the_lower_half():
+    """The hashes of two groups are on either side of the limit between two members."""
+    vocab, draw = 3 * GROUPS, (0, 0, 0)
+    noise = Gumbel([draw], vocab)
+    noise._hashes[0, :2] = [0xAAAA_AAAA | 9 << 40, 0xAAAA_AAAB | 9 << 40]  # 3n / 2³² is about 2
+    tokens = np.arange(2) + np.arange(3)[:, None] * GROUPS
+    assert noise.at(np.zeros_like(tokens), tokens).argmax(0).tolist() == [1, 2]
+
+
+def test_the_least_and_the_largest_hash_give_finite_noise():
+    hashes = np.array([0, 2**32 - 1, 2**32, 2**64 - 1], dtype=np.uint64)
+    values = _exponential(hashes)
+    assert np.isfinite(values).all() and (values > 0).all()
+    assert values[0] == values[1] == pytest.approx(33 * math.log(2))
+    assert values[2] == pytest.approx(33 * math.log(2) - math.log(3))

@@ -36,14 +36,15 @@ def test_argmax_is_the_first_of_equal_maxima(kind: Kind):
     assert kind(logits).argmax().tolist() == [70, 70, 70, 0]
 
 
+@pytest.mark.parametrize("count", [7, 8])
 @pytest.mark.parametrize("vocab", [1, 7, 8, 9, 24, 29])
-def test_group_maxima(kind: Kind, vocab: int):
+def test_group_maxima(kind: Kind, vocab: int, count: int):
     logits = logits_of(3, vocab)
-    groups = [logits[:, group::8] for group in range(8)]
+    groups = [logits[:, group::count] for group in range(count)]
     expected = [
         group.amax(-1) if group.numel() else torch.full((3,), -torch.inf) for group in groups
     ]
-    assert kind(logits).group_maxima(8).tolist() == torch.stack(expected, 1).tolist()
+    assert kind(logits).group_maxima(count).tolist() == torch.stack(expected, 1).tolist()
 
 
 @pytest.mark.parametrize("width", [1, 5, 100])
@@ -74,3 +75,18 @@ def test_the_sum_over_kept_logits(kind: Kind, least: float, temperature: float):
     terms = ((row - row.max()) / temperature).exp()[row >= least]
     found = kind(logits).exp_sum(1, temperature, least)
     assert found == pytest.approx(float(terms.sum()), rel=1e-5)
+
+
+def test_a_logit_at_the_threshold_counts(kind: Kind):
+    logits = torch.tensor([[2.0, 1.0, 0.0, 1.0]])
+    expected = 1 + 2 * np.exp(-0.5)
+    assert kind(logits).exp_sum(0, 2.0, 1.0) == pytest.approx(expected)
+    assert kind(logits).exp_sum(0, 2.0, 1.0001) == pytest.approx(1.0)
+
+
+def test_selected_rows_are_a_copy(kind: Kind):
+    logits = logits_of(4, 100)
+    few = kind(logits).select([2])
+    before = few.largest([0], 100).tolist()
+    logits += 1.0
+    assert few.largest([0], 100).tolist() == before

@@ -9,6 +9,7 @@ import torch
 from engine_helpers import generation
 
 from engine.sampling.gumbel import Gumbel
+from engine.sampling.logits import HostRows
 from engine.sampling.sampled import Sampled
 from engine.sampling.sampler import sample
 from engine.scheduling.jobs import Generation
@@ -241,3 +242,48 @@ def test_a_row_without_finite_logits_does_not_affect_others(kind: dict[str, Any]
         drawn = sample(with_one, many)
         assert (drawn[0], drawn[2]) == (expected[0], expected[2])
         assert drawn[1].token == 0
+
+
+def test_below_a_hundred_thousandth_of_a_degree_no_noise_is_added():
+    """At it, noise still decides between equal logits."""
+    row = torch.tensor([[0.0, 1.0, 1.0, 1.0]])
+    at = {draw(row, temperature=1e-5, seed=seed) for seed in range(30)}
+    assert at == {1, 2, 3}
+    assert {draw(row, temperature=0.99e-5, seed=seed) for seed in range(30)} == {1}
+
+
+def test_a_last_bit_of_noise_does_not_lose_the_winner(monkeypatch: pytest.MonkeyPatch):
+    """A logarithm may be rounded otherwise at another place of an array."""
+    at, calls = Gumbel.at, []
+
+    def rounded_up_at_first(self: Gumbel, draws: Any, tokens: Any) -> Any:
+        noise = at(self, draws, tokens)
+        calls.append(noise.shape)
+        return np.nextafter(noise, np.inf) if len(calls) % 2 else noise
+
+    for seed in range(40):
+        row = logits_of(seed)
+        expected = draw(row, temperature=1.5, seed=seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(Gumbel, "at", rounded_up_at_first)
+            assert draw(row, temperature=1.5, seed=seed) == expected
+    assert len(calls) == 80
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 20}, {"top_p": 0.01}, {"min_p": 0.5}])
+def test_a_draw_looks_at_few_tokens(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]):
+    """Of tens of thousands: scores would take most of the time of a draw."""
+    at, scored = HostRows.at, []
+
+    def counted(self: HostRows, rows: Any, tokens: Any) -> Any:
+        scored.append(tokens.size)
+        return at(self, rows, tokens)
+
+    monkeypatch.setattr(HostRows, "at", counted)
+    rows = logits_of(5, rows=20, vocab=LARGE) / 4
+    many = [generation(n, [1] * n, temperature=1.0, seed=n, **options) for n in range(20)]
+    sample(rows, many)
+    members = -(-LARGE // 2048)
+    first, rest = scored
+    assert first == 20 * 8 * members
+    assert rest < 20 * 100 * members  # of 2048 groups, at most 100 for each draw

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -94,3 +95,103 @@ def test_the_most_likely_token_is_always_kept():
     rows = logits_of(8, 4)
     for options in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
         assert kept(rows, [Sampling(**options)] * 4) == [{n} for n in rows.argmax(-1).tolist()]
+
+
+class Counted:
+    """Rows that note how many top logits are searched, and which rows are summed."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._rows = rows_of(logits)
+        self.widths: list[tuple[int, list[int]]] = []
+        self.summed: list[int] = []
+        self.shape = self._rows.shape
+
+    def largest(self, rows: list[int], width: int) -> Any:
+        self.widths.append((width, list(rows)))
+        return self._rows.largest(rows, width)
+
+    def exp_sum(self, row: int, temperature: float, least: float) -> float:
+        self.summed.append(row)
+        return self._rows.exp_sum(row, temperature, least)
+
+
+def searched(logits: torch.Tensor, *options: dict[str, Any]) -> Counted:
+    """Truncate one row for each of `options`."""
+    rows = Counted(logits.expand(len(options), -1))
+    top = logits.amax(-1, keepdim=True).expand(len(options), -1).numpy()
+    with np.errstate(all="raise", under="ignore"):
+        least_logits(rows, top, [Sampling(**each) for each in options])  # type: ignore[arg-type]
+    return rows
+
+
+def test_rows_without_top_k_and_top_p_are_not_searched():
+    none = searched(
+        logits_of(1),
+        {}, {"min_p": 0.1}, {"top_k": VOCAB}, {"top_k": VOCAB + 1}, {"temperature": 0.5},
+    )  # fmt: skip
+    assert none.widths == [] and none.summed == []
+
+
+def test_a_small_vocabulary_is_searched_once_and_whole():
+    some = searched(logits_of(1), {"top_k": 39}, {}, {"top_p": 0.9}, {"top_k": 1, "top_p": 0.5})
+    assert some.widths == [(VOCAB, [0, 2, 3])] and some.summed == []
+
+
+def test_the_search_widens_only_for_rows_that_need_it():
+    flat = logits_of(2, vocab=20_000) / 100
+    some = searched(
+        flat,
+        {"top_k": 1024},
+        {"top_k": 1025},
+        {"top_p": 0.01},
+        {"top_p": 0.2},
+        {"top_k": 8192, "top_p": 0.9999},
+        {"top_k": 8193},
+        {"top_k": 20_000, "top_p": 0.01},
+        {"top_p": 0.9},
+    )
+    assert some.widths == [
+        (1024, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (8192, [1, 3, 4, 5, 7]),
+        (20_000, [5, 7]),
+    ]
+
+
+def test_only_the_rows_of_a_nucleus_are_summed():
+    """Those whose kept logits may lie beyond the searched ones."""
+    flat = logits_of(2, vocab=2000) / 100
+    some = searched(
+        flat,
+        {"top_k": 5},
+        {"top_p": 0.1},
+        {"top_k": 5, "top_p": 0.1},
+        {"top_k": 1024, "top_p": 0.1},
+        {"top_k": 1024},
+    )
+    assert some.summed == [1, 3]
+
+
+def test_equal_logits_beyond_the_searched_ones_count(monkeypatch: pytest.MonkeyPatch):
+    """The top two keep nine equal ones, of which the search sees one."""
+    monkeypatch.setattr("engine.sampling.truncation.WIDTHS", (2,))
+    row = torch.full((1, VOCAB), -9.0)
+    row[0, 7] = math.log(2)
+    row[0, 10:19] = 0.0
+    assert kept(row, [Sampling(top_k=2, top_p=0.1)]) == [{7}]
+    assert kept(row, [Sampling(top_k=2, top_p=0.5)]) == [{7, *range(10, 19)}]
+
+
+@pytest.mark.parametrize("top_k", [2, 3, 4, 5])
+def test_the_kth_logit_is_kept_also_at_the_end_of_the_search(
+    monkeypatch: pytest.MonkeyPatch, top_k: int
+):
+    monkeypatch.setattr("engine.sampling.truncation.WIDTHS", (3,))
+    row = -torch.arange(10.0)[None]
+    assert kept(row, [Sampling(top_k=top_k)]) == [set(range(top_k))]
+
+
+def test_without_top_p_the_least_likely_tokens_are_kept_too():
+    """Their probability is lost in the rounding of the sum."""
+    row = torch.tensor([[0.0, -1.0, -60.0, -80.0]])
+    assert kept(row, [Sampling(top_k=3)]) == [{0, 1, 2}]
+    assert kept(row, [Sampling(top_k=3, top_p=0.999)]) == [{0, 1}]
