@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -25,11 +26,12 @@ class CircuitBreaker:
         self.opened = 0  # how often it has opened
         self._limit = failures
         self._base_s = open_s
+        self._longest_s = max(open_s, LONGEST_S)
         self._clock = clock
         self._failures = 0  # in a row
         self._open_s = open_s  # duration of the last opening
         self._until: float | None = None  # open until then; `None`: closed
-        self._trial_until = 0.0  # when the trial of a half-open breaker is given up
+        self._trial_until = -math.inf  # when the trial of a half-open breaker is given up
 
     @property
     def state(self) -> BreakerState:
@@ -40,8 +42,9 @@ class CircuitBreaker:
     @property
     def resting(self) -> bool:
         """Whether to leave the engine alone: open, or half-open with its one trial under way."""
-        state = self.state
-        return state == "open" or (state == "half_open" and self._clock() < self._trial_until)
+        if self._until is None:
+            return False
+        return self._clock() < max(self._until, self._trial_until)
 
     def begin(self) -> None:
         """Note that a call begins; on a half-open breaker it is the trial."""
@@ -52,7 +55,6 @@ class CircuitBreaker:
         """Note that the engine answered."""
         self._failures = 0
         self._until = None
-        self._trial_until = 0.0
 
     def failure(self) -> bool:
         """Note that a call failed by the engine's fault; return whether this opened the breaker."""
@@ -60,9 +62,9 @@ class CircuitBreaker:
         state = self.state
         if state == "open" or (state == "closed" and self._failures < self._limit):
             return False
-        self._open_s = min(2 * self._open_s, LONGEST_S) if state == "half_open" else self._base_s
+        half_open = state == "half_open"
+        self._open_s = min(2 * self._open_s, self._longest_s) if half_open else self._base_s
         self._until = self._clock() + self._open_s
-        self._trial_until = 0.0
         self.opened += 1
         return True
 

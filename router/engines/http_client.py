@@ -186,7 +186,7 @@ class _Connection(asyncio.Protocol):
     """One connection: one request at a time. llhttp calls the `on_…` methods."""
 
     def __init__(self, client: HttpClient) -> None:
-        self.idle_since = 0.0
+        self.idle_since: float  # loop time, from the end of its first call on
         self.sink: Sink | None = None
         self.lost: Callable[[EngineUnreachable], None] | None = None
         self._client = client

@@ -135,7 +135,6 @@ class Registry:
             if len(self._removed) > MOST_REMOVED:
                 del self._removed[next(iter(self._removed))]
         backend.leaving = True
-        backend.probe.set()
         if backend.load.idle:
             self._forget(backend)
             return 0

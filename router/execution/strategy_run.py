@@ -50,7 +50,7 @@ class StrategyRun:
         self._child_tasks = ChildTasks(**held)
         self._supervised = Supervised(self._run(), **held)
         self._chunks = revision.bound.run(request, Cluster(attempt, revision.states))
-        self._seen = (-1, -1)
+        self._seen: tuple[int, int] | None = None  # legs and tokens at the last check
 
     async def finish(self) -> None:
         """Run it to its end, and end the tasks that it has started.

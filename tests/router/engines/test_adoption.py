@@ -163,3 +163,86 @@ async def test_two_engines_at_once_make_one_model():
     first, second = await asyncio.gather(fleet.admit(0), fleet.admit(1))
     assert (first, fleet.served) == ("", "another")
     assert "not the another served here" in second
+
+
+def fresh(name: str) -> str:
+    """Return an equal string that is another object, as one that was read from a reply."""
+    return "".join(["x", name])[1:]
+
+
+@in_virtual_time
+async def test_an_older_epoch_is_another_process_too():
+    """Epochs are compared, not ordered: a clock may have been set back."""
+    fleet = Fleet(model_info())
+    for epoch in (2000, 2000, 1000, 1000):
+        fleet.engines[0].tells["epoch"] = int(str(epoch))
+        assert await fleet.admit(0) == ""
+    assert fleet.engines[0].asked["model"] == 2
+
+
+@pytest.mark.parametrize("name", ["a model", "zebra"])
+@in_virtual_time
+async def test_a_refusal_names_the_models_or_their_difference(name):
+    fleet = Fleet(
+        model_info(name=fresh("fake")), model_info(name=name, fingerprint="gg"),
+        model_info(name=fresh("fake"), fingerprint="hh"),
+    )  # fmt: skip
+    assert await fleet.admit(0) == ""
+    fleet.backends[0].status = fresh("up")  # type: ignore[assignment]
+    assert await fleet.admit(1) == f"it serves {name}, not the fake served here"
+    assert "its fake differs from the one served here" in await fleet.admit(2)
+
+
+@in_virtual_time
+async def test_contexts_are_those_of_the_engines_with_the_served_model():
+    first = model_info(fingerprint=fresh("ff"), context_length=256)
+    fleet = Fleet(
+        first, model_info(fingerprint=fresh("ff"), context_length=64),
+        model_info(name="other", fingerprint="gg", context_length=128), first,
+    )  # fmt: skip
+    fleet.adoption.note_contexts()  # none is served yet
+    for number in (0, 1):
+        assert await fleet.admit(number) == ""
+    served = fleet.adoption.served
+    assert served is not None
+    assert served.contexts == [64, 256] and set(served.usable_contexts()) == {64, 256}
+    for backend in fleet.backends[:2]:
+        backend.status = fresh("down")  # type: ignore[assignment]
+    fleet.adoption.note_contexts()
+    assert served.contexts == [64, 256] and not served.usable_contexts()  # they may return
+    assert await fleet.admit(2) == ""
+    assert fleet.served == "other" and fleet.adoption.served.contexts == [128]
+    fleet.backends[2].status = fresh("down")  # type: ignore[assignment]
+    assert await fleet.admit(0) == ""
+    assert fleet.adoption.served.contexts == [64, 256]
+    assert set(fleet.adoption.served.usable_contexts()) == {256}
+    del fleet.backends[1]
+    fleet.adoption.note_contexts()
+    assert fleet.adoption.served.contexts == [256]
+    fleet.backends.clear()
+    fleet.adoption.note_contexts()  # the last ones are told on
+    assert fleet.adoption.served.contexts == [256]
+
+
+@in_virtual_time
+async def test_a_model_is_read_once_a_second_at_most():
+    loop, fleet = asyncio.get_running_loop(), Fleet(model_info())
+    for epoch in range(3):
+        fleet.engines[0].tells["epoch"] = epoch
+        await fleet.admit(0)
+    assert loop.time() == pytest.approx(2.0, abs=0.01)
+    await asyncio.sleep(5.0)
+    fleet.engines[0].tells["epoch"] = 9
+    await fleet.admit(0)
+    assert loop.time() == pytest.approx(7.0, abs=0.01)  # it was long ago
+
+
+@in_virtual_time
+async def test_a_refused_engine_serves_once_its_model_is_the_served_one():
+    other, alike = (model_info(name="other", fingerprint=fresh("gg")) for _ in range(2))
+    fleet = Fleet(model_info(), other, alike)
+    assert await fleet.admit(0) == ""
+    assert await fleet.admit(1) != ""
+    fleet.backends[0].status = "down"
+    assert await fleet.admit(2) == "" and fleet.served == "other"
+    assert await fleet.admit(1) == ""

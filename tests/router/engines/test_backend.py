@@ -8,10 +8,10 @@ import json
 from typing import Any
 
 import pytest
-from stub_engine import StubEngine, backend_of
+from stub_engine import StubEngine, backend_of, model_info
 
 from router.base.errors import EngineUnreachable
-from router.engines.backend import BUSY_SHARE, STREAM_TOKENS, Backend, Load, guard
+from router.engines.backend import STREAM_TOKENS, Backend, Load, guard
 
 
 class Stream:
@@ -28,8 +28,8 @@ class Stream:
         self.aborted = reason
 
 
-async def up(**tells: Any) -> Backend:
-    engine = StubEngine(**tells)
+async def up(id: str = "a", **tells: Any) -> Backend:
+    engine = StubEngine(id, **tells)
     backend = backend_of(engine)
     backend.status, backend.state = "up", await engine.state()
     return backend
@@ -86,9 +86,9 @@ async def test_less_time_counts_while_the_engine_reports_work(work):
     stream = Stream()
     backend.watch(stream)
     backend.end_silent(1.0, 10.0)
-    backend.end_silent(10.0 / BUSY_SHARE, 10.0)
+    backend.end_silent(200.0, 10.0)  # 20 times as long, as the help of the flag says
     assert not stream.aborted
-    backend.end_silent(0.1 / BUSY_SHARE, 10.0)
+    backend.end_silent(2.0, 10.0)
     assert stream.aborted
 
 
@@ -228,3 +228,56 @@ async def test_a_description_keeps_digests_and_leases_to_itself():
     assert backend.describe()["last_error"] == "odd"
     backend.last_error = "worse"
     assert backend.describe()["last_error"] == "worse"
+
+
+class Replica:
+    """A replica on engine `id`."""
+
+    def __init__(self, id: str, lag: int) -> None:
+        self.backend = backend_of(StubEngine(id))
+        self.lag = lag
+
+
+async def test_what_a_description_says():
+    new = backend_of(StubEngine("new"))
+    assert new.describe() == {
+        "id": "new:1", "url": "http://new:1", "role": "any", "labels": {}, "source": "flag",
+        "status": "unknown", "draining": False, "leaving": False, "breaker": "closed",
+        "model": None, "context_length": None, "epoch": None,
+        "load": {"tokens": 0, "streams": 0},
+        "mirrored": {"requests": 0, "to": {}, "lag_tokens": 0}, "replicas": 0,
+        "last_error": None, "state": None,
+    }  # fmt: skip
+    backend = await up("a", epoch=7)
+    backend.model, backend.labels = model_info(), {"zone": "1"}
+    backend.draining, backend.load.tokens, backend.load.streams = True, 5, 2
+    replicas: Any = [Replica("b", 3), Replica("b", 9), Replica("c", 0)]
+    backend.mirrored.update(replicas)
+    backend.replicas.update(replicas[:2])
+    told = backend.describe()
+    assert {name: told[name] for name in ("model", "context_length", "epoch", "labels")} == {
+        "model": "fake", "context_length": 256, "epoch": 7, "labels": {"zone": "1"},
+    }  # fmt: skip
+    assert (told["draining"], told["leaving"], told["replicas"]) == (True, False, 2)
+    assert told["load"] == {"tokens": 5, "streams": 2}
+    assert told["mirrored"] == {"requests": 3, "to": {"b:1": 2, "c:1": 1}, "lag_tokens": 9}
+    assert told["state"]["engine_id"] == "a"
+    backend.draining, backend.leaving = False, True
+    told = backend.describe()
+    assert (told["draining"], told["leaving"]) == (True, True)
+
+
+async def test_a_context_holds_so_many_tokens():
+    backend = await up()
+    assert backend.holds(10**9)  # its model is not known yet
+    backend.model = model_info(context_length=256)
+    assert backend.holds(256) and not backend.holds(257)
+
+
+async def test_a_loss_is_told_although_the_engine_is_up_again():
+    first, second = await up("a"), await up("b")
+    call = await waiting(first, second)
+    second.go_down("it has gone")
+    second.status = "up"  # before the caller has run
+    with pytest.raises(EngineUnreachable, match="engine a:1 went down"):
+        await call

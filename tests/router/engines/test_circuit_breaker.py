@@ -73,3 +73,45 @@ def test_a_trip_opens_it_whatever_came_before():
     assert breaker.trip()
     assert not breaker.trip()
     assert (breaker.state, breaker.opened) == ("open", 1)
+
+
+def test_a_new_breaker_opens_on_its_third_failure():
+    clock = Clock()
+    clock.now = 0.0
+    breaker = CircuitBreaker(3, 0.5, clock)
+    assert [breaker.failure() for _ in range(3)] == [False, False, True]
+    clock.now = 0.4
+    assert (breaker.state, breaker.resting) == ("open", True)
+    clock.now = 0.5
+    assert (breaker.state, breaker.resting) == ("half_open", False)
+
+
+def test_a_trial_ends_with_its_success_or_failure():
+    """What follows is not taken for its going on."""
+    clock = Clock()
+    breaker = CircuitBreaker(1, 5.0, clock)
+    breaker.failure()
+    clock.now += 5
+    breaker.begin()
+    breaker.success()
+    breaker.failure()
+    clock.now += 5
+    assert not breaker.resting
+    breaker.begin()
+    breaker.failure()
+    clock.now += 9.9
+    assert breaker.resting
+    clock.now += 0.1
+    assert (breaker.state, breaker.resting) == ("half_open", False)
+
+
+def test_a_long_open_time_does_not_become_shorter():
+    clock = Clock()
+    breaker = CircuitBreaker(1, 10 * LONGEST_S, clock)
+    for _ in range(3):
+        breaker.failure()
+        clock.now += 10 * LONGEST_S - 1
+        assert breaker.state == "open"
+        clock.now += 1
+        assert not breaker.resting
+        breaker.begin()

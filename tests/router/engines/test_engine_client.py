@@ -293,3 +293,23 @@ async def test_an_engine_without_prefixes_raises_its_error():
     with pytest.raises(Internal):
         await anext(engine.prefixes())
     assert http.retired
+
+
+@pytest.mark.parametrize("how", ["loss", "line"])
+async def test_a_reader_of_prefixes_is_woken(how):
+    feed, http = await followed()
+    reading = asyncio.ensure_future(anext(feed))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    if how == "loss":
+        http.lost(EngineUnreachable("gone"))
+        with pytest.raises(EngineUnreachable, match="gone"):
+            await reading
+        assert http.retired
+    else:
+        http.sink(CHANGE[:5])  # no whole line yet
+        await asyncio.sleep(0)
+        assert not reading.done()
+        http.sink(CHANGE[5:])
+        assert (await reading).removed == []
+        await feed.aclose()

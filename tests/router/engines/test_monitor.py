@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 from stub_engine import StubEngine, backend_of
@@ -10,7 +11,7 @@ from virtual_time import in_virtual_time
 
 from engine.protocol import EngineState, Internal
 from router.base.config import RouterConfig
-from router.base.errors import Conflict, EngineUnreachable, NobodyListens
+from router.base.errors import Conflict, EngineUnreachable, NobodyListens, OutOfFiles
 from router.engines.backend import Backend
 from router.engines.monitor import LONGEST_PAUSE, Monitor
 
@@ -175,3 +176,32 @@ async def test_only_time_between_prompt_checks_counts_as_silence():
     watched.fails(NobodyListens("refused"))
     await watched.check()
     assert len(watched.silences) == 5
+
+
+@in_virtual_time
+async def test_failed_checks_are_repeated_at_least_every_0_4_seconds():
+    loop, watched, times = asyncio.get_running_loop(), Watched(), []
+
+    async def fail() -> None:
+        times.append(loop.time())
+        raise EngineUnreachable("it hung up")
+
+    watched.engine.does["health"] = fail
+    await watched.check()
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    for pause, longest in zip(pauses, (0.05, 0.1, 0.2, 0.4, 0.4), strict=False):
+        assert 0.8 * longest <= pause <= longest
+    assert len(pauses) > 5 and max(pauses) <= 0.4
+
+
+@in_virtual_time
+async def test_a_check_that_this_process_cannot_make_says_nothing(caplog):
+    watched = Watched()
+    warned = []
+    for fails in (True, True, True, False, True, True):
+        watched.fails(OutOfFiles("no files", retry_after_s=0.1), times=int(fails))
+        caplog.clear()
+        assert await watched.check() == (0.5, 0.0)
+        warned.append(len(caplog.records))
+    assert warned == [1, 0, 0, 0, 1, 0]  # the first time, and again after an answer
+    assert watched.said == ["up"] and len(watched.silences) == 1

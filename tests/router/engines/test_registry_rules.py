@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +103,10 @@ async def test_a_restart_closes_the_breaker_and_loses_the_replicas():
         f.engines["a"].tells["epoch"] = 2
         await asyncio.sleep(CHECK_S)
         assert (backend.breaker.state, replica.lost) == ("closed", ["restarted"])
+        f.engines["a"].tells |= {"epoch": 1, "engine_id": "b"}  # clocks may be set back
+        backend.replicas = {replica}  # type: ignore[arg-type]
+        await asyncio.sleep(2.0)
+        assert (replica.lost, backend.id) == (["restarted"] * 2, "b")
         assert f.published == [("a", "up")]  # it was up all the time
 
 
@@ -382,3 +388,108 @@ async def test_metrics_are_those_of_the_engines_there_are():
 def test_events_are_published_under_these_names():
     """The stub above takes what `Events` takes."""
     Events().publish("engine", id="a", status="up")
+
+
+# What a change concerns
+
+
+@in_virtual_time
+async def test_equal_epochs_are_one_process():
+    async with fleet("e1", "e2") as f:
+        a, engine, replica = f["e1"], f.engines["e1"], Replica()
+
+        async def report() -> None:
+            engine.tells["epoch"] = int("1000")  # a number of its own in each report
+
+        engine.does["state"] = report
+        await asyncio.sleep(2.0)  # until its model was read again
+        a.replicas.add(replica)  # type: ignore[arg-type]
+        engine.tells["engine_id"] = "another"
+        f.engines["e2"].tells |= {"engine_id": "".join(["e", "1"]), "epoch": 2}
+        await asyncio.sleep(5.0)
+        assert a.id == "e1" and not replica.lost
+        assert {backend.id for backend in f.registry} == {"e1", "e2"}  # the name is taken
+
+
+@in_virtual_time
+async def test_secrets_are_compared_whenever_one_comes_goes_or_changes():
+    compared = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "compare_secrets", lambda engines: compared.append([*engines]))
+        async with fleet("a", "b") as f:
+            counts = [len(compared)]
+            steps = (
+                lambda: None,
+                lambda: f.engines["a"].tells.update(secret_digest="1" * 16),
+                lambda: None,
+                lambda: f.fails("a"),
+                f.engines["a"].does.clear,
+                lambda: None,
+            )
+            for step in steps:
+                step()
+                f["a"].probe.set()
+                await asyncio.sleep(10.0)
+                counts.append(len(compared))
+            assert [b - a for a, b in itertools.pairwise(counts)] == [0, 1, 0, 1, 1, 0]
+            assert counts[0] == 2 and compared[-1] == [f["a"], f["b"]]
+
+
+@in_virtual_time
+async def test_contexts_decide_who_is_usable_and_a_removal_changes_them():
+    async with fleet() as f:
+        for id, context in (("a", 256), ("b", 64), ("c", 128)):
+            f.engines[id] = StubEngine(id, info=model_info(context_length=context))
+            f.registry.add(f"http://{id}:1")
+        await f.registry.settled(10.0)
+        a, b, c = f.registry
+        served = f.registry.model
+        assert served.contexts == [64, 128, 256]
+        usable = {holding: f.registry.usable(holding=holding) for holding in (64, 65, 129, 257)}
+        assert usable == {64: [a, b, c], 65: [a, c], 129: [a], 257: []}
+        f.registry.remove(b)
+        assert served.contexts == [128, 256]
+
+
+@in_virtual_time
+async def test_prefixes_are_followed_as_long_as_their_engine_is_there():
+    forgotten: list[Backend] = []
+    closed: list[bool] = []
+    async with fleet("a", "b") as f:
+        a = f["a"]
+        prefixes: Any = SimpleNamespace(forget=forgotten.append, close=lambda: closed.append(True))
+        f.registry.prefixes = prefixes
+        f.registry.remove(a)
+        assert forgotten == [a] and not closed
+    assert closed == [True]
+
+
+@in_virtual_time
+async def test_without_relocation_a_drained_engine_keeps_its_requests():
+    async with asyncio.TaskGroup() as tasks:
+        engines: Any = {f"http://{id}:1": StubEngine(id) for id in "ab"}
+        registry = Registry(RouterConfig(), engines.__getitem__, tasks, Events())
+        for url in engines:
+            registry.add(url)
+        await registry.settled(10.0)
+        assert registry.drain(registry["a"], True) == 0 and registry["a"].draining
+        registry.close()
+
+
+@in_virtual_time
+async def test_an_engine_is_silent_for_more_than_the_limit_before_it_is_forgotten():
+    loop = asyncio.get_running_loop()
+    async with fleet(forget_s=20.0) as f:
+        backend = f.registry.add("http://b:1", source="heartbeat")
+        await f.registry.settled(10.0)
+        backend.status, backend.heartbeat = "down", loop.time() - 20.0
+        assert loop.time() - backend.heartbeat == 20.0
+        assert not f.registry._has_left(backend) and not backend.leaving
+        backend.heartbeat -= 1.0
+        backend.load.streams = 1
+        assert not f.registry._has_left(backend) and backend.leaving
+        backend.load.streams = 0
+        backend.heartbeat = loop.time()
+        assert f.registry._has_left(backend)
+        backend.leaving, backend.status = False, "up"
+        assert not f.registry._has_left(backend)

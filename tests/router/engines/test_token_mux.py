@@ -237,6 +237,8 @@ async def test_a_stream_that_begins_wrong_is_closed():
     assert http.open == 0
     with pytest.raises(Internal, match="no stream but 201"):
         await TokenMux(Http(status=201)).stream()  # type: ignore[arg-type]
+    with pytest.raises(Internal, match="no stream but 101"):
+        await TokenMux(Http(status=101)).stream()  # type: ignore[arg-type]
 
 
 async def test_a_stream_is_opened_once_and_again_after_its_loss():
@@ -301,3 +303,51 @@ async def test_a_lost_stream_is_not_closed_later():
     await asyncio.sleep(10 * IDLE_S)
     assert http.open == 1  # `_close` was not called: it could close another's connection
     assert str(stream.error) == "gone"
+
+
+# Defaults and ends
+
+
+async def test_any_token_is_taken_unless_a_vocabulary_is_given():
+    stream = MuxStream()
+    delivery = stream.expect("a")
+    stream._feed(frame(a={"token_ids": [2**31 - 1] * 100}))
+    assert (await delivery.next()).token_ids == [2**31 - 1] * 100
+    stream._feed(frame(a={"token_ids": [2**31]}))
+    assert "invalid frame" in str(stream.error)
+
+
+def test_a_new_stream_takes_no_more_for_nobody_than_a_used_one(monkeypatch):
+    monkeypatch.setattr(module, "MOST_UNWANTED", 100)
+    stream = MuxStream()
+    stream._feed(b"\n" * 100)
+    assert stream.error is None
+    stream._feed(b"\n")
+    assert stream.error is not None
+
+
+@pytest.mark.parametrize("how", ["fails", "ends"])
+async def test_what_comes_for_a_reader_that_was_just_cancelled_harms_nothing(how):
+    stream = MuxStream()
+    delivery, other = stream.expect("a"), stream.expect("b")
+    waiting = asyncio.ensure_future(delivery.next())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    if how == "fails":
+        delivery.fail(EngineUnreachable("gone"))
+    else:
+        stream._lose(EngineUnreachable("gone"))
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    for one in (delivery, other) if how == "ends" else (delivery,):
+        with pytest.raises(EngineUnreachable, match="gone"):
+            await one.next()
+
+
+async def test_a_delivery_of_a_lost_stream_fails_and_is_not_expected():
+    stream = MuxStream()
+    stream._lose(EngineUnreachable("gone"))
+    delivery = stream.expect("a")
+    assert not stream.expects(delivery) and delivery.progress() is None
+    with pytest.raises(EngineUnreachable, match="gone"):
+        await delivery.next()

@@ -36,10 +36,11 @@ from router.base.errors import (
     StrategyStalled,
 )
 from router.base.request import Request
-from router.execution.choice_runner import PROGRESS_TOKENS, _Choice
+from router.execution.choice_runner import _Choice
 from router.telemetry import Metrics, Receipt
 
 EOS, STOP = 0, 7
+PROGRESS = 16  # tokens that reset the retry count, as docs/architecture.md says
 REGEX = Structure(kind="regex", source="x")
 
 
@@ -121,11 +122,11 @@ def test_a_retry_over_the_budget_is_denied_and_counted():
         assert one._may_retry(Internal("x"))
 
 
-@pytest.mark.parametrize(("tokens", "status"), [(PROGRESS_TOKENS, 200), (PROGRESS_TOKENS - 1, 500)])
+@pytest.mark.parametrize(("tokens", "status"), [(PROGRESS, 200), (PROGRESS - 1, 500)])
 async def test_progress_resets_the_retry_count(route, fake, tokens: int, status: int):
     """Of two attempts, one fails after every `tokens` tokens."""
     a = fake("a", error_after=[(tokens, Internal("boom"))] * 3)
-    most = 4 * PROGRESS_TOKENS
+    most = 4 * PROGRESS
     body = {
         "prompt": [1, 2, 3], "max_tokens": most, "temperature": 0, "return_token_ids": True,
     }  # fmt: skip
@@ -184,11 +185,13 @@ def test_errors_about_leases_keys_and_ranges_are_not_the_clients(error, wanted, 
         ({"ignore_eos": True, "stop_token_ids": [STOP]}, (5, STOP), "stop"),
         ({"min_tokens": 1}, (5, EOS), "stop"),
         ({"min_tokens": 2}, (5, EOS), None),
+        ({"min_tokens": 3}, (5, EOS), None),
         ({"structure": REGEX, "ignore_eos": True}, (5, EOS), "stop"),
         ({"structure": REGEX, "min_tokens": 9}, (5, EOS), "stop"),
         ({"structure": REGEX}, (5, 6), None),
         ({"max_tokens": 3}, (5, 6), None),
         ({"max_tokens": 3}, (5, 6, 7), "length"),
+        ({"max_tokens": 3}, (5, 6, 7, 8), "length"),
         ({"max_tokens": 3}, (5, 6, EOS), "stop"),
     ],
 )
