@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 
 import numpy as np
@@ -173,8 +173,10 @@ class QueuedPut:
         try:
             if self._failure is None and not self._cancelled:
                 self._commit = self._commit or self._gather()
-                if self._commit.words is not None:
-                    delay = self._with_right(self._write_commit, share=self.claim)
+                words = self._commit.words
+                if words is not None:
+                    write = partial(self._write_commit, self._commit, words)
+                    delay = self._with_right(write, share=self.claim)
                 elif self._queue and not self._commit.futures:
                     self._commit, delay = None, EVENT_POLL_S  # the first write is not computed yet
         except MicroserveError as error:
@@ -271,26 +273,23 @@ class QueuedPut:
         first = self._address.begin // self._source.page_size
         return Route(self._source, self._target.layout, self._address.pages(), first)
 
-    def _write_commit(self) -> None:
-        commit = self._commit
-        if commit is None or commit.words is None:
-            return
-        if commit.words.get(LANDED, 0) > self._address.room:
+    def _write_commit(self, commit: _Commit, words: dict[int, int]) -> None:
+        if words.get(LANDED, 0) > self._address.room:
             raise BadRange("the watermark cannot rise beyond the room of the lease")
-        words = self._check_claim(self._check_lease())
+        current = self._check_claim(self._check_lease())
         if commit.runs:
             runs = commit.runs
             self._target.copy(runs[0] if len(runs) == 1 else np.concatenate(runs))
             self.bytes_sent += commit.bytes
-            if LANDED in commit.words:
+            if LANDED in words:
                 # This process may have been stopped during the copy: do not raise the watermark of
                 # a lease that has ended. A store that follows the check is harmless, because this
                 # put still holds the slot's write right.
-                words = self._check_lease()
+                current = self._check_lease()
         # Workers that share a claim may increment concurrently and lose a count. Any change of
         # the word proves liveness.
-        renewals = int(words[RENEWALS]) + 1
-        self._target.store(self._slot, {**commit.words, RENEWALS: renewals})
+        renewals = int(current[RENEWALS]) + 1
+        self._target.store(self._slot, {**words, RENEWALS: renewals})
 
     def _with_right(self, work: Callable[[], None], share: int) -> float | None:
         """Run `work` under the lease's write right.

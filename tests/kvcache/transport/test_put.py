@@ -11,16 +11,26 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from kv_helpers import Clock, cached, pages_of, sequence
+from kv_helpers import (
+    Clock,
+    assert_content,
+    cached,
+    make_cache,
+    memory_cache,
+    pages_of,
+    sequence,
+)
 
 from kvcache.cache import KVCache
-from kvcache.errors import BadRange, Internal, Timeout
+from kvcache.errors import BadRange, Internal, LeaseExpired, Timeout
 from kvcache.lease import KVAddress
+from kvcache.memory import KVLayout
+from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import RIGHT_POLL_S, RIGHT_TIMEOUT_S, QueuedPut
 from kvcache.transport.target import Target
 from kvcache.transport.worker import Task, Worker
-from kvcache.types import SlotIndex, TokenPos
+from kvcache.types import PageId, SeqId, SlotIndex, TokenPos
 
 Pair = tuple[KVCache, KVCache]
 PROMPT = list(range(100, 122))
@@ -218,3 +228,118 @@ def test_a_write_reads_the_table_as_it_was_when_it_was_queued(pair: Pair):
     gate.set()
     put.close().result(5)
     assert torch.equal(receiver.store.pool[:, own], expected)
+
+
+def test_a_hold_of_the_right_copies_up_to_four_mebibytes():
+    """Some 0.3 ms. Others wait for the right meanwhile."""
+    layout = KVLayout(1, 33, 4, 1, 1 << 15, torch.float32)  # pages of 1 MiB
+    network = MemoryNetwork()
+    sender, receiver = (make_cache(MemoryTransport(network, 1), layout, name=n) for n in "sr")
+    _, address = receiver.prep_recv("r", PROMPT, 21, 30, 10.0)
+    put = sender.open_put(address, PROMPT, 0, 21)
+    assert isinstance(put, QueuedPut)
+    copied: list[int] = []
+    put._target.copy = lambda runs: copied.append(int(runs[:, 2].sum()))  # type: ignore[method-assign]
+    pages = [PageId(page) for page in range(1, 14)]
+    for end, holds in ((8 * 4, [4, 4]), (9 * 4, [3, 3, 3])):
+        copied.clear()
+        put.write(range(1), pages, TokenPos(0), TokenPos(end))
+        put.close().result(10)
+        assert [size >> 20 for size in copied] == holds
+    receiver.release(receiver.leases()[0].lease_id)
+    sender.close()
+    receiver.close()
+
+
+def test_a_put_behind_a_matched_prefix_lands_in_the_leases_own_pages(pair: Pair):
+    sender, receiver = pair
+    cached(receiver, 7, PROMPT[:8])
+    lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+    assert lease.begin == 8
+    put = sender.open_put(address, PROMPT, 8, 21)
+    put.write(range(2), pages_of(sender, sequence(sender, 1, PROMPT)), TokenPos(8), TokenPos(21))
+    put.signal(TokenPos(21))
+    put.close().result(5)
+    receiver.start_lease(lease.lease_id, SeqId(2), PROMPT, 21)
+    assert_content(receiver, SeqId(2), PROMPT[:21])
+
+
+# Claims
+
+
+def test_a_claim_begins_at_the_watermark(pair: Pair):
+    put = open_put(pair)
+    put.signal(TokenPos(8))
+    put.close().result(5)
+    address = KVAddress.verify(pair[1]._receiver._address(pair[1].leases()[0]), b"secret")
+    for begin in (0, 7, 9):
+        with pytest.raises(BadRange):
+            pair[0].transport.open(address, begin)
+    assert not put.failed
+    put.renew()
+    put.close().result(5)  # those claims were not made
+    pair[0].transport.open(address, 8)
+    put.renew()
+    assert isinstance(put.close().exception(timeout=5), LeaseExpired)
+
+
+def test_a_claim_begins_at_a_high_watermark_too():
+    network, prompt = MemoryNetwork(), list(range(400))
+    sender, receiver = (memory_cache(network, 300, name=name) for name in "sr")
+    _, address = receiver.prep_recv("r", prompt, 400, 0, 10.0)
+    put = sender.open_put(address, prompt, 0, 400)
+    put.signal(TokenPos(333))
+    put.close().result(5)
+    sender.open_put(address, prompt, 333, 400)
+    receiver.release(receiver.leases()[0].lease_id)
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("bits", [0, 1])
+def test_a_claim_is_never_zero(pair: Pair, monkeypatch: pytest.MonkeyPatch, bits: int):
+    """Zero stands for no claim, and for an exclusive right."""
+    monkeypatch.setattr("kvcache.transport.put.secrets", SimpleNamespace(randbits=lambda n: bits))
+    assert open_put(pair).claim > 0
+
+
+def test_claims_differ(pair: Pair):
+    put = open_put(pair)
+    address = KVAddress.verify(pair[1]._receiver._address(pair[1].leases()[0]), b"secret")
+    other = pair[0].transport.open(address, 0)
+    assert other.claim != put.claim
+    with pytest.raises(LeaseExpired):
+        pair[0].transport.open(address, 0, join=put.claim)
+
+
+def test_a_right_is_waited_for_two_seconds(right: tuple[QueuedPut, Right, Clock]):
+    """Another holder copies for less than a millisecond, unless its process is stopped."""
+    put, target, clock = right
+    target.free = False
+    assert 0 < (put._with_right(pytest.fail, share=put.claim) or 0) < 0.002
+    clock.now += 2.0
+    assert put._with_right(pytest.fail, share=put.claim) is not None
+    clock.now += 0.1
+    with pytest.raises(Timeout):
+        put._with_right(pytest.fail, share=put.claim)
+
+
+@pytest.mark.parametrize(("drawn", "factor"), [(0.0, 0.5), (0.5, 1.0), (1.0, 1.5)])
+def test_a_wait_for_a_right_is_a_hundredth_of_the_time_waited(
+    right: tuple[QueuedPut, Right, Clock],
+    monkeypatch: pytest.MonkeyPatch,
+    drawn: float,
+    factor: float,
+):
+    put, target, clock = right
+    target.free = False
+    monkeypatch.setattr("kvcache.transport.put.random", SimpleNamespace(random=lambda: drawn))
+    for waited in (0.0, 1.0):
+        clock.now = 1000.0 + waited
+        delay = put._with_right(pytest.fail, share=put.claim)
+        assert delay == pytest.approx((0.0005 + waited / 100) * factor)
+
+
+def test_a_host_has_computed_everything_that_it_was_told(pair: Pair):
+    target = open_put(pair)._target
+    assert target.record_event() is None and target.event_done(None)

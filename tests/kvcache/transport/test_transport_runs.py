@@ -134,3 +134,56 @@ def test_other_workers_layers_are_left_out():
     ((runs, _),) = route.batches(range(2), [PageId(1)], 0, 4, 1 << 20)
     page = SIZE * WHOLE.token_bytes
     assert np.array_equal(runs, [[ours.page_bytes + page, 2 * theirs.page_bytes, page]])
+
+
+def test_pages_in_a_row_behind_a_part_of_one_are_one_run():
+    """The parts of the first page, keys and values, are shorter."""
+    layout = replace(WHOLE, layers=1, pages=11, head_dim=1)
+    pages, others = ([PageId(page) for page in run] for run in ((3, 4, 5, 6), (6, 7, 8, 9)))
+    ((runs, size),) = Route(layout, layout, others, 0).batches(range(1), pages, 2, 14, 1 << 20)
+    token, page = 8, 64
+    assert runs.tolist() == [
+        [3 * page + 2 * token, 6 * page + 2 * token, 2 * token],
+        [3 * page + 6 * token, 6 * page + 6 * token, 2 * token],
+        [6 * page, 9 * page, 2 * token],
+        [6 * page + 4 * token, 9 * page + 4 * token, 2 * token],
+        [4 * page, 7 * page, 2 * page],
+    ]
+    assert size == 12 * 2 * token
+
+
+def test_pages_in_a_row_on_one_side_alone_are_separate_runs():
+    layout = replace(WHOLE, layers=1, pages=11)
+    row, mixed = ([PageId(page) for page in run] for run in ((3, 4, 5), (5, 3, 4)))
+    page = layout.page_bytes
+    for ours, theirs in ((row, mixed), (mixed, row)):
+        ((runs, _),) = Route(layout, layout, theirs, 0).batches(range(1), ours, 0, 12, 1 << 20)
+        joined = [[3 * page, 5 * page, page], [4 * page, 3 * page, 2 * page]]
+        if ours is mixed:
+            joined = [[5 * page, 3 * page, page], [3 * page, 4 * page, 2 * page]]
+        assert runs.tolist() == joined
+
+
+@pytest.mark.parametrize("layers", [range(0), range(2, 2), range(3, 5)])
+def test_no_layers_are_no_runs(layers: range):
+    route = Route(WHOLE, WHOLE, [PageId(1)], 0)
+    assert not list(route.batches(layers, [PageId(1)], 0, 4, 1 << 20))
+
+
+def test_no_positions_are_no_runs():
+    route = Route(WHOLE, WHOLE, [PageId(1)], 0)
+    for position in (0, 2, 4):
+        assert not list(route.batches(range(3), [PageId(1)], position, position, 1 << 20))
+
+
+def test_a_batch_may_end_within_a_run():
+    layout = replace(WHOLE, layers=1, pages=5)
+    pages = [PageId(1), PageId(2), PageId(3)]
+    page = layout.page_bytes
+    route = Route(layout, layout, [PageId(2), PageId(3), PageId(4)], 0)
+    one, two = route.batches(range(1), pages, 0, 12, 3 * page - 1)
+    half = 3 * page // 2
+    assert one[0].tolist() == [[page, 2 * page, half]] and one[1] == half
+    assert two[0].tolist() == [[page + half, 2 * page + half, half]] and two[1] == half
+    ((whole, size),) = route.batches(range(1), pages, 0, 12, 3 * page)
+    assert whole.tolist() == [[page, 2 * page, 3 * page]] and size == 3 * page

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from kv_helpers import memory_cache
+from kv_helpers import Clock, memory_cache
 
 from kvcache.errors import Internal
 from kvcache.transport import MemoryNetwork
-from kvcache.transport.worker import Worker
+from kvcache.transport.worker import Worker, _TaskLoop
 
 WAIT_S = 20.0
 
@@ -129,3 +133,146 @@ def test_tasks_may_submit_others_until_the_last_has_ended():
         closing.set()
         closed.result(WAIT_S)
     assert order == ["first", "second"]
+
+
+def test_a_finished_task_is_not_kept():
+    """Its put holds pages."""
+    worker, ran = Worker("test"), threading.Event()
+
+    class Task:
+        def __call__(self) -> None:
+            ran.set()
+
+    task = Task()
+    gone = weakref.ref(task)
+    worker.submit(task)
+    del task
+    assert ran.wait(WAIT_S)
+    for _ in range(1000):
+        if gone() is None:
+            break
+        time.sleep(0.002)
+    assert gone() is None
+    worker.close()
+
+
+def test_the_thread_does_not_keep_its_process_alive():
+    worker = Worker("puts of a test")
+    assert worker._thread.daemon and worker._thread.name == "puts of a test"
+    worker.close()
+
+
+# The loop alone, in the test's thread and time
+
+
+class Sleep:
+    """The condition of a loop: a wait takes no time, and counts on the clock of the test."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.waits: list[float] = []
+        self.then: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def notify(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None) -> None:
+        assert timeout is not None and timeout > 0, "nothing would wake the thread"
+        self.waits.append(timeout)
+        self.clock.now += timeout
+        self.then()
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> tuple[_TaskLoop, Sleep]:
+    """A loop that is about to end: `run` returns after the last task."""
+    clock = Clock()
+    monkeypatch.setattr("kvcache.transport.worker.time", SimpleNamespace(monotonic=clock))
+    loop, sleep = _TaskLoop(), Sleep(clock)
+    loop._change = cast(Any, sleep)
+    return loop, sleep
+
+
+def test_each_task_is_called_when_it_is_due(loop: tuple[_TaskLoop, Sleep]):
+    tasks, sleep = loop
+    calls: list[tuple[str, float]] = []
+
+    def add(name: str, *delays: float) -> None:
+        left = iter(delays)
+
+        def task() -> float | None:
+            calls.append((name, sleep.clock.now - 1000))
+            return next(left, None)
+
+        tasks.add(task)
+
+    add("long", 30.0)
+    add("steps", 1.0, 2.0, 0.0, 4.0)
+    add("same", 1.0)
+    tasks.end()
+    tasks.run()
+    assert calls == [
+        ("long", 0), ("steps", 0), ("same", 0), ("steps", 1), ("same", 1), ("steps", 3),
+        ("steps", 3), ("steps", 7), ("long", 30),
+    ]  # fmt: skip
+    assert sleep.waits == [1, 2, 4, 23]
+
+
+def test_a_task_that_goes_on_at_once_is_behind_those_that_are_ready(loop: tuple[_TaskLoop, Sleep]):
+    tasks, sleep = loop
+    calls: list[str] = []
+
+    def again() -> float | None:
+        calls.append("again")
+        sleep.clock.now += 1
+        return 0.0 if len(calls) < 4 else None
+
+    def late() -> float | None:
+        calls.append("late")
+        return 0.5 if calls == ["late"] else None
+
+    tasks.add(late)
+    tasks.add(again)
+    tasks.end()
+    tasks.run()
+    assert calls == ["late", "again", "again", "late", "again"]
+    assert not sleep.waits
+
+
+def test_an_ending_loop_accepts_tasks_until_the_last_has_ended(loop: tuple[_TaskLoop, Sleep]):
+    tasks, sleep = loop
+    calls: list[str] = []
+
+    def add(name: str) -> None:
+        tasks.add(lambda: calls.append(name))
+
+    def waits() -> float | None:
+        calls.append("waits")
+        add("while it runs")
+        sleep.then = lambda: add("while it waits")
+        return 1.0 if len(calls) == 1 else None
+
+    tasks.add(waits)
+    tasks.end()
+    add("while it is ready")
+    tasks.run()
+    assert calls == [
+        "waits", "while it is ready", "while it runs", "while it waits", "waits", "while it runs",
+    ]  # fmt: skip
+    with pytest.raises(Internal, match="closed"):
+        add("afterwards")
+
+
+def test_an_idle_loop_that_ends_calls_nothing(loop: tuple[_TaskLoop, Sleep]):
+    tasks, sleep = loop
+    tasks.end()
+    with pytest.raises(Internal):
+        tasks.add(pytest.fail)
+    tasks.run()
+    assert not sleep.waits
