@@ -160,6 +160,8 @@ class Rollout:
             self._drop_canary(why)
         if revision is not self.revisions.active:
             return
+        # `rollback` would end a canary only, and this revision would stay.
+        self._drop_canary(f"{revision.label} is dismissed: {why}")
         try:
             self.rollback(ITSELF, why)
         except Conflict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -58,6 +59,75 @@ def test_the_verdict_follows_the_nearest_rank_p99():
             p99 = times[-(-99 * count // 100) - 1]
             decision, _ = judge(rules, times)
             assert (decision == "promoted") == (p99 <= 100), (count, slow)
+
+
+@pytest.mark.parametrize(
+    ("percent", "pattern"),
+    [(50, "-x-x-x-x"), (25, "---x---x"), (30, "---x--x--x---x"), (100, "xxx"), (99, "-xxx")],
+)
+def test_the_share_is_spread_evenly(percent: float, pattern: str):
+    canary = Canary(CanaryRules(percent=percent))
+    assert "".join("-x"[canary.takes_next()] for _ in pattern) == pattern
+
+
+def test_a_canary_gets_one_request_in_twenty_and_a_hundred_in_all_unless_told_otherwise():
+    assert Canary(CanaryRules()).describe() == {
+        "percent": 5.0, "max_error_rate": 0.01, "max_ttft_p99_ms": None, "min_requests": 100,
+        "ended": 0, "failed": 0, "slow": 0,
+    }  # fmt: skip
+
+
+def test_a_budget_is_counted_exactly():
+    """`0.29 * 100` is less than 29 in floating point."""
+    for requests in (10, 100):
+        for percent in range(100):
+            rules = CanaryRules(max_error_rate=percent / 100, min_requests=requests)
+            budget = percent * requests // 100
+            failures = ["failed"] * budget
+            assert judge(rules, [*failures, "failed"]) == ("rolled_back", budget + 1)
+            assert judge(rules, failures) is None
+
+
+def test_the_reason_of_a_verdict_has_its_figures():
+    def reason(rules: CanaryRules, *times: float) -> str:
+        """Return the reason after a failure and a request for each of these times."""
+        canary = Canary(rules)
+        verdict = canary.note(failed=True, ttft_ms=None)
+        for ttft in times:
+            verdict = verdict or canary.note(failed=False, ttft_ms=ttft)
+        assert verdict is not None
+        return verdict.why
+
+    rules = CanaryRules(max_error_rate=0.5, min_requests=2)
+    assert reason(rules, 5000.0) == "1 of 2 requests failed"
+    limited = replace(rules, max_ttft_p99_ms=100)
+    assert reason(limited, 5.0) == "1 of 2 requests failed, 0 took over 100 ms to a token"
+    assert reason(limited, 101.0) == (
+        "1 of 2 requests took over 100 ms to their first token; of 2 at most 0 may (p99)"
+    )
+    assert reason(replace(rules, max_error_rate=0.4)) == (
+        "1 of 1 requests failed; of 2 at most 0 may"
+    )
+
+
+@pytest.mark.parametrize(
+    ("failed", "ttft_ms", "limit", "slow"),
+    [
+        (False, 100.1, 100.0, 1),
+        (False, 100.0, 100.0, 0),
+        (False, None, 100.0, 0),
+        (False, 100.1, None, 0),
+        (True, 100.1, 100.0, 0),
+    ],
+)
+def test_a_request_is_slow_if_it_succeeded_beyond_the_limit(
+    failed: bool, ttft_ms: float | None, limit: float | None, slow: int
+):
+    rules = CanaryRules(max_error_rate=1.0, max_ttft_p99_ms=limit, min_requests=1000)
+    canary = Canary(rules)
+    assert canary.note(failed=failed, ttft_ms=ttft_ms) is None
+    assert (canary.ended, canary.failed, canary.slow) == (1, int(failed), slow)
+    assert canary.describe() == {**asdict(rules), "ended": 1, "failed": int(failed), "slow": slow}
 
 
 @strategy

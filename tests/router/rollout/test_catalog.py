@@ -96,3 +96,101 @@ def test_replaced_versions_are_not_kept(catalog):
     assert modules() == before
     assert catalog["mine"] is last
     assert first.source_sha256 != last.source_sha256
+
+
+def modules() -> set[str]:
+    return {name for name in sys.modules if name.startswith("microserve_strategy_")}
+
+
+def test_a_module_stays_while_one_of_its_strategies_is_listed(catalog):
+    before = modules()
+    catalog.load(HEAD + ONE.format("first") + ONE.format("second"), name="first")
+    (both,) = modules() - before
+    catalog.load(HEAD + ONE.format("first"), name="first")
+    assert both in modules() and len(modules() - before) == 2
+    catalog.load(HEAD + ONE.format("second"), name="second")
+    assert both not in modules() and len(modules() - before) == 2
+    assert catalog["first"].function.__module__ != catalog["second"].function.__module__
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (HEAD + ONE.format("mine") + ONE.format("balanced"), "balanced is the name of an inst"),
+        (HEAD + ONE.format("first") + ONE.format("second"), "no strategy 'mine'"),
+        (HEAD, "no strategy 'mine' in it; it has: none"),
+        ("from strategies.balanced import balanced", "it has: none"),
+        (HEAD + ONE.format("mine") + "1/0\n", "mine.py:7: ZeroDivisionError: division by zero"),
+        (HEAD + ONE.format("mine") + "raise SystemExit\n", "mine.py:7: SystemExit"),
+    ],
+)
+def test_a_source_that_is_refused_leaves_nothing_behind(catalog, source, says):
+    before, listed = modules(), catalog.describe()
+    with pytest.raises((BadRequest, Conflict), match=says):
+        catalog.load(source, file="mine.py")
+    assert modules() == before
+    assert catalog.describe() == listed
+
+
+def test_an_interruption_is_no_error_of_the_source(catalog):
+    before = modules()
+    with pytest.raises(KeyboardInterrupt):
+        catalog.load("raise KeyboardInterrupt", file="mine.py")
+    assert modules() == before
+
+
+def test_strategies_that_a_source_imports_are_not_its_own(catalog):
+    source = HEAD + "from strategies.balanced import balanced\n\n" + ONE.format("mine")
+    assert catalog.load(source, file="whatever.py").name == "mine"
+    assert catalog["balanced"].function.__module__ == "strategies.balanced"
+
+
+def test_a_file_may_import_what_lies_beside_it(catalog, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_the_strategy.py").write_text("NAME = 'imported'\n")
+    file = tmp_path / "mine.py"
+    file.write_text(HEAD + "from beside_the_strategy import NAME\n\n" + ONE.format("mine"))
+    monkeypatch.chdir(tmp_path)
+    assert catalog.find("mine.py").name == "mine"
+    assert sys.modules.pop("beside_the_strategy").NAME == "imported"
+    assert catalog.find("mine") is catalog["mine"]
+
+
+def test_the_list_says_which_strategies_are_installed(catalog):
+    catalog.load(HEAD + ONE.format("a_first_one"), file="mine.py")
+    listed = catalog.describe()
+    names = [one["name"] for one in listed]
+    assert names == sorted(names) and names[0] == "a_first_one" and "balanced" in names
+    assert [one["name"] for one in listed if not one["installed"]] == ["a_first_one"]
+    with pytest.raises(NotFound, match="no strategy 'x'; there are: a_first_one, balanced, "):
+        catalog["x"]
+
+
+def test_an_upload_without_a_file_is_named_by_its_strategy(catalog):
+    with pytest.raises(BadRequest, match=r"^<strategy mine>:2: NameError"):
+        catalog.load("\nnothing\n", name="mine")
+    assert catalog.load(HEAD + ONE.format("mine"), name="mine").name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("\0", "mine.py:1: "),  # the error has no line
+        ("raise ValueError('two\\n  lines')", "mine.py:1: ValueError: two lines"),
+        ("raise ValueError('x' * 3000)", "mine.py:1: ValueError: " + "x" * 2000),
+        (
+            "def f():\n  g()\ndef g():\n  import json\n  json.loads('{')\nf()",
+            "mine.py:5: JSONDecode",
+        ),
+        (
+            "raise ExceptionGroup('both', [ValueError('first'), KeyError('second')])",
+            "mine.py:1: ValueError: first",
+        ),
+    ],
+)
+def test_errors_are_one_line_with_a_place(catalog, source, says):
+    with pytest.raises(BadRequest) as wrong:
+        catalog.load(source, file="mine.py")
+    assert wrong.value.param == "source"
+    message = wrong.value.message
+    assert message.startswith(says) and "\n" not in message and len(message) < 2050
