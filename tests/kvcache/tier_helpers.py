@@ -36,6 +36,7 @@ def at_rest(cache: KVCache) -> None:
     use = cache.page_use()
     assert use.free + use.cached == use.total
     assert not cache.bookkeeping.pages.pool._readers
+    assert not cache.tiers._swaps
     for tier in cache.tiers.use():
         assert tier.free + tier.cached == tier.total
         assert tier.swapped == tier.copying == 0

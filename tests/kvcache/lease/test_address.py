@@ -143,3 +143,25 @@ def test_a_signed_field_of_another_type_is_refused(at: int, value: object):
     if (at, value) != (KVAddress.__slots__.index("runs"), []):
         with pytest.raises(BadAddress, match="another version"):
             KVAddress.verify(signed(fields), SECRET)
+
+
+@pytest.mark.parametrize("name", ["epoch", "slot", "nonce", "begin", "end", "room"])
+def test_a_signed_number_below_zero_is_refused(name: str):
+    """An index of -1 would be the last one."""
+    with pytest.raises(BadAddress, match="another version"):
+        KVAddress.verify(replace(ADDRESS, **{name: -1}).sign(SECRET), SECRET)
+    zero = replace(ADDRESS, **{name: 0})
+    assert KVAddress.verify(zero.sign(SECRET), SECRET) == zero
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"runs": ((-1, 2),)}, {"runs": ((1, -2),)}, {"runs": ((1, 2), (True, 1))},
+        {"shard": Shard(-1, 2, 0, 1)}, {"shard": Shard(0, 2, 0, -1)}, {"engine_id": 7},
+        {"url": None}, {"digest": 1.0}, {"epoch": True}, {"room": 2.0}, {"slot": "1"},
+    ],
+)  # fmt: skip
+def test_a_signed_value_of_another_kind_is_refused(change: dict[str, object]):
+    with pytest.raises(BadAddress, match="another version"):
+        KVAddress.verify(replace(ADDRESS, **change).sign(SECRET), SECRET)  # type: ignore[arg-type]

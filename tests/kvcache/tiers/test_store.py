@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,85 @@ def without_unnamed_files(code: int) -> Callable[..., int]:
         return usual(path, flags, *args, **options)
 
     return open_
+
+
+def test_a_page_whose_write_fails_is_lost(disk: DiskStore, monkeypatch: pytest.MonkeyPatch):
+    """Also if its slot still holds the page before it."""
+    disk.buffer(PageId(1)).copy_(filled(1))
+    disk.flush(PageId(1))
+
+    def fails(fd: int, data: bytes, at: int) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    disk.buffer(PageId(1)).copy_(filled(2))
+    monkeypatch.setattr(os, "pwrite", fails)
+    with pytest.raises(OSError, match="broken"):
+        disk.flush(PageId(1))
+    with pytest.raises(OSError, match="checksum"):
+        disk.fetch(PageId(1))
+
+
+def test_a_page_that_is_written_in_part_is_lost(disk: DiskStore, monkeypatch: pytest.MonkeyPatch):
+    """As on a disk that becomes full."""
+    usual = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: usual(fd, bytes(data)[:-1], at))
+    disk.buffer(PageId(1)).copy_(filled(0))
+    with pytest.raises(OSError, match="only a part") as error:
+        disk.flush(PageId(1))
+    assert error.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match="checksum") as error:
+        disk.fetch(PageId(1))
+    assert error.value.errno == errno.EIO
+
+
+def test_a_kept_file_has_room_for_records_and_pages(tmp_path: Path):
+    store = DiskStore(LAYOUT, 4, tmp_path, keep="a.kv", fingerprint="f")
+    found = os.fstat(store.fd)
+    assert found.st_size == 2 * 4096 + 4 * LAYOUT.page_bytes
+    assert found.st_blocks * 512 >= found.st_size
+    assert store.persistent and store.load_prefixes() == []
+    store.close()
+
+
+def test_an_unnamed_file_is_not_persistent(disk: DiskStore):
+    assert not disk.persistent and disk.load_prefixes() == []
+    host = HostStore(LAYOUT, 4)
+    assert not host.persistent and host.load_prefixes() == []
+
+
+def test_the_descriptor_ends_with_its_store(tmp_path: Path):
+    store = DiskStore(LAYOUT, 4, tmp_path)
+    fd = store.fd
+    assert not os.get_inheritable(fd)
+    del store
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_a_copy_to_or_from_a_gpu_is_ordered_and_complete(monkeypatch: pytest.MonkeyPatch):
+    """It waits for the kernels before it; it runs on its own stream, and ends before its call."""
+    calls: list[object] = []
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            calls.append(("wait for", other))
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    @contextmanager
+    def stream(used: object) -> Iterator[None]:
+        calls.append(used)
+        yield
+        calls.append("end")
+
+    class Tensor:
+        def copy_(self, data: object, *, non_blocking: bool) -> None:
+            calls.append(("copy", data, non_blocking))
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "kernels")
+    pages = DevicePages(torch.zeros(LAYOUT.shape))
+    own = pages._stream = Stream()  # type: ignore[assignment]
+    pages._copy(Tensor(), "data")  # type: ignore[arg-type]
+    assert calls == [own, ("wait for", "kernels"), ("copy", "data", True), "synchronize", "end"]

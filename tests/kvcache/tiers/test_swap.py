@@ -375,3 +375,71 @@ def test_after_closing_nothing_is_swapped_in(store: GatedStore):
     assert done(cache.swap_in(ONE)) == 0
     cache.remove_sequence(ONE)
     at_rest(cache)
+
+
+def test_the_bytes_of_swaps_are_counted(cache: KVCache):
+    (tier,) = cache.tiers
+    done(cache.swap_out(ONE))
+    assert (tier.stats.bytes_in, tier.stats.bytes_out) == (4 * LAYOUT.page_bytes, 0)
+    done(cache.swap_in(ONE))
+    assert (tier.stats.bytes_in, tier.stats.bytes_out) == (4 * LAYOUT.page_bytes,) * 2
+    cache.remove_sequence(ONE)
+
+
+def test_swaps_are_made_in_their_order(cache: KVCache, store: GatedStore):
+    order: list[str] = []
+    two = sequence(cache, 2, [8] * (2 * SIZE))
+    store.gate.shut()
+    for seq_id, name in ((ONE, "first"), (two, "second")):
+        future = cache.swap_out(seq_id)
+        future.add_done_callback(lambda _, name=name: order.append(name))
+        store.gate.one()
+    store.gate.open()
+    quiet(cache)
+    assert order == ["first", "second"]
+    for seq_id in (ONE, two):
+        cache.remove_sequence(seq_id)
+
+
+def test_closing_ends_all_swaps(store: GatedStore):
+    cache = tiered(store)
+    sequence(cache, ONE, TOKENS)
+    two = sequence(cache, 2, [8] * (2 * SIZE))
+    store.gate.shut()
+    first, second = cache.swap_out(ONE), cache.swap_out(two)
+    store.gate.one()
+    (tier,) = cache.tiers
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(cache.close)
+        while not tier._closed:
+            threading.Event().wait(0.001)
+        store.gate.open()
+        closing.result(PATIENCE_S)
+    assert (done(first), done(second)) == (SIZE, 0)
+    for seq_id in (ONE, two):
+        cache.remove_sequence(seq_id)
+    at_rest(cache)
+
+
+def test_a_swap_says_whether_it_is_being_copied(cache: KVCache, store: GatedStore):
+    store.gate.shut()
+    future = cache.swap_out(ONE)
+    (swap,) = cache.tiers._swaps
+    assert swap.moving and swap.slots == []
+    with pytest.raises(Internal, match="being copied"):
+        swap.copy_in([], lambda pages, length: None)
+    store.gate.open()
+    done(future)
+    assert not swap.moving and len(swap.slots) == 4 and swap.length == len(TOKENS)
+    future = cache.swap_in(ONE)
+    assert swap.slots == []
+    done(future)
+    assert not swap.moving and not cache.tiers._swaps
+    cache.remove_sequence(ONE)
+
+
+def test_a_swap_that_is_abandoned_has_no_slots(cache: KVCache):
+    done(cache.swap_out(ONE))
+    (swap,) = cache.tiers._swaps
+    cache.remove_sequence(ONE)
+    assert swap.slots == [] and not cache.tiers._swaps

@@ -479,3 +479,109 @@ def test_a_move_that_cannot_be_finished_fails_alone(
     assert "failed to finish" in caplog.text
     evicted(cache)
     assert promoted(cache.promote(PROMPT)) == len(PROMPT)
+
+
+def test_without_tiers_nothing_is_promoted(new: Callable[..., KVCache]):
+    assert new().promote(PROMPT) is None
+
+
+def test_the_fastest_tier_with_most_of_a_prefix_is_read(
+    new: Callable[..., KVCache], tmp_path: Path
+):
+    cache = new(HostStore(LAYOUT, 16), DiskStore(LAYOUT, 32, tmp_path))
+    evicted(cache)
+    assert [tier.cached for tier in cache.tiers.use()] == [4, 4]
+    assert promoted(cache.promote(PROMPT)) == len(PROMPT)
+    host, disk = cache.tiers
+    assert (host.stats.promoted_tokens, disk.stats.promoted_tokens) == (len(PROMPT), 0)
+    assert (host.persistent, disk.persistent, cache.persistent) == (False, False, False)
+
+
+def test_a_tier_with_less_than_the_device_is_not_read(new: Callable[..., KVCache]):
+    cache = new(HostStore(LAYOUT, 2))
+    cached(cache, 1, PROMPT)
+    quiet(cache)
+    assert cache.tiers.use()[0].cached == 2
+    assert cache.promote(PROMPT) is None
+
+
+def test_a_single_page_is_promoted_where_there_is_room_for_one(cache: KVCache):
+    evicted(cache)
+    cache.add_sequence(SeqId(5))
+    cache.grow(SeqId(5), 6 * SIZE)  # of the two other pages it keeps one to grow into
+    assert promoted(cache.promote(PROMPT)) == SIZE
+    cache.remove_sequence(SeqId(5))
+
+
+def test_a_prefix_that_was_evicted_again_is_promoted_again(cache: KVCache):
+    evicted(cache)
+    for _ in range(3):
+        assert cache.prefix_tokens == 0
+        assert promoted(cache.promote(PROMPT)) == len(PROMPT)
+        assert cache.prefix_tokens == len(PROMPT)
+        evict_all(cache)
+    (tier,) = cache.tiers
+    assert tier.stats.promoted_tokens == 3 * len(PROMPT)
+    assert tier.stats.bytes_out == 3 * 4 * LAYOUT.page_bytes
+    assert tier._thread.daemon  # a process that fails must be able to end
+
+
+def test_the_slot_that_is_filled_counts_as_copying(cache: KVCache, store: GatedStore):
+    store.gate.shut()
+    cached(cache, 1, PROMPT)
+    store.gate.one()
+    (use,) = cache.tiers.use()
+    assert (use.total, use.free, use.cached, use.swapped, use.copying) == (16, 15, 0, 0, 1)
+    cache.check_integrity()
+    store.gate.open()
+    quiet(cache)
+    (use,) = cache.tiers.use()
+    assert (use.total, use.free, use.cached, use.swapped, use.copying) == (16, 12, 4, 0, 0)
+
+
+def test_write_behind_is_no_use_of_a_prefix(cache: KVCache, store: GatedStore):
+    """Of two prefixes that the device evicts from, the one that no request has used goes first."""
+    first, second = OTHER[: 2 * SIZE], PROMPT[: 2 * SIZE]
+    store.gate.shut()
+    cached(cache, 1, first)
+    store.gate.one()
+    cached(cache, 2, second)
+    cache.remove_sequence(sequence(cache, 3, first))
+    store.gate.open()
+    quiet(cache)  # the second was copied last
+    cache.add_sequence(SeqId(4))
+    cache.grow(SeqId(4), 5 * SIZE)  # one page more than are free
+    prefix = cache.bookkeeping.pages.prefix
+    assert [len(prefix.match(each, use=False)) for each in (first, second)] == [2, 1]
+    cache.remove_sequence(SeqId(4))
+
+
+def test_a_bounded_number_of_prefixes_wait(cache: KVCache, store: GatedStore):
+    store.gate.shut()
+    cached(cache, 1, PROMPT)
+    store.gate.one()
+    (tier,) = cache.tiers
+    for number in range(300):
+        tier.offer([number] * SIZE)
+    assert len(tier._offers) == 256 and tier.stats.skipped == 44
+    assert tier._offers[0][0] == 44  # the oldest have gone
+    store.gate.open()
+    quiet(cache)
+
+
+def test_closing_drops_the_prefixes_that_wait(store: GatedStore):
+    cache = tiered(store)
+    store.gate.shut()
+    cached(cache, 1, PROMPT)
+    store.gate.one()
+    cached(cache, 2, OTHER[:SIZE])
+    (tier,) = cache.tiers
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(cache.close)
+        while not tier._closed:
+            threading.Event().wait(0.001)
+        store.gate.open()
+        closing.result(PATIENCE_S)
+    assert not tier._offers and len(store.filled) == 1  # the page that was being copied
+    assert cache.tiers.use()[0].cached == 1
+    cache.check_integrity()
