@@ -40,7 +40,7 @@ def check_admin(router: Router, http: HttpRequest, given: str | None, hosts: All
         if not (is_loopback(http.remote) and hosts.is_local(http.headers.get("host", ""))):
             raise Forbidden("without --admin-key the admin API answers on loopback only")
         check_origin(http.headers)
-        http.who = http.remote or "loopback"
+        http.who = http.remote
     _check_media_type(http)
 
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from engine_process import EngineProcess
 from starlette.types import Message, Receive, Scope, Send
+from virtual_time import in_virtual_time
 
 from engine.api import gate
 from engine.api.gate import Gate
@@ -178,6 +179,127 @@ async def test_a_body_that_does_not_come_in_time_is_refused(monkeypatch: pytest.
     assert sent[0]["status"] == 408
     assert (b"connection", b"close") in sent[0]["headers"]
     assert connection.ended == ["half_close", "abort"]
+
+
+class Arrives(Connection):
+    """A connection whose client sends a body in these parts, and notes what it receives."""
+
+    def __init__(self, *parts: bytes, arrived: bool = False, gone: bool = False) -> None:
+        super().__init__()
+        self.arrived, self.gone = arrived, gone
+        self.sent: list[Message] = []
+        self._parts = list(parts)
+
+    async def receive(self) -> Message:
+        if not self._parts:
+            return {"type": "http.disconnect"}
+        part = self._parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(self._parts)}
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    async def ask(
+        self,
+        path: str,
+        *headers: tuple[bytes, bytes],
+        app: Any = reached,
+        state: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> int:
+        """Send a request; return the status, 0 without an answer."""
+        raw = [(b"host", b"127.0.0.1"), *headers]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": raw}
+        scope["state"] = {"connection": self, **(state or {})}
+        await Gate(app, EngineConfig(**config))(scope, self.receive, self.send)
+        return self.sent[0]["status"] if self.sent else 0
+
+
+@pytest.mark.parametrize(
+    ("path", "most"), [("/health", 65536), ("/metrics", 65536), ("/x", 1 << 20)]
+)
+async def test_bodies_are_limited_and_where_no_key_is_needed_more_so(path: str, most: int):
+    assert await Arrives(b"x" * most).ask(path, max_body_mb=1) == 200
+    large = Arrives(b"x" * most, b"x", b"never read")
+    assert await large.ask(path, max_body_mb=1) == 413
+    assert (b"connection", b"close") in large.sent[0]["headers"]
+    assert [one["more_body"] for one in large.sent[1:]] == [True, False]
+    assert large.ended == ["half_close", "abort"]
+
+
+async def test_a_body_is_read_before_the_handler_runs():
+    received: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        received.extend([await receive(), await receive()])
+
+    client = Arrives(b"ab", b"cd")
+    await client.ask("/x", app=app)
+    whole = {"type": "http.request", "body": b"abcd", "more_body": False}
+    assert received == [whole, {"type": "http.disconnect"}]
+    received.clear()
+    await Arrives(b"ab", b"cd", arrived=True).ask("/x", app=app)
+    assert [one["body"] for one in received] == [b"ab", b"cd"]  # it is in memory already
+
+
+async def test_a_refused_client_whose_body_has_arrived_keeps_its_connection():
+    client = Arrives(arrived=True)
+    assert await client.ask("/x", api_key="k") == 401
+    assert b"connection" not in dict(client.sent[0]["headers"]) and not client.ended
+
+
+async def test_a_client_that_has_left_gets_no_refusal():
+    assert await Arrives(gone=True).ask("/x", api_key="k") == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("/docs", b'Basic realm="microserve engine"'), ("/docs/x", b'Basic realm="microserve engine"'),
+     ("/microserving/state", b"Bearer"), ("/docsx", b"Bearer")],
+)  # fmt: skip
+async def test_a_client_is_told_which_key_is_asked_for(path: str, asked: bytes):
+    client = Arrives(arrived=True)
+    assert await client.ask(path, api_key="k") == 401
+    assert dict(client.sent[0]["headers"])[b"www-authenticate"] == asked
+    client = Arrives(arrived=True)
+    assert await client.ask(path, (b"host", b"x"), (b"sec-fetch-site", b"cross-site")) == 403
+    assert b"www-authenticate" not in dict(client.sent[0]["headers"])
+
+
+async def test_the_first_of_several_keys_counts():
+    right, wrong = ((b"authorization", b"Bearer " + key) for key in (b"k", b"x"))
+    assert await Arrives(arrived=True).ask("/x", right, wrong, api_key="k") == 200
+    assert await Arrives(arrived=True).ask("/x", wrong, right, api_key="k") == 401
+
+
+async def test_what_the_server_found_wrong_is_refused():
+    for state, status in (({"broken": "odd"}, 400), ({"overloaded": True}, 503)):
+        assert await Arrives(arrived=True).ask("/health", state=state) == status
+
+
+async def test_a_request_without_a_connection_is_served_and_refused():
+    """As by another server than ours."""
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
+    for config, status in ((EngineConfig(), 200), (EngineConfig(api_key="k"), 401)):
+        sent.clear()
+        await Gate(reached, config)(scope, Arrives().receive, send)
+        assert sent[0]["status"] == status
+
+
+@in_virtual_time
+async def test_a_body_has_thirty_seconds():
+    class Slow(Arrives):
+        async def receive(self) -> Message:
+            await asyncio.sleep(29.0)
+            return await super().receive()
+
+    assert await Slow(b"x").ask("/x") == 200
+    assert await Slow(b"x", b"y").ask("/x") == 408
 
 
 def exchange(url: str, data: bytes) -> bytes:

@@ -9,6 +9,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.server import ServerState
+from virtual_time import in_virtual_time
 
 from engine.protocol import MicroserveError
 from engine.web import BodyBudget, BoundedHttpProtocol, check_input
@@ -19,6 +20,7 @@ from engine.web.protocol import (
     MAX_WAITING,
     SLICE,
     _check_head,
+    _path,
 )
 
 HOST = b"Host: x\r\n"
@@ -458,3 +460,147 @@ def test_a_budget_is_taken_whole_or_not_at_all():
     budget.give(1)
     assert [budget.take(2), budget.take(1)] == [False, True]
     assert budget.used == 10
+
+
+# Figures that the documentation names
+
+
+def test_the_bounds_are_those_of_the_documentation():
+    assert (MAX_HEADERS, MAX_FIELD) == (128, 8190)
+    assert MAX_UNPARSED == MAX_WAITING == 64 << 10
+
+
+async def test_few_of_many_pipelined_requests_are_parsed_before_the_first_is_answered():
+    server = Server()
+    server.gate.clear()
+    await server.send(get() * 1000)
+    assert len(server.protocol._cycles) == 4096 // len(get())
+    server.gate.set()
+    for _ in range(1000):
+        await turns()
+    assert server.statuses == [200] * 1000
+    await server.end()
+
+
+@in_virtual_time
+async def test_an_idle_connection_is_closed_after_75_seconds():
+    server = Server()
+    for _ in range(2):
+        await server.send(get())
+        await asyncio.sleep(74.0)
+        assert not server.transport.closing
+    await asyncio.sleep(1.5)
+    assert server.transport.closing
+    await server.end()
+
+
+# What else a connection counts and forgets
+
+
+async def test_after_the_connection_is_lost_nothing_is_given_back_twice():
+    server = Server()
+    server.gate.clear()
+    await server.send(post(10) + b"x" * 10)
+    assert server.protocol.arrived and server.budget.used == 10
+    server.protocol.connection_lost(ConnectionResetError())
+    server.protocol.release_body()  # by a handler that has just parsed it
+    assert server.budget.used == 0
+    await turns()
+
+
+async def test_a_lost_idle_connection_has_no_timer():
+    server = Server()
+    await server.send(get())
+    assert server.protocol.timeout_keep_alive_task is not None
+    server.protocol.connection_lost(ConnectionResetError())
+    assert server.protocol.timeout_keep_alive_task is None
+
+
+async def test_shutdown_closes_at_once_if_only_the_client_has_still_to_read():
+    server = Server()
+    server.gate.clear()
+    await server.send(get() + get())
+    server.gate.set()
+    server.protocol.flow.write_paused = True  # the response fills the buffer
+    await turns()
+    assert server.statuses == [200] and not server.transport.closing
+    server.protocol.shutdown()
+    assert server.transport.closing
+    server.protocol.resume_writing()
+    await turns()
+    assert (server.begun, server.statuses) == (1, [200])
+    await server.end()
+
+
+async def test_a_body_that_nobody_reads_stops_the_reading():
+    for size, reading in ((65536, True), (65537, False)):
+        server = Server()
+        server.gate.clear()
+        await server.send(get() + post(100_000) + b"x" * size)
+        assert server.transport.reading is reading
+        server.gate.set()
+        await server.send(b"x" * (100_000 - size))
+        assert server.statuses == [200, 200] and server.transport.reading
+        await server.end()
+
+
+async def test_a_head_behind_a_running_request_has_no_time_limit_yet():
+    server = Server()
+    server.gate.clear()
+    await server.send(get() + b"GET / HTTP")
+    assert server.protocol.waiting_since is None
+    assert server.transport.reading  # a disconnect is noticed
+    server.gate.set()
+    await turns()
+    assert await server.send(b"/1.1\r\n" + HOST + b"\r\n") == [200, 200]
+    await server.end()
+
+
+async def test_a_refused_body_behind_a_running_request_gives_back_its_own_bytes():
+    server = Server(limit=100)
+    server.gate.clear()
+    await server.send(post(10) + b"x" * 10 + post(200) + b"x" * 60)
+    assert server.budget.used == 70
+    await server.send(b"x" * 50)
+    assert server.budget.used == 10 and server.protocol._discarding
+    server.gate.set()
+    await turns()
+    assert server.statuses == [200, 503]
+    await server.end()
+
+
+async def test_an_upgrade_with_a_long_head_is_ignored_too():
+    server = Server()
+    long = b"".join(b"A%d: %b\r\n" % (number, b"x" * 1000) for number in range(6))
+    await server.send(post(3).replace(HOST, HOST + UPGRADE + long) + b"abc" + get())
+    assert server.statuses == [200] and b"POST / abc" in server.transport.written
+    await server.end()
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        (b"*", b"/"), (b"http://h", b"/"), (b"http://h/", b"/"), (b"http://h:80/p/q", b"/p/q"),
+        (b"http://h/p?q=1", b"/p?q=1"), (b"http://h?q", b"/?q"),
+    ],
+)  # fmt: skip
+def test_a_whole_url_as_target_is_its_path_and_query(target: bytes, path: bytes):
+    assert _path(target) == path
+
+
+async def test_a_response_to_http_1_0_has_no_chunks():
+    """Its end is the end of the connection."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"one", b"", b"two"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    for version, body in ((b"1.0", b"onetwo"), (b"1.1", b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")):
+        server = Server()
+        server.protocol.app = app
+        await server.send(b"GET / HTTP/%b\r\n" % version + HOST + b"\r\n")
+        assert server.transport.written.partition(b"\r\n\r\n")[2] == body
+        assert server.transport.closing is (version == b"1.0")
+        await server.end()

@@ -113,6 +113,16 @@ async def test_a_refused_client_may_read_why_for_a_while(pieces: int):
     await linger(None, Messages(b"x"))
 
 
+@in_virtual_time
+async def test_a_refused_client_that_sends_for_ever_is_cut_off_after_two_seconds():
+    async def receive() -> Any:
+        await asyncio.sleep(0.3)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    await linger(None, receive)
+    assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+
+
 # Slow clients
 
 

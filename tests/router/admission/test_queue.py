@@ -230,3 +230,30 @@ async def test_equal_requests_are_served_as_they_came():
     for place in reversed(places):
         queue.enter(place, None)
     assert queue.places == places
+
+
+@in_virtual_time
+async def test_no_engine_makes_a_request_wait_more_than_five_seconds_for_its_next_try():
+    loop, queue = asyncio.get_running_loop(), AdmissionQueue(10)
+    with queue.place(0, 0) as place:
+        await place.wait(FULL, deadline=2000)
+        assert loop.time() == pytest.approx(5.0)
+        await place.wait(NoCapacity("full", retry_after_s=4.9), deadline=2000)
+        assert loop.time() == pytest.approx(9.9)
+
+
+async def test_the_first_newcomer_tries_at_once_and_a_less_urgent_one_waits():
+    queue = AdmissionQueue(10)
+    waiting, urgent, late = queue.place(0, 5.0), queue.place(-1, 9.0), queue.place(0, 6.0)
+    deadline = asyncio.get_running_loop().time() + 0.01
+    await waiting.wait(None, deadline=deadline)
+    assert not len(queue)
+    queue.enter(waiting, None)
+    await urgent.wait(None, deadline=deadline)
+    assert queue.places == [waiting]
+    with pytest.raises(NoCapacity, match="no turn came in time"):
+        await late.wait(None, deadline=deadline)
+    assert queue.places == [waiting, late]  # until its `with` ends
+    queue.leave(late)
+    queue.leave(late)
+    assert queue.places == [waiting]
