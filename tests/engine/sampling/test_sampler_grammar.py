@@ -152,3 +152,9 @@ def test_logits_may_belong_to_a_graph():
     rows = torch.tensor([[0.0, 2.0, 1.0, 0.0]] * 2, requires_grad=True)
     many = [generation(1, [1], logit_bias={2: 5.0}), generation(2, [1], temperature=1.0, top_k=1)]
     assert [item.token for item in sample(rows, many)] == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_a_penalty_of_minus_one_adds_one(name: str):
+    assert drawn([1.5, 1.0, 0.0, 0.0], output=[1], **{name: -1.0}) == 1
+    assert drawn([2.5, 1.0, 0.0, 0.0], output=[1], **{name: -1.0}) == 0
