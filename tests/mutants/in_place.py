@@ -14,13 +14,17 @@ def fits(source: str) -> bool:
     return "jit" not in source
 
 
-def replace(path: str, source: str) -> None:
-    """Give each function of the module at `path` its code in `source`."""
+def replace(path: str, source: str) -> bool:
+    """Give each function of the module at `path` its code in `source`.
+
+    Returns whether each could take it: one that uses other variables of its surroundings cannot.
+    """
     new = _codes(compile(source, path, "exec"))
     old: dict[str, list[types.FunctionType]] = defaultdict(list)
     for function in gc.get_objects():
         if isinstance(function, types.FunctionType) and function.__code__.co_filename == path:
             old[function.__code__.co_qualname].append(function)
+    taken = True
     for name, functions in old.items():
         lines = sorted({function.__code__.co_firstlineno for function in functions})
         for function in functions:
@@ -29,6 +33,9 @@ def replace(path: str, source: str) -> None:
                 code = new[name][place]
                 if code.co_freevars == function.__code__.co_freevars:
                     function.__code__ = code
+                else:
+                    taken = False
+    return taken
 
 
 def _codes(module: types.CodeType) -> Codes:

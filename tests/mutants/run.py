@@ -49,7 +49,7 @@ LIBRARIES = (
     "pytest_timeout", "tokenizers", "torch", "uvicorn", "uvloop", "watchfiles", "jinja2",
 )  # fmt: skip
 GOAL = 0.85
-NO_MUTANT = 77  # status of a child whose change gives no Python
+NO_MUTANT = 77  # status of a child whose change gives no Python, or cannot be made in place
 TESTS_S = 12.0  # for each mutant: further tests are left out, as if they noticed nothing
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no")
 NOT_PROCESSES = "not processes and not conformance"
@@ -126,7 +126,8 @@ class Slot:
             gc.unfreeze()
             if (one := mutant(source, place)) is None:
                 return NO_MUTANT
-            in_place.replace(str(self.folder / module), one.source)
+            if not in_place.replace(str(self.folder / module), one.source):
+                return NO_MUTANT
             return run_tests(tests)
 
         return self._fork(run)
