@@ -10,7 +10,15 @@ import pytest
 from kv_helpers import small_layout
 
 from kvcache.errors import KVIncomplete, LeaseExpired, NoCapacity, UnknownLease
-from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, ControlSlots
+from kvcache.lease.control_slots import (
+    CLAIM,
+    LANDED,
+    NONCE,
+    RENEWALS,
+    SLOTS,
+    WORDS,
+    ControlSlots,
+)
 from kvcache.lease.table import REMEMBERED, LeaseTable, ReceiveLease
 from kvcache.memory.region import LocalRegion
 from kvcache.types import LeaseId, PageId, SlotIndex
@@ -226,3 +234,9 @@ def test_a_lease_is_closed_before_its_right_is_tried(leases: Leases):
     assert seen == [0]
     leases.region.try_acquire_right = try_acquire_right  # type: ignore[method-assign]
     assert leases.region.try_acquire_right(lease.slot)  # the table does not keep it
+
+
+def test_the_words_of_a_slot_stand_where_peers_write_them():
+    """Peers are other processes, and may be of another release."""
+    assert (NONCE, CLAIM, LANDED, RENEWALS) == (0, 1, 2, 3)
+    assert (WORDS, SLOTS) == (8, 1024)

@@ -826,6 +826,39 @@ def test_mirror_whose_put_fails_to_queue_holds_no_pages(
     assert sender.page_use().active == 0
 
 
+def test_mirror_whose_watermark_fails_to_queue_writes_nothing_more(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    sender, receiver = pair
+    lease, address = receiver.prep_recv("r", PROMPT, 22, 0, 10.0)
+    mirror = sender.open_mirror(address, PROMPT)
+    put, region = mirror.put, receiver.transport.region
+    assert put is not None and region.try_acquire_right(lease.slot)  # holds up the write
+
+    def fail(landed: int) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(put, "signal", fail)
+    sender.mirror(sequence(sender, 1, PROMPT), mirror, 1)
+    region.release_right(lease.slot)
+    wait_for_puts(mirror)
+    assert isinstance(mirror.failure, Internal)
+    assert (put.bytes_sent, mirror.landed, mirror.held) == (0, 0, [])
+
+
+def test_mirror_holds_the_pages_that_it_sends_and_no_others(pair: Pair, gate: Gate):
+    sender, receiver = pair
+    cached(receiver, 1, PROMPT[:8])
+    _, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)
+    mirror = sender.open_mirror(address, PROMPT)
+    seq = sequence(sender, 1, [*PROMPT, *range(20)])
+    sender.mirror(seq, mirror, 1)
+    with gate:
+        assert mirror.held == pages_of(sender, seq)[2:6]
+    wait_for_puts(mirror)
+    sender.close_mirror(mirror)
+
+
 def test_mirror_extension_is_refused_for_any_bad_address(new_cache: NewCache):
     receiver = new_cache(name="receiver")
     lease, address = receiver.prep_recv("r", PROMPT, 21, 0, 10.0)

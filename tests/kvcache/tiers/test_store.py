@@ -272,3 +272,9 @@ def test_a_copy_to_or_from_a_gpu_is_ordered_and_complete(monkeypatch: pytest.Mon
     own = pages._stream = Stream()  # type: ignore[assignment]
     pages._copy(Tensor(), "data")  # type: ignore[arg-type]
     assert calls == [own, ("wait for", "kernels"), ("copy", "data", True), "synchronize", "end"]
+
+
+def test_nobody_can_give_the_file_a_name(disk: DiskStore, tmp_path: Path):
+    through = f"/proc/self/fd/{disk.fd}"
+    with pytest.raises(OSError):
+        os.link(through, tmp_path / "named", src_dir_fd=disk.fd)  # which follows the link

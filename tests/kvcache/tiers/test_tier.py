@@ -15,7 +15,7 @@ from kv_helpers import SIZE, assert_content, cached, compute, sequence, small_la
 from tier_helpers import at_rest, quiet, tiered, tiered_caches
 
 from kvcache.cache import KVCache
-from kvcache.errors import NoCapacity
+from kvcache.errors import Internal, NoCapacity
 from kvcache.tiers.disk_store import DiskStore
 from kvcache.tiers.move import Move
 from kvcache.tiers.store import HostStore
@@ -585,3 +585,36 @@ def test_closing_drops_the_prefixes_that_wait(store: GatedStore):
     assert not tier._offers and len(store.filled) == 1  # the page that was being copied
     assert cache.tiers.use()[0].cached == 1
     cache.check_integrity()
+
+
+def test_a_promotion_without_room_leaves_what_is_on_the_device(cache: KVCache):
+    evicted(cache)
+    assert promoted(cache.promote(PROMPT[:SIZE])) == SIZE
+    cache.add_sequence(SeqId(5))
+    cache.grow(SeqId(5), 6 * SIZE)  # the last page is for it to grow into
+    assert cache.promote(PROMPT) is None
+    cache.check_integrity()
+    cache.remove_sequence(SeqId(5))
+    prompt = OTHER[: 3 * SIZE]
+    for number in (1, 2):  # both compute the first two pages, and each has its own
+        cache.add_sequence(SeqId(number), prompt)
+    compute(cache, SeqId(1), prompt[: 2 * SIZE])
+    compute(cache, SeqId(2), prompt)
+    cache.publish(SeqId(1), prompt[: 2 * SIZE])
+    cache.publish(SeqId(2), prompt)
+    cache.remove_sequence(SeqId(1))
+    quiet(cache)
+    assert cache.promote(PROMPT) is None  # less can be had than seems available
+    cache.check_integrity()
+    cache.remove_sequence(SeqId(2))
+
+
+def test_the_integrity_of_every_tier_is_checked(tmp_path: Path):
+    cache = tiered(HostStore(LAYOUT, 4), DiskStore(LAYOUT, 8, tmp_path))
+    for tier in cache.tiers:
+        lost = tier.manager.take(1)
+        with pytest.raises(Internal):
+            cache.check_integrity()
+        tier.manager.drop(lost)
+        cache.check_integrity()
+    cache.close()

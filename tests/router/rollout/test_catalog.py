@@ -194,3 +194,13 @@ def test_errors_are_one_line_with_a_place(catalog, source, says):
     assert wrong.value.param == "source"
     message = wrong.value.message
     assert message.startswith(says) and "\n" not in message and len(message) < 2050
+
+
+async def test_the_module_of_an_upload_can_be_found(catalog):
+    """Dataclasses look up their module there."""
+    before = modules()
+    loaded = await catalog.load_in_thread(HEAD + ONE.format("mine"), file="mine.py", limit_s=20)
+    assert modules() - before == {loaded.function.__module__}
+    with pytest.raises(BadRequest, match="no strategy 'yours'"):
+        await catalog.load_in_thread(HEAD + ONE.format("mine"), name="yours", limit_s=20)
+    assert modules() - before == {loaded.function.__module__}
