@@ -343,3 +343,12 @@ def test_without_decodes_a_slow_step_counts_in_full():
     budget.record(0, 50, 0.45)  # 50 ms and 450 ms for 100 tokens
     assert allowed(budget, 8) == MIN_TOKENS
     assert allowed(budget, 8, 80) == 20
+
+
+@pytest.mark.parametrize(("waiting", "expected"), [(1, 5), (6, 5), (8, 5), (9, 11)])
+def test_fewer_waiting_prompts_than_decodes_get_the_slowdowns_time(waiting: int, expected: int):
+    budget = ChunkBudget(1.5)
+    budget.record(0, 100, 0.1)
+    for _ in range(2):
+        budget.record(8, 0, 0.0105)
+    assert allowed(budget, 8, waiting) == expected

@@ -234,6 +234,17 @@ def test_an_urgent_prompt_waits_for_a_prefix_that_a_running_one_computes(make: M
     assert urgent.cached == 80
 
 
+def test_an_urgent_prompt_gives_its_tokens_to_the_one_that_computes_its_prefix(make: Make):
+    """A short prompt between them does not get them."""
+    scheduler, cache = make(budget=32)
+    scheduler.add(generation(1, range(100)))
+    step(scheduler, cache)
+    scheduler.add(generation(2, [*range(90), 500], priority=-1))
+    scheduler.add(generation(3, range(1000, 1010)))
+    assert step(scheduler, cache) == {"r1": 32}
+    assert step(scheduler, cache) == {"r1": 22, "r3": 10}
+
+
 def test_a_prompt_from_a_lease_waits_for_no_other(make: Make):
     """It has KV of its own."""
     scheduler, cache = make(budget=32)
