@@ -29,7 +29,7 @@ class CircuitBreaker:
         self._longest_s = max(open_s, LONGEST_S)
         self._clock = clock
         self._failures = 0  # in a row
-        self._open_s = open_s  # duration of the last opening
+        self._open_s: float  # duration of the last opening
         self._until: float | None = None  # open until then; `None`: closed
         self._trial_until = -math.inf  # when the trial of a half-open breaker is given up
 

@@ -187,7 +187,7 @@ async def test_a_lost_connection_fails_its_call(error, why):
     connection, _ = connected(client)
     assert client._open == {connection}
     answer = connection.send(b"", 10)
-    connection.data_received(reply(b"x")[:-1])
+    connection.data_received(reply(b"xy")[:-1])
     connection.connection_lost(error)
     with pytest.raises(EngineUnreachable, match=f"^{URL}: {why}$"):
         answer.result()
@@ -310,6 +310,15 @@ async def test_a_sink_takes_the_body_of_a_good_reply_only():
     assert (await client.call("GET", "/", sink=taken.append)).body == b"no"
     assert (await client.call("GET", "/")).body == b"y"  # it has no sink
     assert len(taken) == len(client.made) == 1
+
+
+@in_virtual_time
+async def test_a_reply_has_16_mib_unless_the_caller_sets_another_limit():
+    most = 16 << 20
+    client = Client(reply(b"x" * most), reply(b"x" * (most + 1)))
+    assert len((await client.call("GET", "/")).body) == most
+    with pytest.raises(EngineUnreachable, match=f"more than {most} bytes"):
+        await client.call("GET", "/")
 
 
 @in_virtual_time

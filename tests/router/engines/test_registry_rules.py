@@ -359,6 +359,8 @@ async def test_the_engines_file_rules_over_its_own_engines_only():
         f.registry.follow([EngineEntry("http://b:1")])
         assert {backend.id for backend in f.registry} == {"flag", "b"}
         assert f.engines["a"].closed == 1
+        f.registry.add("http://a:1", source="heartbeat")  # it may announce itself
+        assert len(list(f.registry)) == 3
 
 
 # Metrics

@@ -136,8 +136,9 @@ async def test_no_more_tokens_than_were_asked_for(good, wrong):
 
 async def test_no_token_outside_the_vocabulary():
     good = [{"token_ids": [0, 999]}]
-    wrong = {"token_ids": [1, 1000, 2]}
-    await check_bound({"vocab": 1000}, good, wrong, "token 1000, outside the vocabulary of 1000")
+    for token in (1000, 5000):
+        why = f"token {token}, outside the vocabulary of 1000"
+        await check_bound({"vocab": 1000}, good, {"token_ids": [1, token, 2]}, why)
 
 
 @pytest.mark.parametrize("ids", [[], [1], [1, 2]])
