@@ -165,6 +165,12 @@ def test_a_revision_counts_its_violations_and_tells_of_each():
     Revisions(BOUND).active.add_violation("raised", "nobody is told")
 
 
+def test_two_revisions_are_never_one():
+    """Not even those that agree in everything."""
+    first, second = Revisions(BOUND).active, Revisions(BOUND).active
+    assert first != second and len({first, second}) == 2
+
+
 # Changes
 
 
@@ -576,3 +582,12 @@ def test_the_file_is_nobody_elses_from_the_beginning(tmp_path, monkeypatch):
     assert [stat.S_IMODE(mode) for mode in modes] == [0o600]
     assert audit_log._file is not None and not os.get_inheritable(audit_log._file)
     audit_log.close()
+
+
+def test_the_file_is_closed_with_its_log(tmp_path):
+    audit_log = AuditLog(str(tmp_path / "audit"))
+    fd = audit_log._file
+    assert fd is not None and os.fstat(fd)
+    audit_log.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
