@@ -604,3 +604,11 @@ async def test_a_response_to_http_1_0_has_no_chunks():
         assert server.transport.written.partition(b"\r\n\r\n")[2] == body
         assert server.transport.closing is (version == b"1.0")
         await server.end()
+
+
+async def test_empty_lines_between_requests_are_bounded():
+    server = Server()
+    await server.send(get())
+    assert await server.send(b"\r\n" * (MAX_UNPARSED // 2)) == [200]
+    assert await server.send(b"\r") == [200, 400]
+    await server.end()

@@ -234,6 +234,7 @@ def ended(
         ({"ttft": 100.1}, (1, 0, 1)),
         # The client has left before the first token.
         ({"ttft": None, "ms": 100.0}, (0, 0, 0)),
+        ({"ttft": None, "ms": 50.0}, (0, 0, 0)),
         ({"ttft": None, "ms": 100.1}, (1, 0, 1)),
         ({"ttft": None, "ms": None}, (0, 0, 0)),
     ],

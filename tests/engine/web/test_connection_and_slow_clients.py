@@ -67,6 +67,13 @@ async def test_a_body_is_refused_as_soon_as_it_is_too_long():
     assert await read_body(scope(b"+99"), Messages(b"x"), 10) == b"x"  # the server's affair
 
 
+@pytest.mark.parametrize("name", [b"age", b"content-lengths", b"x-length"])
+async def test_only_the_length_of_the_body_limits_it(name: bytes):
+    other = {"headers": [(name, b"999")], "state": {}}
+    assert await read_body(other, Messages(b"x"), 10) == b"x"
+    assert await read_body({"headers": []}, Messages(b"x"), 10) == b"x"  # of another server
+
+
 async def test_a_body_that_breaks_off_is_no_body():
     with pytest.raises(BadRequest, match="disconnected within"):
         await read_body(scope(), Messages(b"{}", ends=False), 10)
