@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,6 +202,32 @@ async def test_a_choice_waits_behind_others_and_for_room(full, waiters, waits):
     await parts.choice._wait_for_turn(full)
     assert parts.turns == ([(full, 1060.0)] if waits else [])
     assert parts.receipt.waits == waits
+
+
+async def test_only_after_a_full_engine_the_next_attempt_waits():
+    parts, numbers, turns, failed = Parts(), [], [], []
+    failures = [NoCapacity("full"), Internal("broken"), None]
+    full, broken, _ = failures
+    parts.choice._writer.tokens = []
+    parts.choice._execution.relocations = SimpleNamespace(movable=lambda _: nullcontext())
+
+    async def turn(error: Any) -> None:
+        turns.append(error)
+
+    async def attempt(number: int) -> Any:
+        numbers.append(number)
+        return nullcontext()
+
+    async def generate(attempt: Any, number: int) -> None:
+        assert number == numbers[-1]
+        if (error := failures.pop(0)) is not None:
+            raise error
+
+    parts.choice._wait_for_turn, parts.choice._attempt = turn, attempt
+    parts.choice._generate = generate
+    parts.choice._prepare_retry = lambda error, _: failed.append(error)
+    await parts.choice.run()
+    assert (numbers, turns, failed) == ([1, 2, 3], [None, full, None], [broken])
 
 
 def test_a_choice_has_no_priority_unless_it_is_given_one():
