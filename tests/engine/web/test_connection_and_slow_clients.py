@@ -185,6 +185,13 @@ def test_a_client_that_reads_a_little_stays():
     assert checked(slow, 34.0, reads) == [True]
 
 
+def test_connections_behind_one_that_closes_are_checked():
+    slow = SlowClients(lambda _: None, head_s=10.0)
+    closes, owes = Connection(since=0.0), Connection(since=0.0)
+    closes.closing = True
+    assert checked(slow, 10.0, closes, owes) == [False, True]
+
+
 def test_a_connection_that_is_gone_is_forgotten():
     slow = SlowClients(lambda _: None, head_s=1e9, stall_s=10.0)
     connection: Any = Connection(100)
