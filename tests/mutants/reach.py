@@ -6,7 +6,7 @@ import ast
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,13 @@ class Reach:
         The module's own file comes first, then the quickest.
         """
         lines = self._reached[module]
-        span = _statement(ast.parse(source), line)
+        tree = ast.parse(source)
+        span = _statement(tree, line)
         # What runs at import matters to all tests of the module.
-        chosen = range(span[0], span[1] + 1) if span else lines
-        reached = {name for each in chosen for name in lines.get(each, ())}
+        reached = self._names(module, range(span[0], span[1] + 1) if span else lines)
+        if not reached and span is not None:
+            # Coverage does not see the lines that follow an error thrown into a coroutine.
+            reached = self._names(module, _function(tree, line))
         names = {name for name in self._seconds if name in reached or _file(name) in reached}
         if not names and span is None:  # a module of constants runs in no test
             names = set(self._seconds)
@@ -116,6 +119,9 @@ class Reach:
                 self._seconds[name], name,
             ),
         )  # fmt: skip
+
+    def _names(self, module: str, lines: Iterable[int]) -> set[str]:
+        return {name for line in lines for name in self._reached[module].get(line, ())}
 
 
 class Chosen:
@@ -149,6 +155,18 @@ def _statement(tree: ast.Module, line: int) -> tuple[int, int] | None:
                         if first <= line <= last and (best is None or first >= best[0]):
                             best = first, last
     return best
+
+
+def _function(tree: ast.Module, line: int) -> range:
+    """Return the lines of the innermost function at `line`."""
+    functions = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    inner = max(functions, key=lambda node: node.lineno)
+    return range(inner.lineno, (inner.end_lineno or inner.lineno) + 1)
 
 
 def _span(node: Any) -> tuple[int, int]:
