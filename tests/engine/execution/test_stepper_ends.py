@@ -115,6 +115,20 @@ def test_a_prompt_is_shared_with_its_first_token(new: Callable[..., Machine]):
     machine.run_until_idle()
 
 
+def test_choices_run_together_from_the_first_token_on(new: Callable[..., Machine]):
+    machine = new()
+    parent, child = (generation(number, PROMPT, max_tokens=5) for number in (1, 2))
+    parent.forks, child.fork_of = 1, parent.request_id
+    for job in (parent, child):
+        machine.stepper.submit(job)
+    while not machine.tokens(parent):
+        machine.stepper.step()
+    assert machine.scheduler.running == [parent, child] and child.begin == 99
+    machine.run_until_idle()
+    assert machine.tokens(child) == machine.tokens(parent) == [100, 101, 102, 103, 104]
+    assert machine.stepper.stats.prompt_tokens == 99
+
+
 # Failures
 
 
