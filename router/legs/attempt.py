@@ -205,9 +205,10 @@ class Attempt:
         except MicroserveError as error:
             # After a bad reply, the engine may still do, or hold, what it was asked for.
             answered = not isinstance(error, EngineUnreachable | BadReply)
-            # The engine answers that its peer does not: the peer is at fault.
-            relayed = answered and isinstance(error, PeerUnreachable)
-            self.note_failure(error, receiver if relayed and receiver is not None else backend)
+            if receiver is not None and _fails_at_receiver(error, answered, backend, receiver):
+                self.note_failure(error, receiver)
+            else:
+                self.note_failure(error, backend)
             raise
         finally:
             if not answered:
@@ -277,6 +278,16 @@ class Attempt:
         """Note that something was done differently from what was asked for."""
         self.runtime.metrics.fallbacks.labels(name).inc()
         self.receipt.fallback(name)
+
+
+def _fails_at_receiver(
+    error: MicroserveError, answered: bool, sender: Backend, receiver: Backend
+) -> bool:
+    """Whether a send failed by its receiver: the sender says so, or the receiver went down."""
+    if answered:
+        return isinstance(error, PeerUnreachable)
+    gone = isinstance(error, EngineUnreachable) and receiver.status == "down"
+    return gone and sender.status != "down"
 
 
 def _tokens(stream: Running) -> int:

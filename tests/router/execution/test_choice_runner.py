@@ -273,6 +273,22 @@ async def test_an_unreachable_receiver_is_blamed_not_the_sender(route, fake):
     assert p.named("start_generate")[0]["begin"] == 0
 
 
+async def test_a_receiver_that_goes_down_is_blamed_not_the_sender(route, fake):
+    """The sender says nothing: the router notices the receiver's death in the middle of a send."""
+    p, d = fake("p", role="prefill"), fake("d", role="decode")
+    p.send_gate = asyncio.Event()
+    async with route(p, d, strategy="prefill_decode", health_interval_s=60) as r:
+        registry = r.server.router.registry
+        asking = asyncio.create_task(r.post("/v1/completions", ASK, headers={"X-Request-Id": "x"}))
+        await p.until(lambda: bool(p.named("remote_send")))
+        registry["d"].go_down("killed")
+        status, _ = await asking
+        assert status == 200
+        (retry,) = (await r.receipt("x"))["retries"]
+        assert retry["engines"] == ["d"]
+        assert (registry["p"].status, registry["p"].last_error) == ("up", "")
+
+
 async def raises(request, cluster):
     yield Chunk(token_ids=[140], text="w140 ")
     raise ValueError("my mistake")
