@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from kvcache.cache import KVCache
 from kvcache.tiers.store import HostStore
+from kvcache.tiers.tier import Tier
 from kvcache.types import PageId
 
 PATIENCE_S = 20.0
@@ -67,3 +70,15 @@ class GatedStore(HostStore):
     def fetch(self, slot: PageId) -> torch.Tensor:
         self._pass()
         return super().fetch(slot)
+
+
+def close_in_mid_copy(cache: KVCache, store: GatedStore) -> Tier:
+    """Close `cache`, one of whose copies is at the gate; return its only tier."""
+    (tier,) = cache.tiers
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(cache.close)
+        while not tier._closed:
+            threading.Event().wait(0.001)
+        store.gate.open()
+        closing.result(PATIENCE_S)
+    return tier

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from gated_store import PATIENCE_S, GatedStore
+from gated_store import PATIENCE_S, GatedStore, close_in_mid_copy
 from kv_helpers import SIZE, assert_content, cached, compute, pages_of, sequence, small_layout
 from tier_helpers import at_rest, quiet, tiered, tiered_caches
 
@@ -408,13 +408,7 @@ def test_closing_ends_all_swaps(store: GatedStore):
     store.gate.shut()
     first, second = cache.swap_out(ONE), cache.swap_out(two)
     store.gate.one()
-    (tier,) = cache.tiers
-    with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(cache.close)
-        while not tier._closed:
-            threading.Event().wait(0.001)
-        store.gate.open()
-        closing.result(PATIENCE_S)
+    close_in_mid_copy(cache, store)
     assert (done(first), done(second)) == (SIZE, 0)
     for seq_id in (ONE, two):
         cache.remove_sequence(seq_id)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gated_store import PATIENCE_S, GatedStore
+from gated_store import PATIENCE_S, GatedStore, close_in_mid_copy
 from kv_helpers import SIZE, assert_content, cached, compute, sequence, small_layout
 from tier_helpers import at_rest, quiet, tiered, tiered_caches
 
@@ -61,6 +61,19 @@ def evicted(cache: KVCache, tokens: list[int] = PROMPT) -> None:
     cached(cache, 1, tokens)
     quiet(cache)
     evict_all(cache)
+
+
+def hold_pages_behind_cached_ones(cache: KVCache) -> None:
+    """Have sequence 2 hold the page after two cached ones that no sequence holds."""
+    prompt = OTHER[: 3 * SIZE]
+    for number in (1, 2):  # both compute the first two pages, and each has its own
+        cache.add_sequence(SeqId(number), prompt)
+    compute(cache, SeqId(1), prompt[: 2 * SIZE])
+    compute(cache, SeqId(2), prompt)
+    cache.publish(SeqId(1), prompt[: 2 * SIZE])
+    cache.publish(SeqId(2), prompt)
+    cache.remove_sequence(SeqId(1))
+    quiet(cache)
 
 
 def test_a_prefix_is_promoted(cache: KVCache):
@@ -175,15 +188,7 @@ def test_running_sequences_keep_a_page_to_grow_into(cache: KVCache):
 def test_a_promotion_with_less_room_than_estimated_leaves_nothing(cache: KVCache):
     """A cached page that no sequence holds stays while a sequence holds the page after it."""
     evicted(cache)
-    prompt = OTHER[: 3 * SIZE]
-    for number in (1, 2):  # both compute the first two pages, and each has its own
-        cache.add_sequence(SeqId(number), prompt)
-    compute(cache, SeqId(1), prompt[: 2 * SIZE])
-    compute(cache, SeqId(2), prompt)
-    cache.publish(SeqId(1), prompt[: 2 * SIZE])
-    cache.publish(SeqId(2), prompt)
-    cache.remove_sequence(SeqId(1))
-    quiet(cache)
+    hold_pages_behind_cached_ones(cache)
     assert cache.available == 5  # of which 3 can be had
     assert cache.promote(PROMPT) is None
     cache.check_integrity()
@@ -575,13 +580,7 @@ def test_closing_drops_the_prefixes_that_wait(store: GatedStore):
     cached(cache, 1, PROMPT)
     store.gate.one()
     cached(cache, 2, OTHER[:SIZE])
-    (tier,) = cache.tiers
-    with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(cache.close)
-        while not tier._closed:
-            threading.Event().wait(0.001)
-        store.gate.open()
-        closing.result(PATIENCE_S)
+    tier = close_in_mid_copy(cache, store)
     assert not tier._offers and len(store.filled) == 1  # the page that was being copied
     assert cache.tiers.use()[0].cached == 1
     cache.check_integrity()
@@ -595,15 +594,7 @@ def test_a_promotion_without_room_leaves_what_is_on_the_device(cache: KVCache):
     assert cache.promote(PROMPT) is None
     cache.check_integrity()
     cache.remove_sequence(SeqId(5))
-    prompt = OTHER[: 3 * SIZE]
-    for number in (1, 2):  # both compute the first two pages, and each has its own
-        cache.add_sequence(SeqId(number), prompt)
-    compute(cache, SeqId(1), prompt[: 2 * SIZE])
-    compute(cache, SeqId(2), prompt)
-    cache.publish(SeqId(1), prompt[: 2 * SIZE])
-    cache.publish(SeqId(2), prompt)
-    cache.remove_sequence(SeqId(1))
-    quiet(cache)
+    hold_pages_behind_cached_ones(cache)
     assert cache.promote(PROMPT) is None  # less can be had than seems available
     cache.check_integrity()
     cache.remove_sequence(SeqId(2))
