@@ -1,0 +1,32 @@
+"""Latency and memory models of engines, fitted to measurements, and profiles that hold them.
+
+May import `engine.protocol`. Imports no torch, and reads no clock.
+"""
+
+from engine.latency.fit import Fit, Measured, Residuals, fit_latency
+from engine.latency.memory import DEVICES, MODELS, Device, ModelShape, pool_tokens
+from engine.latency.profile import Profile, find_profile, profile_names, read_profile, write_profile
+from engine.latency.put import PutLatency
+from engine.latency.step import FittedLatency, FixedLatency, StepLatency, StepWork
+
+__all__ = [
+    "DEVICES",
+    "MODELS",
+    "Device",
+    "Fit",
+    "FittedLatency",
+    "FixedLatency",
+    "Measured",
+    "ModelShape",
+    "Profile",
+    "PutLatency",
+    "Residuals",
+    "StepLatency",
+    "StepWork",
+    "find_profile",
+    "fit_latency",
+    "pool_tokens",
+    "profile_names",
+    "read_profile",
+    "write_profile",
+]

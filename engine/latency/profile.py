@@ -1,0 +1,103 @@
+"""Profiles: an engine's latency and memory, as a JSON file.
+
+The profiles of this folder have names such as `opt-66b@a100:tp4`: model, device and, with more than
+one device, how they divide the model. Each says in `source` where its numbers are from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import orjson
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from engine.latency.fit import Fit
+from engine.latency.put import PutLatency
+from engine.latency.step import STRICT, FittedLatency, FixedLatency
+from engine.protocol import BadRequest, bad_request
+
+__all__ = ["Profile", "find_profile", "profile_names", "read_profile", "write_profile"]
+
+VERSION: Final = 1
+SHIPPED = Path(__file__).with_name("profiles")
+
+Positive = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Profile:
+    """One engine: a model on a device or several."""
+
+    name: Text
+    model: Text
+    device: Text
+    gpus: Annotated[int, Field(ge=0)]  # 0: it runs on a CPU
+    source: Text  # where the numbers are from
+    layers: Positive
+    kv_bytes_per_token: Positive  # in all layers
+    context_length: Positive  # tokens of prompt and output, at most
+    pool_tokens: Positive  # tokens whose KV the pool holds
+    step: Annotated[FittedLatency | FixedLatency, Field(discriminator="kind")]
+    put: PutLatency
+    fit: Fit | None = None  # None: the source does not publish the points
+
+
+_PROFILE = TypeAdapter(Profile)
+
+
+def read_profile(path: Path | str) -> Profile:
+    """Read a profile. Raises `BadRequest` with one sentence if it cannot be read."""
+    try:
+        fields = orjson.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise BadRequest(f"{path}: {error.strerror}", param="profile") from None
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"{path}: not JSON: {error}", param="profile") from None
+    if not isinstance(fields, dict) or "version" not in fields:
+        raise BadRequest(f"{path}: not a profile: it has no version", param="profile")
+    version = fields.pop("version")
+    if type(version) is not int or version != VERSION:
+        raise BadRequest(
+            f"{path}: version {orjson.dumps(version).decode()} of a profile, where this "
+            f"microserve reads version {VERSION}",
+            param="profile",
+        )
+    try:
+        return _PROFILE.validate_json(orjson.dumps(fields))
+    except ValidationError as invalid:
+        problem = bad_request(invalid)
+        raise BadRequest(f"{path}: {problem.message}", param=problem.param) from None
+
+
+def write_profile(profile: Profile, path: Path | str) -> None:
+    """Write a profile as JSON. Raises `BadRequest` if the file cannot be written."""
+    fields: dict[str, Any] = {"version": VERSION, **_PROFILE.dump_python(profile, mode="json")}
+    try:
+        Path(path).write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n")
+    except OSError as error:
+        raise BadRequest(f"{path}: {error.strerror}", param="profile") from None
+
+
+def profile_names() -> list[str]:
+    """Return the names of the shipped profiles, sorted."""
+    return sorted(path.stem.replace("_", ":") for path in SHIPPED.glob("*.json"))
+
+
+def find_profile(name: str) -> Profile:
+    """Return a shipped profile by its name, or the profile of a path that ends in `.json`.
+
+    Raises: `BadRequest` for an unknown name, with the names that there are, and for a bad file.
+    """
+    if name.endswith(".json"):
+        return read_profile(name)
+    known = profile_names()
+    if name not in known:
+        raise BadRequest(
+            f"no profile is called {name!r}; there are {', '.join(known)}, and paths of .json "
+            "files",
+            param="profile",
+        )
+    return read_profile(SHIPPED / f"{name.replace(':', '_')}.json")
