@@ -48,10 +48,9 @@ from typing import Any
 from bench.deployment import Deployment, deployed, machine_cpu_s
 from bench.report import publish, spread, table
 from router.engines.http_client import HttpClient
-from router.load.arrivals import poisson
 from router.load.client import Outcome, Target, closed_loop, open_loop
 from router.load.report import percentile
-from router.load.workload import LoadRequest, fixed
+from router.workload import LoadRequest, fixed, poisson
 
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
 CONNECT_S = 30.0

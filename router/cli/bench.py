@@ -16,23 +16,17 @@ from rich.console import Console
 from engine.protocol import BadRequest, MicroserveError
 from router.cli.options import CA_HELP, GroupedCommand, Number, option, read_ca
 from router.engines import HttpClient
-from router.load import (
+from router.load import Outcome, Slo, Target, closed_loop, open_loop, show, summarize
+from router.workload import (
     WORKLOADS,
     LoadRequest,
-    Outcome,
-    Slo,
-    Target,
-    closed_loop,
     evenly,
     fixed,
     jsonl,
     long,
     mooncake,
-    open_loop,
     poisson,
     sharegpt,
-    show,
-    summarize,
 )
 
 __all__ = ["bench"]

@@ -15,7 +15,7 @@ import orjson
 
 from router.base import DONE, EngineUnreachable, EventSplitter
 from router.engines import HttpClient
-from router.load.workload import LoadRequest
+from router.workload import LoadRequest
 
 __all__ = ["Outcome", "Target", "closed_loop", "open_loop"]
 
