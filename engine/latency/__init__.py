@@ -3,11 +3,13 @@
 May import `engine.protocol`. Imports no torch, and reads no clock.
 """
 
-from engine.latency.fit import Fit, Measured, Residuals, fit_latency
+from engine.latency.fit import Fit, Measured, Residuals, fit_latency, residuals
 from engine.latency.memory import DEVICES, MODELS, Device, ModelShape, pool_tokens
 from engine.latency.profile import Profile, find_profile, profile_names, read_profile, write_profile
 from engine.latency.put import PutLatency
 from engine.latency.step import FittedLatency, FixedLatency, StepLatency, StepWork
+from engine.latency.table import TableLatency
+from engine.latency.tabulate import tabulate_latency
 
 __all__ = [
     "DEVICES",
@@ -23,10 +25,13 @@ __all__ = [
     "Residuals",
     "StepLatency",
     "StepWork",
+    "TableLatency",
     "find_profile",
     "fit_latency",
     "pool_tokens",
     "profile_names",
     "read_profile",
+    "residuals",
+    "tabulate_latency",
     "write_profile",
 ]

@@ -1,4 +1,4 @@
-"""Fits the coefficients of `FittedLatency` to measured steps.
+"""Fits the coefficients of `FittedLatency` to measured steps, and says how far it is from them.
 
 Least squares on the relative error, as DistServe does: a step of 20 ms counts as much as one of
 two seconds. Coefficients are not negative. A fit that would have one below zero is made again
@@ -7,7 +7,7 @@ without that term.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from statistics import median
 from typing import Annotated, NamedTuple
@@ -17,10 +17,25 @@ from numpy.typing import NDArray
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from engine.latency.step import STRICT, Amount, Coefficients, FittedLatency, StepWork
+from engine.latency.step import (
+    STRICT,
+    Amount,
+    Coefficients,
+    FittedLatency,
+    StepLatency,
+    StepWork,
+)
 from engine.protocol import BadRequest
 
-__all__ = ["Fit", "Measured", "Residuals", "fit_latency", "residuals"]
+__all__ = [
+    "Fit",
+    "Measured",
+    "Residuals",
+    "divide",
+    "fit_decodes",
+    "fit_latency",
+    "residuals",
+]
 
 Matrix = NDArray[np.float64]
 TERMS = 3
@@ -60,35 +75,46 @@ def fit_latency(
     Raises: `BadRequest` for a step with both or neither, for a time that is not positive, and if
     the steps do not differ enough to tell the coefficients apart.
     """
+    prompts, decodes = divide(measured)
+    rows = [(1, work.prompt_tokens, work.prompt_squares) for work, _ in prompts]
+    prefill = _fit("prefill", rows, prompts)
+    small = [step for step in decodes if not large_batch or step.work.decodes < large_batch]
+    large = [step for step in decodes if large_batch and step.work.decodes >= large_batch]
+    decode = large_decode = fit_decodes("decode", small)
+    if large_batch:
+        large_decode = fit_decodes(f"decode of {large_batch} sequences and more", large)
+    model = FittedLatency(prefill, decode, large_decode, large_batch or 1)
+    return model, Fit(residuals(model, prompts), residuals(model, decodes))
+
+
+def residuals(model: StepLatency, measured: Sequence[Measured]) -> Residuals:
+    """Return how far the model is from the measured steps."""
+    errors = [abs(model.seconds(work) - seconds) / seconds for work, seconds in measured]
+    return Residuals(len(errors), median(errors), max(errors))
+
+
+def divide(measured: Sequence[Measured]) -> tuple[list[Measured], list[Measured]]:
+    """Return the steps with prompts and those with decodes.
+
+    Raises: `BadRequest` for a step with both or neither, and for a time that is not positive.
+    """
     for work, seconds in measured:
         if bool(work.prompt_tokens) == bool(work.decodes):
             raise BadRequest(f"a step to fit has either prompts or decodes, not {work}")
         if not 0 < seconds < float("inf"):
             raise BadRequest(f"a measured step took {seconds} s, which is no positive time")
     prompts = [step for step in measured if step.work.prompt_tokens]
-    decodes = [step for step in measured if step.work.decodes]
-    prefill = _fit("prefill", ((1, w.prompt_tokens, w.prompt_squares) for w, _ in prompts), prompts)
-    small = [step for step in decodes if not large_batch or step.work.decodes < large_batch]
-    large = [step for step in decodes if large_batch and step.work.decodes >= large_batch]
-    decode = _fit("decode", ((1, w.context, w.decodes) for w, _ in small), small)
-    large_decode = decode
-    if large_batch:
-        name = f"decode of {large_batch} sequences and more"
-        large_decode = _fit(name, ((1, w.context, w.decodes) for w, _ in large), large)
-    model = FittedLatency(prefill, decode, large_decode, large_batch or 1)
-    return model, Fit(residuals(model, prompts), residuals(model, decodes))
-
-
-def residuals(model: FittedLatency, measured: Sequence[Measured]) -> Residuals:
-    """Return how far the model is from the measured steps."""
-    errors = [abs(model.seconds(work) - seconds) / seconds for work, seconds in measured]
-    return Residuals(len(errors), median(errors), max(errors))
+    return prompts, [step for step in measured if step.work.decodes]
 
 
 def _fit(
-    name: str, rows: Iterable[tuple[int, int, int]], measured: Sequence[Measured]
+    name: str, rows: Sequence[tuple[int, int, int]], measured: Sequence[Measured]
 ) -> Coefficients:
-    terms = np.array(list(rows), dtype=np.float64).reshape(-1, TERMS)
+    """Return the coefficients, in milliseconds, of the terms in `rows`, one row for each step.
+
+    Raises: `BadRequest`, which begins with `name`, if the rows do not tell them apart.
+    """
+    terms = np.array(rows, dtype=np.float64).reshape(-1, TERMS)
     times = np.array([seconds * 1e3 for _, seconds in measured])
     scale = np.abs(terms).max(axis=0, initial=0.0)
     if not scale.all() or np.linalg.matrix_rank(terms / scale) < TERMS:
@@ -99,6 +125,12 @@ def _fit(
     # Divided by its time, each row aims at 1. Columns of like size keep the solution exact.
     a, b, c = _non_negative(terms / scale / times[:, None]) / scale
     return (float(a), float(b), float(c))
+
+
+def fit_decodes(name: str, decodes: Sequence[Measured]) -> Coefficients:
+    """Return `FittedLatency`'s coefficients for decodes. Raises `BadRequest` as `fit_latency`."""
+    rows = [(1, work.context, work.decodes) for work, _ in decodes]
+    return _fit(name, rows, decodes)
 
 
 def _non_negative(rows: Matrix) -> Matrix:

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from engine.latency.fit import Fit
 from engine.latency.put import PutLatency
 from engine.latency.step import STRICT, FittedLatency, FixedLatency
+from engine.latency.table import TableLatency
 from engine.protocol import BadRequest, bad_request
 
 __all__ = ["Profile", "find_profile", "profile_names", "read_profile", "write_profile"]
@@ -40,7 +41,7 @@ class Profile:
     kv_bytes_per_token: Positive  # in all layers
     context_length: Positive  # tokens of prompt and output, at most
     pool_tokens: Positive  # tokens whose KV the pool holds
-    step: Annotated[FittedLatency | FixedLatency, Field(discriminator="kind")]
+    step: Annotated[FittedLatency | FixedLatency | TableLatency, Field(discriminator="kind")]
     put: PutLatency
     fit: Fit | None = None  # None: the source does not publish the points
 
@@ -73,10 +74,13 @@ def read_profile(path: Path | str) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path | str) -> None:
-    """Write a profile as JSON. Raises `BadRequest` if the file cannot be written."""
+    """Write a profile as JSON, a line a field. Raises `BadRequest` if it cannot be written."""
     fields: dict[str, Any] = {"version": VERSION, **_PROFILE.dump_python(profile, mode="json")}
+    lines = [
+        b"  %b: %b" % (orjson.dumps(key), orjson.dumps(value)) for key, value in fields.items()
+    ]
     try:
-        Path(path).write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n")
+        Path(path).write_bytes(b"{\n%b\n}\n" % b",\n".join(lines))
     except OSError as error:
         raise BadRequest(f"{path}: {error.strerror}", param="profile") from None
 
