@@ -7,18 +7,21 @@ Theory: the router notices a closed socket at once and aborts each leg by closin
 the engine. An engine frees pages between two steps, so the bound is a step and two round trips.
 
 How: `microserve up MODEL` with two engines and `prefill_decode`. A client sends a prompt of
-`PROMPT` random tokens and closes its socket at a chosen moment; then both engines are polled
-(`GET /microserving/state`, about a millisecond each) until they hold nothing of it. `TRIALS` per
+`--prompt` random tokens and closes its socket at a chosen moment; then both engines are polled
+(`GET /microserving/state`, about a millisecond each) until they hold nothing of it. `--trials` per
 moment, which are:
 
 - `streaming`: after the third chunk. `steps`: steps that the engines began after the socket closed;
 - `waiting_for_kv`: the decode engine has leased pages, and the prefill engine computes;
 - `in_mid_put`: the prefill engine has a put in flight;
-- `among_streams`: after the third chunk, while `STREAMS` other streams run. Their number must be as
+- `among_streams`: after the third chunk, while `--streams` others run. Their number must be as
   before, and the pages of the prompt must be free.
 
 Figures are in milliseconds: the median, the 99th percentile and the maximum. `step_ms` is the
 engines' mean step meanwhile.
+
+A line per moment on standard error tells the progress. Of a real model the prompts are shorter, the
+trials and the other streams fewer (`SIZES`): two cores prefill some 1000 tokens per second.
 
 Run: `make bench-disconnect`, or `python -m bench.disconnect [--save] [--model smollm2]`.
 """
@@ -29,9 +32,11 @@ import argparse
 import asyncio
 import random
 import statistics
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -41,14 +46,24 @@ from bench.deployment import Deployment, deployed
 from bench.report import publish, table
 from router.engines.http_client import HttpClient
 
-PROMPT = 1500
-TRIALS = 100
-STREAMS = 200
 LONG = 4000  # tokens of a stream: more than it gets before its client leaves
 POOL_PAGES = 60_000  # per engine of `tiny`; of another model, the engine's choice
 BOUND_S = 60.0
 PAGE = 16
 State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much a measurement does."""
+
+    prompt: int  # tokens
+    trials: int  # per moment
+    streams: int  # beside the measured one in `among_streams`
+
+
+SIZES = {"tiny": Size(prompt=1500, trials=100, streams=200)}
+REAL = Size(prompt=600, trials=20, streams=32)
 
 
 class Engines:
@@ -165,49 +180,83 @@ MOMENTS: dict[str, Moment] = {
 }
 
 
-async def measure(deployment: Deployment, model: str, trials: int) -> dict[str, Any]:
+async def measure(deployment: Deployment, model: str, size: Size) -> dict[str, Any]:
     """Measure all moments."""
-    url = deployment.url
-    engines = Engines(deployment.engines, deployment.engine_key)
+    trials = Trials(deployment.url, model, Engines(deployment.engines, deployment.engine_key), size)
     figures: dict[str, Any] = {}
     for name, moment in MOMENTS.items():
-        figures[name] = await _trials(url, model, engines, moment, trials)
-    async with crowd(url, model, engines):
-        figures["among_streams"] = await _trials(url, model, engines, streaming, trials)
-    await engines.until(lambda states: not used(states) and not busy(states))
+        figures[name] = await trials.run(name, moment)
+    async with trials.crowd():
+        figures["among_streams"] = await trials.run("among_streams", streaming)
+    await trials.engines.until(lambda states: not used(states) and not busy(states))
     return figures
 
 
-async def _trials(
-    url: str, model: str, engines: Engines, moment: Moment, trials: int
-) -> dict[str, float]:
-    took, steps = [], []
-    first, first_s = await engines.steps()
-    for _ in range(trials):
-        before = busy(await engines.states())
-        client = Client(url, model, PROMPT)
-        await client.begin()
-        await moment(client, engines)
-        held = used(await engines.states())
-        began, _ = await engines.steps()
-        left = client.leave()
-        at = await engines.until(_released(held, before))
-        took.append(1000 * (at - left))
-        steps.append((await engines.steps())[0] - began)
-    last, last_s = await engines.steps()
-    return {
-        "median_ms": round(statistics.median(took), 2),
-        "p99_ms": round(statistics.quantiles(took, n=100, method="inclusive")[98], 2),
-        "max_ms": round(max(took), 2),
-        "step_ms": round(1000 * (last_s - first_s) / (last - first), 2),
-        "steps_median": statistics.median(steps),
-        "steps_max": max(steps),
-        "trials": trials,
-    }
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """Requests whose clients leave."""
+
+    url: str
+    model: str
+    engines: Engines
+    size: Size
+
+    async def run(self, name: str, moment: Moment) -> dict[str, float]:
+        """Have a client leave at `moment`, again and again."""
+        engines, size, since = self.engines, self.size, time.perf_counter()
+        took, steps = [], []
+        first, first_s = await engines.steps()
+        for _ in range(size.trials):
+            before = busy(await engines.states())
+            client = Client(self.url, self.model, size.prompt)
+            await client.begin()
+            await moment(client, engines)
+            held = used(await engines.states())
+            began, _ = await engines.steps()
+            left = client.leave()
+            at = await engines.until(_released(held, before, size.prompt // PAGE))
+            took.append(1000 * (at - left))
+            steps.append((await engines.steps())[0] - began)
+        last, last_s = await engines.steps()
+        print(
+            f"{name}: {size.trials} trials in {time.perf_counter() - since:.0f} s", file=sys.stderr
+        )
+        return {
+            "median_ms": round(statistics.median(took), 2),
+            "p99_ms": round(statistics.quantiles(took, n=100, method="inclusive")[98], 2),
+            "max_ms": round(max(took), 2),
+            "step_ms": round(1000 * (last_s - first_s) / (last - first), 2),
+            "steps_median": statistics.median(steps),
+            "steps_max": max(steps),
+            "trials": size.trials,
+        }
+
+    @asynccontextmanager
+    async def crowd(self) -> AsyncIterator[None]:
+        """Run `streams` streams beside the body."""
+        clients = [Client(self.url, self.model, PAGE) for _ in range(self.size.streams)]
+
+        async def read(client: Client) -> None:
+            await client.begin()
+            await client.chunks(LONG)
+
+        async with asyncio.TaskGroup() as tasks:
+            readers = [tasks.create_task(read(client)) for client in clients]
+            await self.engines.until(
+                lambda states: (
+                    sum(state["running"] for state in states) == len(clients)
+                    and not any(state["leases"] or state["puts_in_flight"] for state in states)
+                )
+            )
+            yield
+            for reader in readers:
+                reader.cancel()
+            for client in clients:
+                client.leave()
 
 
-def _released(held: int, others: int) -> Callable[[list[State]], bool]:
-    """Return a condition: the pages of one prompt are free, and `others` is all that is busy.
+def _released(held: int, others: int, pages: int) -> Callable[[list[State]], bool]:
+    """Return a condition: the `pages` of one prompt are free, and `others` is all that is busy.
 
     Beside other streams, whose pages grow in number, a prompt's pages show as a sudden drop.
     """
@@ -216,35 +265,11 @@ def _released(held: int, others: int) -> Callable[[list[State]], bool]:
     def holds(states: list[State]) -> bool:
         nonlocal last, dropped
         now = used(states)
-        dropped = dropped or (last - now >= PROMPT // PAGE // 2 if others else not now)
+        dropped = dropped or (last - now >= pages // 2 if others else not now)
         last = now
         return dropped and busy(states) <= others
 
     return holds
-
-
-@asynccontextmanager
-async def crowd(url: str, model: str, engines: Engines) -> AsyncIterator[None]:
-    """Run `STREAMS` streams beside the body."""
-    clients = [Client(url, model, PAGE) for _ in range(STREAMS)]
-
-    async def read(client: Client) -> None:
-        await client.begin()
-        await client.chunks(LONG)
-
-    async with asyncio.TaskGroup() as tasks:
-        readers = [tasks.create_task(read(client)) for client in clients]
-        await engines.until(
-            lambda states: (
-                sum(state["running"] for state in states) == STREAMS
-                and not any(state["leases"] or state["puts_in_flight"] for state in states)
-            )
-        )
-        yield
-        for reader in readers:
-            reader.cancel()
-        for client in clients:
-            client.leave()
 
 
 def main() -> None:
@@ -252,13 +277,18 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--save", action="store_true", help="keep the figures in bench/results")
     options.add_argument("--model", default="tiny", help="tiny or smollm2")
-    options.add_argument("--trials", type=int, default=TRIALS, help="per moment")
+    options.add_argument("--prompt", type=int, help="tokens of the measured request")
+    options.add_argument("--trials", type=int, help="per moment")
+    options.add_argument("--streams", type=int, help="other streams, of `among_streams`")
     given = options.parse_args()
+    size = SIZES.get(given.model, REAL)
+    changed = {name: value for name in asdict(size) if (value := getattr(given, name)) is not None}
+    size = replace(size, **changed)
     flags = ["--engines", "2", "--strategy", "prefill_decode"]
     if given.model == "tiny":
         flags += ["--pool-pages", str(POOL_PAGES), "--threads", "1"]
     with deployed(given.model, *flags) as deployment:
-        figures = asyncio.run(measure(deployment, given.model, given.trials))
+        figures = asyncio.run(measure(deployment, given.model, size))
     columns = ["", "median ms", "p99 ms", "max ms", "step ms", "steps, median", "steps, max"]
     table(
         f"{given.model}: from a disconnect until both engines hold nothing of the request",
@@ -268,7 +298,8 @@ def main() -> None:
             for name, row in figures.items()
         ],
     )
-    publish("disconnect", figures, *(["--model", given.model] if given.model != "tiny" else []))
+    kind = ["--model", given.model] if given.model != "tiny" else []
+    publish("disconnect", {**figures, "size": asdict(size)}, *kind)
 
 
 if __name__ == "__main__":
