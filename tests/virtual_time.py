@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 from unittest import mock
 
-from router.simulation.virtual_time import VirtualLoop
+from engine.virtual.loop import VirtualLoop
 
 __all__ = ["in_virtual_time"]
 

@@ -11,15 +11,28 @@ transport's thread reports what has landed. None of them waits for another.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Protocol
 
 from engine.protocol import LeaseExpired, MicroserveError
-from kvcache.cache import KVCache
 from kvcache.lease import Mirror
 from kvcache.types import LeaseId, SeqId
 
-__all__ = ["GenerationMirror"]
+__all__ = ["GenerationMirror", "MirrorCache"]
 
 EXTEND_TOKENS = 128  # the least number of tokens per request for more room
+
+
+class MirrorCache(Protocol):
+    """The calls of `kvcache.cache.KVCache` that a mirror makes."""
+
+    @property
+    def page_size(self) -> int: ...
+    def length(self, seq_id: SeqId) -> int: ...
+    def open_mirror(self, kv_addr: str, tokens: Sequence[int]) -> Mirror: ...
+    def mirror(self, seq_id: SeqId, mirror: Mirror, every: int) -> None: ...
+    def extend_mirror(self, mirror: Mirror, kv_addr: str) -> None: ...
+    def close_mirror(self, mirror: Mirror) -> None: ...
 
 
 class GenerationMirror:
@@ -31,7 +44,7 @@ class GenerationMirror:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: MirrorCache,
         lease_id: LeaseId,
         every: int,
         most: int,
@@ -76,7 +89,7 @@ class GenerationMirror:
             return
         self._cache.mirror(seq_id, mirror, self._every)
         # Early enough for a responsive peer to grant more room before it is needed.
-        margin = max(4 * self._every, 4 * self._cache.layout.page_size)
+        margin = max(4 * self._every, 4 * self._cache.page_size)
         short = mirror.room < self._most and mirror.room - self._cache.length(seq_id) < margin
         if short and not self._extending:
             self._extending = True

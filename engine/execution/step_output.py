@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from engine.protocol import MicroserveError
-from engine.scheduling import Generation
+from engine.scheduling import Chunk, Generation, Job
 
 if TYPE_CHECKING:
     from engine.sampling.sampled import Sampled
 
-__all__ = ["StepOutput", "StepResult", "StepStats"]
+__all__ = ["PlannedStep", "StepOutput", "StepResult", "StepStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,14 @@ class StepOutput:
     sampled: Sampled | None = None
     finish: Literal["stop", "length"] | None = None
     failure: MicroserveError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """The jobs of a step with their chunks, and when it was planned."""
+
+    plan: Sequence[tuple[Job, Chunk]]
+    began: float  # by the stepper's clock, in seconds
 
 
 @dataclass(frozen=True, slots=True)

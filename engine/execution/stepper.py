@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from engine.execution.runner import Runner, StepCache
 from engine.execution.step_mirrors import StepMirrors
-from engine.execution.step_output import StepOutput, StepResult, StepStats
+from engine.execution.step_output import PlannedStep, StepOutput, StepResult, StepStats
 from engine.protocol import Internal, MicroserveError, NoCapacity, RemoteSendReply
 from engine.scheduling import Chunk, Generation, Job, ParallelSampling, Scheduler, Send
 
@@ -27,7 +27,7 @@ __all__ = ["Stepper"]
 
 log = logging.getLogger(__name__)
 
-SWEEP_S = 0.05  # how often leases, puts and retained sequences are checked
+SWEEP_S = 0.05
 # Sweeps during which the head of the queue may find no room while nothing else runs: ten seconds,
 # in which this process was not stopped.
 STUCK_SWEEPS = 200
@@ -60,6 +60,7 @@ class Stepper:
         self.wake: Callable[[], object] = lambda: None
         scheduler.wake = lambda: self.wake()
         self.clock = clock
+        self.sweep_s = SWEEP_S  # how often leases, puts and retained sequences are checked
         self._cache = cache
         self._page_size = cache.page_size
         self._scheduler = scheduler
@@ -117,24 +118,42 @@ class Stepper:
         An exception of the runner or of sampling fails the jobs of the step and nothing else; any
         other exception means that the stepper cannot continue.
         """
+        step = self.begin()
+        if not step.plan:
+            return StepResult(0, (), self.next_sweep)
+        outputs = self.end(step)
+        return StepResult(len(step.plan), outputs, self.clock())
+
+    def begin(self) -> PlannedStep:
+        """Take the calls that have come in, sweep if it is time, and plan a step.
+
+        The plan is empty if there is nothing to compute. Otherwise `end` has to follow; calls that
+        come in meanwhile wait for the next `begin`.
+        """
         while self._inbox:
             self._inbox.popleft()()
         began = self.clock()
-        if began >= self._swept + SWEEP_S:
+        if began >= self._swept + self.sweep_s:
             self._swept = began
             self._sweep()
-        plan = self._scheduler.plan()
-        if not plan:
-            return StepResult(0, (), self._next_sweep())
-        outputs = self._run(plan, began)
-        self._deliver(outputs)
-        return StepResult(len(plan), outputs, self.clock())
+        return PlannedStep(self._scheduler.plan(), began)
 
-    def _next_sweep(self) -> float | None:
-        """Return when an idle stepper has to sweep next; None if there is nothing to sweep."""
+    def end(self, step: PlannedStep, durations: Sequence[float] = ()) -> list[StepOutput]:
+        """Compute a planned step and deliver its outputs, which are returned.
+
+        With `durations` (seconds), the runner and sampling do the work of so many equal steps at
+        once, of which only the last may end a generation; otherwise of one, measured by the clock.
+        """
+        outputs = self._run(step.plan, step.began, durations)
+        self._deliver(outputs)
+        return outputs
+
+    @property
+    def next_sweep(self) -> float | None:
+        """When a sweep is due, by the clock; None if there is nothing to sweep."""
         waiting = self._scheduler.waiting or self.parallel_sampling.retaining
         if waiting or self._closing or self._cache.leases():
-            return self._swept + SWEEP_S
+            return self._swept + self.sweep_s
         return None
 
     def _sweep(self) -> None:
@@ -163,17 +182,20 @@ class Stepper:
         failure = NoCapacity(f"no room for {job.target} tokens: {held}")
         self._deliver([self._fail_generation(job, failure)])
 
-    def _run(self, plan: Sequence[tuple[Job, Chunk]], began: float) -> list[StepOutput]:
-        """Compute one step; if it fails, fail its jobs."""
+    def _run(
+        self, plan: Sequence[tuple[Job, Chunk]], began: float, durations: Sequence[float]
+    ) -> list[StepOutput]:
+        """Compute a step, or equal ones; if that fails, fail its jobs."""
         outputs: list[StepOutput | None]
         try:
             outputs = self._compute(plan)
-            self._scheduler.record_step(self.clock() - began)
+            for seconds in durations or (self.clock() - began,):
+                self._scheduler.record_step(seconds)
         except Exception as error:  # must not end the stepper, whatever it is
             log.exception("a step failed")
             self.stats.failed_steps += 1
             outputs = [self._fail(job, error) for job, _ in plan]
-        self.stats.steps += 1
+        self.stats.steps += len(durations) or 1
         self.stats.step_s += self.clock() - began
         return [output for output in outputs if output is not None]
 
@@ -202,9 +224,10 @@ class Stepper:
             self._cache.publish(generation.seq_id, generation.tokens)
         if first:
             self.parallel_sampling.prompt_computed(generation)
+        generation.tokens += sampled.earlier
         generation.tokens.append(sampled.token)
-        generation.generated += 1
-        self.stats.generation_tokens += 1
+        generation.generated += 1 + len(sampled.earlier)
+        self.stats.generation_tokens += 1 + len(sampled.earlier)
         produced = len(generation.tokens) - generation.prompt_len
         finish: Literal["stop", "length"] | None = None
         matcher = generation.matcher

@@ -18,6 +18,7 @@ from engine.protocol.calls import (
 )
 from engine.protocol.config import EngineConfig
 from engine.protocol.flags import LONGEST_S, flag, seconds, secret
+from engine.protocol.limits import Limits, resolve_position
 from engine.protocol.names import page_name, page_names
 from engine.protocol.replies import (
     EngineState,
@@ -76,6 +77,7 @@ __all__ = [
     "KVIncomplete",
     "Lease",
     "LeaseExpired",
+    "Limits",
     "MicroserveError",
     "Mirror",
     "MirrorGeneration",
@@ -112,6 +114,7 @@ __all__ = [
     "page_name",
     "page_names",
     "parse",
+    "resolve_position",
     "seconds",
     "secret",
 ]

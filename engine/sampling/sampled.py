@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.protocol import MicroserveError
@@ -17,3 +18,4 @@ class Sampled:
     logprob: float | None = None
     top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob), descending
     failure: MicroserveError | None = None  # no token could be sampled
+    earlier: Sequence[int] = ()  # tokens of the steps before, where several were computed at once

@@ -24,6 +24,7 @@ from engine.protocol import (
     ExtendReply,
     Internal,
     LeaseExpired,
+    Limits,
     MirrorGeneration,
     Pin,
     PrepRecv,
@@ -33,12 +34,12 @@ from engine.protocol import (
     RemoteSendReply,
     StartGenerate,
     UnknownLease,
+    resolve_position,
 )
 from engine.scheduling import Scheduler
 from engine.service.event_mux import EventMuxes
 from engine.service.generation_stream import GenerationStream
 from engine.service.generations import Generations
-from engine.service.limits import Limits, resolve
 from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
 from engine.service.prefix_feed import PrefixFeed
@@ -89,7 +90,7 @@ class MicroserveEngine:
         self._scheduler = scheduler
         context, room = context or model.config.context_length, cache.total_pages * cache.page_size
         self.context_length = min(context, room)  # what a request can have, prompt and output
-        self._limits = Limits(model.config, context, room)
+        self._limits = Limits(model.config.vocab_size, context, room)
         self._lease_ms = lease_ms
         self._released = ReleasedIds()
         eos = frozenset(model.eos_token_ids)
@@ -145,7 +146,7 @@ class MicroserveEngine:
         """Match `prompt[:end]`, allocate pages for the rest, and return where to put it."""
         self._admit(call.prompt)
         self._released.check(call.request_id)
-        end = resolve(call.end, len(call.prompt), "end")
+        end = resolve_position(call.end, len(call.prompt), "end")
         if any(lease.request_id == call.request_id for lease in self.cache.leases()):
             raise DuplicateRequest(f"{call.request_id} has a lease", param="request_id")
         lease_s = (call.lease_ms or self._lease_ms) / 1000

@@ -14,15 +14,16 @@ from engine.protocol import (
     BadRequest,
     DuplicateRequest,
     Internal,
+    Limits,
     MicroserveError,
     MirrorGeneration,
     NoCapacity,
     StartGenerate,
+    resolve_position,
 )
 from engine.scheduling import Generation
 from engine.service.generation_stream import GenerationStream
 from engine.service.kv_arrival import KVArrivals
-from engine.service.limits import Limits, resolve
 from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
 from engine.service.promotion import promote
@@ -86,7 +87,7 @@ class Generations:
         tokens = call.prompt + call.output
         begin = None
         if call.begin is not None:
-            begin = resolve(call.begin, len(tokens), "begin")
+            begin = resolve_position(call.begin, len(tokens), "begin")
             if begin == len(tokens):
                 raise BadRange("begin must leave a token to compute", param="begin")
         if call.lease_id is None:

@@ -11,13 +11,14 @@ from engine.protocol import (
     BadRange,
     DuplicateRequest,
     Internal,
+    Limits,
     MicroserveError,
     NoCapacity,
     RemoteSend,
     RemoteSendReply,
+    resolve_position,
 )
 from engine.scheduling import Send
-from engine.service.limits import Limits, resolve
 from engine.service.metrics import EngineMetrics
 from engine.service.promotion import promote
 from kvcache.cache import KVCache
@@ -57,8 +58,8 @@ class Sends:
 
     async def run(self, call: RemoteSend, loop: StepLoop) -> RemoteSendReply:
         """Implement `MicroserveEngine.remote_send` for a checked prompt."""
-        begin = resolve(call.begin, len(call.prompt), "begin")
-        end = resolve(call.end, len(call.prompt), "end")
+        begin = resolve_position(call.begin, len(call.prompt), "begin")
+        end = resolve_position(call.end, len(call.prompt), "end")
         if begin >= end:
             raise BadRange(f"begin {begin} is not below end {end}", param="begin")
         if call.request_id in self._live:

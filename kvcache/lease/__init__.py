@@ -4,7 +4,7 @@ from kvcache.lease.address import KVAddress
 from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, WORDS, ControlSlots
 from kvcache.lease.identity import Identity
 from kvcache.lease.put import PageTable, Put
-from kvcache.lease.sender import Mirror
+from kvcache.lease.sender import Mirror, Sender
 from kvcache.lease.table import ReceiveLease
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "PageTable",
     "Put",
     "ReceiveLease",
+    "Sender",
 ]

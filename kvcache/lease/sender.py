@@ -107,15 +107,26 @@ class Sender:
 
     def extend(self, mirror: Mirror, kv_addr: str) -> None:
         """See `KVCache.extend_mirror`."""
-        address = KVAddress.verify(kv_addr, self._identity.secret)
-        if (address.lease_id, address.nonce) != (mirror.address.lease_id, mirror.address.nonce):
-            raise BadAddress("kv_addr is for another lease", param="kv_addr")
+        self.pause(mirror, kv_addr).result()  # the new claim must begin at the watermark
+        self.resume(mirror, kv_addr)
+
+    def pause(self, mirror: Mirror, kv_addr: str) -> Future[None]:
+        """Send nothing further until `resume`; the result is there when nothing is in flight.
+
+        Raises as `KVCache.extend_mirror`. The mirror stays paused if what follows fails, because
+        the old claim may be lost.
+        """
+        self._same_lease(mirror, kv_addr)
         with self._lock:
             put = mirror.put
             if put is None or mirror.extending:
                 raise Internal("the mirror is being extended already")
-            mirror.extending = True  # stays, if this fails: the old claim may be lost
-        put.close().result()  # the new claim must begin at the watermark
+            mirror.extending = True
+        return put.close()
+
+    def resume(self, mirror: Mirror, kv_addr: str) -> None:
+        """Go on with the room of a new address of the same lease, after `pause`."""
+        address = self._same_lease(mirror, kv_addr)
         with self._lock:
             closed = mirror.closed
         if closed:
@@ -125,6 +136,12 @@ class Sender:
             mirror.address, mirror.put, mirror.extending = address, claimed, False
             if mirror.closed:
                 claimed.close()
+
+    def _same_lease(self, mirror: Mirror, kv_addr: str) -> KVAddress:
+        address = KVAddress.verify(kv_addr, self._identity.secret)
+        if (address.lease_id, address.nonce) != (mirror.address.lease_id, mirror.address.nonce):
+            raise BadAddress("kv_addr is for another lease", param="kv_addr")
+        return address
 
     def advance(self, mirror: Mirror, sequence: PagedSequence, every: int) -> None:
         """See `KVCache.mirror`."""

@@ -2,7 +2,7 @@
 
 from kvcache.sequences.block_table import PageIds
 from kvcache.sequences.interface import SequenceCache
-from kvcache.sequences.step import PageCopy, PagedSequence, Span, StepDescription
+from kvcache.sequences.step import PageCopy, PagedSequence, SendRange, Span, StepDescription
 from kvcache.sequences.swapping import SwappedSequence
 from kvcache.sequences.table import SequenceTable
 
@@ -10,6 +10,7 @@ __all__ = [
     "PageCopy",
     "PageIds",
     "PagedSequence",
+    "SendRange",
     "SequenceCache",
     "SequenceTable",
     "Span",

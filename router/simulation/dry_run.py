@@ -1,4 +1,4 @@
-"""A dry run: runs a strategy against simulated engines before real requests depend on it.
+"""A dry run: runs a strategy against virtual engines before real requests depend on it.
 
 Its scenarios have short and long prompts, cold and warm caches, one engine and several, concurrent
 requests, a cancellation at every point, and an engine that dies in mid-stream. Each time the
@@ -9,20 +9,20 @@ virtual: an hour of waiting takes no time.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from engine.protocol import MicroserveError, Sampling
+from engine.latency import FixedLatency, Profile, PutLatency
+from engine.protocol import EngineConfig, MicroserveError, Sampling
+from engine.virtual import VirtualLoop, output_tokens
 from router.admission import AdmissionQueue, RetryBudget
 from router.base import Chunk, Request, RevisionNumber, RouterConfig, StrategyError, root_cause
 from router.engines import Registry, Role
 from router.execution import ChoiceRunner, ChoiceWriter, Execution, Relocations
 from router.legs import Releaser, Runtime
 from router.rollout import Revision
-from router.simulation.engine import SimulatedEngine, tokens_after
-from router.simulation.virtual_time import VirtualLoop
+from router.simulation.engine import VirtualCalls, VirtualFleet
 from router.strategy import Bound
 from router.supervision import ViolationKind, Watchdog, adopting
 from router.telemetry import Events, Metrics, Receipt
@@ -38,6 +38,14 @@ CLUSTERS: tuple[tuple[Role, ...], ...] = (
 CONFIG = RouterConfig(
     health_interval_s=1e6, request_timeout_s=600.0, stall_s=30.0, release_timeout_s=2.0
 )
+CALL_S = 1e-3
+RELEASE_S = 0.02  # more than it takes to tell the engines that something has ended
+PROFILE = Profile(
+    name="dry-run", model="virtual", device="none", gpus=0, source="made up", layers=2,
+    kv_bytes_per_token=1000, context_length=4096, pool_tokens=1 << 16,
+    step=FixedLatency(step_ms=1.0, prompt_tokens_per_ms=100.0),
+    put=PutLatency(bandwidth=1e9, layer_s=1e-4),
+)  # fmt: skip
 CANCELLATIONS = 64  # at most
 CANCEL_STEP_S = 0.7e-3  # shorter than any call, so that every await is hit
 BLOCK_LIMIT_S = 0.1
@@ -97,12 +105,13 @@ class _Discard(ChoiceWriter):
 
 @dataclass(slots=True)
 class SimulatedRouter:
-    """A router without HTTP in front of simulated engines."""
+    """A router without HTTP in front of virtual engines."""
 
     bound: Bound
     roles: Sequence[str]
     execution: Execution
-    engines: list[SimulatedEngine]
+    engines: list[VirtualCalls]
+    fleet: VirtualFleet
     revision: Revision
     violations: list[str]
     requests: int = 0
@@ -116,10 +125,10 @@ class SimulatedRouter:
         for prompt, answer in zip(prompts, answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, MicroserveError):
                 raise answer
-            self._check_clean(scenario)
+            await self._check_clean(scenario)
             if isinstance(answer, MicroserveError):
                 self._fail(scenario, answer.message)
-            wanted = list(itertools.islice(tokens_after(prompt), NEW))
+            wanted = output_tokens(prompt, NEW)
             if answer != wanted:
                 self._fail(
                     scenario, f"it yielded the tokens {answer}, the engines emitted {wanted}"
@@ -135,7 +144,7 @@ class SimulatedRouter:
             return True
         running.cancel()
         await asyncio.wait([running])
-        self._check_clean(scenario)
+        await self._check_clean(scenario)
         if not running.cancelled():
             self._fail(scenario, f"it ended with {running.exception()!r}")
         return False
@@ -155,10 +164,11 @@ class SimulatedRouter:
             await runner.run(request, writer)
         return writer.tokens
 
-    def _check_clean(self, scenario: str) -> None:
+    async def _check_clean(self, scenario: str) -> None:
+        await asyncio.sleep(RELEASE_S)
         if self.violations:
             self._fail(scenario, self.violations[0])
-        if left := [what for engine in self.engines for what in engine.busy]:
+        if left := [what for calls in self.engines for what in calls.engine.busy]:
             self._fail(scenario, f"it left {left[0]}")
         if any(not backend.load.idle for backend in self.execution.runtime.registry):
             self._fail(scenario, "it left load behind")
@@ -175,23 +185,23 @@ class SimulatedRouter:
 async def simulated_router(
     bound: Bound, roles: Sequence[Role], dies_after: list[int] | None = None
 ) -> AsyncIterator[SimulatedRouter]:
-    """A router in front of simulated engines with `roles`; `dies_after` as of `SimulatedEngine`."""
-    peers: dict[str, SimulatedEngine] = {}
+    """A router in front of virtual engines with `roles`; `dies_after` as of `VirtualCalls`."""
+    fleet = VirtualFleet(call_s=CALL_S, most_at_once=1)
+    if dies_after:
+        fleet.dies_after = dies_after
     violations: list[str] = []
 
     def violated(revision: Revision, kind: ViolationKind, message: str) -> None:
         violations.append(message)
 
     engines = [
-        SimulatedEngine(f"sim-{i}", peers, role=role, dies_after=dies_after)
+        fleet.add(EngineConfig(engine_id=f"sim-{i}", role=role), PROFILE)
         for i, role in enumerate(roles)
     ]
     async with asyncio.TaskGroup() as tasks:
         metrics, releaser = Metrics(), Releaser(tasks, 2.0)
         relocations = Relocations()
-        registry = Registry(
-            CONFIG, lambda url: peers[url], tasks, Events(), on_drain=relocations.leave
-        )
+        registry = Registry(CONFIG, fleet.connect, tasks, Events(), on_drain=relocations.leave)
         for engine in engines:
             registry.add(engine.url)
         try:
@@ -201,7 +211,7 @@ async def simulated_router(
             runtime = Runtime(CONFIG, registry, releaser, metrics, tasks)
             execution = Execution(runtime, AdmissionQueue(8), RetryBudget(1.0), relocations)
             revision = Revision(RevisionNumber(1), bound, None, violated)
-            yield SimulatedRouter(bound, roles, execution, engines, revision, violations)
+            yield SimulatedRouter(bound, roles, execution, engines, fleet, revision, violations)
         finally:
             registry.close()
             releaser.close()

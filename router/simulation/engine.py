@@ -1,49 +1,40 @@
-"""A simulated engine: the calls of a real one, with a latency model instead of a model.
-
-It keeps leases, a prefix cache and running generations as an engine does. Its tokens depend on all
-tokens before them and on nothing else. Its time is the event loop's, real or virtual.
-"""
+"""The router's view of virtual engines: the calls of `router.engines`, in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
 
+from engine.latency import Profile
 from engine.protocol import (
-    BadAddress,
-    BadRange,
-    BadRequest,
+    Commit,
+    EngineConfig,
     EngineState,
-    KVIncomplete,
+    Extend,
+    MicroserveError,
+    Mirror,
+    MirrorGeneration,
     ModelInfo,
-    PageCounts,
-    PageName,
+    PeerUnreachable,
+    Pin,
     PrefixChange,
+    PrepRecv,
     PrepRecvReply,
+    Release,
+    RemoteSend,
     RemoteSendReply,
-    UnknownLease,
-    page_names,
+    StartGenerate,
 )
-from router.base import NobodyListens
+from engine.virtual import VOCAB, Endpoint, VirtualEngine, VirtualNetwork, VirtualStream
+from router.base import Chunk, EngineUnreachable, Mirrored, NobodyListens
 from router.engines import Headers
-from router.simulation.stream import (
-    VOCAB,
-    Latency,
-    SimulatedLease,
-    SimulatedMirror,
-    SimulatedStream,
-    tokens_after,
-)
 
-__all__ = ["Latency", "SimulatedEngine", "tokens_after"]
+__all__ = ["VirtualCalls", "VirtualFleet"]
 
-PAGE = 16
-CONTEXT = 4096
-LEASE_S = 30.0
-Role = Literal["any", "prefill", "decode"]
+T = TypeVar("T")
+M = TypeVar("M")
 # Words `w0 w1 …`: token i is the word wi.
 TOKENIZER = (
     '{"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": {"type": "WordLevel", '
@@ -51,224 +42,204 @@ TOKENIZER = (
 )
 
 
-class SimulatedEngine:
-    """One engine among `peers`, which all engines of a simulation share.
+def _empty() -> dict[str, Any]:
+    """Return fields that pydantic would take long to make."""
+    return {"stop": [], "stop_token_ids": [], "logit_bias": {}, "output": []}
 
-    `dies_after`, shared too, holds at most one number: the first engine to emit that many tokens in
-    one stream dies, and empties it. At rest `busy` is empty.
+
+class VirtualFleet:
+    """The engines of one event loop, which reach each other."""
+
+    def __init__(self, *, call_s: float, most_at_once: int | None = None) -> None:
+        """A call takes `call_s` beside the engine's own time, half of it on the way there.
+
+        `most_at_once` as of `VirtualEngine`.
+        """
+        self.call_s = call_s
+        self.network = VirtualNetwork()
+        self.engines: dict[str, VirtualCalls] = {}  # by URL
+        self.dies_after: list[int] = []  # as of `VirtualCalls`
+        self._peers: dict[str, Endpoint] = {}
+        self._most = {} if most_at_once is None else {"most_at_once": most_at_once}
+
+    def add(self, config: EngineConfig, profile: Profile) -> VirtualCalls:
+        """Add an engine."""
+        engine = VirtualEngine(
+            config, profile, self.network, self._peers, self._extend, **self._most
+        )
+        calls = VirtualCalls(engine, self)
+        self.engines[calls.url] = calls
+        return calls
+
+    def connect(self, url: str) -> VirtualCalls:
+        """Return the calls to the engine at a URL."""
+        return self.engines[url]
+
+    def check_integrity(self) -> None:
+        """Check the pages of all engines that live. Raises `Internal`."""
+        for calls in self.engines.values():
+            if calls.engine.alive:
+                calls.engine.cache.check_integrity()
+
+    async def _extend(self, url: str, call: Extend) -> str:
+        """Request more room in a lease, from one engine to another; return its new address."""
+        peer = self.engines.get(url)
+        await asyncio.sleep(self.call_s / 2)
+        if peer is None or not peer.engine.alive:
+            raise PeerUnreachable(f"requesting more room from {url}: nobody listens")
+        reply = peer.engine.extend(call)
+        await asyncio.sleep(self.call_s / 2)
+        return reply.kv_addr
+
+
+class VirtualCalls:
+    """The calls to one virtual engine (`router.engines.EngineCalls`).
+
+    `fleet.dies_after` holds at most one number: the first engine to emit that many tokens in one
+    stream dies, and empties it.
     """
 
-    def __init__(
-        self,
-        id: str,
-        peers: dict[str, SimulatedEngine],
-        *,
-        role: Role = "any",
-        latency: Latency | None = None,
-        dies_after: list[int] | None = None,
-    ) -> None:
-        self.id = id
-        self.url = f"sim://{id}"
-        self.role: Role = role
-        self.dies_after = dies_after if dies_after is not None else []
-        self._latency = latency or Latency()
-        self.peers = peers
-        self._dead = False
-        self.leases: dict[str, SimulatedLease] = {}
-        self._running: dict[str, SimulatedStream] = {}
-        self._sending = 0
-        self._cached: set[PageName] = set()
-        self._followers: set[asyncio.Queue[list[PageName] | None]] = set()
-        self._numbers = itertools.count(1)
-        peers[self.url] = self
-
-    @property
-    def busy(self) -> list[str]:
-        """Descriptions of all that still runs."""
-        return [
-            *(f"a lease of {lease.end} tokens on {self.id}" for lease in self.leases.values()),
-            *(f"a generation on {self.id}" for _ in self._running),
-            *(f"a send from {self.id}" for _ in range(self._sending)),
-        ]
+    def __init__(self, engine: VirtualEngine, fleet: VirtualFleet) -> None:
+        self.engine = engine
+        self.fleet = fleet
+        self.url = engine.identity.url
 
     async def prep_recv(self, body: dict[str, Any], headers: Headers) -> PrepRecvReply:
-        prompt, end = body["prompt"], body["end"]
-        self._check(0 <= end <= len(prompt), f"end {end}")
-        await self._spend(self._latency.call)
-        match = self._match(prompt[:end])
-        lease_id = f"{self.id}-{next(self._numbers)}"
-        self.leases[lease_id] = SimulatedLease(
-            body["request_id"], prompt[:end], match, end, end + body.get("reserve", 0), match
-        )
-        return PrepRecvReply(
-            lease_id=lease_id, kv_addr=f"{self.url} {lease_id}", match_len=match, end=end,
-            expires_ms=int(LEASE_S * 1e3),
-        )  # fmt: skip
+        call = PrepRecv.model_construct(**body)
+        return await self._call(lambda: self.engine.prep_recv(call))
 
     async def remote_send(self, body: dict[str, Any], headers: Headers) -> RemoteSendReply:
-        prompt, begin, end = body["prompt"], body["begin"], body["end"]
-        self._check(0 <= begin < end <= len(prompt), f"[{begin}, {end})")
-        url, _, lease_id = body["kv_addr"].partition(" ")
-        receiver = self.peers[url]
-        lease = receiver._lease(lease_id)
-        if lease.prompt != prompt[: lease.end]:
-            raise BadAddress("the address is for another prompt", param="kv_addr")
-        self._check(end <= lease.end, f"end {end} of a lease of {lease.end}")
-        self._check(begin == lease.landed, f"begin {begin}, but {lease.landed} tokens are there")
-        match = self._match(prompt[:end])
-        cached, computed = max(0, match - begin), end - match
-        took = self._latency.prefill_token * computed + self._latency.put_token * (end - begin)
-        self._sending += 1
+        call = RemoteSend.model_construct(**body)
+        await self._travel()
         try:
-            await self._spend(self._latency.call + took)
-        finally:
-            self._sending -= 1
-        self._keep(prompt[:end])
-        receiver._lease(lease_id)  # raises if it has ended
-        lease.landed = end
-        lease.changed.set()
-        return RemoteSendReply(
-            sent_tokens=end - begin, cached_tokens=cached, computed_tokens=computed,
-            bytes=end - begin, ms=took,
-        )  # fmt: skip
+            reply = await self.engine.remote_send(call)
+        except MicroserveError:
+            self._check_alive()
+            raise
+        await self._travel()
+        return reply
 
-    async def start_generate(self, body: dict[str, Any], headers: Headers) -> SimulatedStream:
-        tokens = [*body["prompt"], *body.get("output", ())]
-        begin = body.get("begin", 0)
-        self._check(begin < len(tokens), f"begin {begin} leaves nothing to compute")
-        await self._spend(self._latency.call)
-        have = self._match(tokens)
-        if lease_id := body.get("lease_id"):
-            lease = self._lease(lease_id)
-            begin = body.get("begin", lease.landed)
-            self._check(begin <= lease.room, f"begin {begin} of a lease of {lease.room}")
-            await self._landed(lease, begin)
-            self._end(lease_id)
-            have = max(have, begin)
-        stream = SimulatedStream(self, body, tokens, min(have, len(tokens) - 1), self._latency)
-        self._running[body["request_id"]] = stream
-        return stream
+    async def start_generate(self, body: dict[str, Any], headers: Headers) -> VirtualChunks:
+        call = StartGenerate.model_construct(**{**_empty(), **body})
+        if "mirror" in body:
+            call.mirror = Mirror.model_construct(**body["mirror"])
+        await self._travel()
+        try:
+            stream = await self.engine.start_generate(call)
+        except MicroserveError:
+            self._check_alive()
+            raise
+        try:
+            await self._travel()
+        except BaseException:
+            stream.close()
+            raise
+        return VirtualChunks(stream, self)
 
     async def mirror(self, body: dict[str, Any], headers: Headers) -> None:
-        await self._spend(self._latency.call)
-        if (stream := self._running.get(body["request_id"])) is None:
-            raise BadRequest("no such generation", param="request_id")
-        stream.mirror = SimulatedMirror(self.peers, body)
+        call = MirrorGeneration.model_construct(**body)
+        await self._call(lambda: self.engine.mirror(call))
 
     async def commit(self, body: dict[str, Any], headers: Headers) -> None:
-        await self._spend(self._latency.call)
-        lease = self._lease(body["lease_id"])
-        self._keep(lease.prompt[: lease.landed])
-        self._end(body["lease_id"])
+        call = Commit.model_construct(**body)
+        await self._call(lambda: self.engine.commit(call.lease_id))
 
     async def release(self, body: dict[str, Any], headers: Headers) -> None:
-        if lease_id := body.get("lease_id"):
-            self._end(lease_id)
-        if request_id := body.get("request_id"):
-            for lease_id, lease in list(self.leases.items()):
-                if lease.request_id == request_id:
-                    self._end(lease_id)
-            if stream := self._running.get(request_id):
-                stream.abort()
-        await self._spend(self._latency.call)
+        call = Release.model_construct(**body)
+        await self._call(lambda: self.engine.release(call))
 
     async def pin(self, body: dict[str, Any], headers: Headers) -> int:
-        await self._spend(self._latency.call)  # nothing is ever evicted here
-        return self._match(body["prompt"])
+        call = Pin.model_construct(**body)
+        return await self._call(lambda: self.engine.pin(call))
 
-    unpin = pin
+    async def unpin(self, body: dict[str, Any], headers: Headers) -> int:
+        call = Pin.model_construct(**body)
+        return await self._call(lambda: self.engine.unpin(call))
 
     async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
-        await self._spend(self._latency.call)
-        changes: asyncio.Queue[list[PageName] | None] = asyncio.Queue()
-        changes.put_nowait(list(self._cached))
-        self._followers.add(changes)
-        try:
-            while (added := await changes.get()) is not None:
-                yield PrefixChange(added=added, removed=[])
-        finally:
-            self._followers.discard(changes)
-        raise NobodyListens(f"{self.url}: it is dead")
+        await self._travel()
+        async for change in self.engine.prefixes():
+            yield change
+        self._check_alive()
 
     async def model(self) -> ModelInfo:
+        profile = self.engine.profile
         return ModelInfo(
-            name="simulated", context_length=CONTEXT, vocab_size=VOCAB, eos_token_ids=[0],
-            bos_token=None, eos_token="w0", tokenizer_json=TOKENIZER,  # noqa: S106  no password
+            name=profile.model, context_length=self.engine.context_length, vocab_size=VOCAB,
+            eos_token_ids=[0], bos_token=None, eos_token="w0",  # noqa: S106  no password
+            tokenizer_json=TOKENIZER,
             chat_template="{% for m in messages %}{{ m.content }} {% endfor %}",
-            fingerprint="simulated", page_size=PAGE, kv_bytes_per_token=1,
+            fingerprint=self.engine.identity.fingerprint,
+            page_size=self.engine.config.page_size,
+            kv_bytes_per_token=profile.kv_bytes_per_token,
         )  # fmt: skip
 
     async def state(self) -> EngineState:
-        pages = PageCounts(total=0, free=0, cached=0, leased=0, active=0, quarantined=0, pinned=0)
-        return EngineState(
-            engine_id=self.id, epoch=1, role=self.role, model="simulated", page_size=PAGE,
-            pages=pages, running=len(self._running), waiting=0, leases=[],
-            puts_in_flight=self._sending, prefix_tokens=len(self._cached) * PAGE,
-            secret_digest="simulated",  # noqa: S106  no password
-        )  # fmt: skip
+        self._check_alive()
+        return self.engine.state()
 
     async def health(self) -> None:
-        await self._spend(0.0)
+        self._check_alive()
+        await asyncio.sleep(0)
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def die(self) -> None:
-        """Behave like a killed process: all that it held is gone, and nothing listens."""
-        self._dead = True
-        for lease_id in list(self.leases):
-            self._end(lease_id)
-        for stream in list(self._running.values()):
-            stream.abort()
-        for changes in self._followers:
-            changes.put_nowait(None)
+    async def _call(self, work: Callable[[], T]) -> T:
+        await self._travel()
+        result = work()
+        await self._travel()
+        return result
 
-    def forget(self, request_id: str) -> None:
-        self._running.pop(request_id, None)
+    async def _travel(self) -> None:
+        """Take half of a call's round trip."""
+        self._check_alive()
+        await asyncio.sleep(self.fleet.call_s / 2)
+        self._check_alive()
 
-    def keep(self, tokens: Sequence[int]) -> None:
-        """Add the full pages of `tokens` to the prefix cache."""
-        self._keep(tokens)
+    def _check_alive(self) -> None:
+        if not self.engine.alive:
+            raise NobodyListens(f"{self.url}: it is dead")
 
-    async def _spend(self, milliseconds: float) -> None:
-        for _ in range(2):
-            if self._dead:
-                raise NobodyListens(f"{self.url}: it is dead")
-            await asyncio.sleep(milliseconds / 2e3)
 
-    async def _landed(self, lease: SimulatedLease, begin: int) -> None:
+class VirtualChunks:
+    """A generation on a virtual engine (`router.engines.ChunkStream`)."""
+
+    def __init__(self, stream: VirtualStream, calls: VirtualCalls) -> None:
+        self._stream = stream
+        self._calls = calls
+        self._emitted = 0
+        self._given_up = ""
+
+    async def next(self) -> Chunk:
+        dies_after = self._calls.fleet.dies_after
+        if dies_after and self._emitted >= dies_after[0]:
+            dies_after.clear()
+            self._calls.engine.die()
         try:
-            async with asyncio.timeout(LEASE_S):
-                while lease.landed < begin and not lease.ended:
-                    lease.changed.clear()
-                    await lease.changed.wait()
-        except TimeoutError:
-            raise KVIncomplete(f"{lease.landed} of {begin} tokens have landed") from None
-        if lease.ended:
-            raise UnknownLease("the lease has ended", param="lease_id")
+            event = await self._stream.next()
+        except PeerUnreachable:
+            raise EngineUnreachable("the stream broke") from None
+        except MicroserveError as error:
+            if self._given_up:
+                raise EngineUnreachable(self._given_up) from error
+            raise
+        self._emitted += len(event.token_ids)
+        chunk = Chunk(event.token_ids, event.text, event.begin)
+        chunk.finish_reason = event.finish_reason
+        chunk.usage = event.usage
+        if (mirror := event.mirror) is not None:
+            chunk.mirror = Mirrored(mirror.landed, mirror.lease_id, mirror.stopped, mirror.message)
+        return chunk
 
-    def _lease(self, lease_id: str) -> SimulatedLease:
-        if (lease := self.leases.get(lease_id)) is None:
-            raise UnknownLease(f"no lease {lease_id!r}", param="lease_id")
-        return lease
+    def progress(self) -> int | None:
+        """Return how many events have arrived; None: a virtual engine is never silent."""
+        return None
 
-    def _end(self, lease_id: str) -> None:
-        if (lease := self.leases.pop(lease_id, None)) is not None:
-            lease.ended = True
-            lease.changed.set()
+    def abort(self, reason: str = "the stream was given up") -> None:
+        """Make a pending or later `next` raise `EngineUnreachable`; abort the generation."""
+        self._given_up = self._given_up or reason
+        self._stream.fail(EngineUnreachable(reason))
 
-    def _match(self, tokens: Sequence[int]) -> int:
-        pages = itertools.takewhile(self._cached.__contains__, page_names(tokens, PAGE))
-        return sum(PAGE for _ in pages)
-
-    def _keep(self, tokens: Sequence[int]) -> None:
-        added = [name for name in page_names(tokens, PAGE) if name not in self._cached]
-        self._cached.update(added)
-        if added:
-            for changes in self._followers:
-                changes.put_nowait(added)
-
-    @staticmethod
-    def _check(holds: bool, what: str) -> None:
-        if not holds:
-            raise BadRange(what)
+    async def finish(self) -> None:
+        """Nothing is held after the last chunk."""

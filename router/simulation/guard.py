@@ -34,7 +34,6 @@ from router.base import (
 )
 from router.rollout import Catalog
 from router.simulation.confinement import end_descendants, limit_resources
-from router.simulation.dry_run import dry_run
 
 __all__ = ["main"]
 
@@ -192,6 +191,9 @@ def _run(job: dict[str, Any], nonce: str, output: int, result: int, ending: int)
 
 
 def _try_out(job: dict[str, Any]) -> dict[str, Any]:
+    # Not above: numpy starts threads, and a process with threads cannot enter namespaces.
+    from router.simulation.dry_run import dry_run
+
     source, name, file = job["source"], job["name"], job["file"]
     for folder in (Path(), Path(job["folder"])):
         import_from(folder.absolute())

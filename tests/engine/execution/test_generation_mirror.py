@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -40,7 +39,7 @@ class Cache:
     closed: list[Writer] = field(default_factory=list)
     opened: list[tuple[str, list[int]]] = field(default_factory=list)
     extended: list[tuple[Writer, str]] = field(default_factory=list)
-    layout = SimpleNamespace(page_size=PAGE)
+    page_size = PAGE
 
     def open_mirror(self, kv_addr: str, tokens: list[int]) -> Writer:
         self.opened.append((kv_addr, tokens))

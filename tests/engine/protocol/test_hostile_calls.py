@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from engine.protocol import (
     error_body,
     parse,
 )
-from engine.service.limits import Limits, resolve
+from engine.protocol.limits import Limits, resolve_position
 
 CALLS = (PrepRecv, RemoteSend, StartGenerate, MirrorGeneration, Extend, Pin, Release)
 ODD = st.sampled_from([
@@ -56,7 +55,7 @@ def test_no_call_is_a_failure_of_the_engine(call: Any, data: st.DataObject):
     names = st.sampled_from(sorted(call.model_fields))
     odd = data.draw(st.dictionaries(names, ODD | st.integers(), max_size=3))
     fields = {name: value for name, value in GOOD.items() if name in call.model_fields} | odd
-    limits = Limits(SimpleNamespace(vocab_size=500), context=100, pool_tokens=64)
+    limits = Limits(500, context=100, pool_tokens=64)
     try:
         read = parse(call, json.dumps(fields).encode())
         if hasattr(read, "prompt"):
@@ -65,7 +64,7 @@ def test_no_call_is_a_failure_of_the_engine(call: Any, data: st.DataObject):
             limits.check_sampling(read)
         for name in ("begin", "end"):
             if getattr(read, name, None) is not None:
-                resolve(getattr(read, name), len(read.prompt), name)
+                resolve_position(getattr(read, name), len(read.prompt), name)
     except MicroserveError as refused:
         assert refused.status < 500
 

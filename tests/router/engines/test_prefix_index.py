@@ -21,14 +21,15 @@ from engine.protocol import (
     TierCounts,
     page_names,
 )
+from engine.protocol.config import EngineConfig
+from engine.virtual.loop import VirtualLoop
 from router.base.errors import EngineUnreachable
 from router.base.request import Request
 from router.engines.backend import Backend
 from router.engines.circuit_breaker import CircuitBreaker
 from router.engines.prefix_index import LINGER_S, RETRY_S, UNUSED_LEGS, PrefixIndex
-from router.simulation.dry_run import DryRunFailed, dry_run
-from router.simulation.engine import SimulatedEngine
-from router.simulation.virtual_time import VirtualLoop
+from router.simulation.dry_run import PROFILE, DryRunFailed, dry_run
+from router.simulation.engine import VirtualCalls, VirtualFleet
 from router.strategy.definition import strategy
 
 PAGE = 16
@@ -38,14 +39,15 @@ def request(tokens: list[int]) -> Request:
     return Request("id", tokens, Sampling())
 
 
-class Scripted(SimulatedEngine):
+class Scripted(VirtualCalls):
     """An engine that reports scripted changes of its prefix cache.
 
     `streams` counts the open streams, `opened` all streams ever opened.
     """
 
     def __init__(self) -> None:
-        super().__init__("scripted", {})
+        fleet = VirtualFleet(call_s=0.0)
+        super().__init__(fleet.add(EngineConfig(engine_id="scripted"), PROFILE).engine, fleet)
         self.says: asyncio.Queue[PrefixChange | None] = asyncio.Queue()
         self.streams = self.opened = 0
 

@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 import pytest
 
+from engine.virtual.loop import VirtualLoop
 from router.base.errors import EngineUnreachable
 from router.engines.client import BATCH, FRAME, LINE, PACE, WAITING, EngineClient
 from router.engines.http_client import Reply
-from router.simulation.virtual_time import VirtualLoop
 
 EMPTY = b'{"added":[],"removed":[]}\n'
 LONG = orjson.dumps({"added": [f"{n:016x}" for n in range(8192)], "removed": []}) + b"\n"

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from typing import Any
 
 import pytest
 
 from engine.protocol import BadRequest
+from engine.virtual import output_tokens
+from engine.virtual.loop import VirtualLoop
 from router.rollout.catalog import Catalog
 from router.simulation.dry_run import DryRunFailed, dry_run, simulated_router
 from router.simulation.dry_run_process import dry_run_source, dry_run_strategy
-from router.simulation.engine import SimulatedEngine, tokens_after
-from router.simulation.virtual_time import VirtualLoop
+from router.simulation.engine import VirtualCalls
 
 HEAD = """import asyncio, itertools, time
 from router import Chunk, strategy
@@ -59,7 +59,7 @@ WRONG = {
             await prefill.remote_send(request, kv, begin=0, end=end + 1)
             async for chunk in decode.start_generate(request, begin=end, kv=kv):
                 yield chunk
-        """, None, "end",
+        """, None, "is not in the lease",
     ),
     "sends from the beginning though some is there": (
         """
@@ -176,50 +176,24 @@ async def test_a_wrong_parameter_is_refused_before_the_run():
     assert wrong.value.param == "params.ratio"
 
 
-def test_the_simulated_engine_behaves_like_one():
-    async def main() -> None:
-        loop, peers = asyncio.get_running_loop(), {}
-        sender, receiver = SimulatedEngine("s", peers), SimulatedEngine("r", peers)
-        prompt = list(range(1, 41))
-        body = {"request_id": "x", "prompt": prompt}
-        lease = await receiver.prep_recv({**body, "end": 39}, {})
-        assert (lease.match_len, lease.end) == (0, 39)
-        generating = asyncio.ensure_future(
-            receiver.start_generate({**body, "begin": 39, "lease_id": lease.lease_id}, {})
-        )
-        await asyncio.sleep(1)
-        assert not generating.done()  # the generation waits for its KV
-        sent = {**body, "begin": 0, "end": 39, "kv_addr": lease.kv_addr}
-        assert (await sender.remote_send(sent, {})).computed_tokens == 39
-        stream = await generating
-        chunk, wanted = await stream.next(), tokens_after(prompt)
-        assert (chunk.token_ids, chunk.begin) == ([next(wanted)], 39)
-        while chunk.finish_reason is None:
-            chunk = await stream.next()
-            assert chunk.token_ids == [next(wanted)]
-        assert not sender.busy + receiver.busy
-        warm = await sender.prep_recv({**body, "end": 39}, {})
-        assert warm.match_len == 32
-        assert sender.busy == ["a lease of 39 tokens on s"]
-        await sender.release({"request_id": "x"}, {})
-        assert 1 < loop.time() < 2
-        assert not sender.busy
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(main())
-
-
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_simulated_replica_survives_its_engine(monkeypatch, every):
+def test_a_virtual_replica_survives_its_engine(monkeypatch, every):
     """The next attempt begins where the replica ends."""
     begun: list[dict[str, Any]] = []
-    start = SimulatedEngine.start_generate
+    leases: list[str] = []
+    start, prepare = VirtualCalls.start_generate, VirtualCalls.prep_recv
 
     async def noted(self, body, headers):
         begun.append(dict(body, output=list(body.get("output", ()))))
         return await start(self, body, headers)
 
-    monkeypatch.setattr(SimulatedEngine, "start_generate", noted)
+    async def leased(self, body, headers):
+        reply = await prepare(self, body, headers)
+        leases.append(reply.lease_id)
+        return reply
+
+    monkeypatch.setattr(VirtualCalls, "start_generate", noted)
+    monkeypatch.setattr(VirtualCalls, "prep_recv", leased)
     prompt = [5, 6, 7] * 20
 
     async def resumed() -> list[int]:
@@ -228,8 +202,8 @@ def test_a_simulated_replica_survives_its_engine(monkeypatch, every):
             return await simulated.generate(prompt)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        assert runner.run(resumed()) == list(itertools.islice(tokens_after(prompt), 6))
+        assert runner.run(resumed()) == output_tokens(prompt, 6)
     first, second = begun
     assert first["mirror"]["every"] == every and "lease_id" not in first
-    assert second["lease_id"] == first["mirror"]["kv_addr"].partition(" ")[2]
+    assert second["lease_id"] == leases[0]
     assert "begin" not in second and len(second["output"]) == 4

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.models import ModelConfig
-from engine.protocol import BadRange, BadRequest, StartGenerate
+from engine.protocol.calls import StartGenerate
+from kvcache.errors import BadRange, BadRequest
 
-__all__ = ["Limits", "resolve"]
+__all__ = ["Limits", "resolve_position"]
 
 
 class Limits:
     """Rejects calls that this engine can never serve: `BadRequest`, with the parameter's name."""
 
-    def __init__(self, config: ModelConfig, context: int, pool_tokens: int) -> None:
+    def __init__(self, vocab_size: int, context: int, pool_tokens: int) -> None:
         """`context` is the longest context to serve, and `pool_tokens` what the KV pool holds."""
-        self._config = config
+        self._vocab_size = vocab_size
         self._context = context
         self._pool_tokens = pool_tokens
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Check that a prompt is not empty and lies within the context and the vocabulary."""
-        config, context = self._config, self._context
+        context, vocab_size = self._context, self._vocab_size
         if not prompt:
             raise BadRequest("the prompt is empty", param="prompt")
         if len(prompt) > context:
@@ -30,15 +30,15 @@ class Limits:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if max(prompt) >= config.vocab_size:
+        if max(prompt) >= vocab_size:
             raise BadRequest(
-                f"token {max(prompt)} is outside the vocabulary of {config.vocab_size}",
+                f"token {max(prompt)} is outside the vocabulary of {vocab_size}",
                 param="prompt",
             )
 
     def check_sampling(self, call: StartGenerate) -> None:
         """Check that prompt and output fit context and pool, and all ids are in the vocabulary."""
-        config = self._config
+        vocab_size = self._vocab_size
         if len(call.prompt) + call.max_tokens > min(self._context, self._pool_tokens):
             fits = f"the context of {self._context}"
             if self._pool_tokens < self._context:
@@ -55,7 +55,7 @@ class Limits:
             ("stop_token_ids", call.stop_token_ids),
             ("logit_bias", call.logit_bias),
         ):
-            if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
                 raise BadRequest(f"{name} has a token outside the vocabulary", param=name)
         if call.min_tokens > call.max_tokens:
             raise BadRequest("min_tokens is above max_tokens", param="min_tokens")
@@ -66,7 +66,7 @@ class Limits:
             raise BadRequest(f"{end} tokens exceed this engine's KV pool", param="end")
 
 
-def resolve(value: int, length: int, name: str) -> int:
+def resolve_position(value: int, length: int, name: str) -> int:
     """Return a begin or end as a position; negative values count from the end.
 
     Raises `BadRange` outside [0, length].

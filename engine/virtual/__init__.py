@@ -1,0 +1,23 @@
+"""Engines in virtual time: the real scheduler and bookkeeping, no memory, no model and no thread.
+
+May import `engine.execution` without its threads, and the torch-free rooms below. Imports no torch.
+Everything runs on one asyncio event loop, and the loop's clock is the only one.
+"""
+
+from engine.virtual.engine import VOCAB, VirtualEngine
+from engine.virtual.loop import VirtualLoop
+from engine.virtual.network import VirtualNetwork
+from engine.virtual.put import Endpoint
+from engine.virtual.stream import VirtualEvent, VirtualStream
+from engine.virtual.tokens import output_tokens
+
+__all__ = [
+    "VOCAB",
+    "Endpoint",
+    "VirtualEngine",
+    "VirtualEvent",
+    "VirtualLoop",
+    "VirtualNetwork",
+    "VirtualStream",
+    "output_tokens",
+]

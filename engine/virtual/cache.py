@@ -1,0 +1,192 @@
+"""The KV cache of a virtual engine: the real bookkeeping over pages that hold no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from engine.scheduling import Chunk
+from engine.virtual.put import Puts, VirtualPut
+from kvcache.bookkeeping import Bookkeeping
+from kvcache.errors import Internal
+from kvcache.lease import SLOTS, WORDS, Identity, Mirror, Put, ReceiveLease, Sender
+from kvcache.sequences import SendRange, StepDescription
+from kvcache.types import LeaseId, SeqId, SlotIndex, TokenPos
+
+__all__ = ["VirtualCache", "VirtualSlots"]
+
+
+class VirtualSlots:
+    """Control slots that one thread writes, so that nobody ever holds a write right."""
+
+    def __init__(self) -> None:
+        self.slots = np.zeros((SLOTS, WORDS), dtype=np.uint64)
+
+    def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
+        return True
+
+    def release_right(self, slot: SlotIndex) -> None:
+        pass
+
+
+class VirtualCache:
+    """What a stepper and the calls of an engine use of `kvcache.cache.KVCache`.
+
+    It has no tiers. Copies of pages take no time. Not thread-safe.
+    """
+
+    persistent = False
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        slots: VirtualSlots,
+        puts: Puts,
+        identity: Identity,
+        endpoint: str,
+        clock: Callable[[], float],
+        on_end: Callable[[], object],
+    ) -> None:
+        """`pages` are those that can be used; the scratch page comes on top.
+
+        `on_end` is called when leases have expired.
+        """
+        self._on_end = on_end
+        self.page_size = page_size
+        self.lock: AbstractContextManager[Any] = nullcontext()
+        self.bookkeeping = Bookkeeping(
+            pages + 1, page_size, slots=slots, endpoint=lambda: endpoint, shard=None,
+            identity=identity, clock=clock,
+        )  # fmt: skip
+        self.sequences = sequences = self.bookkeeping.sequences
+        self._receiver = receiver = self.bookkeeping.receiver
+        self._sender = Sender(
+            self.bookkeeping.pages, page_size, puts.layers, puts, identity, nullcontext()
+        )
+        self._layers = range(puts.layers)
+        self._puts: dict[int, VirtualPut] = {}  # by claim
+        self._step: StepDescription | None = None
+        # The calls that bookkeeping answers as it is.
+        self.add_sequence = sequences.add_sequence
+        self.remove_sequence = sequences.remove_sequence
+        self.grow = sequences.grow
+        self.reserve = sequences.reserve
+        self.length = sequences.length
+        self.publish = sequences.publish
+        self.swap_out = sequences.swap_out
+        self.swap_in = sequences.swap_in
+        self.leases = receiver.leases.live
+        self.lease = receiver.leases.get
+        self.prep_recv = receiver.prepare
+        self.extend = receiver.extend
+        self.commit = receiver.commit
+        self.release = receiver.release
+        self.check_address = self._sender.check
+        self.open_mirror = self._sender.mirror
+        self.extend_mirror = self._sender.resume
+        self.pause_mirror = self._sender.pause
+        self.close_mirror = self._sender.close
+        self.prefix = self.bookkeeping.pages.prefix
+
+    def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
+        """See `SequenceCache.fork_sequence`."""
+        self.sequences.fork_sequence(parent, child, length)
+        self.sequences.copied(self.sequences.take_copies())
+
+    def start_lease(
+        self, lease_id: LeaseId, seq_id: SeqId, tokens: Sequence[int], begin: int | None
+    ) -> int:
+        """See `KVCache.start_lease`."""
+        length = self._receiver.start(lease_id, seq_id, tokens, begin, fence=False)
+        self.sequences.copied(self.sequences.take_copies())
+        return length
+
+    def sweep(self) -> list[ReceiveLease]:
+        """See `StepCache.sweep`."""
+        ended = self._receiver.sweep()
+        if ended:
+            self._on_end()
+        return ended
+
+    # Sending
+
+    def open_put(self, kv_addr: str, prompt: Sequence[int], begin: int, end: int) -> VirtualPut:
+        """See `KVCache.open_put`; never waits."""
+        return self._own(self._sender.open(kv_addr, prompt, begin, end))
+
+    def mark_send(self, seq_id: SeqId, put: Put, begin: int, end: int, /) -> None:
+        """See `StepCache.mark_send`."""
+        sequence = self.sequences[seq_id]
+        self._puts[put.claim] = self._own(put)
+        send = SendRange(put.claim, TokenPos(begin), TokenPos(end))
+        self.sequences.send(seq_id, send)
+        present = TokenPos(min(sequence.length, end))
+        if send.begin < present:
+            put.write(self._layers, sequence.table.ids, send.begin, present)
+            put.signal(present)
+
+    def clear_mark(self, seq_id: SeqId, /) -> None:
+        """See `StepCache.clear_mark`."""
+        if (send := self.sequences.sending(seq_id)) is not None:
+            self._puts.pop(send.claim, None)
+        self.sequences.send(seq_id, None)
+
+    def mirror(self, seq_id: SeqId, mirror: Mirror, every: int) -> None:
+        """See `KVCache.mirror`."""
+        self._sender.advance(mirror, self.sequences[seq_id], every)
+
+    # Steps
+
+    def room_for(self, chunks: Sequence[Chunk], times: int) -> bool:
+        """Make free the pages that a step takes if it is computed `times` times; say if it can.
+
+        Evicts what these steps would evict one by one.
+        """
+        manager, size = self.bookkeeping.pages, self.page_size
+        wanted = 0
+        for chunk in chunks:
+            sequence = self.sequences[chunk.seq_id]
+            wanted += max(0, -(-(sequence.length + times) // size) - len(sequence.table))
+        missing = wanted - manager.pool.free
+        if missing > 0 and missing <= manager.prefix.evictable:
+            manager.prefix.evict(missing)
+        return wanted <= manager.pool.free
+
+    def begin_step(self, chunks: Sequence[Chunk], began: float, seconds: float) -> None:
+        """Begin a step that takes `seconds`, and to send what it computes for sends."""
+        self._step = step = self.sequences.begin_step(
+            [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+        )
+        for send in step.sends:
+            put = self._puts.get(send.claim)
+            if put is not None and send.begin < send.end:
+                put.write_step(send.end - send.begin, began, seconds)
+                put.signal(send.landed)
+
+    def end_step(self, chunks: Sequence[Chunk], times: int) -> None:
+        """Count the step's tokens as present. `times` > 1: each decode has so many."""
+        step, self._step = self._step, None
+        if step is None:
+            raise Internal("a step ends that was not begun")
+        if times > 1:
+            ids = [chunk.seq_id for chunk in chunks]
+            for seq_id in ids:
+                self.sequences.grow(seq_id, self.sequences[seq_id].length + times)
+            step = self.sequences.begin_step(ids, [times] * len(ids))
+        self.sequences.finish_step(step)
+
+    # Show
+
+    def check_integrity(self) -> None:
+        """Check that every page is free or held. Raises `Internal` if one is not."""
+        self.bookkeeping.check(self._sender.holders())
+
+    @staticmethod
+    def _own(put: Put) -> VirtualPut:
+        if not isinstance(put, VirtualPut):
+            raise Internal("a put of another transport")
+        return put

@@ -1,0 +1,403 @@
+"""A virtual engine: the calls of a real one on a real scheduler and real bookkeeping.
+
+What differs from `engine.service`: a step takes the time that a latency model gives, a put that of
+the links, and the KV of a page is nothing. There are no tiers, grammars and texts of stop strings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
+from itertools import count
+
+from engine.execution.step_output import StepOutput
+from engine.latency import Profile
+from engine.protocol import (
+    BadRange,
+    BadRequest,
+    DuplicateRequest,
+    EngineConfig,
+    EngineState,
+    Extend,
+    ExtendReply,
+    Internal,
+    Lease,
+    LeaseExpired,
+    Limits,
+    MirrorGeneration,
+    NoCapacity,
+    PageCounts,
+    PageName,
+    PeerUnreachable,
+    Pin,
+    PrefixChange,
+    PrepRecv,
+    PrepRecvReply,
+    Release,
+    RemoteSend,
+    RemoteSendReply,
+    StartGenerate,
+    UnknownLease,
+    page_name,
+    resolve_position,
+)
+from engine.scheduling import Generation, Scheduler, Send
+from engine.virtual.cache import VirtualCache, VirtualSlots
+from engine.virtual.mirrors import ExtendLease, VirtualMirrors
+from engine.virtual.network import Link, VirtualNetwork
+from engine.virtual.put import Endpoint, Puts
+from engine.virtual.steps import MOST_AT_ONCE, VirtualSteps
+from engine.virtual.stream import VirtualStream
+from kvcache.lease import Identity
+from kvcache.types import EngineId, LeaseId, SeqId
+
+__all__ = ["SECRET", "VOCAB", "VirtualEngine"]
+
+SECRET = b"virtual"
+VOCAB = 1000
+
+
+class VirtualEngine:
+    """One engine on the running event loop.
+
+    `network` and `peers` (by endpoint) are common to all engines that exchange KV.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        profile: Profile,
+        network: VirtualNetwork,
+        peers: dict[str, Endpoint],
+        extend: ExtendLease,
+        *,
+        most_at_once: int = MOST_AT_ONCE,
+    ) -> None:
+        """`config` is that of a real engine: role, pool, budgets. Without `pool_pages`, the pool
+        is the profile's. `extend` reaches another engine of the fleet by its URL.
+        """
+        loop = asyncio.get_running_loop()
+        self.config = config
+        self.profile = profile
+        self.context_length = config.max_model_len or profile.context_length
+        pages = config.pool_pages or profile.pool_tokens // config.page_size
+        endpoint = f"virtual:{config.engine_id}"
+        fingerprint = hashlib.blake2b(
+            f"{profile.model}|{config.page_size}".encode(), digest_size=16
+        ).hexdigest()
+        self.identity = Identity(
+            EngineId(config.engine_id), 1, SECRET, fingerprint, f"virtual://{config.engine_id}"
+        )
+        slots = VirtualSlots()
+        self._endpoint = peers[endpoint] = Endpoint(Link(profile.put), 1, slots, self._landed)
+        puts = Puts(
+            network, peers, self._endpoint, layers=profile.layers,
+            token_bytes=profile.kv_bytes_per_token / profile.layers,
+        )  # fmt: skip
+        self.cache = VirtualCache(
+            pages, config.page_size, slots, puts, self.identity, endpoint, loop.time,
+            self._landed,
+        )  # fmt: skip
+        self.scheduler = Scheduler(
+            self.cache,
+            token_budget=config.token_budget,
+            max_batch=config.max_batch,
+            swap=False,
+            decode_slowdown=config.decode_slowdown,
+        )
+        self.steps = VirtualSteps(
+            self.cache, self.scheduler, profile.step, self._deliver, most_at_once=most_at_once
+        )
+        self.alive = True
+        self._limits = Limits(VOCAB, self.context_length, pages * config.page_size)
+        self._mirrors = VirtualMirrors(self.cache, extend)
+        self._loop = loop
+        self._most = config.max_batch + config.max_waiting
+        self._seq_ids = (SeqId(number) for number in count(1))
+        self._generations: dict[str, Generation] = {}
+        self._streams: dict[Generation, VirtualStream] = {}
+        self._starting: set[str] = set()
+        self._sends: dict[str, Send] = {}
+        self._waiters: set[asyncio.Future[None]] = set()  # for KV
+        self._followers: set[asyncio.Queue[PrefixChange | None]] = set()
+
+    # Calls
+
+    def prep_recv(self, call: PrepRecv) -> PrepRecvReply:
+        """See `MicroserveEngine.prep_recv`."""
+        self.steps.cut()
+        self._limits.check_prompt(call.prompt)
+        end = resolve_position(call.end, len(call.prompt), "end")
+        if any(lease.request_id == call.request_id for lease in self.cache.leases()):
+            raise DuplicateRequest(f"{call.request_id} has a lease", param="request_id")
+        lease_s = (call.lease_ms or self.config.lease_ms) / 1000
+        lease, address = self.cache.prep_recv(
+            call.request_id, call.prompt, end, call.reserve, lease_s
+        )
+        self.steps.wake()
+        return PrepRecvReply.model_construct(
+            lease_id=lease.lease_id, kv_addr=address, match_len=lease.begin, end=end,
+            expires_ms=round(lease_s * 1000),
+        )  # fmt: skip
+
+    async def remote_send(self, call: RemoteSend) -> RemoteSendReply:
+        """See `MicroserveEngine.remote_send`."""
+        self.steps.cut()
+        self._limits.check_prompt(call.prompt)
+        begin = resolve_position(call.begin, len(call.prompt), "begin")
+        end = resolve_position(call.end, len(call.prompt), "end")
+        if begin >= end:
+            raise BadRange(f"begin {begin} is not below end {end}", param="begin")
+        if call.request_id in self._sends:
+            raise DuplicateRequest(f"a send of {call.request_id} is running", param="request_id")
+        if len(self._sends) >= self._most:
+            raise NoCapacity(f"{len(self._sends)} sends are running")
+        put = self.cache.open_put(call.kv_addr, call.prompt, begin, end)
+        self._limits.check_send(end)
+        seq_id = next(self._seq_ids)
+        cached = min(self.cache.add_sequence(seq_id, call.prompt), end)
+        try:
+            self.cache.grow(seq_id, end, newcomer=True)
+        except NoCapacity:
+            self.cache.remove_sequence(seq_id)
+            raise
+        done: Future[RemoteSendReply] = Future()
+        done.set_running_or_notify_cancel()
+        send = self._sends[call.request_id] = Send(
+            request_id=call.request_id, seq_id=seq_id, tokens=call.prompt[:end], begin=begin,
+            cached=cached, put=put, done=done, arrived=self._loop.time(), started=True,
+            priority=call.priority,
+        )  # fmt: skip
+        try:
+            self.steps.stepper.submit(send)
+            sent = asyncio.wrap_future(done)
+            sent.add_done_callback(_retrieve_exception)
+            return await asyncio.shield(sent)
+        except BaseException:
+            self.steps.cut()
+            self.steps.stepper.abort(send)
+            raise
+        finally:
+            del self._sends[call.request_id]
+
+    async def start_generate(self, call: StartGenerate) -> VirtualStream:
+        """See `MicroserveEngine.start_generate`."""
+        self.steps.cut()
+        self._limits.check_prompt(call.prompt)
+        self._limits.check_sampling(call)
+        request_id = call.request_id
+        if request_id in self._generations or request_id in self._starting:
+            raise DuplicateRequest(f"{request_id} is running", param="request_id")
+        if len(self._generations) + len(self._starting) >= self._most:
+            raise NoCapacity(f"{len(self._generations)} requests are running or waiting")
+        tokens = call.prompt + call.output
+        begin = None
+        if call.begin is not None:
+            begin = resolve_position(call.begin, len(tokens), "begin")
+            if begin == len(tokens):
+                raise BadRange("begin must leave a token to compute", param="begin")
+        generation = Generation(
+            request_id=request_id, seq_id=next(self._seq_ids), tokens=tokens,
+            prompt_len=len(call.prompt), sampling=call, stop_ids=frozenset(call.stop_token_ids),
+            forks=call.forks, fork_of=call.fork_of, priority=call.priority,
+        )  # fmt: skip
+        if call.mirror is not None:
+            self.cache.check_address(call.mirror.kv_addr, tokens)
+        if call.lease_id is not None:
+            self._starting.add(request_id)
+            try:
+                await self._arrive(generation, LeaseId(call.lease_id), begin)
+            finally:
+                self._starting.discard(request_id)
+        stream = VirtualStream(generation, call.stream_tokens, self._forget)
+        if call.mirror is not None:
+            generation.mirror = self._mirrors.start(generation, call.mirror)
+        self._generations[request_id] = generation
+        self._streams[generation] = stream
+        self.steps.cut()
+        self.steps.stepper.submit(generation)
+        return stream
+
+    def mirror(self, call: MirrorGeneration) -> None:
+        """See `MicroserveEngine.mirror`."""
+        self.steps.cut()
+        generation = self._generations.get(call.request_id)
+        if generation is None:
+            raise BadRequest(f"no generation {call.request_id}", param="request_id")
+        mirror = self._mirrors.start(generation, call)
+        if generation.mirror is not None:
+            generation.mirror.end()
+        generation.mirror = mirror
+        self.steps.stepper.advance_mirror(generation)
+
+    def extend(self, call: Extend) -> ExtendReply:
+        """See `MicroserveEngine.extend`."""
+        self.steps.cut()
+        lease, address = self.cache.extend(call.kv_addr, call.reserve)
+        return ExtendReply.model_construct(kv_addr=address, room=lease.room)
+
+    def commit(self, lease_id: str) -> int:
+        """See `MicroserveEngine.commit`."""
+        self.steps.cut()
+        return self.cache.commit(LeaseId(lease_id))
+
+    def pin(self, call: Pin) -> int:
+        """See `MicroserveEngine.pin`."""
+        self.steps.cut()
+        self._limits.check_prompt(call.prompt)
+        return self.cache.prefix.pin(call.prompt)
+
+    def unpin(self, call: Pin) -> int:
+        """See `MicroserveEngine.unpin`."""
+        self._limits.check_prompt(call.prompt)
+        return self.cache.prefix.unpin(call.prompt)
+
+    def release(self, call: Release) -> None:
+        """See `MicroserveEngine.release`."""
+        self.steps.cut()
+        ids = [LeaseId(call.lease_id)] if call.lease_id is not None else []
+        if call.request_id is not None:
+            ids += [
+                lease.lease_id
+                for lease in self.cache.leases()
+                if lease.request_id == call.request_id
+            ]
+            if (generation := self._generations.get(call.request_id)) is not None:
+                stream = self._streams[generation]
+                stream.fail(Internal("the request was released"))
+            if (send := self._sends.get(call.request_id)) is not None:
+                self.steps.stepper.abort(send)
+        for lease_id in ids:
+            try:
+                self.cache.release(lease_id)
+            except (LeaseExpired, UnknownLease):
+                continue
+        self._landed()
+
+    async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
+        """Yield what the prefix cache holds, and then its changes, without end."""
+        changes: asyncio.Queue[PrefixChange | None] = asyncio.Queue()
+        names = self.cache.prefix.follow(page_name, self._changed)
+        changes.put_nowait(PrefixChange.model_construct(added=names, removed=[]))
+        self._followers.add(changes)
+        try:
+            while (change := await changes.get()) is not None:
+                yield change
+        finally:
+            self._followers.discard(changes)
+
+    def state(self) -> EngineState:
+        """See `GET /microserving/state`."""
+        self.steps.settle()
+        use, leases, now = self.cache.bookkeeping.page_use, self.cache.leases(), self._loop.time()
+        return EngineState(
+            engine_id=self.config.engine_id, epoch=1, role=self.config.role,
+            model=self.profile.model, page_size=self.config.page_size,
+            pages=PageCounts(
+                total=use.total, free=use.free, cached=use.cached, leased=use.leased,
+                active=use.active, quarantined=use.quarantined, pinned=use.pinned,
+            ),
+            running=len(self.scheduler.running),
+            waiting=self.waiting,
+            leases=[
+                Lease(
+                    lease_id=lease.lease_id, request_id=lease.request_id, state=lease.state,
+                    begin=lease.begin, end=lease.end, landed=lease.landed,
+                    expires_ms=max(0, round(1000 * (lease.deadline - now))),
+                )
+                for lease in leases
+            ],
+            puts_in_flight=len(self._sends), prefix_tokens=self.cache.prefix.tokens,
+            secret_digest=self.identity.secret_digest,
+        )  # fmt: skip
+
+    @property
+    def waiting(self) -> int:
+        """Generations that wait: for room, for a shared prompt, or to start."""
+        shared = self.steps.stepper.parallel_sampling.waiting
+        return len(self.scheduler.waiting) + shared + len(self._starting)
+
+    @property
+    def busy(self) -> list[str]:
+        """Descriptions of all that still runs; empty at rest."""
+        self.steps.settle()
+        name = self.config.engine_id
+        return [
+            *(f"a lease of {lease.end} tokens on {name}" for lease in self.cache.leases()),
+            *(f"a generation on {name}" for _ in self._generations),
+            *(f"a send from {name}" for _ in self._sends),
+        ]
+
+    def die(self) -> None:
+        """Behave like a killed process: all that it held is gone, and nothing listens."""
+        self.alive = self._endpoint.alive = False
+        self.steps.stop()
+        self._mirrors.close()
+        gone = PeerUnreachable(f"{self.config.engine_id} is dead")
+        for stream in list(self._streams.values()):
+            stream.fail(gone)
+        for send in list(self._sends.values()):
+            send.put.cancel()
+            if not send.done.done():
+                send.done.set_exception(gone)
+        self._landed()
+        for changes in self._followers:
+            changes.put_nowait(None)
+
+    # What follows from steps and puts
+
+    async def _arrive(self, generation: Generation, lease_id: LeaseId, begin: int | None) -> None:
+        """Give the sequence of a lease to `generation`, once `begin` tokens have landed."""
+        while True:
+            if not self.alive:
+                raise PeerUnreachable(f"{self.config.engine_id} is dead")
+            lease = self.cache.lease(lease_id)
+            if lease.landed >= min(begin or 0, lease.room):
+                break
+            landed = self._loop.create_future()
+            self._waiters.add(landed)
+            try:
+                await landed
+            finally:
+                self._waiters.discard(landed)
+        self.steps.cut()
+        generation.cached = self.cache.start_lease(
+            lease_id, generation.seq_id, generation.tokens, begin
+        )
+        generation.begin = generation.cached
+        generation.started = True
+
+    def _landed(self) -> None:
+        """Let those that wait for KV look again: some has landed, or a lease has ended."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.generation)
+            if stream is not None:
+                stream.put(output)
+
+    def _forget(self, generation: Generation) -> None:
+        """Drop a generation whose stream has ended, and abort it if it still runs."""
+        if self._streams.pop(generation, None) is not None:
+            del self._generations[generation.request_id]
+            self.steps.forget(generation)
+            self.steps.cut()
+            self.steps.stepper.abort(generation)
+            if generation.mirror is not None:
+                generation.mirror.end()
+
+    def _changed(self, added: Sequence[PageName], removed: Sequence[PageName]) -> None:
+        change = PrefixChange.model_construct(added=list(added), removed=list(removed))
+        for changes in self._followers:
+            changes.put_nowait(change)
+
+
+def _retrieve_exception(done: asyncio.Future[RemoteSendReply]) -> None:
+    """Mark the exception as retrieved, so that asyncio does not log it if no caller is left."""
+    if not done.cancelled():
+        done.exception()

@@ -1,0 +1,235 @@
+"""The steps of a virtual engine: a `Stepper` whose steps take the time of a latency model.
+
+    begin ──► a step, or equal steps in a row ──► end ──► begin …      idle: until the stepper wakes
+
+Steps that only decode, and after which nothing is different, are equal: the same sequences, each a
+token longer. They are not stepped through. One timer stands for the whole row. Whoever looks at the
+engine, or gives it work, first brings it up to date (`settle`): the steps that have ended by then
+take effect together, and the row goes on from the one that is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.execution.step_output import PlannedStep, StepOutput
+from engine.execution.stepper import Stepper
+from engine.latency import StepLatency, StepWork
+from engine.sampling.sampled import Sampled
+from engine.scheduling import Chunk, Generation, Scheduler
+from engine.virtual.cache import VirtualCache
+from engine.virtual.tokens import output_state, tokens_from
+from kvcache.types import SeqId
+
+__all__ = ["MOST_AT_ONCE", "VirtualSteps"]
+
+MOST_AT_ONCE = 64  # equal steps in a row
+SWEEP_S = 0.5  # between two checks of leases; less than what counts as a pause of the process
+
+
+@dataclass(slots=True)
+class Row:
+    """`count` equal steps from `began` on; the i-th (from 0) takes `first_s + i * growth_s`."""
+
+    step: PlannedStep
+    chunks: list[Chunk]
+    began: float
+    first_s: float
+    growth_s: float
+    count: int
+
+    def seconds(self, steps: int) -> float:
+        """Return how long the first `steps` steps take."""
+        return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
+
+    def durations(self, steps: int) -> list[float]:
+        """Return how long each of the first `steps` steps takes."""
+        return [self.first_s + i * self.growth_s for i in range(steps)]
+
+    def ended(self, now: float) -> int:
+        """Return how many steps have ended by `now`."""
+        passed, growth = now - self.began, self.growth_s
+        if growth > 0:
+            half = self.first_s - growth / 2
+            steps = int((math.sqrt(half * half + 2 * growth * passed) - half) / growth)
+        else:
+            steps = int(passed / self.first_s)
+        while steps and self.began + self.seconds(steps) > now:
+            steps -= 1  # rounding
+        return min(steps, self.count)
+
+
+class VirtualSteps:
+    """Drives a stepper on the event loop; its runner and its sampling at the same time."""
+
+    def __init__(
+        self,
+        cache: VirtualCache,
+        scheduler: Scheduler,
+        latency: StepLatency,
+        deliver: Callable[[list[StepOutput]], object],
+        *,
+        most_at_once: int = MOST_AT_ONCE,
+    ) -> None:
+        """Not more than `most_at_once` equal steps are skipped over at a time; 1: none."""
+        self._loop = asyncio.get_running_loop()
+        self._cache = cache
+        self._scheduler = scheduler
+        self._latency = latency
+        self._most = most_at_once
+        self._now = self._loop.time()  # the stepper's clock: the end of the latest step
+        self._row: Row | None = None
+        self._times = 1  # steps that end together
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending = False  # a step is taking effect: the next one follows at once
+        self._stopped = False
+        self._states: dict[SeqId, int] = {}  # of outputs
+        self.busy_s = 0.0  # time in steps, since the start
+        self.stepper = Stepper(cache, scheduler, self, self._sample, deliver, lambda: self._now)
+        self.stepper.sweep_s = SWEEP_S
+        self.stepper.wake = self.wake
+
+    def settle(self) -> None:
+        """Bring the engine up to date: the steps that have ended by now take effect."""
+        row = self._row
+        if row is not None and row.count > 1:
+            ended = row.ended(self._loop.time())
+            if 0 < ended < row.count:
+                self._end(row, ended)
+                self._begin()
+
+    def cut(self) -> None:
+        """Let the step that is under way be the last of its row: something is about to change."""
+        self.settle()
+        row = self._row
+        if row is not None and row.count > 1:
+            row.count = 1
+            self._wait_for(row)
+
+    def forget(self, generation: Generation) -> None:
+        """Drop what is kept of an ended generation. Idempotent."""
+        self._states.pop(generation.seq_id, None)
+
+    def stop(self) -> None:
+        """Compute nothing further: the engine has died."""
+        self._stopped = True
+        self._set_timer(None, self._begin)
+        self._row = None
+
+    def wake(self) -> None:
+        """Begin a step soon, unless one is under way. Calls of the same moment share it."""
+        if self._row is None and not self._ending and not self._stopped:
+            self._set_timer(self._loop.time(), self._begin_now)
+
+    def _begin_now(self) -> None:
+        self._now = max(self._now, self._loop.time())
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin the next steps at `_now`."""
+        if self._stopped:
+            return
+        step = self.stepper.begin()
+        if not step.plan:
+            due = self.stepper.next_sweep
+            self._set_timer(None if due is None else max(due, self._now), self._begin_now)
+            return
+        chunks = [chunk for _, chunk in step.plan]
+        work = self._work(step)
+        first_s = self._latency.seconds(work)
+        count = self._equal_steps(step, chunks, first_s)
+        growth_s = 0.0
+        if count > 1:
+            last = work._replace(context=work.context + work.decodes * (count - 1))
+            growth_s = (self._latency.seconds(last) - first_s) / (count - 1)
+        self._row = row = Row(step, chunks, self._now, first_s, growth_s, count)
+        due = self.stepper.next_sweep
+        if count > 1 and due is not None:
+            row.count = min(count, row.ended(due) + 1)
+        self._cache.begin_step(chunks, row.began, first_s)
+        self._wait_for(row)
+
+    def _wait_for(self, row: Row) -> None:
+        self._set_timer(row.began + row.seconds(row.count), self._end_all)
+
+    def _set_timer(self, at: float | None, action: Callable[[], object]) -> None:
+        """Call `action` at a time, instead of what was to be called; None: never."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if at is None else self._loop.call_at(at, action)
+
+    def _end_all(self) -> None:
+        row = self._row
+        if row is not None:
+            self._end(row, row.count)
+            self._begin()
+
+    def _end(self, row: Row, count: int) -> None:
+        """Let the first `count` steps of the row take effect; `_begin` has to follow."""
+        took = row.seconds(count)
+        self._now = row.began + took
+        self.busy_s += took
+        self._row, self._times = None, count
+        self._ending = True
+        try:
+            self.stepper.end(row.step, row.durations(count))
+        finally:
+            self._ending = False
+
+    def _work(self, step: PlannedStep) -> StepWork:
+        tokens = squares = decodes = context = 0
+        for job, chunk in step.plan:
+            begin, count = self._cache.length(chunk.seq_id), len(chunk.tokens)
+            if count == 1 and isinstance(job, Generation) and job.generated:
+                decodes += 1
+                context += begin
+            else:
+                tokens += count
+                squares += (begin + count) ** 2 - begin**2
+        return StepWork(tokens, squares, decodes, context)
+
+    def _equal_steps(self, step: PlannedStep, chunks: Sequence[Chunk], seconds: float) -> int:
+        """Return how many steps like this one follow each other if nothing comes in between.
+
+        This one takes `seconds`.
+        """
+        scheduler = self._scheduler
+        if (
+            self._most == 1
+            or seconds <= 0
+            or (scheduler.waiting and not scheduler.full)
+            or scheduler.sends
+            or len(chunks) < len(scheduler.running)
+        ):
+            return 1
+        least = self._most
+        for job, _ in step.plan:
+            if not isinstance(job, Generation) or not job.generated or job.mirror is not None:
+                return 1
+            if job.sampling.stop_token_ids:
+                return 1
+            least = min(least, job.sampling.max_tokens - len(job.tokens) + job.prompt_len)
+        return least if least > 1 and self._cache.room_for(chunks, least) else 1
+
+    # The runner and the sampling of the stepper
+
+    def run(self, chunks: Sequence[Chunk]) -> None:
+        """End the steps that `_begin` has begun."""
+        self._cache.end_step(chunks, self._times)
+
+    def _sample(self, logits: None, generations: Sequence[Generation]) -> list[Sampled]:
+        """Return the next tokens of each generation."""
+        states, times, sampled = self._states, self._times, []
+        for job in generations:
+            state = states.get(job.seq_id)
+            if state is None:
+                sampling = job.sampling
+                state = output_state(job.tokens, job.prompt_len, sampling.seed, sampling.choice)
+                states[job.seq_id] = state
+            first = len(job.tokens) - job.prompt_len
+            *earlier, last = tokens_from(state, first, first + times)
+            sampled.append(Sampled(last, earlier=earlier))
+        return sampled

@@ -1,0 +1,78 @@
+"""Virtual engines for tests, and calls to them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from engine.latency import FittedLatency, Profile, PutLatency
+from engine.protocol import Extend, PrepRecv, RemoteSend, StartGenerate
+from engine.protocol.config import EngineConfig
+from engine.virtual import Endpoint, VirtualEngine, VirtualEvent, VirtualNetwork, VirtualStream
+
+LAYERS, TOKEN_BYTES = 4, 400
+STEP = FittedLatency(
+    prefill=(10.0, 0.1, 1e-5), decode=(8.0, 0.001, 0.5), large_decode=(8.0, 0.001, 0.5)
+)
+PROFILE = Profile(
+    name="test", model="test", device="none", gpus=0, source="made up", layers=LAYERS,
+    kv_bytes_per_token=TOKEN_BYTES, context_length=4096, pool_tokens=1 << 15, step=STEP,
+    put=PutLatency(bandwidth=1e6, layer_s=1e-3),
+)  # fmt: skip
+
+
+class Engines:
+    """Engines that reach each other."""
+
+    def __init__(self, *names: str, **options: Any) -> None:
+        """`options` are those of `VirtualEngine` and of its configuration."""
+        network, peers = VirtualNetwork(), dict[str, Endpoint]()
+        most = {"most_at_once": options.pop("most_at_once")} if "most_at_once" in options else {}
+        self.all = {
+            name: VirtualEngine(
+                EngineConfig(engine_id=name, **{"decode_slowdown": 0.0, **options}),
+                PROFILE, network, peers, self._extend, **most,
+            )
+            for name in names
+        }  # fmt: skip
+
+    def __getitem__(self, name: str) -> VirtualEngine:
+        return self.all[name]
+
+    async def _extend(self, url: str, call: Extend) -> str:
+        await asyncio.sleep(0.001)
+        return self.all[url.removeprefix("virtual://")].extend(call).kv_addr
+
+    async def rest(self) -> None:
+        """Check that nothing is left and that every page is accounted for."""
+        await asyncio.sleep(1)
+        for engine in self.all.values():
+            if engine.alive:
+                assert engine.busy == []
+                use = engine.cache.bookkeeping.page_use
+                assert use.active == use.leased == use.quarantined == 0
+                engine.cache.check_integrity()
+
+
+def generate(request_id: str, prompt: list[int], tokens: int, **fields: Any) -> StartGenerate:
+    return StartGenerate(request_id=request_id, prompt=prompt, max_tokens=tokens, **fields)
+
+
+def receive(request_id: str, prompt: list[int], end: int, **fields: Any) -> PrepRecv:
+    return PrepRecv(request_id=request_id, prompt=prompt, end=end, **fields)
+
+
+def send(request_id: str, prompt: list[int], begin: int, end: int, kv_addr: str) -> RemoteSend:
+    return RemoteSend(request_id=request_id, prompt=prompt, begin=begin, end=end, kv_addr=kv_addr)
+
+
+async def events(stream: VirtualStream) -> list[VirtualEvent]:
+    """Read a stream to its end."""
+    read = [await stream.next()]
+    while read[-1].finish_reason is None:
+        read.append(await stream.next())
+    return read
+
+
+async def tokens_of(stream: VirtualStream) -> list[int]:
+    return [token for event in await events(stream) for token in event.token_ids]
