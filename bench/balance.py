@@ -50,7 +50,7 @@ from bench.report import publish, spread, table
 from router.engines.http_client import HttpClient
 from router.load.client import Outcome, Target, closed_loop, open_loop
 from router.load.report import percentile
-from router.workload import LoadRequest, fixed, poisson
+from router.workload import LoadRequest, WorkloadConfig, open_workload, poisson, timed
 
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
 CONNECT_S = 30.0
@@ -198,7 +198,7 @@ async def _run(
     strategy, params = STRATEGIES[name]
     deployment.use(strategy, **params)
     began, ours, all_ = time.perf_counter(), deployment.cpu_s(), machine_cpu_s()
-    outcomes = await open_loop(target, _requests(lengths, count), times)
+    outcomes = await open_loop(target, timed(_requests(lengths, count), times))
     took = time.perf_counter() - began
     _check(outcomes)
     run = {"others_cpu": (machine_cpu_s() - all_ - (deployment.cpu_s() - ours)) / took}
@@ -211,7 +211,9 @@ async def _run(
 
 def _requests(lengths: tuple[int, int], count: int) -> Iterator[LoadRequest]:
     """Yield prompts that are in no cache."""
-    return itertools.islice(fixed(next(seeds), *lengths), count)
+    tokens_in, tokens_out = lengths
+    config = WorkloadConfig("fixed", next(seeds), input=tokens_in, output=tokens_out)
+    return itertools.islice(open_workload(config).requests, count)
 
 
 def _check(outcomes: list[Outcome]) -> None:

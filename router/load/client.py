@@ -77,10 +77,13 @@ class Target:
             **self.extra, **request.body,
         }  # fmt: skip
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        headers = {"X-Session-ID": request.session} if request.session else {}
         recorder = _EventRecorder(outcome, due)
         try:
             async with asyncio.timeout(self.timeout_s):
-                reply = await self.client.call("POST", path, orjson.dumps(body), sink=recorder.feed)
+                reply = await self.client.call(
+                    "POST", path, orjson.dumps(body), headers, sink=recorder.feed
+                )
             outcome.status = reply.status
             if reply.status != 200:
                 outcome.error = _error_message(reply.body)
@@ -134,14 +137,13 @@ class _EventRecorder:
         outcome.output_tokens = self._pieces if self._told is None else self._told
 
 
-async def open_loop(
-    target: Target, requests: Iterator[LoadRequest], times: Iterator[float]
-) -> list[Outcome]:
-    """Send each request at its time, whether or not earlier ones have ended."""
+async def open_loop(target: Target, requests: Iterator[LoadRequest]) -> list[Outcome]:
+    """Send each request at its time (`at_s`), whether or not earlier ones have ended."""
     began = asyncio.get_running_loop().time()
     running: list[asyncio.Task[Outcome]] = []
     async with asyncio.TaskGroup() as tasks:
-        for request, at in zip(requests, times, strict=False):
+        for request in requests:
+            at = request.at_s or 0.0
             await asyncio.sleep(began + at - asyncio.get_running_loop().time())
             running.append(tasks.create_task(target.send(request, began + at, began)))
     return [task.result() for task in running]

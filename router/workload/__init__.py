@@ -3,25 +3,25 @@
 Imports no other room of the router.
 """
 
-from router.workload.arrivals import evenly, poisson
+from router.workload.arrivals import evenly, gamma, poisson
+from router.workload.request import LoadRequest, timed
 from router.workload.workload import (
+    ARRIVALS,
     WORKLOADS,
-    LoadRequest,
-    fixed,
-    jsonl,
-    long,
-    mooncake,
-    sharegpt,
+    Workload,
+    WorkloadConfig,
+    open_workload,
 )
 
 __all__ = [
+    "ARRIVALS",
     "WORKLOADS",
     "LoadRequest",
+    "Workload",
+    "WorkloadConfig",
     "evenly",
-    "fixed",
-    "jsonl",
-    "long",
-    "mooncake",
+    "gamma",
+    "open_workload",
     "poisson",
-    "sharegpt",
+    "timed",
 ]

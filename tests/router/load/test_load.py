@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from engine.protocol import NoCapacity
 from router.cli import cli
-from router.load.client import Outcome
+from router.load.client import Outcome, Target, open_loop
 from router.load.report import Slo, percentile, summarize
+from router.workload import LoadRequest
 
 
 def outcome(first: float | None, *gaps: float, status: int = 200) -> Outcome:
@@ -91,9 +94,64 @@ async def test_rejections_are_no_errors(route, fake):
         assert (figures["rejected"], figures["completed"], figures["errors"]) == (3, 2, 0)
 
 
+async def test_workloads_of_a_run(route, fake, tmp_path):
+    a = fake("a")
+    a.info = a.info.model_copy(update={"context_length": 30_000, "vocab_size": 32_000})
+    traces = Path(__file__).parents[3] / "examples" / "traces"
+    few = ("--requests", "4", "--rate", "200")
+    async with route(a) as r:
+
+        async def sent(*flags: str) -> list[dict]:
+            before = len(a.named("start_generate"))
+            assert (await bench(r, *flags))["completed"] == 4
+            return a.named("start_generate")[before:]
+
+        bursts = ("--arrivals", "gamma", "--cv", "3")
+        for body in await sent("--workload", "paper", *few, *bursts):
+            assert abs(len(body["prompt"]) - 3000) < 50
+        bodies = await sent("--workload", "prefix-sharing", *few)
+        assert len({tuple(body["prompt"][:1024]) for body in bodies}) == 1
+        for path, lengths in (
+            (traces / "azure_conv.csv", [374, 396, 879, 91]),
+            (traces / "mooncake_conversation.jsonl", None),
+        ):
+            bodies = await sent("--workload", str(path), "--requests", "4", "--speed", "1000")
+            assert lengths is None or sorted(lengths) == sorted(len(b["prompt"]) for b in bodies)
+        path = tmp_path / "recorded"
+        record = {"at_s": 9, "input_tokens": 20, "output_tokens": 4, "pages": ["0" * 16]}
+        path.write_text(f"{json.dumps(record)}\n" * 4)
+        bodies = await sent("--workload", str(path), "--scale", "2")
+        assert {len(body["prompt"]) for body in bodies} == {40}
+
+
+async def test_a_request_of_a_session_names_it():
+    sent = []
+
+    class Client:
+        async def call(self, method, path, body, headers, *, sink):
+            sent.append(headers)
+            return SimpleNamespace(status=200, body=b"")
+
+    target = Target(Client(), "m")
+    requests = [LoadRequest({"prompt": [1]}, 1, 0.0, session) for session in ("mine", None)]
+    await open_loop(target, iter(requests))
+    assert sent == [{"X-Session-ID": "mine"}, {}]
+
+
 def test_incompatible_options_and_dead_urls_are_errors():
-    for flags in (["--workload", "mooncake"], ["--file", __file__]):
+    azure = str(Path(__file__).parents[3] / "examples" / "traces" / "azure_conv.csv")
+    for flags, message in (
+        (["--workload", "mooncake"], "--file goes with"),
+        (["--file", __file__], "--file goes with"),
+        (["--workload", azure, "--file", azure], "--file goes with"),
+        (["--workload", "mooncake", "--file", azure], "is of the kind azure, not mooncake"),
+        (["--workload", "papers"], "papers is no file and none of the workloads"),
+        (["--workload", __file__], "test_load.py:1: neither a line of a trace"),
+        (["--rate", "3", "--cv", "2"], "cv has no effect"),
+        (["--arrivals", "gamma"], "gamma arrivals need a rate"),
+    ):
         result = CliRunner().invoke(cli, ["bench", *flags])
-        assert result.exit_code == 1 and "--file goes with" in result.output
+        assert result.exit_code == 1 and message in result.output
+        assert len(result.output.strip().splitlines()) == 1
     result = CliRunner().invoke(cli, ["bench", "--url", "http://127.0.0.1:9"])
     assert result.exit_code == 1 and "Traceback" not in result.output

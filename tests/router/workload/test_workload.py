@@ -1,76 +1,211 @@
-"""Workloads and arrival times: the same seed gives the same requests."""
+"""Workloads by name and from files."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
+from pathlib import Path
 
 import pytest
 
 from engine.protocol import BadRequest
-from router.workload.arrivals import evenly, poisson
-from router.workload.workload import fixed, jsonl, long, mooncake, sharegpt
+from router.workload import (
+    WORKLOADS,
+    LoadRequest,
+    WorkloadConfig,
+    evenly,
+    gamma,
+    open_workload,
+    poisson,
+    timed,
+)
+from router.workload.trace_formats import AZURE_HEADER
+
+TRACES = Path(__file__).parents[3] / "examples" / "traces"
+CONV, MOONCAKE = str(TRACES / "azure_conv.csv"), str(TRACES / "mooncake_conversation.jsonl")
 
 
-def some(asks, count=2000):
-    return list(itertools.islice(asks, count))
+def some(count=20, **settings):
+    return list(itertools.islice(open_workload(WorkloadConfig(**settings)).requests, count))
 
 
-def test_the_same_seed_gives_the_same_requests():
-    for make in (lambda s: fixed(s, 7, 3), sharegpt, lambda s: long(s, 100, 3)):
-        assert some(make(1), 20) == some(make(1), 20) != some(make(2), 20)
-    assert some(poisson(1, 5)) == some(poisson(1, 5)) != some(poisson(2, 5))
+def lengths(requests):
+    return (
+        [request.input_tokens for request in requests],
+        [request.body["max_tokens"] for request in requests],
+    )
 
 
-def test_lengths_follow_their_distributions():
-    assert {(ask.input_tokens, len(ask.body["prompt"])) for ask in some(fixed(0, 7, 3))} == {(7, 7)}
-    lengths = [ask.input_tokens for ask in some(long(0, 100, 3))]
-    assert (min(lengths), max(lengths)) == (50, 100)
-    asks = some(sharegpt(0))
-    assert 180 < statistics.mean(ask.input_tokens for ask in asks) < 240
-    assert 170 < statistics.mean(ask.body["max_tokens"] for ask in asks) < 220
-    assert statistics.median(ask.input_tokens for ask in asks) == pytest.approx(94, rel=0.1)
+@pytest.mark.parametrize("name", [*WORKLOADS, CONV, MOONCAKE])
+def test_the_same_seed_gives_the_same_requests(name):
+    for rate in (None, 5.0):
+        one = some(name=name, rate=rate)
+        assert len(one) == 20
+        assert one == some(name=name, rate=rate) != some(name=name, rate=rate, seed=1)
 
 
-def test_arrivals():
-    assert some(evenly(4), 3) == [0, 0.25, 0.5]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(some(poisson(0, 4)))]
-    assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.1)
-    # In an exponential distribution the deviation equals the mean.
-    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.1)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_prompts_of_two_seeds_share_nothing(name):
+    one, other = (some(1, name=name, seed=seed)[0].body["prompt"] for seed in (0, 1))
+    assert one[:4] != other[:4]
 
 
-def test_a_mooncake_trace_keeps_times_lengths_and_shared_prefixes(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    rows = [
-        {"timestamp": 2000, "input_length": 1100, "output_length": 30, "hash_ids": [1, 2, 4]},
-        {"timestamp": 1000, "input_length": 1200, "output_length": 20, "hash_ids": [1, 2, 3]},
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    first, second = mooncake(path, 0, 1.0)
-    assert (first.at_s, second.at_s) == (0, 1)
-    assert (len(first.body["prompt"]), first.body["max_tokens"]) == (1200, 20)
-    assert first.body["prompt"][:1024] == second.body["prompt"][:1024]
-    assert first.body["prompt"][1024:1100] != second.body["prompt"][1024:]
-    small, _ = mooncake(path, 0, 1 / 16)
-    assert (small.input_tokens, len(small.body["prompt"])) == (75, 75)
-    for bad in ("{", '{"timestamp": 1}', ""):
-        path.write_text(bad)
-        with pytest.raises(BadRequest):
-            mooncake(path, 0, 1.0)
+def test_default_lengths():
+    assert {*zip(*lengths(some(name="fixed")), strict=True)} == {(256, 64)}
+    inputs, outputs = lengths(some(300, name="long"))
+    assert 2048 <= min(inputs) < max(inputs) <= 4096 and set(outputs) == {64}
+    assert set(lengths(some(name="prefix-sharing"))[1]) == {128}
+    for request in some(5, name="paper"):
+        assert len(request.body["prompt"]) == request.input_tokens
 
 
-def test_bodies_from_a_file(tmp_path):
-    path = tmp_path / "asks.jsonl"
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-    path.write_text(f'"hello"\n{json.dumps(chat)}\n\n{{"prompt": [1, 2]}}\n')
-    bodies = [ask.body for ask in some(jsonl(path, 9), 4)]
-    assert bodies == [
-        {"prompt": "hello", "max_tokens": 9}, chat, {"prompt": [1, 2], "max_tokens": 9},
-        {"prompt": "hello", "max_tokens": 9},
-    ]  # fmt: skip
-    for bad in ("{}", "3", "{", "", '{"prompt": "a", "messages": []}'):
-        path.write_text(bad)
-        with pytest.raises(BadRequest):
-            jsonl(path, 9)
+def test_the_papers_lengths_are_normal_with_a_deviation_of_5():
+    for settings, means in (({}, (3000, 100)), ({"input": 500, "output": 60}, (500, 60))):
+        for values, mean in zip(lengths(some(800, name="paper", **settings)), means, strict=True):
+            assert abs(statistics.fmean(values) - mean) < 5 * 5 / math.sqrt(800)
+            assert abs(statistics.stdev(values) - 5) < 5 * 5 / math.sqrt(2 * 800)
+
+
+def test_sharegpts_means_are_the_papers():
+    """200 tokens in and 260 out (§4.1); the deviations are those of the clipped distribution."""
+    inputs, outputs = lengths(some(4000, name="sharegpt"))
+    for values, mean, deviation in ((inputs, 200, 248), (outputs, 260, 248)):
+        assert abs(statistics.fmean(values) - mean) < 5 * deviation / math.sqrt(4000)
+        assert statistics.stdev(values) == pytest.approx(deviation, rel=0.1)
+        assert min(values) >= 4 and max(values) == 1024
+
+
+def test_lengths_are_the_users():
+    assert {*zip(*lengths(some(name="fixed", input=7, output=3)), strict=True)} == {(7, 3)}
+    inputs, outputs = lengths(some(2000, name="long", input=100, output=3))
+    assert (min(inputs), max(inputs), set(outputs)) == (50, 100, {3})
+    requests = some(200, name="prefix-sharing", input=50, output=9)
+    first = requests[0]
+    assert 1024 + 25 <= first.input_tokens <= 1024 + 75
+    assert {request.body["max_tokens"] for request in requests} == {9}
+
+
+def test_requests_come_at_the_rate():
+    times = {
+        "poisson": poisson(3, 5.0), "fixed": evenly(5.0), "gamma": gamma(3, 5.0, 2.5),
+    }  # fmt: skip
+    for arrivals, want in times.items():
+        cv = 2.5 if arrivals == "gamma" else 1.0
+        settings = {"rate": 5.0, "seed": 3, "arrivals": arrivals, "cv": cv}
+        for name in ("paper", CONV):
+            opened = open_workload(WorkloadConfig(name, **settings))
+            assert opened.timed
+        requests = some(50, name="fixed", **settings)
+        assert [request.at_s for request in requests] == list(itertools.islice(want, 50))
+
+
+def test_conversations_come_at_the_rate_of_their_requests():
+    requests = some(6000, name="prefix-sharing", rate=20.0)
+    late = [request.at_s for request in requests if request.at_s > 60.0]  # all turns have begun
+    rate = len(late) / (late[-1] - late[0])
+    # Sessions are a Poisson process, and turns of one session come together.
+    turns = 4 + 4 / 4  # mean square over mean of turns, uniform from 1 to 7
+    assert abs(rate / 20.0 - 1) < 5 * math.sqrt(turns / len(late))
+    assert len({request.session for request in requests}) > 1000
+
+
+def test_without_a_rate_requests_have_no_times():
+    for name in WORKLOADS:
+        opened = open_workload(WorkloadConfig(name))
+        assert (opened.kind, opened.count, opened.timed) == (name, None, False)
+        assert all(request.at_s is None for request in itertools.islice(opened.requests, 5))
+
+
+def test_a_trace_brings_its_times_unless_there_is_a_rate():
+    opened = open_workload(WorkloadConfig(CONV, speed=2.0))
+    assert (opened.kind, opened.count, opened.timed) == ("azure", 500, True)
+    assert list(opened.requests)[-1].at_s == pytest.approx(129.012474 / 2, abs=1e-5)
+    assert some(2, name=MOONCAKE, scale=0.01)[0].input_tokens == 47
+    opened = open_workload(WorkloadConfig(MOONCAKE, rate=10.0, arrivals="fixed"))
+    assert (opened.kind, opened.count, opened.timed) == ("mooncake", 239, True)
+    requests = list(opened.requests)
+    assert [request.at_s for request in requests] == [number / 10 for number in range(239)]
+
+
+def test_the_first_line_tells_the_kind_of_a_file(tmp_path):
+    path = tmp_path / "file"
+    record = {"at_s": 3.0, "input_tokens": 5, "output_tokens": 2, "pages": [], "session": "s"}
+    path.write_text(f"\n{json.dumps(record)}\n")
+    opened = open_workload(WorkloadConfig(str(path)))
+    assert (opened.kind, opened.count, opened.timed) == ("recorded", 1, True)
+    [request] = opened.requests
+    assert (request.at_s, request.input_tokens, request.session) == (0.0, 5, "s")
+    path.write_text('"hello"\n{"prompt": "you", "max_tokens": 3}\n')
+    opened = open_workload(WorkloadConfig(str(path), output=9))
+    assert (opened.kind, opened.count, opened.timed) == ("jsonl", None, False)
+    limits = [request.body["max_tokens"] for request in itertools.islice(opened.requests, 4)]
+    assert limits == [9, 3, 9, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "file: the file is empty"), ("\n\n", "file: the file is empty"),
+        ("hello\n", "file:1: neither a line of a trace nor a request body"),
+        ("\n3\n", "file:2: neither a line"), ("{}\n", "file:1: neither a line"),
+        ('{"timestamp": 3', "file:1: neither a line"),
+        ('{"timestamp": 3}', "file:1: no line of the format mooncake: .*input_length"),
+        ('{"at_s": 3}', "file:1: no line of the format recorded: .*input_tokens"),
+        (f"{AZURE_HEADER}\n1,2\n", "file:2: no line of the format azure: want TIMESTAMP"),
+        ('"hello"\n3\n', "file:2: want an object with prompt or messages"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_workload(tmp_path, text, message):
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(BadRequest, match=message) as caught:
+        open_workload(WorkloadConfig(str(path)))
+    assert "\n" not in caught.value.message
+
+
+def test_names_that_are_no_workload(tmp_path):
+    with pytest.raises(BadRequest, match=r"papers is no file and none of .*paper, sharegpt"):
+        open_workload(WorkloadConfig("papers"))
+    with pytest.raises(BadRequest, match=str(tmp_path)):
+        open_workload(WorkloadConfig(str(tmp_path)))
+    (tmp_path / "binary").write_bytes(b"\x80\x00\xff")
+    with pytest.raises(BadRequest, match="binary:1: no UTF-8 text"):
+        open_workload(WorkloadConfig(str(tmp_path / "binary")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cv": 2.0, "rate": 1.0}, "cv has no effect on poisson arrivals"),
+        ({"cv": 2.0, "rate": 1.0, "arrivals": "fixed"}, "cv has no effect on fixed arrivals"),
+        ({"arrivals": "gamma"}, "gamma arrivals need a rate"),
+        ({"name": CONV, "arrivals": "fixed"}, "fixed arrivals need a rate"),
+        ({"speed": 2.0}, "speed has no effect on the workload fixed"),
+        ({"name": "paper", "scale": 2.0}, "scale has no effect on the workload paper"),
+        ({"name": "sharegpt", "input": 3}, "input has no effect on the workload sharegpt"),
+        ({"name": "sharegpt", "output": 3}, "output has no effect on the workload sharegpt"),
+        ({"name": CONV, "input": 3}, "input has no effect on a trace"),
+        ({"name": CONV, "output": 3}, "output has no effect on a trace"),
+        ({"name": CONV, "rate": 3.0, "speed": 2.0}, "speed has no effect on a trace at another"),
+        ({"input": 2**25}, "at most"), ({"name": "prefix-sharing", "output": 2**25}, "at most"),
+    ],
+)  # fmt: skip
+def test_settings_without_effect_are_refused(settings, message):
+    with pytest.raises(BadRequest, match=message):
+        open_workload(WorkloadConfig(**settings))
+
+
+def test_settings_without_effect_on_bodies_are_refused(tmp_path):
+    path = tmp_path / "bodies"
+    path.write_text('"hello"\n')
+    for settings in ({"input": 3}, {"speed": 2.0}, {"scale": 2.0}):
+        with pytest.raises(BadRequest, match="has no effect on a file of request bodies"):
+            open_workload(WorkloadConfig(str(path), **settings))
+
+
+def test_timed_ends_with_the_shorter_one():
+    requests = [LoadRequest({"prompt": [1]}, 1), LoadRequest({"prompt": [2]}, 1)]
+    assert [request.at_s for request in timed(iter(requests), iter([0.5]))] == [0.5]
+    assert [request.at_s for request in timed(iter(requests), evenly(2.0))] == [0.0, 0.5]

@@ -1,0 +1,70 @@
+"""The options that describe a workload, for all commands that have one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from router.cli.options import Number, option
+from router.workload import ARRIVALS, WORKLOADS, Workload, WorkloadConfig, open_workload
+
+__all__ = ["POSITIVE", "workload_of", "workload_options"]
+
+POSITIVE = Number(float, 1e-9, 1e12)
+CV = Number(float, 0.01, 100.0)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def workload_options(*others: str) -> Callable[[F], F]:
+    """Return a decorator that adds the options that `workload_of` reads, and `--requests`.
+
+    `others` are further names that `--workload` has in this command.
+    """
+    names = "|".join((*WORKLOADS, *others, "FILE"))
+    options = [
+        option("--workload", default="fixed", show_default=True, metavar=names, group="Workload",
+               help="kind of requests, or a file: a trace (Mooncake's, Azure's or a router's "
+               "recording) or request bodies"),
+        option("--input", "input_", type=click.IntRange(1), group="Workload",
+               help="prompt tokens per request  "
+               "[default: 256; paper: 3000; long: 4096; prefix-sharing: 128 new ones per turn]"),
+        option("--output", type=click.IntRange(1), group="Workload",
+               help="output tokens per request  [default: 64; paper: 100; prefix-sharing: 128]"),
+        option("--scale", type=POSITIVE, default=1.0, show_default=True, group="Workload",
+               help="trace: factor for all lengths"),
+        option("--requests", type=click.IntRange(1), group="Workload",
+               help="number of requests  [default: 100; a trace: all]"),
+        option("--seed", type=int, default=0, show_default=True, group="Workload",
+               help="seed of lengths, tokens and arrival times"),
+        option("--arrivals", type=click.Choice(ARRIVALS), default="poisson", show_default=True,
+               group="Arrivals", help="open loop: distribution of arrivals"),
+        option("--cv", type=CV, default=1.0, show_default=True, group="Arrivals",
+               help="gamma arrivals: deviation of the times between them, over their mean; "
+               "1 is poisson, more comes in bursts"),
+        option("--speed", type=POSITIVE, default=1.0, show_default=True, group="Arrivals",
+               help="trace: factor by which arrivals are faster"),
+    ]  # fmt: skip
+
+    def add(command: F) -> F:
+        for each in reversed(options):
+            command = each(command)
+        return command
+
+    return add
+
+
+def workload_of(values: dict[str, Any]) -> Workload:
+    """Return the workload that the values of these options and of `rate` describe.
+
+    Raises `BadRequest`.
+    """
+    names = ("seed", "output", "rate", "arrivals", "cv", "speed", "scale")
+    return open_workload(
+        WorkloadConfig(
+            name=values["workload"],
+            input=values["input_"],
+            **{name: values[name] for name in names},
+        )
+    )
