@@ -40,7 +40,7 @@ from router.base.process import (
     forbid_new_privileges,
     hide_memory,
 )
-from router.base.request import Chunk, Mirrored, Request, TokenId
+from router.base.request import Chunk, Mirrored, Request, TokenId, Usage
 from router.base.sse import DONE, EventSplitter
 from router.base.tls import client_context, server_context
 from router.base.watched_file import changes_of
@@ -78,6 +78,7 @@ __all__ = [
     "StrategyStalled",
     "TokenId",
     "UnsupportedMediaType",
+    "Usage",
     "adopt_orphans",
     "bare_environment",
     "changes_of",

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from engine.protocol import PageName, Sampling, Usage, page_names
+from engine.protocol import PageName, Sampling, page_names
 
-__all__ = ["Chunk", "Mirrored", "Request", "TokenId"]
+__all__ = ["Chunk", "Mirrored", "Request", "TokenId", "Usage"]
 
 # What a decoder of JSON checks.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Position = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Mirrored(msgspec.Struct):
@@ -24,6 +24,14 @@ class Mirrored(msgspec.Struct):
     lease_id: str = ""  # older engines leave it out and mean their only lease
     stopped: str | None = None
     message: str | None = None
+
+
+class Usage(msgspec.Struct, forbid_unknown_fields=True):
+    """Token counts of a generation; the fields are those of `engine.protocol.Usage`."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count
 
 
 class Chunk(msgspec.Struct):
@@ -70,12 +78,12 @@ class Request:
     session: str | None = None  # the client's X-Session-ID, for affinity
     priority: int = 0  # set by the client: lower is earlier, on engines too
     chunk_tokens: int = 1  # tokens that an engine may gather into one chunk
+    tokens: list[int] = field(init=False, repr=False, compare=False)  # the prompt, plus `output`
     _names: list[PageName] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    @cached_property
-    def tokens(self) -> list[int]:
-        """The prompt, plus `output`."""
-        return self.prompt + self.output if self.output else self.prompt
+    def __post_init__(self) -> None:
+        tokens = self.prompt + self.output if self.output else self.prompt
+        object.__setattr__(self, "tokens", tokens)  # it is frozen
 
     def page_names(self, page_size: int) -> list[PageName]:
         """Return the names of the full pages of `tokens`; computed once."""

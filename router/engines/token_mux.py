@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypedDict
 
 import msgspec
 
-from engine.protocol import Internal, MicroserveError, Usage, error_from_body
+from engine.protocol import Internal, MicroserveError, error_from_body
 from router.base import Chunk, EngineUnreachable, TokenId
 from router.engines.http_client import HttpClient
 from router.engines.lines import Lines
@@ -40,14 +40,7 @@ class _Event(Chunk):
     error: dict[str, Any] | None = None
 
 
-def _read_usage(kind: type, fields: Any) -> Any:
-    """Read the usage of an event: a pydantic model, which msgspec does not know."""
-    if kind is Usage:
-        return Usage.model_validate(fields)
-    raise NotImplementedError(kind)
-
-
-_FRAME = msgspec.json.Decoder(dict[str, _Event], dec_hook=_read_usage)
+_FRAME = msgspec.json.Decoder(dict[str, _Event])
 
 
 class _Alternative(TypedDict):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 
-from engine.protocol import Usage
-from router.base import Chunk
+from router.base import Chunk, Usage
 from router.telemetry import Receipt
 
 __all__ = ["ChoiceWriter"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine.protocol import BadAddress, LeaseExpired, MicroserveError, UnknownLease
 from router.base import Chunk, EngineRequestId, EngineUnreachable, Request
 from router.engines import NOTHING, Backend, ChunkStream, Expected
@@ -237,7 +239,7 @@ class TokenStream:
             if self._request.output:  # nor were those of earlier attempts
                 cached = self._first_leg().cached_tokens
             if cached != chunk.usage.cached_tokens:
-                chunk.usage = chunk.usage.model_copy(update={"cached_tokens": cached})
+                chunk.usage = replace(chunk.usage, cached_tokens=cached)
             leg.cached_tokens = cached
         leg.computed_tokens = max(0, leg.end - leg.begin)
         self._close(leg)

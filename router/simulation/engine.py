@@ -28,7 +28,7 @@ from engine.protocol import (
     StartGenerate,
 )
 from engine.virtual import VOCAB, Endpoint, VirtualEngine, VirtualNetwork, VirtualStream
-from router.base import Chunk, EngineUnreachable, Mirrored, NobodyListens
+from router.base import Chunk, EngineUnreachable, Mirrored, NobodyListens, Usage
 from router.engines import Headers
 
 __all__ = ["VirtualCalls", "VirtualFleet"]
@@ -227,7 +227,8 @@ class VirtualChunks:
         self._emitted += len(event.token_ids)
         chunk = Chunk(event.token_ids, event.text, event.begin)
         chunk.finish_reason = event.finish_reason
-        chunk.usage = event.usage
+        if (usage := event.usage) is not None:
+            chunk.usage = Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
         if (mirror := event.mirror) is not None:
             chunk.mirror = Mirrored(mirror.landed, mirror.lease_id, mirror.stopped, mirror.message)
         return chunk

@@ -7,8 +7,7 @@ from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 
-from engine.protocol import Usage
-from router.base.request import Chunk
+from router.base.request import Chunk, Usage
 from router.execution import ChoiceWriter
 
 
