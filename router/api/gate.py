@@ -17,7 +17,14 @@ from engine.web import SAFE_METHODS, AllowedHosts, check_origin, check_place
 from router.admission import ANYBODY, Key, Shutdown, bearer
 from router.api.admin.access import check_admin
 from router.api.errors import error_headers, error_object
-from router.api.http import Handler, HttpRequest, HttpResponse, json_response
+from router.api.http import (
+    Handler,
+    HttpRequest,
+    HttpResponse,
+    RawHeaders,
+    encoded,
+    json_response,
+)
 from router.api.openapi import DOCS
 from router.api.parts import Router
 from router.api.rest import call_api
@@ -69,8 +76,10 @@ class Gate:
     async def _serve(self, http: HttpRequest) -> None:
         """Run the handler and send its response. Failures become error responses here, except in
         FastAPI's functions, where `rest.catch_errors` handles them."""
-        given = http.headers.get("x-request-id", "")
-        http.id = given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
+        given = http.headers.get("x-request-id")
+        if given is None or not _REQUEST_ID.fullmatch(given):
+            given = f"{random.getrandbits(128):032x}"
+        http.id = given
         try:
             http.check()
             check_place(http.scope)
@@ -91,7 +100,7 @@ class Gate:
         if response is not None and not http.begun:
             await http.respond(response)
 
-    def _headers(self, http: HttpRequest) -> Mapping[str, str]:
+    def _headers(self, http: HttpRequest) -> RawHeaders:
         """Return the headers that all responses have.
 
         Called when the head is sent: a stream's head is sent with its first token.
@@ -99,13 +108,14 @@ class Gate:
         router = self._router
         router.metrics.answered(http.route, http.status)
         http.close = http.close or router.shutdown.begun
-        headers = {"X-Request-Id": http.id}
+        headers = [(b"X-Request-Id", http.id.encode())]
         if http.trace is not None:
-            headers["traceparent"] = http.trace.headers.get("traceparent", "")
+            parent = http.trace.headers.get("traceparent", "")
+            headers.append((b"traceparent", parent.encode("utf-8", "surrogateescape")))
         if http.receipt is not None:
-            headers["Server-Timing"] = http.receipt.timings().server_timing()
-        if http.caller is not None:
-            headers.update(router.limits.headers(http.caller))
+            headers.append((b"Server-Timing", http.receipt.timings().server_timing().encode()))
+        if http.caller is not None and (limits := router.limits.headers(http.caller)):
+            headers += encoded(limits)
         return headers
 
     def _admit(self, http: HttpRequest) -> None:
@@ -150,6 +160,9 @@ class Gate:
 
         Raises `SlowClient`, and what `HttpRequest.read` raises.
         """
+        if http.arrived:  # nearly always: no timer is needed
+            await http.read()
+            return
         timeout_s = self._router.config.body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -24,6 +24,7 @@ __all__ = [
     "HttpRequest",
     "HttpResponse",
     "HttpStream",
+    "RawHeaders",
     "encoded",
     "json_response",
     "off_loop",
@@ -73,12 +74,13 @@ class HttpRequest:
         send: Send,
         *,
         max_body: int,
-        extra_headers: Callable[[HttpRequest], Mapping[str, str]],
+        extra_headers: Callable[[HttpRequest], RawHeaders],
     ) -> None:
         """`max_body`: bytes. `extra_headers` is called just before the response's head is sent."""
-        headers: dict[str, str] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+        headers: dict[str, str] = {
+            name.decode("latin-1"): value.decode("utf-8", "surrogateescape")
+            for name, value in reversed(scope["headers"])  # of equal names, the first one stays
+        }
         self.scope = scope
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -135,10 +137,12 @@ class HttpRequest:
 
         If the request's body has not arrived, the connection is closed.
         """
-        response.headers.setdefault("Content-Type", response.media)
-        response.headers["Content-Length"] = str(len(response.body))
+        headers = encoded(response.headers) if response.headers else []
+        if "Content-Type" not in response.headers:
+            headers.append((b"Content-Type", response.media.encode()))
+        headers.append((b"Content-Length", b"%d" % len(response.body)))
         lingers = not self.arrived
-        await self.begin(response.status, encoded(response.headers))
+        await self.begin(response.status, headers)
         await self.send_body(response.body, more=lingers)
         if lingers:
             await linger(self.connection, self.receive)
@@ -147,7 +151,7 @@ class HttpRequest:
     async def begin(self, status: int, headers: RawHeaders) -> None:
         """Send the response's head."""
         self.status = status
-        raw = [_date(), *headers, *encoded(self.extra_headers(self))]
+        raw = [_date(), *headers, *self.extra_headers(self)]
         if self.close or not self.arrived:
             raw.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
@@ -158,7 +162,7 @@ class HttpRequest:
         of what was sent before."""
         return self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    def stream(self, headers: Mapping[str, str]) -> HttpStream:
+    def stream(self, headers: RawHeaders) -> HttpStream:
         """Return a response of status 200 that is sent in parts; its head precedes the first."""
         return HttpStream(self, headers)
 
@@ -177,7 +181,7 @@ class HttpStream:
 
     __slots__ = ("_headers", "_http", "_opening")
 
-    def __init__(self, http: HttpRequest, headers: Mapping[str, str]) -> None:
+    def __init__(self, http: HttpRequest, headers: RawHeaders) -> None:
         self._http = http
         self._headers = headers
         self._opening = asyncio.Lock()
@@ -199,7 +203,7 @@ class HttpStream:
         if not self._http.begun:
             async with self._opening:  # several choices may write at once
                 if not self._http.begun:
-                    await self._http.begin(200, encoded(self._headers))
+                    await self._http.begin(200, self._headers)
         await self._http.send_body(data, more=more)
 
 

@@ -20,7 +20,7 @@ __all__ = ["routes"]
 
 LOAD_TIMEOUT_S = 10.0
 IDLE_S = 15.0  # then a comment is sent, so that dead listeners are noticed
-STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+STREAM_HEADERS = [(b"Content-Type", b"text/event-stream"), (b"Cache-Control", b"no-cache")]
 
 
 class Canary(Body):

@@ -25,11 +25,11 @@ __all__ = ["chat_completions", "completions"]
 # Tokens that an engine gathers into one chunk where the client waits for the whole response. If the
 # engine dies, as many are computed again.
 WHOLE_CHUNK = 64
-EVENTS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+EVENTS = [
+    (b"Content-Type", b"text/event-stream; charset=utf-8"),
+    (b"Cache-Control", b"no-cache"),
+    (b"X-Accel-Buffering", b"no"),
+]
 
 
 async def completions(router: Router, http: HttpRequest) -> HttpResponse | None:

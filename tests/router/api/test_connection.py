@@ -308,7 +308,7 @@ class Echo:
         self.gate = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        http = HttpRequest(scope, receive, send, max_body=0, extra_headers=lambda _: {})
+        http = HttpRequest(scope, receive, send, max_body=0, extra_headers=lambda _: [])
         http.connection.cancels(asyncio.current_task())
         with suppress(asyncio.CancelledError):
             await self.gate.wait()
@@ -371,7 +371,7 @@ async def test_a_client_that_leaves_as_its_next_request_begins_is_no_error(serve
             await api(scope, receive, send)
             return
         await gate.wait()
-        http = HttpRequest(scope, receive, send, max_body=0, extra_headers=lambda _: {})
+        http = HttpRequest(scope, receive, send, max_body=0, extra_headers=lambda _: [])
         await http.respond(HttpResponse())
 
     connections = Connections(app, BodyBudget())

@@ -136,7 +136,7 @@ async def test_a_handlers_answer_is_sent_and_counted():
 
 async def test_a_handler_may_send_its_answer_itself():
     async def streams(http: HttpRequest) -> None:
-        await http.stream({}).end(b"parts")
+        await http.stream([]).end(b"parts")
 
     answer = await Alone(streams).answer()
     assert (answer.status, answer.body) == (200, b"parts")
@@ -188,7 +188,7 @@ async def test_an_error_of_a_handler_is_the_answer(caplog: pytest.LogCaptureFixt
 
 async def test_after_the_head_an_error_is_logged_and_not_sent(caplog: pytest.LogCaptureFixture):
     async def breaks(http: HttpRequest) -> HttpResponse:
-        await http.stream({}).write(b"part")
+        await http.stream([]).write(b"part")
         raise ZeroDivisionError
 
     answer = await Alone(breaks).answer()

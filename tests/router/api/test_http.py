@@ -48,8 +48,8 @@ class Exchange:
         self.connection = connection
 
     @staticmethod
-    def extra(http: HttpRequest) -> dict[str, str]:
-        return {"X-Status": str(http.status)}
+    def extra(http: HttpRequest) -> list[tuple[bytes, bytes]]:
+        return [(b"X-Status", b"%d" % http.status)]
 
     async def receive(self) -> dict[str, Any]:
         self.received += 1
@@ -189,7 +189,7 @@ async def test_a_client_that_still_sends_is_answered_heard_out_and_closed():
 
 async def test_the_head_of_a_stream_comes_with_its_first_part():
     exchange = Exchange(connection=Connection(arrived=True))
-    stream = exchange.http.stream({"Content-Type": "text/event-stream"})
+    stream = exchange.http.stream([(b"Content-Type", b"text/event-stream")])
     assert not stream.begun and not exchange.sent
     await stream.write(b"one")
     assert stream.begun
@@ -202,13 +202,13 @@ async def test_the_head_of_a_stream_comes_with_its_first_part():
 
 async def test_a_stream_may_end_with_its_first_part():
     exchange = Exchange(connection=Connection(arrived=True))
-    await exchange.http.stream({}).end(b"all")
+    await exchange.http.stream([]).end(b"all")
     assert exchange.bodies == [(b"all", False)] and exchange.headers
 
 
 async def test_several_choices_may_begin_a_stream_at_once():
     exchange = Exchange(connection=Connection(arrived=True))
-    stream = exchange.http.stream({})
+    stream = exchange.http.stream([])
     await asyncio.gather(*(stream.write(b"%d" % number) for number in range(5)))
     assert [one["type"] for one in exchange.sent].count("http.response.start") == 1
     assert exchange.sent[0]["type"] == "http.response.start"
