@@ -62,6 +62,8 @@ class Keys:
 
 def bearer(authorization: str) -> str:
     """Return the key in the value of an `Authorization` header, "" without one."""
+    if not authorization:
+        return ""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 

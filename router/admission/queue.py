@@ -29,7 +29,7 @@ class Place:
         self.order = order
         self._queue = queue
         self._turn = asyncio.Event()  # it may be first now, or there may be room
-        self._pauses = Pauses(FIRST_PAUSE_S, LONGEST_PAUSE_S)  # between tries that were in vain
+        self._pauses: Pauses | None = None  # between tries, from the first one in vain on
 
     def __enter__(self) -> Place:
         return self
@@ -58,6 +58,7 @@ class Place:
                     came_first = True  # the place before it has found room: there may be more
                 if full is not None and not came_first:
                     # An engine that always asks to retry at once must not be asked all the time.
+                    self._pauses = self._pauses or Pauses(FIRST_PAUSE_S, LONGEST_PAUSE_S)
                     pause_s = max(full.retry_after_s, self._pauses.next())
                     with suppress(TimeoutError):
                         async with asyncio.timeout(min(pause_s, LONGEST_WAIT_S)):
@@ -68,7 +69,7 @@ class Place:
 
     def admitted(self) -> None:
         """Note that it has found room: the next in the queue may try."""
-        self._pauses.reset()
+        self._pauses = None  # short again
         self._queue.leave(self)
 
     def wake(self) -> None:

@@ -48,7 +48,9 @@ def deadline_s(config: RouterConfig, http: HttpRequest, requested: float | None)
 def priority_of(http: HttpRequest, requested: int | None) -> int:
     """Return the request's priority in the queue, lower is earlier: the body's `requested`, else
     `X-Priority`, else 0. Raises `BadRequest` for a header other than an integer of 9 digits."""
-    header = http.headers.get("x-priority", "0")
+    header = http.headers.get("x-priority")
+    if header is None:
+        return requested or 0
     if not _PRIORITY.fullmatch(header):
         message = f"X-Priority is an integer, lower is earlier; not {header!r:.80}"
         raise BadRequest(message, param="X-Priority")
@@ -92,7 +94,7 @@ class accounted:
     def __enter__(self) -> None:
         router, receipt = self._router, self._receipt
         serves(receipt)
-        router.metrics.in_flight.inc()
+        router.metrics.running += 1
         router.limits.charge(self._caller, receipt.prompt_tokens)
         router.shutdown.request_begins(self._end)
         self._counted()
@@ -130,7 +132,7 @@ class accounted:
         router, receipt = self._router, self._receipt
         receipt.ms = receipt.elapsed_ms()
         self._tally()
-        router.metrics.in_flight.dec()
+        router.metrics.running -= 1
         router.metrics.finished(receipt)
         router.limits.charge(self._caller, receipt.completion_tokens)
         router.queue.freed()

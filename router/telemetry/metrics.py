@@ -56,7 +56,8 @@ class Metrics:
         self.fallbacks = counter("fallbacks", "what was done otherwise than asked for", "fallback")
         self.put_bytes = counter("put_bytes", "bytes of KV put between engines")
         # What is the case now
-        self.in_flight = gauge("requests_in_flight", "requests running")
+        self.running = 0  # requests; a plain number, since a gauge takes a lock for every change
+        gauge("requests_in_flight", "requests running").set_function(lambda: self.running)
         self.waiting = gauge("requests_waiting", "requests waiting for room")
         # Engines
         self.engine_up = gauge("engine_up", "1: takes new work", "engine")
@@ -94,7 +95,8 @@ class Metrics:
         """Count a request that has ended."""
         self._count(receipt)
         self.prompt_tokens.inc(receipt.prompt_tokens)
-        self.cached_tokens.inc(receipt.cached_tokens)
+        if receipt.cached_tokens:
+            self.cached_tokens.inc(receipt.cached_tokens)
         self.tokens.inc(receipt.completion_tokens)
         if receipt.queued_ms:
             self.queue_seconds.observe(receipt.queued_ms / 1e3)

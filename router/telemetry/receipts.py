@@ -138,7 +138,7 @@ class Receipt:
         disaggregation.
         """
         total = self.ms if self.ms is not None else self.elapsed_ms()
-        begin = min((leg.start_ms for leg in self.legs), default=total)
+        begin = min([leg.start_ms for leg in self.legs], default=total)
         answers = [leg for leg in self.legs if leg.first_token_ms is not None]
         if not answers:
             return Timings.of(begin, total, total, total)

@@ -49,5 +49,5 @@ class Timings:
 
     def server_timing(self) -> str:
         """Return the value of a `Server-Timing` header."""
-        phases = "".join(f"{name};dur={ms:.1f}, " for name, ms in self.breakdown().items())
+        phases = "".join([f"{name};dur={ms:.1f}, " for name, ms in self.breakdown().items()])
         return f"{phases}total;dur={self.decode_end:.1f}"

@@ -54,8 +54,8 @@ class Untraced:
     """
 
     def begin(self, headers: Mapping[str, str]) -> Trace:
-        parent = headers.get("traceparent", "")
-        if not _TRACEPARENT.fullmatch(parent):
+        parent = headers.get("traceparent")
+        if parent is None or not _TRACEPARENT.fullmatch(parent):
             # The last bit says whether the trace is recorded.
             made = f"{random.getrandbits(192):048x}"
             return _Passed({"traceparent": f"00-{made[:32]}-{made[32:]}-00"})
