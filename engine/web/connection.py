@@ -50,8 +50,8 @@ def check_input(state: Mapping[str, Any]) -> None:
 
     `BadRequest` if they are not valid HTTP, `Overloaded` if there is no room for the body.
     """
-    if broken := state.get("broken"):
-        raise BadRequest(broken)
+    if "broken" in state:
+        raise BadRequest(state["broken"])
     if "overloaded" in state:
         raise Overloaded("the bodies of other requests leave no room for this one; retry later")
 

@@ -29,6 +29,7 @@ __all__ = ["BoundedHttpProtocol"]
 KEEPALIVE_S = 75  # for idle connections
 MAX_HEADERS = 128
 MAX_FIELD = 8190  # bytes of one header, or of the target
+TOO_LONG = "the request line or a header is too long"
 MAX_UNPARSED = 1 << 16  # bytes that the parser may take without completing a head or a chunk
 MAX_WAITING = 1 << 16  # bytes behind a running request; what one read brings may exceed it
 SLICE = 1 << 12  # bytes parsed at once, so that few requests are parsed before they may run
@@ -43,7 +44,7 @@ class _Flow(FlowControl):
     held = False
 
     def resume_reading(self) -> None:
-        if not self.held:
+        if self.read_paused and not self.held:
             super().resume_reading()
 
 
@@ -107,7 +108,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def release_body(self) -> None:
         """Count the body of the running request no longer: it has been parsed."""
         if self._held:
-            behind = sum(len(cycle.body) for cycle in self._cycles if cycle is not self._cycles[0])
+            behind = 0
+            if len(self._cycles) > 1:
+                behind = sum(len(c.body) for c in self._cycles if c is not self._cycles[0])
             self._budget.give(self._held - behind)
             self._held = behind
 
@@ -158,24 +161,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._waiting = bytearray()
 
     def _parse(self, data: bytes) -> None:
-        at = 0
+        at, size = 0, len(data)
         try:
-            while at < len(data):
+            while at < size:
                 piece = data[at : at + SLICE]
-                at += len(piece)
-                self._unparsed += len(piece)
+                length = len(piece)
+                at += length
+                self._unparsed += length
                 self.parser.feed_data(piece)
                 if self._discarding:
                     return
                 if self._unparsed > MAX_UNPARSED or len(self.headers) > MAX_HEADERS:
                     self._refuse(broken="a head or a line is too long")
                     return
-                if at < len(data) and self._cycles and not self.cycle.more_body:
+                if at < size and self._cycles and not self.cycle.more_body:
                     self._wait(data[at:])
                     break
         except httptools.HttpParserUpgrade as upgrade:
             # The request is served as any other, and the connection is closed after it.
-            self._take_body(data[at - len(piece) + upgrade.args[0] :])
+            self._take_body(data[at - length + upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
             self._refuse(broken=str(error.__context__ or error))
@@ -239,8 +243,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unparsed = 0
         if self.cycle.response_complete:
             return
-        if self._budget.take(len(body)):
-            self._held += len(body)
+        size = len(body)
+        if self._budget.take(size):
+            self._held += size
             super().on_body(body)
             return
         # What a running request has received already is freed when its task wakes.
@@ -295,15 +300,16 @@ def _check_head(version: str, target: bytes, headers: Headers, *, upgrade: bool)
     """
     if len(headers) > MAX_HEADERS:
         raise ValueError("there are too many headers")
-    size, hosts, codings = len(target), 0, []
+    if len(target) > MAX_FIELD:
+        raise ValueError(TOO_LONG)
+    hosts, codings = 0, []
     for name, value in headers:
-        size = max(size, len(name) + len(value))
+        if len(name) + len(value) > MAX_FIELD:
+            raise ValueError(TOO_LONG)
         if name == b"host":
             hosts += 1
         elif name == b"transfer-encoding":
             codings.append(value.lower())
-    if size > MAX_FIELD:
-        raise ValueError("the request line or a header is too long")
     if version not in ("1.0", "1.1"):
         raise ValueError(f"HTTP/{version} is not supported")
     if hosts > 1 or (version == "1.1" and not hosts):

@@ -95,7 +95,7 @@ class HttpClient:
             connection.close()
             raise
         if connection.reusable and len(self._idle) < MOST_IDLE and not self._retired:
-            connection.idle_since = asyncio.get_running_loop().time()
+            connection.idle_since = connection.loop.time()
             self._idle.append(connection)
         else:
             connection.close()
@@ -186,6 +186,7 @@ class _Connection(asyncio.Protocol):
     """One connection: one request at a time. llhttp calls the `on_…` methods."""
 
     def __init__(self, client: HttpClient) -> None:
+        self.loop: asyncio.AbstractEventLoop  # from `connection_made` on
         self.idle_since: float  # loop time, from the end of its first call on
         self.sink: Sink | None = None
         self.lost: Callable[[EngineUnreachable], None] | None = None
@@ -208,7 +209,7 @@ class _Connection(asyncio.Protocol):
         A body that is collected has `most` bytes at most.
         """
         self._most = most
-        self._reply = reply = asyncio.get_running_loop().create_future()
+        self._reply = reply = self.loop.create_future()
         self._transport.write(request)
         return reply
 
@@ -219,7 +220,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+        self._transport, self.loop = transport, asyncio.get_running_loop()
         self._client._open.add(self)
 
     def data_received(self, data: bytes) -> None:

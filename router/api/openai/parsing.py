@@ -173,8 +173,7 @@ def read_messages(
 
 def _read(kind: type[B], fields: dict[str, Any], name: str) -> B:
     for field, value in fields.items():
-        harmless = _UNSUPPORTED.get(field)
-        if harmless is not None and value is not None and not harmless(value):
+        if field in _UNSUPPORTED and value is not None and not _UNSUPPORTED[field](value):
             raise _unsupported(field, f"{field} is not supported")
     request = read_body(kind, fields)
     check_model(getattr(request, "model", None), name)

@@ -34,10 +34,13 @@ def read_structure(request: GenerateRequest) -> Structure | None:
 
     Raises `BadRequest` if it asks for several, or for none that exists.
     """
+    given = request.model_fields_set
+    if given.isdisjoint(_READERS):
+        return None
     found = [
         structure
         for name, read in _READERS.items()
-        if name in request.model_fields_set
+        if name in given
         and (value := getattr(request, name)) is not None
         and (structure := read(value, name)) is not None
     ]
