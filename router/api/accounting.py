@@ -89,7 +89,7 @@ class accounted:
         self._tally = tally
         self._phase = ""
         self._shut_down = False
-        self._scope = CancelScope()
+        self._scope = CancelScope(http.task)
 
     def __enter__(self) -> None:
         router, receipt = self._router, self._receipt

@@ -66,7 +66,8 @@ class Gate:
             return
         if connection.gone:
             return
-        connection.cancels(asyncio.current_task())
+        http.task = asyncio.current_task()
+        connection.cancels(http.task)
         try:
             await self._serve(http)
         except asyncio.CancelledError:
@@ -183,7 +184,7 @@ class _Arriving:
     def __init__(self, shutdown: Shutdown, http: HttpRequest) -> None:
         self._shutdown = shutdown
         self._http = http
-        self._scope = CancelScope()
+        self._scope = CancelScope(http.task)
         self._counted = False
 
     def __enter__(self) -> None:

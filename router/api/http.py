@@ -62,9 +62,9 @@ class HttpRequest:
     """
 
     __slots__ = (
-        "_body", "_send", "_state", "begun", "caller", "close", "complete", "connection",
+        "_body", "_state", "begun", "caller", "close", "complete", "connection",
         "counted", "extra_headers", "headers", "id", "max_body", "method", "path", "receipt",
-        "receive", "route", "scope", "status", "trace", "who",
+        "receive", "route", "scope", "send", "status", "task", "trace", "who",
     )  # fmt: skip
 
     def __init__(
@@ -101,7 +101,8 @@ class HttpRequest:
         self.trace: Trace | None = None
         self.max_body = max_body  # bytes
         self._body = b""
-        self.receive, self._send = receive, send
+        self.receive, self.send = receive, send
+        self.task: asyncio.Task[Any] | None = None  # that serves it, if the gate knows
 
     @property
     def remote(self) -> str:
@@ -154,13 +155,13 @@ class HttpRequest:
         raw = [_date(), *headers, *self.extra_headers(self)]
         if self.close or not self.arrived:
             raw.append((b"connection", b"close"))
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self.send({"type": "http.response.start", "status": status, "headers": raw})
         self.begun = True
 
     def send_body(self, data: bytes, *, more: bool) -> Awaitable[None]:
         """Send a part of the response's body; `more` follows. Waits until the client has read most
         of what was sent before."""
-        return self._send({"type": "http.response.body", "body": data, "more_body": more})
+        return self.send({"type": "http.response.body", "body": data, "more_body": more})
 
     def stream(self, headers: RawHeaders) -> HttpStream:
         """Return a response of status 200 that is sent in parts; its head precedes the first."""
@@ -179,10 +180,11 @@ Handler = Callable[[HttpRequest], Awaitable[HttpResponse | None]]
 class HttpStream:
     """A response of status 200 in parts."""
 
-    __slots__ = ("_headers", "_http", "_opening")
+    __slots__ = ("_headers", "_http", "_opening", "_send")
 
     def __init__(self, http: HttpRequest, headers: RawHeaders) -> None:
         self._http = http
+        self._send = http.send
         self._headers = headers
         self._opening = asyncio.Lock()
 
@@ -193,7 +195,9 @@ class HttpStream:
 
     def write(self, data: bytes) -> Awaitable[None]:
         """Send `data`. Waits while the client has more than 64 KiB left to read."""
-        return self._http.send_body(data, more=True) if self._http.begun else self._open(data)
+        if self._http.begun:
+            return self._send({"type": "http.response.body", "body": data, "more_body": True})
+        return self._open(data)
 
     async def end(self, data: bytes) -> None:
         """Send `data` and the end of the stream."""

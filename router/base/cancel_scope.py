@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
+from typing import Any
 
 __all__ = ["CancelScope"]
 
@@ -12,18 +13,20 @@ class CancelScope:
     """`asyncio.timeout` without a deadline; a plain `with`, cheap enough for every engine call.
 
     `cancel` cancels the body, and leaving the body then raises `TimeoutError`, unless something
-    else has cancelled the task too. Entered once, by the task that `cancel` cancels.
+    else has cancelled the task too. Entered once, by the task that `cancel` cancels. A caller that
+    knows this task may give it: looking it up takes three calls.
     """
 
-    __slots__ = ("_before", "_task", "cancelled")
+    __slots__ = ("_before", "_known", "_task", "cancelled")
 
-    def __init__(self) -> None:
+    def __init__(self, task: asyncio.Task[Any] | None = None) -> None:
         self.cancelled = False
-        self._task: asyncio.Task[object] | None = None
+        self._known = task
+        self._task: asyncio.Task[Any] | None = None  # while the body runs
         self._before = 0
 
     def __enter__(self) -> CancelScope:
-        self._task = task = asyncio.current_task()
+        self._task = task = self._known or asyncio.current_task()
         if task is None:
             raise RuntimeError("a CancelScope needs a task to cancel")
         self._before = task.cancelling()

@@ -300,7 +300,7 @@ async def test_a_body_has_its_time(monkeypatch: pytest.MonkeyPatch):
 
 
 def request(path: str = "/v1/completions", method: str = "POST") -> Any:
-    return SimpleNamespace(path=path, method=method, counted=lambda: None)
+    return SimpleNamespace(path=path, method=method, counted=lambda: None, task=None)
 
 
 @pytest.mark.parametrize(
