@@ -158,11 +158,13 @@ class Registry:
         Their contexts have room for `holding` tokens. Not empty if any such engine is up: neither
         exclusion may leave a request without an engine.
         """
-        up = [backend for backend in self if backend.usable]
+        up = [backend for backend in self._backends.values() if backend.usable]
         served = self._adoption.served
         if served is not None and holding > served.contexts[0]:
             up = [backend for backend in up if backend.holds(holding)]
         rested = [backend for backend in up if not backend.breaker.resting] or up
+        if not without:
+            return rested
         return [backend for backend in rested if backend not in without] or rested
 
     def ring(self, backend: Backend) -> list[Backend]:

@@ -225,14 +225,15 @@ class Delivery:
     def push(self, event: _Event) -> None:
         """Add what a step emitted."""
         ids = event.token_ids
+        count = len(ids)
         self._events += 1
-        self._tokens -= len(ids)
-        self._text += TEXT_PER_TOKEN * len(ids) - len(event.text)
+        self._tokens -= count
+        self._text += TEXT_PER_TOKEN * count - len(event.text)
         if (
             self._tokens < 0
             or self._text < 0
             or event.logprobs is not None
-            or (ids and max(ids) >= self._vocab)
+            or (count and max(ids) >= self._vocab)
         ) and (wrong := self._wrong(event)):
             self.fail(EngineUnreachable(f"the engine sent {wrong}"))
             return

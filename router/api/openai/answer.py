@@ -171,9 +171,10 @@ class _Answer:
 
     async def whole(self) -> HttpResponse:
         """Return the whole response. Raises what failed; nothing has been sent then."""
-        writers = [_WholeWriter(self._receipt) for _ in self._indices()]
+        indices = self._indices()
+        writers = [_WholeWriter(self._receipt) for _ in indices]
         await self._run(writers)
-        prompts = [self._parsed.prompts[index // self._parsed.n] for index in self._indices()]
+        prompts = [self._parsed.prompts[index // self._parsed.n] for index in indices]
         choices = [writer.choice for writer in writers]
         body = self._format.whole(choices, self._usage(), prompts)
         return HttpResponse(body)
@@ -263,12 +264,14 @@ class _Answer:
         Each prompt counts once, with what was cached of it when its first choice began.
         """
         receipt = self._receipt
-        receipt.completion_tokens = sum(len(writer.tokens) for writer in self._writers)
+        receipt.completion_tokens = sum([len(writer.tokens) for writer in self._writers])
         firsts = self._writers[:: self._parsed.n]
         receipt.cached_tokens = sum(
-            min(writer.usage.cached_tokens, len(tokens))
-            for writer, tokens in zip(firsts, self._parsed.prompts, strict=True)
-            if writer.usage is not None
+            [
+                min(writer.usage.cached_tokens, len(tokens))
+                for writer, tokens in zip(firsts, self._parsed.prompts, strict=True)
+                if writer.usage is not None
+            ]
         )
 
     def _usage(self) -> dict[str, object]:
