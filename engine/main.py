@@ -211,6 +211,7 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
                     interface="asgi3",
                     log_config=None,
                     access_log=False,
+                    server_header=False,
                     proxy_headers=False,
                     lifespan="off",
                     timeout_graceful_shutdown=1,
