@@ -14,8 +14,8 @@ import click
 from engine.protocol import MicroserveError
 from router.base import StartFailed, root_cause, server_context
 from router.conformance import ALL, run_checks, set_up
+from router.dry_run import dry_run_strategy
 from router.server import listen
-from router.simulation import dry_run_strategy
 
 __all__ = ["Mistake", "check_address", "check_folder", "check_strategy", "check_tls"]
 

@@ -1,8 +1,8 @@
-"""Engines in virtual time, and the dry run of a strategy on them.
+"""A router without HTTP in front of engines in virtual time.
 
-Imports `execution` and the rooms below it.
+Imports `execution` and the rooms below it, and `engine.virtual` and `engine.latency`.
 """
 
-from router.simulation.dry_run_process import dry_run_source, dry_run_strategy
+from router.simulation.fleet import VirtualCalls, VirtualFleet
 
-__all__ = ["dry_run_source", "dry_run_strategy"]
+__all__ = ["VirtualCalls", "VirtualFleet"]

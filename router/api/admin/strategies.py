@@ -13,8 +13,8 @@ from router.api.admin.access import Body
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
 from router.api.rest import Http, Sent, reply
+from router.dry_run import dry_run_source
 from router.rollout import CanaryRules
-from router.simulation import dry_run_source
 
 __all__ = ["routes"]
 

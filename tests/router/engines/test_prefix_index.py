@@ -25,11 +25,11 @@ from engine.protocol.config import EngineConfig
 from engine.virtual.loop import VirtualLoop
 from router.base.errors import EngineUnreachable
 from router.base.request import Request
+from router.dry_run.dry_run import PROFILE, DryRunFailed, dry_run
 from router.engines.backend import Backend
 from router.engines.circuit_breaker import CircuitBreaker
 from router.engines.prefix_index import LINGER_S, RETRY_S, UNUSED_LEGS, PrefixIndex
-from router.simulation.dry_run import PROFILE, DryRunFailed, dry_run
-from router.simulation.engine import VirtualCalls, VirtualFleet
+from router.simulation.fleet import VirtualCalls, VirtualFleet
 from router.strategy.definition import strategy
 
 PAGE = 16

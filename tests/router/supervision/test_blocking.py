@@ -19,8 +19,8 @@ from forked import ForkedProcess, run_microserve
 from router_process import RouterProcess, until
 
 from router.base.errors import StrategyBlocked
+from router.dry_run.dry_run import simulated_router
 from router.rollout.catalog import Catalog
-from router.simulation.dry_run import simulated_router
 from router.supervision.child_tasks import adopting
 from router.supervision.interruption import Interrupted
 from router.supervision.watchdog import Watchdog

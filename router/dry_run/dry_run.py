@@ -22,7 +22,7 @@ from router.engines import Registry, Role
 from router.execution import ChoiceRunner, ChoiceWriter, Execution, Relocations
 from router.legs import Releaser, Runtime
 from router.rollout import Revision
-from router.simulation.engine import VirtualCalls, VirtualFleet
+from router.simulation import VirtualCalls, VirtualFleet
 from router.strategy import Bound
 from router.supervision import ViolationKind, Watchdog, adopting
 from router.telemetry import Events, Metrics, Receipt

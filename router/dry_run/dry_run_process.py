@@ -53,7 +53,7 @@ async def dry_run_source(
         "params": dict(params or {}), "timeout_s": timeout_s, "namespaces": namespaces,
     }  # fmt: skip
     process = await asyncio.create_subprocess_exec(
-        *module_command("router.simulation.guard"),
+        *module_command("router.dry_run.guard"),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE, start_new_session=True,
         env=dict(bare_environment() if environment is None else environment),

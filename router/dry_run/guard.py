@@ -32,8 +32,8 @@ from router.base import (
     hide_memory,
     import_from,
 )
+from router.dry_run.confinement import end_descendants, limit_resources
 from router.rollout import Catalog
-from router.simulation.confinement import end_descendants, limit_resources
 
 __all__ = ["main"]
 
@@ -192,7 +192,7 @@ def _run(job: dict[str, Any], nonce: str, output: int, result: int, ending: int)
 
 def _try_out(job: dict[str, Any]) -> dict[str, Any]:
     # Not above: numpy starts threads, and a process with threads cannot enter namespaces.
-    from router.simulation.dry_run import dry_run
+    from router.dry_run.dry_run import dry_run
 
     source, name, file = job["source"], job["name"], job["file"]
     for folder in (Path(), Path(job["folder"])):

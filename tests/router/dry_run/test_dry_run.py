@@ -11,10 +11,10 @@ import pytest
 from engine.protocol import BadRequest
 from engine.virtual import output_tokens
 from engine.virtual.loop import VirtualLoop
+from router.dry_run.dry_run import DryRunFailed, dry_run, simulated_router
+from router.dry_run.dry_run_process import dry_run_source, dry_run_strategy
 from router.rollout.catalog import Catalog
-from router.simulation.dry_run import DryRunFailed, dry_run, simulated_router
-from router.simulation.dry_run_process import dry_run_source, dry_run_strategy
-from router.simulation.engine import VirtualCalls
+from router.simulation.fleet import VirtualCalls
 
 HEAD = """import asyncio, itertools, time
 from router import Chunk, strategy

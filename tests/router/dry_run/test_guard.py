@@ -15,7 +15,7 @@ import pytest
 from waiting import until
 
 from engine.protocol import BadRequest
-from router.simulation.dry_run_process import dry_run_source
+from router.dry_run.dry_run_process import dry_run_source
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -115,7 +115,7 @@ async def test_a_dry_run_ends_with_its_router(lock):
         "folder": ".", "params": {}, "timeout_s": 600, "namespaces": False,
     }  # fmt: skip
     with subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-m", "router.simulation.guard"],
+        [sys.executable, "-m", "router.dry_run.guard"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as guard:
