@@ -28,7 +28,8 @@ OWN = (
 PASSED_ON = (
     "api_key_file", "allowed_hosts", "requests_per_minute", "tokens_per_minute", "max_connections",
     "max_queue", "queue_timeout_s", "engine_wait_s", "engine_silence_s", "request_timeout_s",
-    "client_stall_s", "shutdown_s", "stream_interval_ms", "tls_cert", "tls_key", "log_format",
+    "attempts", "retry_share", "client_stall_s", "shutdown_s", "stream_interval_ms", "tls_cert",
+    "tls_key", "log_format",
 )  # fmt: skip
 BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the router has too
 

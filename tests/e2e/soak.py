@@ -334,7 +334,8 @@ def main() -> int:
     parser.add_argument("--calm", action="store_true", help="without faults, lies and uploads")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        options = ("--engines", "2", "--pool-pages", "512", "--allow-upload")
+        # A request may meet two liars, one after the other, and the engine with faults.
+        options = ("--engines", "2", "--pool-pages", "512", "--allow-upload", "--attempts", "5")
         deployment = launch(Path(folder), flags.model, *options)
         try:
             document = asyncio.run(run(deployment, flags.model, flags.minutes, calm=flags.calm))
