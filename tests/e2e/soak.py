@@ -43,6 +43,7 @@ CLIENTS = 8
 WARM_UP = 2200  # requests: more than the router keeps receipts of
 SWAP_S = 1.0
 SAMPLE_S = 2.0
+WINDOW = 15  # samples: three lies long
 # Growth that certainly exceeds this is a leak. During a short run the bounded histories of
 # generations, swaps and receipts still fill.
 SLOPE_MIB_MIN, SLOPE_SHORT, SHORT_MIN = 1.0, 3.0, 10.0
@@ -88,10 +89,15 @@ class Sizes:
         self.fds.append(self.process.num_fds())
 
     def slope(self) -> tuple[float, float]:
-        """Return the growth in the last half of the run (MiB/min) and its standard error."""
+        """Return the growth in the last half of the run (MiB/min) and its standard error.
+
+        A lie may take memory for as long as it is told, so the least of each window counts.
+        """
         skip = len(self.at) // 2
-        at = [(moment - self.at[0]) / 60 for moment in self.at[skip:]]
-        mib = self.mib[skip:]
+        size = max(1, min(WINDOW, (len(self.at) - skip) // 6))
+        windows = range(skip, len(self.at) - size + 1, size)
+        at = [(self.at[begin] - self.at[0]) / 60 for begin in windows]
+        mib = [min(self.mib[begin : begin + size]) for begin in windows]
         line = statistics.linear_regression(at, mib)
         rest = [y - line.slope * x - line.intercept for x, y in zip(at, mib, strict=True)]
         spread = statistics.variance(at) * (len(at) - 1)
