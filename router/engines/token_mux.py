@@ -152,9 +152,8 @@ class MuxStream:
                 what = str(wrong)[:200]
                 raise EngineUnreachable(f"the engine sent an invalid frame: {what}") from None
             for request_id, event in events.items():
-                delivery = self._deliveries.get(request_id)
-                if delivery is not None:
-                    delivery.push(event)
+                if request_id in self._deliveries:
+                    self._deliveries[request_id].push(event)
                     wanted = True
         if wanted:
             self._unwanted = 0
