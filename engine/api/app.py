@@ -172,6 +172,7 @@ def build_api(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
             fingerprint=engine.cache.identity.fingerprint,
             page_size=layout.page_size,
             kv_bytes_per_token=layout.layers * layout.token_bytes,
+            layers=layout.layers,
             add_bos=loaded.add_bos,
         )
 

@@ -142,7 +142,8 @@ class ModelInfo(Message):
     chat_template: str | None
     fingerprint: str  # equal iff KV is exchangeable: weights, dtype, RoPE, layout, page size
     page_size: int = Field(ge=1, lt=2**31)
-    kv_bytes_per_token: Count
+    kv_bytes_per_token: Count  # in all layers
+    layers: int = Field(default=1, ge=1, lt=2**31)
     add_bos: bool = False
 
 

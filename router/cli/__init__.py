@@ -1,4 +1,4 @@
-"""The command line: `microserve up | engine | router | chat | strategy | bench`."""
+"""The command line: `microserve up | engine | router | chat | strategy | bench | profile`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from router.base import PREFIX, drop_service_links, hide_keys
 from router.cli.bench import bench
 from router.cli.chat import chat
 from router.cli.options import CONTEXT
+from router.cli.profile import profile
 from router.cli.serve import engine, router
 from router.cli.strategy import strategy
 from router.cli.up import up
@@ -21,7 +22,7 @@ def cli() -> None:
     """A programmable router over LLM microserving engines."""
 
 
-for command in (up, engine, router, chat, strategy, bench):
+for command in (up, engine, router, chat, strategy, bench, profile):
     cli.add_command(command)
 
 

@@ -5,6 +5,7 @@ Imports `model`, `telemetry` and `base`.
 
 from router.engines.api import ChunkStream, Headers
 from router.engines.backend import Backend, Role, guard
+from router.engines.client import EngineClient
 from router.engines.engines_file import engine_url
 from router.engines.http_client import HttpClient
 from router.engines.prefix_index import NOTHING, Expected
@@ -14,6 +15,7 @@ __all__ = [
     "NOTHING",
     "Backend",
     "ChunkStream",
+    "EngineClient",
     "Expected",
     "Headers",
     "HttpClient",

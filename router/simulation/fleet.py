@@ -172,6 +172,7 @@ class VirtualCalls:
             fingerprint=self.engine.identity.fingerprint,
             page_size=self.engine.config.page_size,
             kv_bytes_per_token=profile.kv_bytes_per_token,
+            layers=profile.layers,
         )  # fmt: skip
 
     async def state(self) -> EngineState:

@@ -3,6 +3,7 @@
 May import `base`.
 """
 
+from router.supervisor.child_process import ChildProcess
 from router.supervisor.fleet import Fleet, FleetConfig, as_arguments
 
-__all__ = ["Fleet", "FleetConfig", "as_arguments"]
+__all__ = ["ChildProcess", "Fleet", "FleetConfig", "as_arguments"]
