@@ -18,6 +18,7 @@ from engine.execution.model_runner import ModelRunner
 from engine.execution.step_loop import StepLoop
 from engine.execution.stepper import Stepper
 from engine.kernels.cpu_features import multiplies_bf16
+from engine.latency import FixedLatency
 from engine.mock.runner import MockRunner, mock_sample
 from engine.models import LoadedModel, load_model
 from engine.protocol import BadRequest
@@ -111,9 +112,8 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     if model_runner is not None:
         stepper = Stepper(cache, scheduler, model_runner, sample, engine.deliver, time.monotonic)
     else:
-        mock_runner = MockRunner(
-            cache, step_ms=config.step_ms, prefill_tokens_per_ms=config.prefill_tokens_per_ms
-        )
+        pace = FixedLatency(config.step_ms, config.prefill_tokens_per_ms)
+        mock_runner = MockRunner(cache, pace)
         stepper = Stepper(
             cache, scheduler, mock_runner, mock_sample, engine.deliver, time.monotonic
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from engine.latency import StepLatency, StepWork
 from engine.models.loading.mock import mock_tokens
 from engine.protocol import BadRequest
 from engine.sampling.sampled import Sampled
@@ -23,14 +24,14 @@ _TOKENS = mock_tokens()
 class MockRunner:
     """Takes the place of a `ModelRunner`, and sleeps for the time of a step.
 
-    A step takes `step_ms` and `1 / prefill_tokens_per_ms` more for each prompt token (0: nothing).
-    The engine's own overhead counts towards it, so a busy engine keeps its rate.
+    `latency` tells how long steps take, by their prompt tokens and decodes; it is not told of
+    contexts. The engine's own overhead counts towards it, so a busy engine keeps its rate.
     """
 
-    def __init__(self, cache: KVCache, *, step_ms: float, prefill_tokens_per_ms: float) -> None:
+    def __init__(self, cache: KVCache, latency: StepLatency) -> None:
         self._cache = cache
-        self._step_s = step_ms / 1e3
-        self._token_s = 1e-3 / prefill_tokens_per_ms if prefill_tokens_per_ms else 0.0
+        self._latency = latency
+        self._shortest_s = latency.seconds(StepWork(decodes=1))
         self._due = 0.0  # when the latest step should have ended; monotonic seconds
 
     def run(self, chunks: Sequence[Chunk]) -> None:
@@ -41,16 +42,17 @@ class MockRunner:
         )
         for layer in range(cache.layout.layers):
             cache.put(layer)
-        self._sleep(sum(len(chunk.tokens) - chunk.sample for chunk in chunks))
+        decodes = sum(chunk.sample and len(chunk.tokens) == 1 for chunk in chunks)
+        prompt_tokens = sum(len(chunk.tokens) for chunk in chunks) - decodes
+        self._sleep(self._latency.seconds(StepWork(prompt_tokens, decodes=decodes)))
         cache.end_forward()
 
-    def _sleep(self, prompt_tokens: int) -> None:
-        took = self._step_s + prompt_tokens * self._token_s
+    def _sleep(self, took: float) -> None:
         if not took:
             return
         now = time.monotonic()
         # A delay of less than a step is made up for. After an idle time, the rate starts afresh.
-        self._due = (self._due if now - self._due < self._step_s else now) + took
+        self._due = (self._due if now - self._due < self._shortest_s else now) + took
         if self._due > now:
             time.sleep(self._due - now)
 
