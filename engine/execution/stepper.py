@@ -133,7 +133,7 @@ class Stepper:
         while self._inbox:
             self._inbox.popleft()()
         began = self.clock()
-        if began >= self._swept + self.sweep_s:
+        if began >= self.sweep_due:
             self._swept = began
             self._sweep()
         return PlannedStep(self._scheduler.plan(), began)
@@ -149,11 +149,16 @@ class Stepper:
         return outputs
 
     @property
+    def sweep_due(self) -> float:
+        """The time from which on a step begins with a sweep, by the clock."""
+        return self._swept + self.sweep_s
+
+    @property
     def next_sweep(self) -> float | None:
         """When a sweep is due, by the clock; None if there is nothing to sweep."""
         waiting = self._scheduler.waiting or self.parallel_sampling.retaining
         if waiting or self._closing or self._cache.leases():
-            return self._swept + self.sweep_s
+            return self.sweep_due
         return None
 
     def _sweep(self) -> None:

@@ -142,19 +142,32 @@ class VirtualCache:
     # Steps
 
     def room_for(self, chunks: Sequence[Chunk], times: int) -> bool:
-        """Make free the pages that a step takes if it is computed `times` times; say if it can.
+        """Say if a step has the pages to be computed `times` times, some of them by eviction.
 
-        Evicts what these steps would evict one by one.
+        Nothing is evicted yet: whoever comes before these steps finds the prefixes.
         """
-        manager, size = self.bookkeeping.pages, self.page_size
-        wanted = 0
+        return self._wanted(chunks, times) <= self.bookkeeping.pages.available
+
+    def make_room(self, chunks: Sequence[Chunk], times: int) -> int:
+        """Make free the pages that a step takes if it is computed `times` times.
+
+        Evicts what these steps would evict one by one. Returns for how many of them there is room:
+        `times`, unless what seemed evictable continues a page that is in use.
+        """
+        manager = self.bookkeeping.pages
+        while times > 1:
+            missing = self._wanted(chunks, times) - manager.pool.free
+            if missing <= 0 or manager.prefix.evict(missing) == missing:
+                break
+            times -= 1
+        return times
+
+    def _wanted(self, chunks: Sequence[Chunk], times: int) -> int:
+        size, wanted = self.page_size, 0
         for chunk in chunks:
             sequence = self.sequences[chunk.seq_id]
             wanted += max(0, -(-(sequence.length + times) // size) - len(sequence.table))
-        missing = wanted - manager.pool.free
-        if missing > 0 and missing <= manager.prefix.evictable:
-            manager.prefix.evict(missing)
-        return wanted <= manager.pool.free
+        return wanted
 
     def begin_step(self, chunks: Sequence[Chunk], began: float, seconds: float) -> None:
         """Begin a step that takes `seconds`, and to send what it computes for sends."""

@@ -95,6 +95,7 @@ class VirtualEngine:
         puts = Puts(
             network, peers, self._endpoint, layers=profile.layers,
             token_bytes=profile.kv_bytes_per_token / profile.layers,
+            before_end=lambda: self.steps.cut(),
         )  # fmt: skip
         self.cache = VirtualCache(
             pages, config.page_size, slots, puts, self.identity, endpoint, loop.time,
@@ -251,6 +252,7 @@ class VirtualEngine:
 
     def unpin(self, call: Pin) -> int:
         """See `MicroserveEngine.unpin`."""
+        self.steps.cut()
         self._limits.check_prompt(call.prompt)
         return self.cache.prefix.unpin(call.prompt)
 
@@ -380,6 +382,8 @@ class VirtualEngine:
             stream = self._streams.get(output.generation)
             if stream is not None:
                 stream.put(output)
+            else:  # it was given up during the step
+                self.steps.forget(output.generation)
 
     def _forget(self, generation: Generation) -> None:
         """Drop a generation whose stream has ended, and abort it if it still runs."""

@@ -53,15 +53,18 @@ class Puts:
         *,
         layers: int,
         token_bytes: float,
+        before_end: Callable[[], object],
     ) -> None:
         """`token_bytes` are those of one token in one of `layers` layers.
 
-        `peers` are all engines that can be reached, by their endpoints.
+        `peers` are all engines that can be reached, by their endpoints. `before_end` is called
+        before a put's end takes effect: pages become free, and the stepper hears of it.
         """
         self.network = network
         self.own = own
         self.layers = layers
         self.token_bytes = token_bytes
+        self.before_end = before_end
         self._peers = peers
 
     def open(self, address: KVAddress, begin: int) -> VirtualPut:
@@ -222,6 +225,7 @@ class VirtualPut:
     def _complete(self, done: Future[None]) -> None:
         if not done.set_running_or_notify_cancel():
             return
+        self._puts.before_end()
         if self._failure is not None:
             done.set_exception(self._failure)
         else:

@@ -120,7 +120,11 @@ class VirtualSteps:
         self._row = None
 
     def wake(self) -> None:
-        """Begin a step soon, unless one is under way. Calls of the same moment share it."""
+        """Begin a step soon, unless one is under way. Calls of the same moment share it.
+
+        Whoever gives the stepper work calls `cut` before: a step that began earlier must not take
+        it in.
+        """
         if self._row is None and not self._ending and not self._stopped:
             self._set_timer(self._loop.time(), self._begin_now)
 
@@ -146,9 +150,8 @@ class VirtualSteps:
             last = work._replace(context=work.context + work.decodes * (count - 1))
             growth_s = (self._latency.seconds(last) - first_s) / (count - 1)
         self._row = row = Row(step, chunks, self._now, first_s, growth_s, count)
-        due = self.stepper.next_sweep
-        if count > 1 and due is not None:
-            row.count = min(count, row.ended(due) + 1)
+        if count > 1:
+            row.count = min(count, row.ended(self.stepper.sweep_due) + 1)
         self._cache.begin_step(chunks, row.began, first_s)
         self._wait_for(row)
 
@@ -168,7 +171,11 @@ class VirtualSteps:
             self._begin()
 
     def _end(self, row: Row, count: int) -> None:
-        """Let the first `count` steps of the row take effect; `_begin` has to follow."""
+        """Let the first `count` steps of the row take effect; `_begin` has to follow.
+
+        Fewer, if there are no pages for all of them: the scheduler makes room for the next one.
+        """
+        count = self._cache.make_room(row.chunks, count)
         took = row.seconds(count)
         self._now = row.began + took
         self.busy_s += took
