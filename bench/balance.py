@@ -49,7 +49,7 @@ from bench.deployment import Deployment, deployed, machine_cpu_s
 from bench.report import publish, spread, table
 from router.engines.http_client import HttpClient
 from router.load.client import Outcome, Target, closed_loop, open_loop
-from router.load.report import percentile
+from router.telemetry import percentile
 from router.workload import LoadRequest, WorkloadConfig, open_workload, poisson, timed
 
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")

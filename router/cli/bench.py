@@ -16,7 +16,8 @@ from engine.protocol import BadRequest, MicroserveError
 from router.cli.options import CA_HELP, GroupedCommand, Number, option, read_ca
 from router.cli.workload_options import POSITIVE, workload_of, workload_options
 from router.engines import HttpClient
-from router.load import Outcome, Slo, Target, closed_loop, open_loop, show, summarize
+from router.load import Outcome, Target, closed_loop, open_loop, show, summarize
+from router.telemetry import Slo
 from router.workload import Workload
 
 __all__ = ["bench"]

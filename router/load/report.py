@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from router.load.client import Outcome
+from router.telemetry import Slo, percentile
 
-__all__ = ["Slo", "percentile", "show", "summarize"]
+__all__ = ["show", "summarize"]
 
 QUANTILES = (50, 90, 99)
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Objectives that a request must meet to count for goodput, in ms; `None`: any value."""
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Return a percentile by nearest rank, so one of the values; `None` if there are none."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
 def summarize(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
@@ -42,8 +25,8 @@ def summarize(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
     """
     good = [outcome for outcome in outcomes if outcome.ok]
     took_s = max((outcome.due_s + outcome.end_s for outcome in outcomes), default=0.0)
-    ttft = [_meets(outcome.first_token_s, slo.ttft_ms) for outcome in good]
-    tpot = [_meets(outcome.per_token_s, slo.tpot_ms) for outcome in good]
+    ttft = [slo.meets_ttft(outcome.first_token_s) for outcome in good]
+    tpot = [slo.meets_tpot(outcome.per_token_s) for outcome in good]
     both = sum(map(all, zip(ttft, tpot, strict=True)))
     failed = [o for o in outcomes if not o.ok and not o.rejected]
     tokens_in = sum(outcome.input_tokens or 0 for outcome in good)
@@ -88,10 +71,6 @@ def show(title: str, figures: dict[str, Any], console: Console) -> None:
         row = figures[f"{name}_ms"].values()
         times.add_row(name.upper(), *("–" if ms is None else f"{ms:.1f}" for ms in row))
     console.print(times)
-
-
-def _meets(seconds: float | None, limit_ms: float | None) -> bool:
-    return limit_ms is None or seconds is None or seconds * 1e3 <= limit_ms
 
 
 def _quantiles(seconds: Iterable[float | None]) -> dict[str, float | None]:

@@ -3,6 +3,7 @@
 from router.telemetry.events import Events
 from router.telemetry.logs import serves, set_up_logging
 from router.telemetry.metrics import Metrics
+from router.telemetry.objectives import Slo, percentile
 from router.telemetry.receipts import Call, Leg, Receipt, Receipts
 from router.telemetry.trace import Trace, Tracing
 
@@ -13,8 +14,10 @@ __all__ = [
     "Metrics",
     "Receipt",
     "Receipts",
+    "Slo",
     "Trace",
     "Tracing",
+    "percentile",
     "serves",
     "set_up_logging",
 ]

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from engine.protocol import NoCapacity
 from router.cli import cli
 from router.load.client import Outcome, Target, open_loop
-from router.load.report import Slo, percentile, summarize
+from router.load.report import summarize
+from router.telemetry import Slo, percentile
 from router.workload import LoadRequest
 
 
