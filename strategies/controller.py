@@ -134,7 +134,7 @@ class Controller:
             kept = {
                 id: engine for id, engine in self._engines.items() if id in ids or engine.tokens
             }
-            self._engines = kept | {id: _EngineQueue(id) for id in new}
+            self._engines = kept | {id: _EngineQueue(id) for id in sorted(new)}
 
 
 class Division:

@@ -6,14 +6,17 @@ Everything runs on one asyncio event loop, and the loop's clock is the only one.
 
 from engine.virtual.engine import VOCAB, VirtualEngine
 from engine.virtual.loop import VirtualLoop
-from engine.virtual.network import VirtualNetwork
+from engine.virtual.network import Transfer, VirtualNetwork
 from engine.virtual.put import Endpoint
+from engine.virtual.steps import Row
 from engine.virtual.stream import VirtualEvent, VirtualStream
 from engine.virtual.tokens import output_tokens
 
 __all__ = [
     "VOCAB",
     "Endpoint",
+    "Row",
+    "Transfer",
     "VirtualEngine",
     "VirtualEvent",
     "VirtualLoop",

@@ -194,6 +194,12 @@ class VirtualCache:
 
     # Show
 
+    @property
+    def pages_in_use(self) -> int:
+        """Pages that sequences, leases and pins hold, and that are in quarantine."""
+        manager = self.bookkeeping.pages
+        return manager.total - manager.available
+
     def check_integrity(self) -> None:
         """Check that every page is free or held. Raises `Internal` if one is not."""
         self.bookkeeping.check(self._sender.holders())

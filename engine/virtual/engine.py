@@ -91,7 +91,8 @@ class VirtualEngine:
             EngineId(config.engine_id), 1, SECRET, fingerprint, f"virtual://{config.engine_id}"
         )
         slots = VirtualSlots()
-        self._endpoint = peers[endpoint] = Endpoint(Link(profile.put), 1, slots, self._landed)
+        self.link = Link(profile.put, config.engine_id)
+        self._endpoint = peers[endpoint] = Endpoint(self.link, 1, slots, self._landed)
         puts = Puts(
             network, peers, self._endpoint, layers=profile.layers,
             token_bytes=profile.kv_bytes_per_token / profile.layers,
@@ -121,8 +122,9 @@ class VirtualEngine:
         self._streams: dict[Generation, VirtualStream] = {}
         self._starting: set[str] = set()
         self._sends: dict[str, Send] = {}
-        self._waiters: set[asyncio.Future[None]] = set()  # for KV
-        self._followers: set[asyncio.Queue[PrefixChange | None]] = set()
+        # Sets would have another order in each process.
+        self._waiters: dict[asyncio.Future[None], None] = {}  # for KV
+        self._followers: dict[asyncio.Queue[PrefixChange | None], None] = {}
 
     # Calls
 
@@ -283,12 +285,12 @@ class VirtualEngine:
         changes: asyncio.Queue[PrefixChange | None] = asyncio.Queue()
         names = self.cache.prefix.follow(page_name, self._changed)
         changes.put_nowait(PrefixChange.model_construct(added=names, removed=[]))
-        self._followers.add(changes)
+        self._followers[changes] = None
         try:
             while (change := await changes.get()) is not None:
                 yield change
         finally:
-            self._followers.discard(changes)
+            self._followers.pop(changes, None)
 
     def state(self) -> EngineState:
         """See `GET /microserving/state`."""
@@ -359,11 +361,11 @@ class VirtualEngine:
             if lease.landed >= min(begin or 0, lease.room):
                 break
             landed = self._loop.create_future()
-            self._waiters.add(landed)
+            self._waiters[landed] = None
             try:
                 await landed
             finally:
-                self._waiters.discard(landed)
+                self._waiters.pop(landed, None)
         self.steps.cut()
         generation.cached = self.cache.start_lease(
             lease_id, generation.seq_id, generation.tokens, begin

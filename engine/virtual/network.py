@@ -21,10 +21,12 @@ DONE_BYTES = 1e-3  # what rounding may leave of a transfer
 class Link:
     """One engine's connection to the network, with the transfers in either direction."""
 
-    __slots__ = ("incoming", "latency", "outgoing")
+    __slots__ = ("incoming", "latency", "name", "outgoing", "sent")
 
-    def __init__(self, latency: PutLatency) -> None:
+    def __init__(self, latency: PutLatency, name: str = "") -> None:
         self.latency = latency
+        self.name = name
+        self.sent = 0.0  # bytes, since the start
         self.outgoing: dict[Transfer, None] = {}
         self.incoming: dict[Transfer, None] = {}
 
@@ -32,11 +34,15 @@ class Link:
 class Transfer:
     """Bytes on their way from one link to another; `done` is called when the last one is there."""
 
-    __slots__ = ("done", "left", "rate", "source", "target")
+    __slots__ = ("began", "done", "left", "rate", "size", "source", "target")
 
-    def __init__(self, source: Link, target: Link, size: float, done: Callable[[], object]) -> None:
+    def __init__(
+        self, source: Link, target: Link, size: float, began: float, done: Callable[[], object]
+    ) -> None:
         self.source = source
         self.target = target
+        self.size = size
+        self.began = began
         self.left = size
         self.done = done
         self.rate = 0.0  # bytes per second
@@ -51,18 +57,24 @@ class VirtualNetwork:
         self._at = self._loop.time()  # until when `left` is right
         self._timer: asyncio.TimerHandle | None = None
         self.bytes = 0.0  # carried since the start
+        self.on_end: Callable[[Transfer], object] | None = None  # of a transfer that is through
 
     def start(
         self, source: Link, target: Link, size: float, done: Callable[[], object]
     ) -> Transfer:
         """Start a transfer of `size` bytes; `done` is called at its end, by the event loop."""
         self._advance()
-        transfer = Transfer(source, target, size, done)
+        transfer = Transfer(source, target, size, self._at, done)
         self._transfers[transfer] = None
         source.outgoing[transfer] = None
         target.incoming[transfer] = None
         self._share()
         return transfer
+
+    @property
+    def now(self) -> float:
+        """The loop's time."""
+        return self._loop.time()
 
     def stop(self, transfer: Transfer) -> None:
         """Stop a transfer, whose `done` is not called then. Idempotent."""
@@ -84,6 +96,7 @@ class VirtualNetwork:
             for transfer in self._transfers:
                 carried = min(transfer.rate * passed, transfer.left)
                 transfer.left -= carried
+                transfer.source.sent += carried
                 self.bytes += carried
 
     def _share(self) -> None:
@@ -132,8 +145,11 @@ class VirtualNetwork:
             if transfer.left <= max(DONE_BYTES, transfer.rate * 1e-9)
         ]
         for transfer in over:
+            transfer.source.sent += transfer.left
             self.bytes += transfer.left
             self._remove(transfer)
         self._share()
         for transfer in over:
+            if self.on_end is not None:
+                self.on_end(transfer)
             transfer.done()

@@ -40,6 +40,7 @@ class Row:
     first_s: float
     growth_s: float
     count: int
+    work: StepWork  # of the first one
 
     def seconds(self, steps: int) -> float:
         """Return how long the first `steps` steps take."""
@@ -60,6 +61,30 @@ class Row:
         while steps and self.began + self.seconds(steps) > now:
             steps -= 1  # rounding
         return min(steps, self.count)
+
+
+class PageUse:
+    """How many pages are in use: the mean over time, and the most at the beginning of a step."""
+
+    __slots__ = ("_area", "_at", "_began", "_pages", "peak")
+
+    def __init__(self, now: float) -> None:
+        self.peak = 0
+        self._pages = 0
+        self._area = 0.0  # page-seconds until `_at`
+        self._began = self._at = now
+
+    def note(self, pages: int, now: float) -> None:
+        """So many are in use from now on."""
+        self._area += self._pages * (now - self._at)
+        self._pages, self._at = pages, now
+        if pages > self.peak:
+            self.peak = pages
+
+    def mean(self, now: float) -> float:
+        """Return the mean from the beginning until now."""
+        passed = now - self._began
+        return (self._area + self._pages * (now - self._at)) / passed if passed else 0.0
 
 
 class VirtualSteps:
@@ -88,6 +113,8 @@ class VirtualSteps:
         self._stopped = False
         self._states: dict[SeqId, int] = {}  # of outputs
         self.busy_s = 0.0  # time in steps, since the start
+        self.pages = PageUse(self._now)
+        self.on_steps: Callable[[Row, int], object] | None = None  # rows, and the steps that ended
         self.stepper = Stepper(cache, scheduler, self, self._sample, deliver, lambda: self._now)
         self.stepper.sweep_s = SWEEP_S
         self.stepper.wake = self.wake
@@ -137,6 +164,7 @@ class VirtualSteps:
         if self._stopped:
             return
         step = self.stepper.begin()
+        self.pages.note(self._cache.pages_in_use, self._now)
         if not step.plan:
             due = self.stepper.next_sweep
             self._set_timer(None if due is None else max(due, self._now), self._begin_now)
@@ -149,7 +177,7 @@ class VirtualSteps:
         if count > 1:
             last = work._replace(context=work.context + work.decodes * (count - 1))
             growth_s = (self._latency.seconds(last) - first_s) / (count - 1)
-        self._row = row = Row(step, chunks, self._now, first_s, growth_s, count)
+        self._row = row = Row(step, chunks, self._now, first_s, growth_s, count, work)
         if count > 1:
             row.count = min(count, row.ended(self.stepper.sweep_due) + 1)
         self._cache.begin_step(chunks, row.began, first_s)
@@ -179,6 +207,8 @@ class VirtualSteps:
         took = row.seconds(count)
         self._now = row.began + took
         self.busy_s += took
+        if self.on_steps is not None:
+            self.on_steps(row, count)
         self._row, self._times = None, count
         self._ending = True
         try:

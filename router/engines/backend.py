@@ -152,7 +152,8 @@ class Backend:
         self.heartbeat = 0.0  # its last one (loop time)
         self.replicas: set[Hosted] = set()  # on this engine, of generations of others
         self.mirrored: set[Hosted] = set()  # of its own generations, on others
-        self._calls: set[_Call] = set()
+        # In the order of their starts: a simulation ends them in the same order each time.
+        self._calls: dict[_Call, None] = {}
         self._streams: dict[ChunkStream, _Silence] = {}
 
     @property
@@ -282,12 +283,12 @@ async def guard(call: Coroutine[Any, Any, T], *backends: Backend, endless: bool 
                 if backend.status == "down":
                     raise EngineUnreachable(f"engine {backend.id} is down: {backend.last_error}")
             for backend in backends:
-                backend._calls.add(scope)
+                backend._calls[scope] = None
             try:
                 return await call
             finally:
                 for backend in backends:
-                    backend._calls.discard(scope)
+                    backend._calls.pop(scope, None)
     except TimeoutError:
         if scope.why:
             raise EngineUnreachable(scope.why) from None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from engine.protocol import MicroserveError
@@ -71,7 +71,8 @@ class Receipt:
     seed: int
     prompt_tokens: int
     key: str = ""  # the name of the client's API key
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.monotonic)  # on `clock`
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
     _queueing: int = 0  # choices that are waiting for room
     created: float = field(default_factory=time.time)
     status: Literal["running", "done", "failed", "cancelled"] = "running"
@@ -160,7 +161,7 @@ class Receipt:
         return Timings.of(begin, computed, landed, total)
 
     def elapsed_ms(self) -> float:
-        return (time.monotonic() - self.began) * 1e3
+        return (self.clock() - self.began) * 1e3
 
     @contextmanager
     def timed(self, leg: Leg) -> Iterator[Leg]:
@@ -194,8 +195,8 @@ class Receipt:
 
     def describe(self) -> dict[str, Any]:
         times = self.timings()
-        fields = asdict(self)
-        del fields["began"], fields["_queueing"]
+        fields = asdict(replace(self, clock=time.monotonic))  # a loop's clock cannot be copied
+        del fields["began"], fields["clock"], fields["_queueing"]
         fields["events"] = times.events()
         fields["breakdown_ms"] = times.breakdown()
         return fields

@@ -139,7 +139,7 @@ async def test_an_aborted_request_ends_after_the_step_under_way():
 
 @pytest.mark.parametrize(("first_s", "growth_s"), [(0.01, 0.0), (0.01, 1e-5), (0.3, 0.2)])
 def test_the_steps_that_have_ended_by_a_time(first_s, growth_s):
-    row = Row(None, [], 5.0, first_s, growth_s, 50)  # type: ignore[arg-type]
+    row = Row(None, [], 5.0, first_s, growth_s, 50, StepWork())  # type: ignore[arg-type]
     for steps in range(50):
         end, took = 5.0 + row.seconds(steps), first_s + growth_s * steps
         assert row.ended(end + 0.01 * took) == row.ended(end + 0.99 * took) == steps
