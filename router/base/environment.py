@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 PREFIX = "MICROSERVE"
-COMMANDS = ("UP", "ENGINE", "ROUTER", "CHAT", "STRATEGY", "BENCH")
+COMMANDS = ("UP", "ENGINE", "ROUTER", "CHAT", "STRATEGY", "BENCH", "SIMULATE")
 KEYS = ("--api-key", "--admin-key", "--engine-api-key")
 # What Python and libraries need to run, and nothing that may be secret.
 BARE = frozenset(

@@ -1,4 +1,4 @@
-"""The command line: `microserve up | engine | router | chat | strategy | bench | profile`."""
+"""The command line: `microserve up | engine | router | chat | strategy | bench | profile | …`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from router.cli.chat import chat
 from router.cli.options import CONTEXT
 from router.cli.profile import profile
 from router.cli.serve import engine, router
+from router.cli.simulate import simulate
 from router.cli.strategy import strategy
 from router.cli.up import up
 
@@ -22,7 +23,7 @@ def cli() -> None:
     """A programmable router over LLM microserving engines."""
 
 
-for command in (up, engine, router, chat, strategy, bench, profile):
+for command in (up, engine, router, chat, strategy, bench, profile, simulate):
     cli.add_command(command)
 
 

@@ -10,7 +10,7 @@ import click
 from router.cli.options import Number, option
 from router.workload import ARRIVALS, WORKLOADS, Workload, WorkloadConfig, open_workload
 
-__all__ = ["POSITIVE", "workload_of", "workload_options"]
+__all__ = ["POSITIVE", "config_of", "workload_of", "workload_options"]
 
 POSITIVE = Number(float, 1e-9, 1e12)
 CV = Number(float, 0.01, 100.0)
@@ -60,11 +60,14 @@ def workload_of(values: dict[str, Any]) -> Workload:
 
     Raises `BadRequest`.
     """
+    return open_workload(config_of(values))
+
+
+def config_of(values: dict[str, Any]) -> WorkloadConfig:
+    """Return what the values of these options and of `rate` say of a workload."""
     names = ("seed", "output", "rate", "arrivals", "cv", "speed", "scale")
-    return open_workload(
-        WorkloadConfig(
-            name=values["workload"],
-            input=values["input_"],
-            **{name: values[name] for name in names},
-        )
+    return WorkloadConfig(
+        name=values["workload"],
+        input=values["input_"],
+        **{name: values[name] for name in names},
     )

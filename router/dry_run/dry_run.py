@@ -16,18 +16,15 @@ from dataclasses import dataclass
 from engine.latency import FixedLatency, Profile, PutLatency
 from engine.protocol import EngineConfig, MicroserveError, Sampling
 from engine.virtual import VirtualLoop, output_tokens
-from router.admission import AdmissionQueue, RetryBudget
-from router.base import Chunk, Request, RevisionNumber, RouterConfig, StrategyError, root_cause
-from router.engines import Registry, Role
-from router.execution import ChoiceRunner, ChoiceWriter, Execution, Relocations
-from router.legs import Releaser, Runtime
-from router.rollout import Revision
-from router.simulation import VirtualCalls, VirtualFleet
+from router.base import Chunk, Request, RouterConfig, StrategyError, root_cause
+from router.engines import Role
+from router.execution import ChoiceWriter
+from router.simulation import SimulatedRouter, VirtualFleet, simulated_router
 from router.strategy import Bound
-from router.supervision import ViolationKind, Watchdog, adopting
-from router.telemetry import Events, Metrics, Receipt
+from router.supervision import Watchdog, adopting
+from router.telemetry import Metrics
 
-__all__ = ["DryRunFailed", "SimulatedRouter", "dry_run", "simulated_router"]
+__all__ = ["DryRunFailed", "Trial", "dry_run", "trial"]
 
 LENGTHS = (1, 7, 16, 17, 100, 700)
 NEW = 6
@@ -36,8 +33,9 @@ CLUSTERS: tuple[tuple[Role, ...], ...] = (
     ("prefill", "prefill", "decode", "decode"),
 )  # fmt: skip
 CONFIG = RouterConfig(
-    health_interval_s=1e6, request_timeout_s=600.0, stall_s=30.0, release_timeout_s=2.0
-)
+    health_interval_s=1e6, request_timeout_s=600.0, stall_s=30.0, release_timeout_s=2.0,
+    max_queue=8, retry_share=1.0,
+)  # fmt: skip
 CALL_S = 1e-3
 RELEASE_S = 0.02  # more than it takes to tell the engines that something has ended
 PROFILE = Profile(
@@ -72,7 +70,7 @@ async def _all(bound: Bound) -> int:
     watchdog = Watchdog(Metrics(), BLOCK_LIMIT_S)
     with adopting(asyncio.get_running_loop()), watchdog.watching():
         for roles in CLUSTERS:
-            async with simulated_router(bound, roles) as router:
+            async with trial(bound, roles) as router:
                 for length in LENGTHS:
                     tokens = "1 token" if length == 1 else f"{length} tokens"
                     for state in ("cold", "warm"):
@@ -81,7 +79,7 @@ async def _all(bound: Bound) -> int:
                 requests += router.requests
         for roles in CLUSTERS[1:3]:
             requests += await _cancellations(bound, roles)
-            async with simulated_router(bound, roles, dies_after=[NEW // 2]) as router:
+            async with trial(bound, roles, dies_after=[NEW // 2]) as router:
                 await router.check("an engine dies in mid-stream", [_prompt(50)])
                 requests += router.requests
     return requests
@@ -90,7 +88,7 @@ async def _all(bound: Bound) -> int:
 async def _cancellations(bound: Bound, roles: Sequence[Role]) -> int:
     """Cancel a request at every point; return how many requests that took."""
     for number in range(CANCELLATIONS):
-        async with simulated_router(bound, roles) as router:
+        async with trial(bound, roles) as router:
             if await router.cancel(number * CANCEL_STEP_S):
                 return number
     return CANCELLATIONS
@@ -104,16 +102,11 @@ class _Discard(ChoiceWriter):
 
 
 @dataclass(slots=True)
-class SimulatedRouter:
-    """A router without HTTP in front of virtual engines."""
+class Trial:
+    """A strategy's scenarios on one fleet."""
 
-    bound: Bound
+    router: SimulatedRouter
     roles: Sequence[str]
-    execution: Execution
-    engines: list[VirtualCalls]
-    fleet: VirtualFleet
-    revision: Revision
-    violations: list[str]
     requests: int = 0
 
     async def check(self, scenario: str, prompts: list[list[int]]) -> None:
@@ -151,70 +144,42 @@ class SimulatedRouter:
 
     async def generate(self, prompt: list[int]) -> list[int]:
         """Run one request and return its tokens. Raises the client's error."""
-        receipt = Receipt(
-            id=f"dry-run-{self.requests}", generation=RevisionNumber(1),
-            strategy=self.bound.strategy.name, params={}, seed=0, prompt_tokens=len(prompt),
-        )  # fmt: skip
-        arrived = asyncio.get_running_loop().time()
-        runner = ChoiceRunner(self.execution, self.revision, receipt, {}, arrived)
-        writer = _Discard(receipt)
         sampling = Sampling(max_tokens=NEW, temperature=0.0)
-        request = Request(id=receipt.id, prompt=prompt, sampling=sampling, session="dry-run")
-        async with asyncio.timeout(CONFIG.request_timeout_s):
-            await runner.run(request, writer)
+        request = Request(
+            id=f"dry-run-{self.requests}", prompt=prompt, sampling=sampling, session="dry-run"
+        )
+        receipt = self.router.receipt(request)
+        writer = _Discard(receipt)
+        await self.router.run(request, writer, receipt)
         return writer.tokens
 
     async def _check_clean(self, scenario: str) -> None:
         await asyncio.sleep(RELEASE_S)
-        if self.violations:
-            self._fail(scenario, self.violations[0])
-        if left := [what for calls in self.engines for what in calls.engine.busy]:
-            self._fail(scenario, f"it left {left[0]}")
-        if any(not backend.load.idle for backend in self.execution.runtime.registry):
-            self._fail(scenario, "it left load behind")
+        if self.router.violations:
+            self._fail(scenario, self.router.violations[0])
+        if left := self.router.left:
+            self._fail(scenario, f"it left {left}")
 
     def _fail(self, scenario: str, what: str) -> None:
-        name, cluster = self.bound.strategy.name, "+".join(self.roles)
-        prefix = f"{self.revision.label}: "
+        revision, cluster = self.router.revision, "+".join(self.roles)
+        name, prefix = revision.bound.strategy.name, f"{revision.label}: "
         raise DryRunFailed(
             f"strategy {name}: {what.removeprefix(prefix)} [dry run: {scenario}; engines {cluster}]"
         )
 
 
 @asynccontextmanager
-async def simulated_router(
+async def trial(
     bound: Bound, roles: Sequence[Role], dies_after: list[int] | None = None
-) -> AsyncIterator[SimulatedRouter]:
-    """A router in front of virtual engines with `roles`; `dies_after` as of `VirtualCalls`."""
+) -> AsyncIterator[Trial]:
+    """A trial on virtual engines with `roles`; `dies_after` as of `VirtualCalls`."""
     fleet = VirtualFleet(call_s=CALL_S, most_at_once=1)
     if dies_after:
         fleet.dies_after = dies_after
-    violations: list[str] = []
-
-    def violated(revision: Revision, kind: ViolationKind, message: str) -> None:
-        violations.append(message)
-
-    engines = [
+    for i, role in enumerate(roles):
         fleet.add(EngineConfig(engine_id=f"sim-{i}", role=role), PROFILE)
-        for i, role in enumerate(roles)
-    ]
-    async with asyncio.TaskGroup() as tasks:
-        metrics, releaser = Metrics(), Releaser(tasks, 2.0)
-        relocations = Relocations()
-        registry = Registry(CONFIG, fleet.connect, tasks, Events(), on_drain=relocations.leave)
-        for engine in engines:
-            registry.add(engine.url)
-        try:
-            # Reading the model takes a thread, so real time: meanwhile no virtual time may pass.
-            while any(backend.status != "up" for backend in registry):  # noqa: ASYNC110  see above
-                await asyncio.sleep(0)
-            runtime = Runtime(CONFIG, registry, releaser, metrics, tasks)
-            execution = Execution(runtime, AdmissionQueue(8), RetryBudget(1.0), relocations)
-            revision = Revision(RevisionNumber(1), bound, None, violated)
-            yield SimulatedRouter(bound, roles, execution, engines, fleet, revision, violations)
-        finally:
-            registry.close()
-            releaser.close()
+    async with simulated_router(bound, fleet, CONFIG) as router:
+        yield Trial(router, roles)
 
 
 def _prompt(length: int) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 from engine.protocol import BadRequest
 from engine.virtual import output_tokens
 from engine.virtual.loop import VirtualLoop
-from router.dry_run.dry_run import DryRunFailed, dry_run, simulated_router
+from router.dry_run.dry_run import DryRunFailed, dry_run, trial
 from router.dry_run.dry_run_process import dry_run_source, dry_run_strategy
 from router.rollout.catalog import Catalog
 from router.simulation.fleet import VirtualCalls
@@ -198,8 +198,8 @@ def test_a_virtual_replica_survives_its_engine(monkeypatch, every):
 
     async def resumed() -> list[int]:
         bound = Catalog().find("replicate").bind({"every": every})
-        async with simulated_router(bound, ("any", "any", "any"), dies_after=[4]) as simulated:
-            return await simulated.generate(prompt)
+        async with trial(bound, ("any", "any", "any"), dies_after=[4]) as tried:
+            return await tried.generate(prompt)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         assert runner.run(resumed()) == output_tokens(prompt, 6)

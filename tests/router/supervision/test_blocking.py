@@ -19,7 +19,7 @@ from forked import ForkedProcess, run_microserve
 from router_process import RouterProcess, until
 
 from router.base.errors import StrategyBlocked
-from router.dry_run.dry_run import simulated_router
+from router.dry_run.dry_run import trial
 from router.rollout.catalog import Catalog
 from router.supervision.child_tasks import adopting
 from router.supervision.interruption import Interrupted
@@ -166,13 +166,13 @@ async def test_only_the_blocking_strategy_is_interrupted():
     loop.set_exception_handler(lambda loop, context: stray.append(context))
     with adopting(loop), Watchdog(Metrics(), 0.02).watching():
         async with (
-            simulated_router(late, ("any", "any")) as simulated,
+            trial(late, ("any", "any")) as tried,
             asyncio.TaskGroup() as others,
         ):
             others.create_task(innocent())
             # On a busy machine the watchdog is late; repeat until it interrupts a strategy.
             while sum(outcomes.values()) < 45 or len(outcomes) < 2:
-                asks = [simulated.generate(list(range(1, 20 + i))) for i in range(3)]
+                asks = [tried.generate(list(range(1, 20 + i))) for i in range(3)]
                 for answer in await asyncio.gather(*asks, return_exceptions=True):
                     outcomes[type(answer)] += 1
             over.set()
