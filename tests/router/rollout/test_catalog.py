@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 
 import pytest
 
-from engine.protocol import BadRequest
+from engine.protocol import BadRequest, Timeout
 from router.base.errors import Conflict, NotFound
 from router.rollout.catalog import Catalog
 
@@ -204,3 +206,20 @@ async def test_the_module_of_an_upload_can_be_found(catalog):
     with pytest.raises(BadRequest, match="no strategy 'yours'"):
         await catalog.load_in_thread(HEAD + ONE.format("mine"), name="yours", limit_s=20)
     assert modules() - before == {loaded.function.__module__}
+
+
+async def test_an_upload_that_ends_too_late_leaves_no_module(catalog, monkeypatch):
+    """It swallows its interruption, and defines its strategy after the router has given up."""
+    gate, before = threading.Event(), modules()
+    monkeypatch.setattr(sys, "gate", gate, raising=False)
+    late = "import sys\ntry:\n    sys.gate.wait()\nexcept BaseException:\n    pass\n"
+    with pytest.raises(Timeout):
+        await catalog.load_in_thread(late + HEAD + ONE.format("mine"), file="m.py", limit_s=0.05)
+    assert modules() > before
+    with pytest.raises(Conflict, match="an earlier upload still runs"):
+        await catalog.load_in_thread(HEAD + ONE.format("yours"), file="y.py", limit_s=20)
+    gate.set()
+    async with asyncio.timeout(20):
+        while catalog._threads.late or modules() != before:  # noqa: ASYNC110  a thread ends
+            await asyncio.sleep(0.005)
+    assert "mine" not in [one["name"] for one in catalog.describe()]
