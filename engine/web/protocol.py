@@ -83,7 +83,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disconnected()
         if self._task is not None and self._cycles and not self._cycles[0].response_complete:
             self._task.cancel()
-        self._unread = False
         self._drop_waiting()
         self._budget.give(self._held)
         self._held = 0
@@ -256,7 +255,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(overloaded=True)
 
     def on_message_complete(self) -> None:
-        self._unparsed = 0
         if not self._body_left:
             super().on_message_complete()
 

@@ -47,6 +47,7 @@ MIB = 1 << 20
 # parsed and unparsed; a frame of an engine has up to 16 MiB, and exists twice.
 CEILING_MIB = {"floods": 320, "pages": 32, "liars": 200, "uploads": 64, "fields": 600}
 LEASES_S = 45.0  # a lease is given 30 s
+PATIENCE = 10  # times that an honest client asks again where it is told to
 ORIGIN = {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}
 # What an uploaded module does when it is imported; MARK names the process that it leaves behind.
 UPLOADS = {
@@ -85,7 +86,12 @@ class Honest:
         }  # fmt: skip
         headers = {"Authorization": f"Bearer {KEY}"}
         url = f"{self._deployment.url}/v1/completions"
-        reply = httpx.post(url, json=body, headers=headers, timeout=120)
+        for _ in range(PATIENCE):
+            reply = httpx.post(url, json=body, headers=headers, timeout=120)
+            if reply.status_code != 503 or "overloaded" not in reply.text:
+                break
+            # Bodies of others who have the key fill the budget for a moment.
+            time.sleep(float(reply.headers["retry-after"]))
         if reply.status_code != 200:
             return f"{reply.status_code} {reply.text[:200]}"
         return reply.json()["choices"][0]["token_ids"]

@@ -249,6 +249,10 @@ async def test_heads_and_bodies_do_not_add_up():
         await server.send(get(*[long] * 7))
         await server.send(post(50_000) + b"x" * 50_000)
     assert server.statuses == [200] * 4
+    chunked = b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n"
+    await server.send(chunked + b"\r\n".join([*[long] * 7, b"\r\n"]))
+    await server.send(b"4;" + b"x" * 30_000 + BODY[1:])
+    assert server.statuses == [200] * 5
     await server.end()
 
 
