@@ -17,8 +17,8 @@ streams (Little's law), and with G ms of prefill promised to it λ·G / (1 - ρ)
 (If requests came to the decode engine at random, S - x, its own part of the prompt, would stand in
 place of 0.6·S - x. They come one by one from the prefill engine, and wait less. For ρ, the prefill
 work of all engines is spread evenly, and at most 0.4 is assumed: a measurement over few requests is
-often too high. In the model of the engines in `tests/strategies`, the rule is about as good as the
-best fixed ratio at any load, with any number of engines of either role.)
+often too high. On virtual engines, the rule is about as good as the best fixed ratio at any load,
+with any number of engines of either role: `tests/strategies/test_balanced.py`.)
 
 B and G follow every request at once. T, ρ and the engines' speeds are measured and forget slowly.
 The speeds tell whether an engine is a different machine. Whether an engine first had to finish a

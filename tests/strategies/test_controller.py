@@ -1,112 +1,15 @@
-"""The controller of `balanced`: against fixed ratios, on a model of engines in virtual time."""
+"""The controller of `balanced`: its rule, with a clock that the tests set."""
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import pytest
-from engines_model import Job, Model, controlled, fixed, mean_time, poisson, shares
 
 from router import Chunk
 from strategies.controller import Controller
 
-RATIOS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-SEEDS = range(3)
-COUNT = 100
 PAIR = {"prefill": "p", "decode": "d", "prefills": ["p"], "decodes": ["d"]}
-
-
-def auto(*engines: int, **settings) -> Model:
-    model: Model
-    model = Model(controlled(lambda: model), *engines, **settings)
-    return model
-
-
-def run(model: Model, jobs: list[Job]) -> list[Job]:
-    model.run(jobs)
-    return jobs
-
-
-@pytest.mark.parametrize(
-    ("engines", "tokens", "output", "rate", "slower"),
-    [
-        ((1, 1), 384, 12, 0.6, ()),
-        ((1, 1), 384, 12, 1.8, ()),  # more prefill than one engine can do
-        ((1, 1), 26, 32, 7.0, ()),  # almost only decoding
-        ((1, 1), 1000, 100, 0.6, ()),
-        ((2, 1), 384, 12, 3.0, ()),
-        ((1, 2), 384, 12, 1.8, ()),  # best if the decode engines do most of the prefill
-        ((2, 2), 1000, 100, 1.5, ()),
-        ((1, 1), 384, 12, 0.8, (2.0, 1.0)),  # a slow prefill engine
-        ((1, 1), 384, 12, 1.0, (1.0, 2.0)),  # a slow decode engine
-    ],
-)
-def test_auto_is_as_good_as_the_best_fixed_ratio(engines, tokens, output, rate, slower):
-    def mean(make) -> float:
-        times = []
-        for seed in SEEDS:
-            jobs = poisson(seed, COUNT, rate=rate, tokens=tokens, output=output)
-            times.append(mean_time(run(make(), jobs)))
-        return statistics.fmean(times)
-
-    best = min(mean(lambda r=r: Model(fixed(r), *engines, slower=slower)) for r in RATIOS)
-    assert mean(lambda: auto(*engines, slower=slower)) < 1.07 * best
-
-
-def phase(start: float, count: int, every: float, tokens: int, output: int) -> list[Job]:
-    return [Job(start + n * every, tokens, output) for n in range(count)]
-
-
-def test_the_ratio_settles_after_a_step_and_does_not_oscillate():
-    """Arrivals at a fixed pace: the load trebles and falls back, prompts shrink, outputs grow."""
-    steps = [
-        (40, 1.5, 384, 12), (40, 0.5, 384, 12), (40, 1.5, 384, 12), (40, 0.3, 26, 32),
-        (40, 2.0, 1000, 12), (40, 2.0, 384, 200),
-    ]  # fmt: skip
-    jobs, at = [], 0.0
-    settled = []
-    for count, every, tokens, output in steps:
-        jobs += phase(at, count, every, tokens, output)
-        at += count * every
-    run(auto(), jobs)
-    for part in _parts(jobs, 40):
-        late = list(shares(part[20:]))
-        settled.append(statistics.fmean(late))
-        assert max(late) - min(late) < 0.12, late
-    assert settled[1] > 0.2  # at 2 requests a second one engine cannot prefill all
-    assert settled[2] == pytest.approx(settled[0], abs=0.05)  # as in the first phase
-    assert settled[3] < 0.05
-    assert settled[4] > 0.3
-    assert settled[5] < 0.05  # many streams run: their engine gets little prefill
-
-
-def _parts(jobs: list[Job], size: int) -> list[list[Job]]:
-    return [jobs[n : n + size] for n in range(0, len(jobs), size)]
-
-
-def test_auto_is_as_good_as_the_best_ratio_of_each_phase():
-    """Measurements of one workload do not spoil the division of the next."""
-    phases = [(1.8, 384, 12), (7.0, 26, 32), (0.5, 1000, 100), (1.8, 384, 12)]
-    jobs: list[Job] = []
-    for seed, (rate, tokens, output) in enumerate(phases):
-        start = jobs[-1].at + 20 if jobs else 0.0
-        jobs += [
-            Job(start + job.at, job.tokens, job.output)
-            for job in poisson(seed, COUNT, rate=rate, tokens=tokens, output=output)
-        ]
-    run(auto(), jobs)
-    for seed, (rate, tokens, output) in enumerate(phases):
-        best = min(
-            mean_time(
-                run(
-                    Model(fixed(ratio)),
-                    poisson(seed, COUNT, rate=rate, tokens=tokens, output=output),
-                )
-            )
-            for ratio in RATIOS
-        )
-        assert mean_time(jobs[seed * COUNT : (seed + 1) * COUNT]) < 1.1 * best
 
 
 class Clock:
