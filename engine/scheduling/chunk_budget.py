@@ -25,6 +25,7 @@ which profiles the budget beforehand; here it is measured while serving.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = ["MIN_TOKENS", "PROBES", "PROBE_EVERY", "ChunkBudget"]
@@ -68,11 +69,12 @@ class ChunkBudget:
         """
         if not self._slowdown or not decodes:
             return most
-        if self._probes_left >= 1 and not self._has_measured(decodes):
+        similar = self._similar(decodes)
+        if self._probes_left >= 1 and not self._has_measured(similar):
             self._probes_left -= 1
             return 0
         ratio = max(self._slowdown - 1, waiting / decodes if waiting > decodes else 0.0)
-        fitting = ratio * self._decode_seconds(decodes) * self._prompt_tokens
+        fitting = ratio * self._decode_seconds(decodes, similar) * self._prompt_tokens
         if self._prompt_tokens and fitting >= most * self._prompt_seconds:
             return most
         by_cost = int(fitting / self._prompt_seconds) if self._prompt_seconds else 0
@@ -87,7 +89,7 @@ class ChunkBudget:
             self._decode_steps.append(_DecodeStep(self._step, decodes, seconds))
             return
         self._probes_left = min(self._probes_left + 1 / PROBE_EVERY, PROBES)
-        decode_s = self._decode_seconds(decodes) if decodes else 0.0
+        decode_s = self._decode_seconds(decodes, self._similar(decodes)) if decodes else 0.0
         prompt_s = max(seconds - decode_s, 0.0)
         if decodes and self._prompt_tokens:  # caps the weight of a single slow step
             expected = tokens * self._prompt_seconds / self._prompt_tokens
@@ -97,22 +99,20 @@ class ChunkBudget:
 
     def _similar(self, decodes: int) -> list[_DecodeStep]:
         """Return the recent steps with about as many decodes and no prompt tokens."""
+        after, least, most = self._step - MAX_AGE, decodes / SIMILAR, decodes * SIMILAR
         return [
             measured
             for measured in self._decode_steps
-            if self._step - measured.step < MAX_AGE
-            and decodes <= measured.decodes * SIMILAR
-            and measured.decodes <= decodes * SIMILAR
+            if measured.step > after and least <= measured.decodes <= most
         ]
 
-    def _has_measured(self, decodes: int) -> bool:
-        similar = self._similar(decodes)
+    def _has_measured(self, similar: Sequence[_DecodeStep]) -> bool:
         return len(similar) > 1 and self._step - similar[-1].step < PROBE_EVERY
 
-    def _decode_seconds(self, decodes: int) -> float:
+    def _decode_seconds(self, decodes: int, similar: Sequence[_DecodeStep]) -> float:
         """Estimate the time of the decodes alone, rather too low. 0 if nothing is known."""
         known = sorted(
             measured.seconds * min(1.0, decodes / measured.decodes)
-            for measured in self._similar(decodes) or self._decode_steps
+            for measured in similar or self._decode_steps
         )
         return known[(len(known) - 1) // 4] if known else 0.0

@@ -186,10 +186,12 @@ class VirtualCache:
         if step is None:
             raise Internal("a step ends that was not begun")
         if times > 1:
-            ids = [chunk.seq_id for chunk in chunks]
-            for seq_id in ids:
-                self.sequences.grow(seq_id, self.sequences[seq_id].length + times)
-            step = self.sequences.begin_step(ids, [times] * len(ids))
+            for chunk in chunks:  # decodes send nothing, so no step needs to be described
+                sequence = self.sequences[chunk.seq_id]
+                self.sequences.grow(chunk.seq_id, sequence.length + times)
+                sequence.length = TokenPos(sequence.length + times)
+            self.sequences.copied(step.copies)
+            return
         self.sequences.finish_step(step)
 
     # Show

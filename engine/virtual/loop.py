@@ -11,6 +11,8 @@ __all__ = ["VirtualLoop"]
 
 # Threads and sockets run in real time: the clock jumps only after they had this long to report.
 REAL_S = 0.05
+# Without any, only the pipe with which threads wake the loop is to be emptied now and then.
+REAL_EVERY = 256  # calls
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -38,15 +40,23 @@ class _JumpingSelector(selectors.BaseSelector):
     def __init__(self) -> None:
         self.now = 0.0
         self.threads = 0
+        self._calls = 0  # without a look at what is real
         self._real = selectors.DefaultSelector()
 
     def thread_ended(self, _: asyncio.Future[Any]) -> None:
         self.threads -= 1
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        sockets = len(self._real.get_map()) - 1  # without the one that the loop wakes itself with
+        if timeout is not None and not self.threads and not sockets:
+            self._calls += 1
+            if self._calls < REAL_EVERY:
+                if timeout > 0:
+                    self.now += timeout
+                return []
+        self._calls = 0
         if timeout is None or timeout <= 0:
             return self._real.select(timeout)
-        sockets = len(self._real.get_map()) - 1  # without the one that the loop wakes itself with
         ready = self._real.select(REAL_S if self.threads or sockets else 0)
         if not ready:
             self.now += timeout
