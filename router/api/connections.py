@@ -35,8 +35,6 @@ class Connections:
             log_level="warning",
             access_log=False,
             proxy_headers=False,  # who may use the admin API depends on the true address
-            server_header=False,
-            date_header=False,
             reset_contextvars=True,  # a request must not see the context of the one before it
         )
         self._config.load()

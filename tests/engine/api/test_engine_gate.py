@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -26,7 +27,12 @@ async def reached(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def call(
-    method: str, path: str, headers: dict[str, str] | None = None, **config: Any
+    method: str,
+    path: str,
+    headers: dict[str, str] | None = None,
+    *,
+    state: dict[str, Any] | None = None,
+    **config: Any,
 ) -> tuple[int, str | None]:
     """Send a request to a gate; return the status and the error's type."""
     sent: list[Message] = []
@@ -39,10 +45,20 @@ async def call(
 
     given = {"host": "127.0.0.1:8100", **(headers or {})}
     raw = [(name.encode(), value.encode("latin-1")) for name, value in given.items()]
-    scope = {"type": "http", "method": method, "path": path, "headers": raw, "state": {}}
+    scope = {"type": "http", "method": method, "path": path, "headers": raw, "state": state or {}}
     await Gate(reached, EngineConfig(**config))(scope, receive, send)
     body = json.loads(sent[1]["body"])
     return sent[0]["status"], body["error"]["type"] if body else None
+
+
+async def test_a_connection_beyond_the_limit_gets_probes_only():
+    closed: list[str] = []
+    crowded = {"crowded": True, "connection": SimpleNamespace(
+        shutdown=lambda: closed.append("closed"), arrived=True, gone=False
+    )}  # fmt: skip
+    for path, status in (("/health", 200), ("/microserving/state", 503)):
+        assert (await call("GET", path, state=crowded))[0] == status
+    assert closed == ["closed", "closed"]
 
 
 OK, KEY, NO = (200, None), (401, "unauthorized"), (403, "forbidden")
@@ -64,7 +80,8 @@ def basic(key: str) -> dict[str, str]:
 @pytest.mark.parametrize("path", ["/docs", "/redoc", "/openapi.json", "/docs/swagger-ui.css"])
 async def test_browsers_send_the_key_for_the_documentation_as_a_password(path: str):
     assert await call("GET", path, basic("k:k"), api_key="k:k") == OK
-    for wrong in (basic("k"), {}, {"authorization": "Basic é"}, {"authorization": "Basic"}):
+    spoilt = {"authorization": basic("k:k")["authorization"].replace("Basic ", "Basic *")}
+    for wrong in (basic("k"), {}, spoilt, {"authorization": "Basic é"}, {"authorization": "Basic"}):
         assert await call("GET", path, wrong, api_key="k:k") == KEY
     # A browser sends a password by itself, so it opens nothing that does anything.
     for other in ("/microserving/state", "/docsx", "/"):

@@ -712,6 +712,23 @@ def test_mirror_of_an_ended_lease_fails_and_frees_its_pages(pair: Pair):
     assert not receiver.store.pool.count_nonzero()
 
 
+def test_a_mirror_whose_write_cannot_be_queued_writes_nothing(pair: Pair, monkeypatch):
+    """It fails between the write and the signal: what is queued must not be written."""
+    sender, receiver = pair
+    lease, address = receiver.prep_recv("r", PROMPT, 22, 0, 10.0)
+    mirror = sender.open_mirror(address, PROMPT)
+    assert mirror.put is not None
+    cancelled: list[bool] = []
+    monkeypatch.setattr(mirror.put, "signal", lambda landed: 1 / 0)
+    cancel = mirror.put.cancel
+    monkeypatch.setattr(mirror.put, "cancel", lambda: (cancelled.append(True), cancel()))
+    sender.mirror(sequence(sender, 1, PROMPT), mirror, 1)
+    assert isinstance(mirror.failure, Internal) and cancelled == [True]
+    mirror.put.close().result(10)
+    assert (mirror.landed, receiver.lease(lease.lease_id).landed) == (0, 0)
+    receiver.release(lease.lease_id)
+
+
 def test_mirror_gets_more_room_in_the_same_lease(pair: Pair):
     sender, receiver = pair
     lease, address = receiver.prep_recv("r", PROMPT, 22, 1, 10.0)

@@ -121,10 +121,11 @@ def test_the_scratch_page_does_not_count_towards_the_half() -> None:
 
 def test_pins_of_the_same_pages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take no further pages, but each is remembered until it is unpinned."""
-    monkeypatch.setattr(eviction, "MAX_PINS", 2)
+    assert eviction.MAX_PINS == 1024
+    monkeypatch.setattr(eviction, "MAX_PINS", 400)
     policy = EvictionPolicy(9)
-    policy.pin(b"a", [PageId(1)])
-    policy.pin(b"b", [PageId(1)])
+    for key in (b"a", b"b", *(b"%d" % number for number in range(398))):
+        policy.pin(key, [PageId(1)])
     with pytest.raises(NoCapacity):
         policy.pin(b"c", [PageId(1)])
     policy.pin(b"b", [PageId(1), PageId(2)])
@@ -144,6 +145,7 @@ def test_a_pin_does_not_keep_a_prompt_that_is_not_cached(cache: KVCache) -> None
 def test_pinned_pages_that_a_sequence_shares_do_not_stand_in_its_way(cache: KVCache) -> None:
     cached(cache, A, 1)
     assert cache.pinned_beside(A) == 0
+    assert cache.bookkeeping.pages.policy.pinned_among([PageId(1)]) == 0
     cache.pin(A)
     assert cache.pinned_beside(B) == 4
     assert cache.pinned_beside([*A, *B]) == 0

@@ -211,6 +211,16 @@ def test_cuts_leave_nothing_behind(tree: Tree):
     assert len(tree.cache._leaves) <= 2  # the heap of eviction keeps no removed nodes
 
 
+def test_a_cut_of_a_leaf_in_use_leaves_nothing_behind(tree: Tree):
+    pages = tree.pool.take(2)
+    tree.cache.insert([1, 2, 3, 4], pages)
+    assert tree.cache.evict(1) == 0  # the leaf waits for its last page
+    assert tree.cache._leaves._parked
+    tree.cache.cut([1, 2], 0)
+    assert not tree.cache._leaves._parked and not tree.pool.awaited
+    tree.pool.drop(pages)
+
+
 @pytest.mark.parametrize("damage", [{"key": b""}, {"pages": []}, {"key": b"", "pages": []}])
 def test_a_broken_node_is_found(damage: dict[str, Any]):
     tree = Tree()
