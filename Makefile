@@ -11,7 +11,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 .PHONY: help demo serve test test-fast test-thorough conformance fuzz soak starve attack mutants check \
 	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
-	bench-prefix bench-disconnect bench-aiperf peers clean
+	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm peers clean
 
 ##@ Try it
 
@@ -96,6 +96,9 @@ bench-prefix: $(VENV)/demo.stamp  ## lookup of a long prompt among many cached p
 
 bench-disconnect: $(VENV)/demo.stamp  ## from a client's disconnect until both engines hold nothing of its request
 	@$(RUN) -m bench.disconnect $(DISCONNECT_FLAGS)
+
+bench-simulated-vllm: $(VENV)/demo.stamp  ## virtual engines against real runs of vLLM (LLMSERVINGSIM=its bench/examples)
+	@$(RUN) -m bench.simulated_vllm $(LLMSERVINGSIM)
 
 bench-faults: $(VENV)/demo.stamp  ## engines that die and hang under load (FAULTS_MINUTES=5, FAULTS_STREAMS=16)
 	@$(RUN) -m bench.faults --minutes $(or $(FAULTS_MINUTES),5) --streams $(or $(FAULTS_STREAMS),16) $(FAULTS_FLAGS)

@@ -15,9 +15,11 @@ Theory: a profile has a latency model of steps, one of puts, and the size of its
   measured, the table has the one prompt. With tp=2, batches of 64 are left out: 32,768 tokens in
   0.8 s would be nine times the peak of two A100s. No chunk was measured after a context; attention
   to that is counted at `ATTENTION` of the devices' peak, as in the microserving paper's Table 3.
-- Llama-3.1-8B on RTX 4090 and RTX PRO 6000: LLMServingSim publishes times of vLLM's kernels. A step
-  is their sum: 32 layers, embedding, final norm, output matrix and sampler. Whole prompts of other
-  lengths than those whose attention was measured are in the table too, and in no residual.
+- Llama-3.1-8B on RTX 4090 and RTX PRO 6000, Qwen3-32B and Qwen3-30B-A3B on RTX PRO 6000:
+  LLMServingSim publishes times of vLLM's kernels. A step is their sum: all layers, embedding, final
+  norm, output matrix and sampler. Whole prompts of other lengths than those whose attention was
+  measured are in the table too, and in no residual. What two devices exchange is computed, not
+  measured (bench/profiles_kernels.py).
 - Llama-3.1-8B on A100-40G: the microserving paper, Table 3 and section 4.2. Its prefill times are
   those of 500 new tokens after 500, 2500 and 4500, per layer, times 32 layers. A prompt of 1000
   takes 1.7 times as long as its second half. Four equations determine three coefficients. Decodes
@@ -42,7 +44,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from bench.profiles_kernels import KernelTimes
+from bench.profiles_kernels import KernelTimes, Link
 from bench.report import table
 from engine.latency import (
     DEVICES,
@@ -66,6 +68,14 @@ PROFILES = Path(__file__).parents[1] / "engine/latency/profiles"
 LAYER_S = 29.8e-6  # per layer of a put: microserving, Table 3
 NVLINK, A100_NET, H100_NET = 300e9, 25e9, 50e9  # bytes/s in each direction
 PCIE4, PCIE5 = 25e9, 50e9  # of 32 and 64 GB/s, what copies reach
+LINK = Link(16e9, 20e-6)  # of two RTX PRO 6000, in the configurations beside LLMServingSim's runs
+BETWEEN = {  # devices, by tensor- and data-parallel degree
+    (1, 1): "",
+    (2, 1): "two sums a layer over a link of 16 GB/s and 20 µs, as its configurations say; ",
+    (1, 2): "attention data-parallel over two devices that divide the experts and step together "
+    "(DP=2, EP=2): the pair is one engine, with two transfers a layer over a link of 16 GB/s and "
+    "20 µs, as its configurations say; experts chosen uniformly; ",
+}
 PEAK = {"a100": 312e12, "h100": 989e12}  # bfloat16 operations per second
 ATTENTION = 1 / 3  # of the peak: 2.5e-6 ms per squared token, where the peak would take 0.84e-6
 LLAMA = MODELS["llama-3.1-8b"]
@@ -74,22 +84,23 @@ Rows = list[list[str]]
 
 def profile(
     name: str, device: str, step: FittedLatency | TableLatency, put: PutLatency, source: str,
-    fit: Fit | None, *, tp: int = 1, pool: int | None = None,
+    fit: Fit | None, *, tp: int = 1, dp: int = 1, pool: int | None = None,
 ) -> Profile:  # fmt: skip
     """Return the profile `name@device`, with the pool that fits where none was published."""
     shape = MODELS[name]
     if isinstance(step, TableLatency):
         step = replace(step, rows=short(step.rows), sequences=short(step.sequences))
     return Profile(
-        name=f"{name}@{device.removesuffix('-40g')}" + (f":tp{tp}" if tp > 1 else ""),
+        name=f"{name}@{device.removesuffix('-40g')}"
+        + (f":tp{tp}" if tp > 1 else f":dp{dp}" if dp > 1 else ""),
         model=name,
         device=device,
-        gpus=tp,
+        gpus=tp * dp,
         source=source,
         layers=shape.layers,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         context_length=shape.context_length,
-        pool_tokens=pool or pool_tokens(shape, DEVICES[device], tp=tp),
+        pool_tokens=pool or pool_tokens(shape, DEVICES[device], tp=tp * dp),
         step=step,
         put=put,
         fit=fit,
@@ -147,12 +158,21 @@ def splitwise(path: Path, report: Rows) -> Iterator[Profile]:
 
 
 def kernels(folder: Path, report: Rows) -> Iterator[Profile]:
-    """Llama-3.1-8B on RTX cards, from LLMServingSim's times of vLLM's kernels."""
-    for device, hardware, bandwidth, pool in (
-        ("rtx4090", "RTX4090", PCIE4, 41408),  # its vLLM's, in bench/examples
-        ("rtx-pro-6000", "RTXPRO6000", PCIE5, None),
+    """Models on RTX cards, from LLMServingSim's times of vLLM's kernels."""
+    llama, qwen, moe = "llama-3.1-8b", "qwen3-32b", "qwen3-30b-a3b"
+    pro = "rtx-pro-6000"
+    for name, path, device, tp, dp, pool in (
+        (llama, "RTX4090/meta-llama/Llama-3.1-8B", "rtx4090", 1, 1, 41408),  # in bench/examples
+        (llama, "RTXPRO6000/meta-llama/Llama-3.1-8B", pro, 1, 1, None),
+        (qwen, "RTXPRO6000/Qwen/Qwen3-32B", pro, 1, 1, None),
+        (qwen, "RTXPRO6000/Qwen/Qwen3-32B", pro, 2, 1, None),
+        (moe, "RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507", pro, 1, 1, None),
+        (moe, "RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507", pro, 1, 2, None),
     ):
-        times = KernelTimes(folder / hardware / "meta-llama/Llama-3.1-8B/bf16/tp1", LLAMA.layers)
+        times = KernelTimes(
+            folder / path / f"bf16/tp{tp}", MODELS[name], tp=tp, ranks=dp,
+            link=LINK if tp * dp > 1 else None,
+        )  # fmt: skip
         measured = list(times.measured_steps())
         mixed = [step for step in measured if step.work.prompt_tokens and step.work.decodes]
         apart = [step for step in measured if not (step.work.prompt_tokens and step.work.decodes)]
@@ -161,14 +181,16 @@ def kernels(folder: Path, report: Rows) -> Iterator[Profile]:
             residuals(step, [each for each in apart if each.work.prompt_tokens]),
             residuals(step, [each for each in apart if each.work.decodes]),
         )
-        yield profile(
-            "llama-3.1-8b", device, step, PutLatency(bandwidth, LAYER_S),
+        made = profile(
+            name, device, step, PutLatency(PCIE4 if device == "rtx4090" else PCIE5, LAYER_S),
             "LLMServingSim's times of vLLM 0.19's kernels (profiler/perf, MIT), summed over a "
-            f"step; pool: {'that of its vLLM' if pool else 'DistServe’s memory model'}; puts: PCIe "
-            "at 80 % of its data sheet, and 30 µs a layer from the microserving paper", fit,
+            f"step; {BETWEEN[tp, dp]}pool: "
+            f"{'that of its vLLM' if pool else 'DistServe’s memory model'}; puts: PCIe at 80 % of "
+            "its data sheet, and 30 µs a layer from the microserving paper", fit, tp=tp, dp=dp,
             pool=pool,
         )  # fmt: skip
-        note(report, f"llama-3.1-8b@{device}", apart, fit, residuals(step, mixed))
+        yield made
+        note(report, made.name, apart, fit, residuals(step, mixed))
 
 
 def llama_on_a100(report: Rows) -> Iterator[Profile]:

@@ -83,6 +83,9 @@ MODELS = {
     "opt-175b": _opt(96, 12288, 96),
     "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 3, 2 * 128256, 131072),
     "llama2-70b": ModelShape(80, 8192, 64, 8, 128, 28672, 3, 2 * 32000, 4096),
+    "qwen3-32b": ModelShape(64, 5120, 64, 8, 128, 25600, 3, 2 * 151936, 40960),
+    # 128 experts in each layer, each with three matrices of its own.
+    "qwen3-30b-a3b": ModelShape(48, 2048, 32, 4, 128, 768, 3 * 128, 2 * 151936, 262144),
     "bloom-176b": ModelShape(70, 14336, 112, 112, 128, 57344, 2, 250880, 2048),
 }
 # From the vendor's data sheets.

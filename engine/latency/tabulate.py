@@ -31,7 +31,7 @@ def tabulate_latency(
     context's.
     """
     prompts, decodes = divide(measured)
-    _, context_ms, _ = fit_decodes("decode", decodes)
+    context_ms = _context_ms(decodes)
     batches = _medians((w.decodes, s * 1e3 - context_ms * w.context) for w, s in decodes)
     rows = _rows(prompts, batches[0][1])
     table = TableLatency(
@@ -84,6 +84,30 @@ def _rising(points: Iterable[tuple[int, float]]) -> Points:
             counts, total = before + counts, its_total + total
         pools.append((counts, total))
     return tuple((count, total / len(counts)) for counts, total in pools for count in counts)
+
+
+def _context_ms(decodes: Sequence[Measured]) -> float:
+    """Return what a token of context costs, by the steps of each batch that differ in it alone.
+
+    Where none do, it is the formula's, for which all batches are on a line.
+    """
+    _, context_ms, _ = fit_decodes("decode", decodes)
+    batches: dict[int, list[Measured]] = defaultdict(list)
+    for step in decodes:
+        batches[step.work.decodes].append(step)
+    product = square = 0.0
+    for steps in batches.values():
+        # Least squares on the relative error, around each batch's own mean.
+        weights = [1 / seconds**2 for _, seconds in steps]
+        context = sum(w * s.work.context for w, s in zip(weights, steps, strict=True))
+        ms = sum(w * s.seconds * 1e3 for w, s in zip(weights, steps, strict=True))
+        for weight, (work, seconds) in zip(weights, steps, strict=True):
+            beyond = work.context - context / sum(weights)
+            product += weight * beyond * (seconds * 1e3 - ms / sum(weights))
+            square += weight * beyond**2
+    # Rounding leaves more than nothing of equal contexts.
+    least = 1e-9 * sum(s.work.context**2 / s.seconds**2 for s in decodes)
+    return max(product / square, 0.0) if square > least else context_ms
 
 
 def _square_ms(rows: Points, prompts: Sequence[Measured]) -> float:

@@ -26,14 +26,14 @@ FOLDER = Path(engine.latency.__file__).parent / "profiles"
 
 def test_there_are_those_that_the_documents_name():
     assert {"llama-3.1-8b@a100", "opt-13b@a100", "opt-66b@a100:tp4"} <= set(NAMES)
-    assert len(NAMES) == 18 == len(list(FOLDER.iterdir()))
+    assert len(NAMES) == 22 == len(list(FOLDER.iterdir()))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_profile_agrees_with_its_name_model_and_device(name: str):
     profile = find_profile(name)
     model, _, rest = name.partition("@")
-    device, _, degree = rest.partition(":tp")
+    device, _, degree = rest.replace(":dp", ":tp").partition(":tp")
     assert (profile.name, profile.model) == (name, model)
     assert profile.device.startswith(device) and profile.gpus == int(degree or 1)
     assert len(profile.source) > 40
@@ -85,7 +85,9 @@ def test_the_residuals_are_those_that_were_published(name: str):
     else:
         assert fit is not None and fit.prefill.points >= 4
         assert fit.prefill.median < 0.05 and fit.prefill.largest < 0.5
-        assert fit.decode.median < 0.05 and fit.decode.largest < 0.15
+        # Of a pair, decodes have two devices and a prompt has one: the table mixes the two.
+        assert fit.decode.median < 0.05
+        assert fit.decode.largest < (0.25 if name.endswith(":dp2") else 0.15)
 
 
 def test_llama_on_an_a100_is_the_papers():
