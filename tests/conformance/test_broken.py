@@ -84,7 +84,7 @@ async def NAME(request, cluster):
     ),
     Broken(
         "all_was_cached", "lengths", "prompt tokens were cached",
-        each="if chunk.usage: chunk.usage = chunk.usage.model_copy(update={'cached_tokens': 1})",
+        each="if chunk.usage: chunk.usage.cached_tokens = 1",
     ),
     Broken("blocks", "lengths", "held up the event loop", before="time.sleep(2)"),
     Broken("ends_the_router", "lengths", "Server disconnected", before="os._exit(3)"),
