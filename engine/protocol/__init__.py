@@ -18,7 +18,7 @@ from engine.protocol.calls import (
 )
 from engine.protocol.config import EngineConfig
 from engine.protocol.flags import LONGEST_S, flag, seconds, secret
-from engine.protocol.limits import Limits, resolve_position
+from engine.protocol.limits import Limits, generation_begin, resolve_position, send_range
 from engine.protocol.names import page_name, page_names
 from engine.protocol.replies import (
     EngineState,
@@ -111,10 +111,12 @@ __all__ = [
     "error_body",
     "error_from_body",
     "flag",
+    "generation_begin",
     "page_name",
     "page_names",
     "parse",
     "resolve_position",
     "seconds",
     "secret",
+    "send_range",
 ]

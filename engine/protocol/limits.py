@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.protocol.calls import StartGenerate
+from engine.protocol.calls import RemoteSend, StartGenerate
 from kvcache.errors import BadRange, BadRequest
 
-__all__ = ["Limits", "resolve_position"]
+__all__ = ["Limits", "generation_begin", "resolve_position", "send_range"]
 
 
 class Limits:
@@ -75,3 +75,26 @@ def resolve_position(value: int, length: int, name: str) -> int:
     if not 0 <= position <= length:
         raise BadRange(f"{name} {value} is outside the prompt of {length} tokens", param=name)
     return position
+
+
+def generation_begin(call: StartGenerate) -> int | None:
+    """Return `begin` as a position in prompt and output; None if there is none.
+
+    Raises `BadRange` outside of them, and if it leaves no token to compute.
+    """
+    if call.begin is None:
+        return None
+    length = len(call.prompt) + len(call.output)
+    begin = resolve_position(call.begin, length, "begin")
+    if begin == length:
+        raise BadRange("begin must leave a token to compute", param="begin")
+    return begin
+
+
+def send_range(call: RemoteSend) -> tuple[int, int]:
+    """Return `begin` and `end` as positions. Raises `BadRange`, also for an empty range."""
+    begin = resolve_position(call.begin, len(call.prompt), "begin")
+    end = resolve_position(call.end, len(call.prompt), "end")
+    if begin >= end:
+        raise BadRange(f"begin {begin} is not below end {end}", param="begin")
+    return begin, end

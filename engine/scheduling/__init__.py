@@ -5,8 +5,19 @@ thread and reads no wall clock.
 """
 
 from engine.scheduling.chunk import Chunk
+from engine.scheduling.from_calls import generation_of, reserve_send
 from engine.scheduling.jobs import Generation, Job, KVMirror, Send
 from engine.scheduling.parallel_sampling import ParallelSampling
 from engine.scheduling.scheduler import Scheduler
 
-__all__ = ["Chunk", "Generation", "Job", "KVMirror", "ParallelSampling", "Scheduler", "Send"]
+__all__ = [
+    "Chunk",
+    "Generation",
+    "Job",
+    "KVMirror",
+    "ParallelSampling",
+    "Scheduler",
+    "Send",
+    "generation_of",
+    "reserve_send",
+]

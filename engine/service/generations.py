@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 from engine.execution.step_loop import StepLoop
 from engine.execution.step_output import StepOutput
 from engine.protocol import (
-    BadRange,
     BadRequest,
     DuplicateRequest,
     Internal,
@@ -19,9 +18,9 @@ from engine.protocol import (
     MirrorGeneration,
     NoCapacity,
     StartGenerate,
-    resolve_position,
+    generation_begin,
 )
-from engine.scheduling import Generation
+from engine.scheduling import Generation, generation_of
 from engine.service.generation_stream import GenerationStream
 from engine.service.kv_arrival import KVArrivals
 from engine.service.metrics import EngineMetrics
@@ -84,26 +83,11 @@ class Generations:
             raise DuplicateRequest(f"{call.request_id} is running", param="request_id")
         if len(self._by_id) + len(self._starting) >= self._most:
             raise NoCapacity(f"{len(self._by_id)} requests are running or waiting")
-        tokens = call.prompt + call.output
-        begin = None
-        if call.begin is not None:
-            begin = resolve_position(call.begin, len(tokens), "begin")
-            if begin == len(tokens):
-                raise BadRange("begin must leave a token to compute", param="begin")
+        begin = generation_begin(call)
         if call.lease_id is None:
-            self._check_room(tokens)
-        generation = Generation(
-            request_id=call.request_id,
-            seq_id=next(self._seq_ids),
-            tokens=tokens,
-            prompt_len=len(call.prompt),
-            sampling=call,
-            stop_ids=frozenset(call.stop_token_ids)
-            | (frozenset() if call.ignore_eos else self._eos),
-            forks=call.forks,
-            fork_of=call.fork_of,
-            priority=call.priority,
-        )
+            self._check_room(call.prompt + call.output)
+        generation = generation_of(call, next(self._seq_ids), self._eos)
+        tokens = generation.tokens
         if call.mirror is not None:
             self._cache.check_address(call.mirror.kv_addr, tokens)
         self._starting.add(call.request_id)

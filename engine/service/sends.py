@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import Future
 
+from engine.execution.send_reply import reply_of
 from engine.execution.step_loop import StepLoop
 from engine.protocol import (
-    BadRange,
     DuplicateRequest,
     Internal,
     Limits,
@@ -16,9 +15,9 @@ from engine.protocol import (
     NoCapacity,
     RemoteSend,
     RemoteSendReply,
-    resolve_position,
+    send_range,
 )
-from engine.scheduling import Send
+from engine.scheduling import Send, reserve_send
 from engine.service.metrics import EngineMetrics
 from engine.service.promotion import promote
 from kvcache.cache import KVCache
@@ -58,10 +57,7 @@ class Sends:
 
     async def run(self, call: RemoteSend, loop: StepLoop) -> RemoteSendReply:
         """Implement `MicroserveEngine.remote_send` for a checked prompt."""
-        begin = resolve_position(call.begin, len(call.prompt), "begin")
-        end = resolve_position(call.end, len(call.prompt), "end")
-        if begin >= end:
-            raise BadRange(f"begin {begin} is not below end {end}", param="begin")
+        begin, end = send_range(call)
         if call.request_id in self._live:
             raise DuplicateRequest(f"a send of {call.request_id} is running", param="request_id")
         if len(self._live) >= self._most:
@@ -80,9 +76,7 @@ class Sends:
             )
             try:
                 loop.submit(send)
-                done = asyncio.wrap_future(send.done)
-                done.add_done_callback(_retrieve_exception)
-                reply = await asyncio.shield(done)
+                reply = await reply_of(send)
             except BaseException:
                 self._end(send, loop)
                 raise
@@ -122,32 +116,6 @@ class Sends:
         """Create a send with its sequence and all pages it needs. Raises `NoCapacity`."""
         self._limits.check_send(end)
         seq_id = next(self._seq_ids)
-        with self._cache.lock:
-            # The match may exceed `end`: a cached page can be sent in part.
-            cached = min(self._cache.add_sequence(seq_id, call.prompt), end)
-            try:
-                self._cache.grow(seq_id, end, newcomer=True)
-            except NoCapacity:
-                self._cache.remove_sequence(seq_id)
-                raise
-        self._metrics.prefix(end, cached)
-        done: Future[RemoteSendReply] = Future()
-        done.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it
-        return Send(
-            request_id=call.request_id,
-            seq_id=seq_id,
-            tokens=call.prompt[:end],
-            begin=begin,
-            cached=cached,
-            put=put,
-            done=done,
-            arrived=arrived,
-            started=True,
-            priority=call.priority,
-        )
-
-
-def _retrieve_exception(done: asyncio.Future[RemoteSendReply]) -> None:
-    """Mark the exception as retrieved, so that asyncio does not log it if no caller is left."""
-    if not done.cancelled():
-        done.exception()
+        send = reserve_send(call, begin, end, put, self._cache, seq_id, arrived)
+        self._metrics.prefix(end, send.cached)
+        return send

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator
 from itertools import count
 
+from engine.execution.send_reply import reply_of
 from engine.execution.step_output import StepOutput
 from engine.latency import Profile
 from engine.protocol import (
-    BadRange,
     BadRequest,
     DuplicateRequest,
     EngineConfig,
@@ -29,7 +28,6 @@ from engine.protocol import (
     MirrorGeneration,
     NoCapacity,
     PageCounts,
-    PageName,
     PeerUnreachable,
     Pin,
     PrefixChange,
@@ -40,13 +38,16 @@ from engine.protocol import (
     RemoteSendReply,
     StartGenerate,
     UnknownLease,
-    page_name,
+    generation_begin,
     resolve_position,
+    send_range,
 )
-from engine.scheduling import Generation, Scheduler, Send
+from engine.scheduling import Generation, Scheduler, Send, generation_of, reserve_send
 from engine.virtual.cache import VirtualCache, VirtualSlots
+from engine.virtual.kv_arrival import VirtualArrivals
 from engine.virtual.mirrors import ExtendLease, VirtualMirrors
 from engine.virtual.network import Link, VirtualNetwork
+from engine.virtual.prefix_feed import VirtualPrefixFeed
 from engine.virtual.put import Endpoint, Puts
 from engine.virtual.steps import MOST_AT_ONCE, VirtualSteps
 from engine.virtual.stream import VirtualStream
@@ -57,6 +58,7 @@ __all__ = ["SECRET", "VOCAB", "VirtualEngine"]
 
 SECRET = b"virtual"
 VOCAB = 1000
+NO_EOS: frozenset[int] = frozenset()  # outputs end by their length alone
 
 
 class VirtualEngine:
@@ -115,6 +117,8 @@ class VirtualEngine:
         self.alive = True
         self._limits = Limits(VOCAB, self.context_length, pages * config.page_size)
         self._mirrors = VirtualMirrors(self.cache, extend)
+        self._feed = VirtualPrefixFeed(self.cache)
+        self._arrivals = VirtualArrivals(self.cache, self.steps.cut)
         self._loop = loop
         self._most = config.max_batch + config.max_waiting
         self._seq_ids = (SeqId(number) for number in count(1))
@@ -122,9 +126,6 @@ class VirtualEngine:
         self._streams: dict[Generation, VirtualStream] = {}
         self._starting: set[str] = set()
         self._sends: dict[str, Send] = {}
-        # Sets would have another order in each process.
-        self._waiters: dict[asyncio.Future[None], None] = {}  # for KV
-        self._followers: dict[asyncio.Queue[PrefixChange | None], None] = {}
 
     # Calls
 
@@ -149,35 +150,19 @@ class VirtualEngine:
         """See `MicroserveEngine.remote_send`."""
         self.steps.cut()
         self._limits.check_prompt(call.prompt)
-        begin = resolve_position(call.begin, len(call.prompt), "begin")
-        end = resolve_position(call.end, len(call.prompt), "end")
-        if begin >= end:
-            raise BadRange(f"begin {begin} is not below end {end}", param="begin")
+        begin, end = send_range(call)
         if call.request_id in self._sends:
             raise DuplicateRequest(f"a send of {call.request_id} is running", param="request_id")
         if len(self._sends) >= self._most:
             raise NoCapacity(f"{len(self._sends)} sends are running")
         put = self.cache.open_put(call.kv_addr, call.prompt, begin, end)
         self._limits.check_send(end)
-        seq_id = next(self._seq_ids)
-        cached = min(self.cache.add_sequence(seq_id, call.prompt), end)
-        try:
-            self.cache.grow(seq_id, end, newcomer=True)
-        except NoCapacity:
-            self.cache.remove_sequence(seq_id)
-            raise
-        done: Future[RemoteSendReply] = Future()
-        done.set_running_or_notify_cancel()
-        send = self._sends[call.request_id] = Send(
-            request_id=call.request_id, seq_id=seq_id, tokens=call.prompt[:end], begin=begin,
-            cached=cached, put=put, done=done, arrived=self._loop.time(), started=True,
-            priority=call.priority,
-        )  # fmt: skip
+        send = self._sends[call.request_id] = reserve_send(
+            call, begin, end, put, self.cache, next(self._seq_ids), self._loop.time()
+        )
         try:
             self.steps.stepper.submit(send)
-            sent = asyncio.wrap_future(done)
-            sent.add_done_callback(_retrieve_exception)
-            return await asyncio.shield(sent)
+            return await reply_of(send)
         except BaseException:
             self.steps.cut()
             self.steps.stepper.abort(send)
@@ -195,23 +180,14 @@ class VirtualEngine:
             raise DuplicateRequest(f"{request_id} is running", param="request_id")
         if len(self._generations) + len(self._starting) >= self._most:
             raise NoCapacity(f"{len(self._generations)} requests are running or waiting")
-        tokens = call.prompt + call.output
-        begin = None
-        if call.begin is not None:
-            begin = resolve_position(call.begin, len(tokens), "begin")
-            if begin == len(tokens):
-                raise BadRange("begin must leave a token to compute", param="begin")
-        generation = Generation(
-            request_id=request_id, seq_id=next(self._seq_ids), tokens=tokens,
-            prompt_len=len(call.prompt), sampling=call, stop_ids=frozenset(call.stop_token_ids),
-            forks=call.forks, fork_of=call.fork_of, priority=call.priority,
-        )  # fmt: skip
+        begin = generation_begin(call)
+        generation = generation_of(call, next(self._seq_ids), NO_EOS)
         if call.mirror is not None:
-            self.cache.check_address(call.mirror.kv_addr, tokens)
+            self.cache.check_address(call.mirror.kv_addr, generation.tokens)
         if call.lease_id is not None:
             self._starting.add(request_id)
             try:
-                await self._arrive(generation, LeaseId(call.lease_id), begin)
+                await self._arrivals.start(generation, LeaseId(call.lease_id), begin)
             finally:
                 self._starting.discard(request_id)
         stream = VirtualStream(generation, call.stream_tokens, self._forget)
@@ -280,17 +256,9 @@ class VirtualEngine:
                 continue
         self._landed()
 
-    async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
+    def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
         """Yield what the prefix cache holds, and then its changes, without end."""
-        changes: asyncio.Queue[PrefixChange | None] = asyncio.Queue()
-        names = self.cache.prefix.follow(page_name, self._changed)
-        changes.put_nowait(PrefixChange.model_construct(added=names, removed=[]))
-        self._followers[changes] = None
-        try:
-            while (change := await changes.get()) is not None:
-                yield change
-        finally:
-            self._followers.pop(changes, None)
+        return self._feed.changes()
 
     def state(self) -> EngineState:
         """See `GET /microserving/state`."""
@@ -346,38 +314,13 @@ class VirtualEngine:
             send.put.cancel()
             if not send.done.done():
                 send.done.set_exception(gone)
-        self._landed()
-        for changes in self._followers:
-            changes.put_nowait(None)
+        self._arrivals.fail(gone)
+        self._feed.end()
 
     # What follows from steps and puts
 
-    async def _arrive(self, generation: Generation, lease_id: LeaseId, begin: int | None) -> None:
-        """Give the sequence of a lease to `generation`, once `begin` tokens have landed."""
-        while True:
-            if not self.alive:
-                raise PeerUnreachable(f"{self.config.engine_id} is dead")
-            lease = self.cache.lease(lease_id)
-            if lease.landed >= min(begin or 0, lease.room):
-                break
-            landed = self._loop.create_future()
-            self._waiters[landed] = None
-            try:
-                await landed
-            finally:
-                self._waiters.pop(landed, None)
-        self.steps.cut()
-        generation.cached = self.cache.start_lease(
-            lease_id, generation.seq_id, generation.tokens, begin
-        )
-        generation.begin = generation.cached
-        generation.started = True
-
     def _landed(self) -> None:
-        """Let those that wait for KV look again: some has landed, or a lease has ended."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._arrivals.look()
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
@@ -396,14 +339,3 @@ class VirtualEngine:
             self.steps.stepper.abort(generation)
             if generation.mirror is not None:
                 generation.mirror.end()
-
-    def _changed(self, added: Sequence[PageName], removed: Sequence[PageName]) -> None:
-        change = PrefixChange.model_construct(added=list(added), removed=list(removed))
-        for changes in self._followers:
-            changes.put_nowait(change)
-
-
-def _retrieve_exception(done: asyncio.Future[RemoteSendReply]) -> None:
-    """Mark the exception as retrieved, so that asyncio does not log it if no caller is left."""
-    if not done.cancelled():
-        done.exception()

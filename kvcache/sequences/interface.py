@@ -40,8 +40,11 @@ class SequenceCache(Protocol):
         """Release a sequence's pages."""
         ...
 
-    def grow(self, seq_id: SeqId, length: int) -> None:
-        """Make room for `length` tokens. Raises `NoCapacity`, changing nothing."""
+    def grow(self, seq_id: SeqId, length: int, *, newcomer: bool = False) -> None:
+        """Make room for `length` tokens. Raises `NoCapacity`, changing nothing.
+
+        A `newcomer` gets no pages that are reserved for a waiting sequence.
+        """
         ...
 
     def reserve(self, tokens: int) -> None:

@@ -212,7 +212,7 @@ def history(seed: int, most_at_once: int, **options: Any) -> dict[str, list[Any]
 
 def check_nothing_is_kept(engine: VirtualEngine) -> None:
     """Check what `busy` and the pages do not show, also of a dead engine."""
-    assert not engine._streams and not engine._starting and not engine._waiters
+    assert not engine._streams and not engine._starting and not engine._arrivals._waiters
     assert not engine._generations and not engine._sends
     assert not engine._mirrors._tasks and not engine.steps._states
     assert not engine._endpoint.link.incoming and not engine._endpoint.link.outgoing
