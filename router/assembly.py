@@ -35,6 +35,7 @@ from router.telemetry.events import Events
 from router.telemetry.metrics import Metrics
 from router.telemetry.receipts import Receipts
 from router.telemetry.trace import open_tracing
+from router.telemetry.traffic import Traffic
 
 __all__ = ["assembled"]
 
@@ -95,6 +96,7 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
                     catalog=catalog,
                     rollout=rollout,
                     receipts=Receipts(config.max_receipts),
+                    traffic=Traffic(60 * config.traffic_minutes, config.traffic_mb << 20),
                     metrics=metrics,
                     execution=Execution(
                         runtime,

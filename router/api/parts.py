@@ -9,7 +9,7 @@ from router.base import RouterConfig
 from router.engines import Registry
 from router.execution import Execution
 from router.rollout import Catalog, Revisions, Rollout
-from router.telemetry import Events, Metrics, Receipts, Tracing
+from router.telemetry import Events, Metrics, Receipts, Tracing, Traffic
 
 __all__ = ["Router"]
 
@@ -23,6 +23,7 @@ class Router:
     catalog: Catalog
     rollout: Rollout
     receipts: Receipts
+    traffic: Traffic
     metrics: Metrics
     execution: Execution
     keys: Keys

@@ -169,6 +169,16 @@ class RouterConfig:
     max_receipts: int = flag(
         2048, LOGS, "number of latest request receipts to keep", least=0, most=10**7
     )
+    traffic_minutes: float = flag(
+        60.0,
+        LOGS,
+        "time for which the shape of requests is kept, without their text (min); 0: not at all",
+        least=0,
+        most=10_080,
+    )
+    traffic_mb: int = flag(
+        16, LOGS, "most memory for it (MiB); older requests are dropped", least=1, most=4096
+    )
     log_format: Literal["text", "json"] = flag(
         "text", LOGS, "plain text, or one JSON object per line"
     )

@@ -18,7 +18,10 @@ __all__ = [
 ]
 
 PREFIX = "MICROSERVE"
-COMMANDS = ("UP", "ENGINE", "ROUTER", "CHAT", "STRATEGY", "BENCH", "SIMULATE")
+COMMANDS = (
+    "UP", "ENGINE", "ROUTER", "CHAT", "STRATEGY", "BENCH", "SIMULATE", "PROFILE", "TRAFFIC",
+    "ADVISE",
+)  # fmt: skip
 KEYS = ("--api-key", "--admin-key", "--engine-api-key")
 # What Python and libraries need to run, and nothing that may be secret.
 BARE = frozenset(

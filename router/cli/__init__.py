@@ -12,6 +12,7 @@ from router.cli.profile import profile
 from router.cli.serve import engine, router
 from router.cli.simulate import simulate
 from router.cli.strategy import strategy
+from router.cli.traffic import traffic
 from router.cli.up import up
 
 __all__ = ["main"]
@@ -23,7 +24,7 @@ def cli() -> None:
     """A programmable router over LLM microserving engines."""
 
 
-for command in (up, engine, router, chat, strategy, bench, profile, simulate):
+for command in (up, engine, router, chat, strategy, bench, profile, simulate, traffic):
     cli.add_command(command)
 
 

@@ -12,13 +12,13 @@ import httpx
 
 from engine.protocol import MicroserveError
 from router.base import changes_of
+from router.cli.admin_client import admin_client, call_admin
 from router.cli.options import (
     CA_HELP,
     CONTEXT,
     GroupedCommand,
     Number,
     option,
-    read_ca,
     read_params,
 )
 from router.cli.preflight import check_conformance, check_strategy
@@ -46,17 +46,14 @@ params_option = option(
 @click.pass_context
 def strategy(context: click.Context, url: str, admin_key: str, ca: str) -> None:
     """List, choose, load and check strategies. All but `check` need a running router."""
-    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-    verify = read_ca(ca) or True
-    client = httpx.Client(base_url=url, headers=headers, timeout=60.0, verify=verify)
-    context.obj = context.with_resource(client)
+    context.obj = context.with_resource(admin_client(url, admin_key, ca))
 
 
 @strategy.command("list")
 @click.pass_obj
 def list_(client: httpx.Client) -> None:
     """List all strategies. A star marks the active one."""
-    state = _call(client, "GET", "/admin/strategies")
+    state = call_admin(client, "GET", "/admin/strategies")
     for one in state["strategies"]:
         star = "*" if one["name"] == state["active"]["name"] else " "
         click.echo(f"{star} {one['name']:<20} {one['doc'].partition(chr(10))[0]}")
@@ -70,7 +67,7 @@ def show(client: httpx.Client, name: str | None) -> None:
 
     Without NAME, show the active strategy, the canary, and old versions with requests in flight.
     """
-    state = _call(client, "GET", "/admin/strategies")
+    state = call_admin(client, "GET", "/admin/strategies")
     if name is None:
         _show_running(state)
         return
@@ -115,7 +112,7 @@ def use(
         body["canary"] = {"percent": canary, **given}
     elif given:
         raise click.UsageError("these options need --canary PERCENT")
-    state = _call(client, "PUT", "/admin/strategy", body)
+    state = call_admin(client, "PUT", "/admin/strategy", body)
     click.echo(_generation(state) + (", a canary" if state["canary"] else ""))
 
 
@@ -147,7 +144,7 @@ def rollback(client: httpx.Client) -> None:
 
     If there is a canary, only end that.
     """
-    click.echo(_generation(_call(client, "POST", "/admin/rollback", {})))
+    click.echo(_generation(call_admin(client, "POST", "/admin/rollback", {})))
 
 
 @strategy.command(cls=GroupedCommand)
@@ -193,7 +190,9 @@ def _load(client: httpx.Client, file: Path, before: str | None, *, keep_on: bool
     if source == before:
         return source
     try:
-        loaded = _call(client, "POST", "/admin/strategies", {"source": source, "file": str(file)})
+        loaded = call_admin(
+            client, "POST", "/admin/strategies", {"source": source, "file": str(file)}
+        )
         click.echo(f"loaded {loaded['name']}")
         if before is not None:
             _refresh(client, loaded["name"])
@@ -213,12 +212,12 @@ async def _reload(client: httpx.Client, file: Path, source: str | None) -> None:
 
 def _refresh(client: httpx.Client, name: str) -> None:
     """Activate the new version if the old one is active."""
-    active = _call(client, "GET", "/admin/strategies")["active"]
+    active = call_admin(client, "GET", "/admin/strategies")["active"]
     if active["name"] == name:
         body = {
             "name": name, "params": active["params"], "if_generation": active["generation"],
         }  # fmt: skip
-        click.echo(_generation(_call(client, "PUT", "/admin/strategy", body)))
+        click.echo(_generation(call_admin(client, "PUT", "/admin/strategy", body)))
 
 
 def _show_running(state: dict[str, Any]) -> None:
@@ -251,14 +250,3 @@ def _describe(schema: dict[str, Any]) -> str:
 def _generation(one: dict[str, Any]) -> str:
     params = "".join(f" {name}={value}" for name, value in one["params"].items())
     return f"generation {one['generation']}: {one['name']}{params}"
-
-
-def _call(client: httpx.Client, method: str, path: str, body: Any = None) -> Any:
-    try:
-        response = client.request(method, path, json=body)
-        reply = response.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise click.ClickException(f"{client.base_url}: {error}") from None
-    if response.is_error:
-        raise click.ClickException(str(reply["error"]["message"]))
-    return reply

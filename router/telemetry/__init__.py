@@ -6,6 +6,7 @@ from router.telemetry.metrics import Metrics
 from router.telemetry.objectives import Slo, percentile
 from router.telemetry.receipts import Call, Leg, Receipt, Receipts
 from router.telemetry.trace import Trace, Tracing
+from router.telemetry.traffic import RecordedRequest, Traffic, recording
 
 __all__ = [
     "Call",
@@ -14,10 +15,13 @@ __all__ = [
     "Metrics",
     "Receipt",
     "Receipts",
+    "RecordedRequest",
     "Slo",
     "Trace",
     "Tracing",
+    "Traffic",
     "percentile",
+    "recording",
     "serves",
     "set_up_logging",
 ]

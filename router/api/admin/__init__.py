@@ -1,1 +1,1 @@
-"""The admin API: engines, strategies, migration, receipts. FastAPI routers."""
+"""The admin API: engines, strategies, migration, receipts, recorded traffic. FastAPI routers."""

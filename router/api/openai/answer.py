@@ -259,12 +259,16 @@ class _Answer:
         return session.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def _tally(self) -> None:
-        """Note in the receipt what was written.
+        """Note what was written in the receipt, and in the recorded traffic.
 
         Each prompt counts once, with what was cached of it when its first choice began.
         """
         receipt = self._receipt
-        receipt.completion_tokens = sum([len(writer.tokens) for writer in self._writers])
+        outputs = [len(writer.tokens) for writer in self._writers]
+        receipt.completion_tokens = sum(outputs)
+        self._router.traffic.add(
+            receipt.began, self._parsed.prompts, outputs, self._session(), receipt.strategy
+        )
         firsts = self._writers[:: self._parsed.n]
         receipt.cached_tokens = sum(
             [
