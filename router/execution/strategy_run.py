@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import AsyncGenerator, Awaitable
 from functools import partial
 from typing import Any
 
@@ -97,10 +95,9 @@ class StrategyRun:
         chunks, writer, supervised = self._chunks, self._writer, self._supervised
         finished = False
         try:
-            step = _first(chunks)
             while True:
                 try:
-                    chunk = await step
+                    chunk = await anext(chunks)
                 except StopAsyncIteration:
                     break
                 except BaseException as error:
@@ -118,7 +115,8 @@ class StrategyRun:
                 finished = chunk.finish_reason is not None
                 if (reading := writer.write(chunk)) is not None:
                     await reading
-                step = anext(chunks)
+            if chunks.left_open:
+                await self._close()
         except GeneratorExit:  # the run was abandoned: nothing can be awaited
             raise
         except BaseException:
@@ -176,11 +174,11 @@ class StrategyRun:
         legs = self._attempt.receipt.legs
         seen = (len(legs), len(self._writer.tokens))
         working = any(leg.ms is None and leg.request_id == self._attempt.request_id for leg in legs)
-        waiting = getattr(self._chunks, "ag_running", True)
+        waiting = self._chunks.running
         late = fired_late(self._timer)  # nobody could make progress
         if waiting and not working and not late and seen == self._seen:
             message = f"made no progress for {self._stall:g} s"
-            self._violation("stalled", message, waits_at(self._chunks))
+            self._violation("stalled", message, waits_at(self._chunks.innermost))
             self._end(StrategyStalled(f"{self._revision.label} {message}"))
             return
         self._seen = seen
@@ -193,7 +191,7 @@ class StrategyRun:
 
     def _ignored(self) -> None:
         self._violation(
-            "ignored_cancellation", "does not end when cancelled", waits_at(self._chunks)
+            "ignored_cancellation", "does not end when cancelled", waits_at(self._chunks.innermost)
         )
 
     def _blocked(self, interrupted: BaseException) -> StrategyBlocked:
@@ -216,13 +214,3 @@ def _wake(waiter: asyncio.Future[None], _: asyncio.Task[None]) -> None:
 def _is_engines(error: BaseException) -> bool:
     cause = root_cause(error)
     return isinstance(cause, MicroserveError) and not isinstance(cause, StrategyError)
-
-
-def _first(chunks: AsyncGenerator[Chunk, None]) -> Awaitable[Chunk]:
-    """Begin the first step without asyncio's hooks: a run closes its generator itself."""
-    hooks = sys.get_asyncgen_hooks()
-    sys.set_asyncgen_hooks(None, None)
-    try:
-        return anext(chunks)
-    finally:
-        sys.set_asyncgen_hooks(*hooks)

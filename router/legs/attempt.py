@@ -274,6 +274,11 @@ class Attempt:
         """Note that a leg succeeded."""
         backend.breaker.success()
 
+    def delegated(self, name: str) -> None:
+        """Note that one strategy has called another, of this name."""
+        self.runtime.metrics.delegations.labels(name).inc()
+        self.receipt.delegated(name)
+
     def fallback(self, name: str) -> None:
         """Note that something was done differently from what was asked for."""
         self.runtime.metrics.fallbacks.labels(name).inc()

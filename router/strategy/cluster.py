@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
-from router.base import Request
+from router.base import Chunk, Request
 from router.engines import Role
 from router.legs import Attempt, LeaseGrant
 from router.strategy.engine import Engine, Lease
@@ -13,6 +13,7 @@ from router.strategy.engine import Engine, Lease
 __all__ = ["Cluster", "Pool"]
 
 T = TypeVar("T")
+DEEPEST = 16  # calls of strategies inside one another
 
 
 class Pool:
@@ -66,19 +67,59 @@ class Pool:
         return min(choice[first:] + choice[:first], key=cost)
 
 
+class Named(Protocol):
+    """A strategy, as far as a cluster knows it."""
+
+    name: str
+
+
+class OpenCall(Protocol):
+    """A call of a strategy that has begun."""
+
+    @property
+    def running(self) -> bool:
+        """Whether a task waits for its next chunk."""
+        ...
+
+    @property
+    def innermost(self) -> AsyncGenerator[Chunk, None]:
+        """The body that is waiting now."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
 class Cluster:
     """The engines that this attempt may use: those that are up, without those that failed it.
 
     Roles are hints: if no engine has a role, engines for any role take its part, else all do.
     """
 
-    __slots__ = ("_all", "_attempt", "_states")
+    __slots__ = ("_all", "_attempt", "_calls", "_states", "_within")
 
     def __init__(self, attempt: Attempt, states: dict[Any, Any]) -> None:
-        """`states` holds what the strategy's revision remembers, by the factory that made it."""
+        """`states` holds what a revision remembers, by the strategy and the factory of each."""
         self._attempt = attempt
         self._states = states
         self._all = [Engine(attempt, backend) for backend in attempt.backends]
+        self._within: tuple[Named, ...] = ()  # the strategies whose bodies run, the last is here
+        self._calls: list[OpenCall] = []  # of strategies, by the body that sees this; not ended
+
+    def _inside(self, strategy: Named) -> Cluster:
+        """Return the same engines for the body of `strategy`, which the body that sees this calls.
+
+        Raises `RecursionError` if too many bodies wait for each other.
+        """
+        if len(self._within) == DEEPEST:
+            last = ", ".join(one.name for one in (*self._within[-3:], strategy))
+            raise RecursionError(
+                f"strategies call each other more than {DEEPEST} deep, at last {last}"
+            )
+        inner = object.__new__(Cluster)
+        inner._attempt, inner._states, inner._all = self._attempt, self._states, self._all
+        inner._within = (*self._within, strategy)
+        inner._calls = []
+        return inner
 
     @property
     def engines(self) -> Pool:
@@ -97,11 +138,13 @@ class Cluster:
         """Return what `factory` made when a request of this activation first asked for it.
 
         All requests of one activation of the strategy share it for as long as that lives. The next
-        activation, of the same strategy too, begins with its own.
+        activation, of the same strategy too, begins with its own. A strategy that another one calls
+        has its own, which all calls of it in the activation share.
         """
-        if factory not in self._states:
-            self._states[factory] = factory()
-        state: T = self._states[factory]
+        key = (self._within[-1:], factory)
+        if key not in self._states:
+            self._states[key] = factory()
+        state: T = self._states[key]
         return state
 
     @property

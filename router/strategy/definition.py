@@ -8,16 +8,15 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from importlib.abc import InspectLoader
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_jsonable_python
 
 from engine.protocol import BadRequest
 from router.base import Chunk, Request
+from router.strategy.call import StrategyCall
+from router.strategy.cluster import Cluster
 from router.strategy.params import Params
-
-if TYPE_CHECKING:
-    from router.strategy.cluster import Cluster
 
 __all__ = ["Bound", "Strategy", "strategy"]
 
@@ -25,7 +24,7 @@ Function = Callable[..., AsyncGenerator[Chunk, None]]
 
 
 class Strategy:
-    """A named strategy with typed parameters. Made by `@strategy`; calling it calls the function.
+    """A named strategy with typed parameters. Made by `@strategy`.
 
     `source_sha256` distinguishes versions; it is empty if the source is not available.
     """
@@ -40,10 +39,23 @@ class Strategy:
         self.source_sha256 = _digest(function.__module__)
         self._params = Params(function)
 
-    def __call__(
-        self, request: Request, cluster: Cluster, **params: Any
-    ) -> AsyncGenerator[Chunk, None]:
-        return self.function(request, cluster, **params)
+    def __call__(self, request: Request, cluster: Cluster, **params: Any) -> StrategyCall:
+        """Call it from another strategy, with what that one was called with.
+
+        Its chunks, calls to engines and errors are as if its body stood there. Raises `ValueError`
+        for the first invalid one of `params`, and `RecursionError` if too many strategies call each
+        other.
+        """
+        try:
+            checked = self._params.validate(params)
+        except BadRequest as wrong:  # of the caller's code; the client has done nothing wrong
+            raise ValueError(f"strategy {self.name}: {wrong.message}") from None
+        return self.run(request, cluster, checked)
+
+    def run(self, request: Request, caller: Cluster, params: dict[str, Any]) -> StrategyCall:
+        """Call it with valid `params`; `caller` is the cluster of whoever calls."""
+        cluster = caller._inside(self)
+        return StrategyCall(self.name, self.function(request, cluster, **params), cluster, caller)
 
     def bind(self, params: Mapping[str, Any]) -> Bound:
         """Return this strategy with `params`. Raises `BadRequest`, naming the first invalid one."""
@@ -77,8 +89,8 @@ class Bound:
         """The parameters as JSON values."""
         return {name: to_jsonable_python(value) for name, value in self.params.items()}
 
-    def run(self, request: Request, cluster: Cluster) -> AsyncGenerator[Chunk, None]:
-        return self.strategy.function(request, cluster, **self.params)
+    def run(self, request: Request, cluster: Cluster) -> StrategyCall:
+        return self.strategy.run(request, cluster, self.params)
 
 
 def strategy(function: Function) -> Strategy:

@@ -65,6 +65,7 @@ class Metrics:
         self.breaker_state = gauge("breaker_state", "0 closed, 1 half-open, 2 open", "engine")
         self.breaker_opened = counter("breaker_opened", "how often a breaker opened", "engine")
         # Strategies
+        self.delegations = counter("delegations", "calls of a strategy by another one", "delegate")
         self.generation = gauge("strategy_generation", "the active generation")
         self.violations = counter(
             "strategy_offences", "what strategies did that they must not",

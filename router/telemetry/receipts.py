@@ -84,6 +84,7 @@ class Receipt:
     waits: int = 0  # how often it waited for room on an engine
     queued_ms: float = 0.0  # time spent waiting, over all choices
     fallbacks: list[str] = field(default_factory=list)  # deviations from what was asked for
+    delegates: list[str] = field(default_factory=list)  # strategies that the strategy has called
     legs: list[Leg] = field(default_factory=list)
     error: dict[str, Any] | None = None
 
@@ -91,6 +92,11 @@ class Receipt:
         """Note a fallback; each is noted once."""
         if name not in self.fallbacks:
             self.fallbacks.append(name)
+
+    def delegated(self, name: str) -> None:
+        """Note a strategy that another one has called; each is noted once."""
+        if name not in self.delegates:
+            self.delegates.append(name)
 
     @contextmanager
     def queueing(self) -> Iterator[None]:

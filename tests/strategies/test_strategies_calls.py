@@ -62,7 +62,7 @@ async def calls_of(strategy, length, *, match_len=0, cached=0, output=(), **para
         state=lambda factory: states.setdefault(factory, factory()),
     )
     request = Request("id", list(range(length)), Sampling(), list(output))
-    assert len([chunk async for chunk in strategy(request, cluster, **params)]) == 1
+    assert len([chunk async for chunk in strategy.function(request, cluster, **params)]) == 1
     return calls
 
 

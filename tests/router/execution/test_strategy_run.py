@@ -6,92 +6,20 @@ import asyncio
 import gc
 import sys
 import weakref
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from strategy_runs import END, GRACE_S, MINE, OTHERS, STALL_S, Run, line
 from virtual_time import in_virtual_time
 
-from engine.protocol import NoCapacity, Sampling
-from router.base.config import RouterConfig
+from engine.protocol import NoCapacity
 from router.base.errors import StrategyBlocked, StrategyError, StrategyStalled
-from router.base.ids import RevisionNumber
-from router.base.request import Chunk, Request
+from router.base.request import Chunk
 from router.execution import strategy_run as module
-from router.execution.choice_writer import ChoiceWriter
-from router.execution.strategy_run import StrategyRun
-from router.rollout.revisions import Revision
-from router.strategy.definition import strategy
+from router.strategy.call import _first
 from router.supervision import adopting
 from router.supervision.interruption import Interrupted
-from router.telemetry import Receipt
-
-GRACE_S, STALL_S = 1.0, 10.0
-END = Chunk(token_ids=[9], finish_reason="stop")
-MINE, OTHERS = "mine", "others"  # attempts
-
-
-class Writer(ChoiceWriter):
-    """Keeps what the strategy yields. The client needs `reads_s` seconds for each chunk."""
-
-    def __init__(self, receipt: Receipt) -> None:
-        super().__init__(receipt)
-        self.chunks: list[Chunk] = []
-        self.reads_s = 0.0
-        self.fails: BaseException | None = None
-
-    def send(self, chunk: Chunk) -> Awaitable[None] | None:
-        if self.fails is not None:
-            raise self.fails
-        self.chunks.append(chunk)
-        return asyncio.sleep(self.reads_s) if self.reads_s else None
-
-
-class Run:
-    """A run of `function`, the violations it is charged with, and when it ended."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.told: list[tuple[str, str]] = []
-        self.problems: list[dict[str, Any]] = []  # that no task has noticed
-        asyncio.get_running_loop().set_exception_handler(
-            lambda _, problem: self.problems.append(problem)
-        )
-        receipt = Receipt("x", RevisionNumber(1), "mine", {}, 0, 0)
-        self.legs: list[Any] = receipt.legs
-        self.writer = Writer(receipt)
-        config = RouterConfig(grace_s=GRACE_S, stall_s=STALL_S)
-        attempt: Any = SimpleNamespace(
-            runtime=SimpleNamespace(config=config), receipt=receipt, request_id=MINE, backends=[]
-        )
-        bound = strategy(function).bind({})
-        revision = Revision(RevisionNumber(2), bound, None, self._tell)
-        request = Request("x", [1, 2, 3], Sampling())
-        self.run = StrategyRun(revision, attempt, request, self.writer)
-        self.ended_s = 0.0
-
-    def _tell(self, revision: Revision, kind: str, message: str) -> None:
-        self.told.append((kind, message))
-
-    async def end(self, *cancelled_s: float) -> BaseException | None:
-        """Run it to its end, or cancel it at these times; return its error."""
-        loop = asyncio.get_running_loop()
-        task = asyncio.ensure_future(self.run.finish())
-        for time in cancelled_s:
-            loop.call_at(time, task.cancel)
-        await asyncio.wait([task])
-        self.ended_s = loop.time()
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        del task
-        await asyncio.sleep(100.0)  # what is left behind is noticed now
-        assert not self.problems
-        return error
-
-
-def line(function: Any, number: int) -> str:
-    """Return the place of a line of `function`, counted from its `def`."""
-    return f"(test_strategy_run.py:{function.__code__.co_firstlineno + number})"
-
 
 # Chunks and their end
 
@@ -530,7 +458,7 @@ async def test_the_event_loop_does_not_close_a_strategys_generator():
         yield 2
 
     chunks: Any = two(None, None)
-    assert await module._first(chunks) == 1
+    assert await _first(chunks) == 1
     assert sys.get_asyncgen_hooks() == hooks
     await asyncio.get_running_loop().shutdown_asyncgens()
     assert await anext(chunks) == 2
