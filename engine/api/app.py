@@ -24,6 +24,7 @@ from engine.protocol import (
     Commit,
     EngineConfig,
     EngineState,
+    EngineStatistics,
     Extend,
     ExtendReply,
     Internal,
@@ -215,6 +216,20 @@ def build_api(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
             tiers=[TierCounts(**dataclasses.asdict(tier)) for tier in cache.tier_use()],
             draining=engine.draining,
             secret_digest=secret_digest,
+        )
+
+    @app.get("/microserving/statistics")
+    async def statistics() -> EngineStatistics:
+        """Return how long this engine's own steps and puts took, a sample of each kind."""
+        timings = engine.loop.timings
+        return EngineStatistics(
+            steps=[(*work, seconds) for work, seconds in timings.steps()],
+            puts=[(count, seconds) for count, seconds in timings.puts()],
+            token_budget=config.token_budget,
+            max_batch=config.max_batch,
+            max_waiting=config.max_waiting,
+            decode_slowdown=config.decode_slowdown,
+            lease_ms=config.lease_ms,
         )
 
     @app.get("/microserving/integrity")

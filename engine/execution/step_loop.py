@@ -11,6 +11,7 @@ from concurrent.futures import Future
 import torch
 
 from engine.execution.step_output import StepStats
+from engine.execution.step_timings import StepTimings
 from engine.execution.stepper import Stepper
 from engine.protocol import Internal
 from engine.scheduling import Generation, Job
@@ -38,6 +39,7 @@ class StepLoop:
         `compute_threads` is the size of torch's thread team for steps.
         """
         self.stepper = stepper
+        self.timings = stepper.timings = StepTimings()
         self.progress = time.monotonic()  # when the latest iteration began
         self._died = died
         self._compute_threads = compute_threads

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from engine.execution.runner import Runner, StepCache
 from engine.execution.step_mirrors import StepMirrors
 from engine.execution.step_output import PlannedStep, StepOutput, StepResult, StepStats
+from engine.execution.step_timings import StepTimings
 from engine.protocol import Internal, MicroserveError, NoCapacity, RemoteSendReply
 from engine.scheduling import Chunk, Generation, Job, ParallelSampling, Scheduler, Send
 
@@ -55,6 +56,7 @@ class Stepper:
         `deliver` receives the outputs of each step. `clock` returns monotonic seconds.
         """
         self.stats = StepStats()
+        self.timings: StepTimings | None = None  # where to note the durations of steps and puts
         self.parallel_sampling = ParallelSampling(cache, scheduler, clock)
         # Called on any thread when `step` has something new to do.
         self.wake: Callable[[], object] = lambda: None
@@ -192,10 +194,14 @@ class Stepper:
     ) -> list[StepOutput]:
         """Compute a step, or equal ones; if that fails, fail its jobs."""
         outputs: list[StepOutput | None]
+        timings = self.timings
+        work = timings.work_of(plan, self._cache.length) if timings is not None else None
         try:
             outputs = self._compute(plan)
             for seconds in durations or (self.clock() - began,):
                 self._scheduler.record_step(seconds)
+            if timings is not None and work is not None:
+                timings.add_step(work, self.clock() - began)
         except Exception as error:  # must not end the stepper, whatever it is
             log.exception("a step failed")
             self.stats.failed_steps += 1
@@ -313,6 +319,8 @@ class Stepper:
         failure = send.failure or error
         if failure is None:
             self._cache.publish(send.seq_id, send.tokens)
+            if self.timings is not None:
+                self.timings.add_put(send.put.bytes_sent, send.put.copy_s)
         self._cache.remove_sequence(send.seq_id)
         send.started = False
         self._closing.discard(send)

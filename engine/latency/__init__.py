@@ -3,8 +3,9 @@
 May import `engine.protocol`. Imports no torch, and reads no clock.
 """
 
-from engine.latency.fit import Fit, Measured, Residuals, fit_latency, residuals
+from engine.latency.fit import Fit, Measured, Residuals, fit_latency, fit_put, residuals
 from engine.latency.memory import DEVICES, MODELS, Device, ModelShape, pool_tokens
+from engine.latency.observed import fit_observed
 from engine.latency.profile import Profile, find_profile, profile_names, read_profile, write_profile
 from engine.latency.put import PutLatency
 from engine.latency.step import FittedLatency, FixedLatency, StepLatency, StepWork
@@ -28,6 +29,8 @@ __all__ = [
     "TableLatency",
     "find_profile",
     "fit_latency",
+    "fit_observed",
+    "fit_put",
     "pool_tokens",
     "profile_names",
     "read_profile",

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from engine.latency.put import PutLatency
 from engine.latency.step import (
     STRICT,
     Amount,
@@ -29,11 +30,13 @@ from engine.protocol import BadRequest
 
 __all__ = [
     "Fit",
+    "Matrix",
     "Measured",
     "Residuals",
     "divide",
     "fit_decodes",
     "fit_latency",
+    "fit_put",
     "residuals",
 ]
 
@@ -85,6 +88,20 @@ def fit_latency(
         large_decode = fit_decodes(f"decode of {large_batch} sequences and more", large)
     model = FittedLatency(prefill, decode, large_decode, large_batch or 1)
     return model, Fit(residuals(model, prompts), residuals(model, decodes))
+
+
+def fit_put(puts: Sequence[tuple[int, float]], layers: int) -> PutLatency:
+    """Fit the time of puts of all layers, in seconds, to their bytes.
+
+    Raises: `BadRequest` without a put.
+    """
+    if not puts:
+        raise BadRequest("no put was measured")
+    terms = np.array([(layers / seconds, size / seconds) for size, seconds in puts])
+    (layer_s, byte_s), *_ = np.linalg.lstsq(terms, np.ones(len(puts)), rcond=None)
+    if layer_s < 0 or byte_s <= 0:  # the time per layer is lost in the noise
+        layer_s, byte_s = 0.0, median(seconds / size for size, seconds in puts)
+    return PutLatency(bandwidth=float(1 / byte_s), layer_s=float(layer_s))
 
 
 def residuals(model: StepLatency, measured: Sequence[Measured]) -> Residuals:

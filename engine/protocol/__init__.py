@@ -22,6 +22,7 @@ from engine.protocol.limits import Limits, generation_begin, resolve_position, s
 from engine.protocol.names import page_name, page_names
 from engine.protocol.replies import (
     EngineState,
+    EngineStatistics,
     Event,
     ExtendReply,
     Lease,
@@ -69,6 +70,7 @@ __all__ = [
     "DuplicateRequest",
     "EngineConfig",
     "EngineState",
+    "EngineStatistics",
     "Event",
     "Extend",
     "ExtendReply",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from engine.protocol.message import Count, FinishReason, Message, Role
 from kvcache.types import PageName
 
 __all__ = [
     "EngineState",
+    "EngineStatistics",
     "Event",
     "ExtendReply",
     "Lease",
@@ -203,3 +204,27 @@ class EngineState(Message):
     tiers: list[TierCounts] = Field(default_factory=list)  # fastest first
     draining: bool = False
     secret_digest: str | None = Field(default=None, max_length=64)
+
+
+Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]
+Tokens = Annotated[int, Field(ge=0, le=2**31)]
+Squares = Annotated[int, Field(ge=0, le=2**62)]
+# Prompt tokens, sum of squares, decodes, their context: `engine.latency.StepWork`.
+TimedStep = tuple[Tokens, Squares, Tokens, Tokens, Seconds]
+TimedPut = tuple[Annotated[int, Field(ge=1, lt=2**53)], Seconds]  # bytes
+
+
+class EngineStatistics(Message):
+    """`GET /microserving/statistics`: how long this engine's own steps and puts took.
+
+    A sample of the latest ones of each kind. The rest are the flags that decide how it divides its
+    work into steps.
+    """
+
+    steps: Annotated[list[TimedStep], FailFast(), Field(max_length=4096)]
+    puts: Annotated[list[TimedPut], FailFast(), Field(max_length=1024)]
+    token_budget: int = Field(ge=1, lt=2**31)
+    max_batch: int = Field(ge=1, lt=2**31)
+    max_waiting: int = Field(ge=1, lt=2**31)
+    decode_slowdown: float = Field(ge=0.0, le=1e6, allow_inf_nan=False)
+    lease_ms: int = Field(ge=1, le=3_600_000)

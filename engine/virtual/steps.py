@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.execution.step_output import PlannedStep, StepOutput
+from engine.execution.step_timings import step_work
 from engine.execution.stepper import Stepper
 from engine.latency import StepLatency, StepWork
 from engine.sampling.sampled import Sampled
@@ -170,7 +171,7 @@ class VirtualSteps:
             self._set_timer(None if due is None else max(due, self._now), self._begin_now)
             return
         chunks = [chunk for _, chunk in step.plan]
-        work = self._work(step)
+        work = step_work(step.plan, self._cache.length)
         first_s = self._latency.seconds(work)
         count = self._equal_steps(step, chunks, first_s)
         growth_s = 0.0
@@ -215,18 +216,6 @@ class VirtualSteps:
             self.stepper.end(row.step, row.durations(count))
         finally:
             self._ending = False
-
-    def _work(self, step: PlannedStep) -> StepWork:
-        tokens = squares = decodes = context = 0
-        for job, chunk in step.plan:
-            begin, count = self._cache.length(chunk.seq_id), len(chunk.tokens)
-            if count == 1 and isinstance(job, Generation) and job.generated:
-                decodes += 1
-                context += begin
-            else:
-                tokens += count
-                squares += (begin + count) ** 2 - begin**2
-        return StepWork(tokens, squares, decodes, context)
 
     def _equal_steps(self, step: PlannedStep, chunks: Sequence[Chunk], seconds: float) -> int:
         """Return how many steps like this one follow each other if nothing comes in between.

@@ -76,6 +76,7 @@ class QueuedPut:
         """`source` is the layout of the sender's pool. `take_claim` must precede the first write.
         `join` is a claim to share instead of a new one."""
         self.bytes_sent = 0
+        self.copy_s = 0.0
         self.claim = join or secrets.randbits(63) | 1
         self._joins = join is not None
         self._target = target
@@ -278,9 +279,10 @@ class QueuedPut:
             raise BadRange("the watermark cannot rise beyond the room of the lease")
         current = self._check_claim(self._check_lease())
         if commit.runs:
-            runs = commit.runs
+            runs, began = commit.runs, time.monotonic()
             self._target.copy(runs[0] if len(runs) == 1 else np.concatenate(runs))
             self.bytes_sent += commit.bytes
+            self.copy_s += time.monotonic() - began
             if LANDED in words:
                 # This process may have been stopped during the copy: do not raise the watermark of
                 # a lease that has ended. A store that follows the check is harmless, because this

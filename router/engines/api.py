@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
-from engine.protocol import EngineState, ModelInfo, PrefixChange, PrepRecvReply, RemoteSendReply
+from engine.protocol import (
+    EngineState,
+    EngineStatistics,
+    ModelInfo,
+    PrefixChange,
+    PrepRecvReply,
+    RemoteSendReply,
+)
 from router.base import Chunk
 
 __all__ = ["ChunkStream", "EngineCalls", "Headers"]
@@ -65,6 +72,7 @@ class EngineCalls(Protocol):
 
     async def model(self) -> ModelInfo: ...
     async def state(self) -> EngineState: ...
+    async def statistics(self) -> EngineStatistics: ...
     async def health(self) -> None: ...
 
     def close(self) -> None:

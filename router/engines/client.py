@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.protocol import (
     EngineState,
+    EngineStatistics,
     ModelInfo,
     PrefixChange,
     PrepRecvReply,
@@ -34,6 +35,7 @@ DEFAULT_MAX_TOKENS: int = Sampling.model_fields["max_tokens"].default
 SMALL = 64 << 10
 ADDRESS = 16 << 20  # an address travels on in a request, which engines limit to this by default
 STATE = 2 << 20  # 1024 leases of 500 bytes, and more of the rest
+STATISTICS = 1 << 20  # 4096 steps and 1024 puts, with numbers as long as they may be
 MODEL = 64 << 20  # a tokenizer with a vocabulary of 256 k tokens takes 34 MB as JSON
 FRAME = 256 << 10  # changes of prefixes: 8192 names of 19 bytes each, and as much again
 MESSAGE = 500  # characters of an error about a reply
@@ -123,6 +125,10 @@ class EngineClient:
 
     async def state(self) -> EngineState:
         return _read(EngineState, await self._get("/microserving/state", most=STATE))
+
+    async def statistics(self) -> EngineStatistics:
+        body = await self._get("/microserving/statistics", most=STATISTICS)
+        return await asyncio.to_thread(_read, EngineStatistics, body)
 
     async def health(self) -> None:
         """Return if the engine's loop makes progress."""

@@ -13,9 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from engine.latency import Fit, Measured, Profile, PutLatency, StepWork, fit_latency
+from engine.latency import Fit, Measured, Profile, PutLatency, StepWork, fit_latency, fit_put
 from engine.protocol import BadRequest
 from router.engines import HttpClient
 from router.profiling.probe import Probe
@@ -96,15 +94,6 @@ async def measure(
         fit=Fit(fit.prefill, fit.decode),
     )
     return Measurement(steps, puts, profile)
-
-
-def fit_put(puts: list[tuple[int, float]], layers: int) -> PutLatency:
-    """Fit the time of a put to its bytes; least squares on the relative error."""
-    terms = np.array([(layers / seconds, size / seconds) for size, seconds in puts])
-    (layer_s, byte_s), *_ = np.linalg.lstsq(terms, np.ones(len(puts)), rcond=None)
-    if layer_s < 0 or byte_s <= 0:  # the time per layer is lost in the noise
-        layer_s, byte_s = 0.0, statistics.median(seconds / size for size, seconds in puts)
-    return PutLatency(bandwidth=float(1 / byte_s), layer_s=float(layer_s))
 
 
 def _chunks(longest: int) -> Iterator[tuple[int, int]]:

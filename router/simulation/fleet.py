@@ -12,6 +12,7 @@ from engine.protocol import (
     Commit,
     EngineConfig,
     EngineState,
+    EngineStatistics,
     Extend,
     MicroserveError,
     Mirror,
@@ -178,6 +179,16 @@ class VirtualCalls:
     async def state(self) -> EngineState:
         self._check_alive()
         return self.engine.state()
+
+    async def statistics(self) -> EngineStatistics:
+        """Return its flags; a virtual engine's steps take the time that they are told to."""
+        self._check_alive()
+        config = self.engine.config
+        return EngineStatistics(
+            steps=[], puts=[], token_budget=config.token_budget, max_batch=config.max_batch,
+            max_waiting=config.max_waiting, decode_slowdown=config.decode_slowdown,
+            lease_ms=config.lease_ms,
+        )  # fmt: skip
 
     async def health(self) -> None:
         self._check_alive()

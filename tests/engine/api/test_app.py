@@ -419,3 +419,15 @@ def test_the_documentation_page_needs_no_other_host(server: EngineProcess, path:
         assert address.startswith("/docs/")
         assert server.http.get(address).status_code == 200
     assert "/microserving/start_generate" in server.http.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.processes
+def test_statistics_have_the_engines_own_steps(server: EngineProcess):
+    server.generate([11 + n % 400 for n in range(700)], max_tokens=40)
+    reply = server.http.get("/microserving/statistics").json()
+    prompts = [step for step in reply["steps"] if step[0] > 1]
+    decodes = [step for step in reply["steps"] if step[2]]
+    assert max(step[0] for step in prompts) == reply["token_budget"] == 512
+    assert any(step[2] == 1 and 700 < step[3] < 740 for step in decodes)
+    assert all(0 < step[4] < 20 for step in reply["steps"])
+    assert (reply["max_batch"], reply["decode_slowdown"], reply["lease_ms"]) == (4, 1.5, 30_000)

@@ -9,9 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 from engine_process import EngineProcess
 
-from engine.latency import StepWork, read_profile
+from engine.latency import StepWork, fit_put, read_profile
 from router.cli.profile import profile
-from router.profiling.measure import fit_put
 
 STEP_MS, TOKENS_PER_MS = 8.0, 20.0
 PACE = ("--step-ms", str(STEP_MS), "--prefill-tokens-per-ms", str(TOKENS_PER_MS))

@@ -1,0 +1,101 @@
+"""Fits `FittedLatency` to steps that nobody arranged: an engine's own, under its traffic.
+
+They compute prompts, decodes, or both. All coefficients are fitted together, by least squares on
+the relative error, and none is negative. A coefficient that explains next to nothing is zero. Steps
+far above the model are left out of a second fit: then something else held the process up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from engine.latency.fit import Fit, Matrix, Measured, residuals
+from engine.latency.step import Coefficients, FittedLatency
+from engine.protocol import BadRequest
+
+__all__ = ["fit_observed"]
+
+LEAST = 8  # steps with prompts, and steps with decodes
+SPAN = 2  # the most tokens (or decodes) of a step, over the fewest
+PARSIMONY = 0.99  # a further coefficient must lower the squared error below this share
+FAR, NEAR = 4.0, 0.1  # a step is far above the model beyond 4 times the median error, and 10 %
+COLUMNS = 6
+
+
+def fit_observed(measured: Sequence[Measured]) -> tuple[FittedLatency, Fit]:
+    """Fit the steps of one engine.
+
+    Raises: `BadRequest`, which says what was covered, if there are fewer than `LEAST` steps with
+    prompts or with decodes, or if their sizes do not differ by `SPAN`.
+    """
+    _check_span("prompt tokens", [m.work.prompt_tokens for m in measured if m.work.prompt_tokens])
+    _check_span("sequences that decode", [m.work.decodes for m in measured if m.work.decodes])
+    model = _fit(measured)
+    ratios = [(m.seconds - model.seconds(m.work)) / model.seconds(m.work) for m in measured]
+    limit = max(NEAR, FAR * float(np.median(np.abs(ratios))))
+    kept = [m for m, ratio in zip(measured, ratios, strict=True) if ratio <= limit]
+    if len(kept) < len(measured):
+        model = _fit(kept)
+    prompts = [m for m in kept if m.work.prompt_tokens]
+    decodes = [m for m in kept if m.work.decodes]
+    alone = [m for m in decodes if not m.work.prompt_tokens]
+    return model, Fit(residuals(model, prompts), residuals(model, alone or decodes))
+
+
+def _check_span(what: str, sizes: Sequence[int]) -> None:
+    least, most = min(sizes, default=0), max(sizes, default=0)
+    if len(sizes) < LEAST or most < SPAN * least:
+        covered = "none was" if not sizes else f"{len(sizes)} were, with {least} to {most} {what}"
+        raise BadRequest(
+            f"at least {LEAST} steps of different sizes, from N to {SPAN}N {what}, have to be "
+            f"timed; {covered}"
+        )
+
+
+def _fit(measured: Sequence[Measured]) -> FittedLatency:
+    # A step with both pays the larger constant. Which one that is, the smaller error tells.
+    (best, least), (other, error) = (_solve(_rows(measured, larger)) for larger in (0, 3))
+    a, b, c, d, e, f = map(float, other if error < least else best)
+    decode: Coefficients = (d, e, f)
+    return FittedLatency((a, b, c), decode, decode, large_batch=1)
+
+
+def _rows(measured: Sequence[Measured], larger: int) -> Matrix:
+    """Return the terms of each step over its milliseconds, so that each row aims at 1."""
+    rows = np.zeros((len(measured), COLUMNS))
+    for row, (work, seconds) in zip(rows, measured, strict=True):
+        both = bool(work.prompt_tokens and work.decodes)
+        if work.prompt_tokens:
+            row[:3] = (not both or larger == 0, work.prompt_tokens, work.prompt_squares)
+        if work.decodes:
+            row[3:] = (not both or larger == 3, work.context, work.decodes)
+        row /= seconds * 1e3
+    return rows
+
+
+def _solve(rows: Matrix) -> tuple[Matrix, float]:
+    """Return x >= 0 that minimises |rows·x - 1|² with few elements above 0, and that error."""
+    scale = np.abs(rows).max(axis=0)
+    scale[scale == 0] = 1.0
+    scaled = rows / scale
+    squares, targets = scaled.T @ scaled, scaled.sum(axis=0)
+    best, least = np.zeros(COLUMNS), float(len(rows))
+    for size in range(1, COLUMNS + 1):
+        found, error = best, least * PARSIMONY
+        for columns in map(list, combinations(range(COLUMNS), size)):
+            part = squares[np.ix_(columns, columns)]
+            if np.linalg.cond(part) > 1e12:  # they cannot be told apart
+                continue
+            solved = np.linalg.solve(part, targets[columns])
+            if solved.min() < 0:
+                continue
+            left = float(np.square(scaled[:, columns] @ solved - 1).sum())
+            if left < error:
+                found, error = np.zeros(COLUMNS), left
+                found[columns] = solved
+        if found is not best:
+            best, least = found, error
+    return best / scale, least

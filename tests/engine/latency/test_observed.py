@@ -1,0 +1,90 @@
+"""Fits to steps under traffic: with prompts, decodes or both, and with disturbances."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.latency import FittedLatency, FixedLatency, Measured, StepWork, fit_observed, fit_put
+from engine.protocol import BadRequest
+
+TRUE = FittedLatency((4.0, 0.3, 1e-4), (6.0, 2e-3, 0.5), (6.0, 2e-3, 0.5), large_batch=1)
+
+
+def steps(count: int, kinds: tuple[str, ...] = ("prompt", "decode", "both")) -> list[StepWork]:
+    source, made = random.Random(7), []
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        prompt = square = decodes = context = 0
+        if kind != "decode":
+            prompt, start = source.randrange(8, 512), source.choice((0, 0, 512, 1024))
+            square = (start + prompt) ** 2 - start**2
+        if kind != "prompt":
+            decodes = source.randrange(1, 32)
+            context = decodes * source.randrange(10, 2000)
+        made.append(StepWork(prompt, square, decodes, context))
+    return made
+
+
+def timed(model, work: list[StepWork], noise: float = 0.0) -> list[Measured]:
+    source = random.Random(8)
+    return [Measured(w, model.seconds(w) * source.uniform(1 - noise, 1 + noise)) for w in work]
+
+
+@pytest.mark.parametrize("kinds", [("prompt", "decode", "both"), ("prompt", "decode"), ("both",)])
+def test_exact_steps_give_the_model_back(kinds: tuple[str, ...]):
+    model, fit = fit_observed(timed(TRUE, steps(120, kinds)))
+    unseen = steps(300, kinds)[120:]
+    assert max(abs(model.seconds(w) / TRUE.seconds(w) - 1) for w in unseen) < 0.03
+    assert fit.prefill.largest < 0.03 and fit.decode.largest < 0.03
+    assert fit.prefill.points == sum(w.prompt_tokens > 0 for w in steps(120, kinds))
+
+
+def test_a_fixed_pace_is_fitted_without_terms_that_it_has_not():
+    """Of the model `mock`: contexts and sequences cost nothing, so nothing is made up for them."""
+    pace = FixedLatency(20.0, 50.0)
+    model, _ = fit_observed(timed(pace, steps(90)))
+    assert model.prefill == pytest.approx((20.0, 0.02, 0.0), rel=1e-6)
+    assert model.decode == pytest.approx((20.0, 0.0, 0.0), rel=1e-6)
+
+
+def test_noise_averages_out():
+    model, fit = fit_observed(timed(TRUE, steps(300), noise=0.2))
+    unseen = steps(400)[300:]
+    errors = sorted(abs(model.seconds(w) / TRUE.seconds(w) - 1) for w in unseen)
+    assert errors[len(errors) // 2] < 0.05 and errors[-1] < 0.2
+    assert 0.05 < fit.prefill.median < 0.15
+
+
+def test_steps_in_which_the_process_stood_still_do_not_count():
+    measured = timed(TRUE, steps(120))
+    for at in range(0, 120, 10):
+        measured[at] = measured[at]._replace(seconds=measured[at].seconds + 3.0)
+    model, fit = fit_observed(measured)
+    assert max(abs(model.seconds(w) / TRUE.seconds(w) - 1) for w in steps(120)) < 0.03
+    assert fit.prefill.largest < 0.03
+
+
+@pytest.mark.parametrize(
+    ("work", "covered"),
+    [
+        ([], "none was"),
+        (steps(60, ("decode",)), "none was"),
+        (steps(60, ("prompt",)), "none was"),
+        ([*steps(7, ("prompt",)), *steps(60, ("decode",))], "7 were"),
+        ([*[StepWork(200, 40_000)] * 50, *steps(60, ("decode",))], "200 to 200 prompt tokens"),
+        ([*steps(50, ("prompt",)), *[StepWork(0, 0, 3, 900)] * 50], "3 to 3 sequences that decode"),
+    ],
+)
+def test_too_little_to_fit_says_what_was_covered(work: list[StepWork], covered: str):
+    with pytest.raises(BadRequest, match=covered):
+        fit_observed(timed(TRUE, work))
+
+
+def test_puts_are_fitted_to_their_bytes():
+    puts = [(size, 4 * 1e-4 + size / 2e9) for size in (1 << 16, 1 << 20, 1 << 24)]
+    latency = fit_put(puts, 4)
+    assert latency.bandwidth == pytest.approx(2e9) and latency.layer_s == pytest.approx(1e-4)
+    with pytest.raises(BadRequest, match="no put"):
+        fit_put([], 4)
