@@ -112,15 +112,19 @@ async def test_a_dry_run_ends_with_its_router(lock):
     """The router's end of the pipe closes when it dies."""
     job = {
         "source": ESCAPES.format(lock=str(lock), mebibytes=1 << 30), "name": "", "file": "mine.py",
-        "folder": ".", "params": {}, "timeout_s": 600, "namespaces": False,
+        "folder": ".", "params": {},
+    }  # fmt: skip
+    order = {
+        "entry": "router.dry_run.worker:try_out", "job": job, "timeout_s": 600, "cpu_s": 600,
+        "nice": 0, "namespaces": False,
     }  # fmt: skip
     with subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-m", "router.dry_run.guard"],
+        [sys.executable, "-m", "router.confinement.guard"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as guard:
         assert guard.stdin is not None and guard.stdout is not None
-        guard.stdin.write(json.dumps(job).encode() + b"\n")
+        guard.stdin.write(json.dumps(order).encode() + b"\n")
         guard.stdin.flush()
         await until(lambda: not is_free(lock))
         guard.stdin.close()

@@ -1,12 +1,12 @@
-"""The process around a dry run: starts it, bounds it, and ends everything that it has started.
+"""The process around a confined function: bounds it, and ends everything that it has started.
 
-    router ── job, report ──► guard ── fork ──► [process 1] ── fork ──► worker: runs the module
+    caller ── order, report ──► guard ── fork ──► [process 1] ── fork ──► worker: calls the function
                                 │ reads its output, waits, ends its descendants
 
 Where the kernel permits it, the worker is in a pid namespace, and ends with all its descendants
 when the namespace's process 1 ends. Elsewhere the guard adopts those that lose their parent, and
 kills them one by one. The guard runs no user code, and ends the worker also when its own standard
-input ends, so when the router has died.
+input ends, so when the caller has died.
 """
 
 from __future__ import annotations
@@ -20,43 +20,41 @@ import signal
 import time
 import traceback
 from contextlib import suppress
-from pathlib import Path
+from importlib import import_module
 from typing import Any, NoReturn
 
-from engine.protocol import MicroserveError
 from router.base import (
     adopt_orphans,
     die_with_parent,
     enter_namespaces,
     forbid_new_privileges,
     hide_memory,
-    import_from,
 )
-from router.dry_run.confinement import end_descendants, limit_resources
-from router.rollout import Catalog
+from router.confinement.limits import end_descendants, limit_resources
 
 __all__ = ["main"]
 
 TAIL_BYTES = 8192  # of what the worker prints
 VERDICT_BYTES = 1 << 16
-MESSAGE_CHARACTERS = 4000
 END_S = 5.0
 PIECE = 1 << 16
 
 
 def main() -> None:
-    """Read the job from standard input, and write the report to standard output.
+    """Read the order from standard input, and write the report to standard output.
 
-    The job is a line of JSON: `source`, `name`, `file`, `folder`, `params`, `timeout_s` and
-    `namespaces`. The report is JSON: the worker's `verdict` (null if it gave none), its `exitcode`
-    (negative: the signal that ended it; null: it took too long), and the `tail` of what it printed.
+    The order is a line of JSON: `entry`, `job`, `timeout_s`, `cpu_s`, `nice` and `namespaces`, as
+    of `run_confined`. The report is JSON: the worker's `verdict` (null if it gave none), its
+    `exitcode` (negative: the signal that ended it; null: it took too long), and the `tail` of what
+    it printed.
     """
-    job = json.loads(_line(0))
+    order = json.loads(_line(0))
+    os.nice(order["nice"])
     adopt_orphans()
-    confined = job["namespaces"] and enter_namespaces()
-    worker = _Worker(job, confined)
+    confined = order["namespaces"] and enter_namespaces()
+    worker = _Worker(order, confined)
     hide_memory()
-    report = worker.watch(time.monotonic() + job["timeout_s"])
+    report = worker.watch(time.monotonic() + order["timeout_s"])
     if report is not None:
         os.write(1, json.dumps(report).encode())
     os._exit(0)
@@ -65,7 +63,7 @@ def main() -> None:
 class _Worker:
     """The worker, seen from the guard."""
 
-    def __init__(self, job: dict[str, Any], confined: bool) -> None:
+    def __init__(self, order: dict[str, Any], confined: bool) -> None:
         self._tail = b""
         self._verdict = b""
         self._status = b""  # its wait status, from the namespace's process 1
@@ -79,7 +77,7 @@ class _Worker:
             for reader in readers:
                 os.close(reader)
             run = _run_confined if confined else _run
-            run(job, self._nonce, *writers)
+            run(order, self._nonce, *writers)
         for writer in writers:
             os.close(writer)
         self._output, self._result, self._ending = readers
@@ -149,13 +147,13 @@ class _Worker:
 
 
 def _run_confined(
-    job: dict[str, Any], nonce: str, output: int, result: int, ending: int
+    order: dict[str, Any], nonce: str, output: int, result: int, ending: int
 ) -> NoReturn:
     """Run in the namespace's process 1: start the worker, reap, and end when it has ended."""
     die_with_parent()
     pid = os.fork()
     if not pid:
-        _run(job, nonce, output, result, ending)
+        _run(order, nonce, output, result, ending)
     hide_memory()
     os.close(output)
     os.close(result)
@@ -166,7 +164,7 @@ def _run_confined(
             os._exit(0)
 
 
-def _run(job: dict[str, Any], nonce: str, output: int, result: int, ending: int) -> NoReturn:
+def _run(order: dict[str, Any], nonce: str, output: int, result: int, ending: int) -> NoReturn:
     """Run in the worker: the module may do anything from here on."""
     die_with_parent()
     os.close(ending)
@@ -180,31 +178,16 @@ def _run(job: dict[str, Any], nonce: str, output: int, result: int, ending: int)
     code = 1
     try:
         forbid_new_privileges()
-        limit_resources(job["timeout_s"] + 1)
+        limit_resources(order["cpu_s"])
         logging.disable()
-        verdict = json.dumps(_try_out(job)).encode()
+        # Not above: numpy starts threads, and a process with threads cannot enter namespaces.
+        module, _, function = order["entry"].partition(":")
+        verdict = json.dumps(getattr(import_module(module), function)(order["job"])).encode()
         os.write(result, nonce.encode() + b"\n" + verdict)
         code = 0
     except BaseException:  # noqa: BLE001  any end of the module ends here
         traceback.print_exc()
     os._exit(code)  # do not wait for threads and tasks of the strategy
-
-
-def _try_out(job: dict[str, Any]) -> dict[str, Any]:
-    # Not above: numpy starts threads, and a process with threads cannot enter namespaces.
-    from router.dry_run.dry_run import dry_run
-
-    source, name, file = job["source"], job["name"], job["file"]
-    for folder in (Path(), Path(job["folder"])):
-        import_from(folder.absolute())
-    try:
-        catalog = Catalog()
-        strategy = catalog.load(source, name=name, file=file) if source else catalog[name]
-        requests = dry_run(strategy.bind(job["params"]))
-        return {"name": strategy.name, "requests": requests}
-    except MicroserveError as error:
-        message = error.message[:MESSAGE_CHARACTERS]
-        return {"error": {"message": message, "param": error.param or "source"}}
 
 
 def _line(fd: int) -> bytes:
