@@ -27,8 +27,8 @@ class StepLoop:
     """Steps from `start` until `stop`.
 
     Other threads talk to it through `submit`, `abort`, `advance_mirror` and `flush`, which take
-    effect between two steps. It answers through the stepper's `deliver` callback, once a step, and
-    through the futures of sends; both are called on its thread.
+    effect between two steps. It answers through the stepper's `deliver` callback, once a step and
+    on its thread, and through the futures of sends, on the threads of their puts.
     """
 
     def __init__(

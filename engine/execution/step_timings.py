@@ -35,8 +35,8 @@ class PutTiming(NamedTuple):
 class StepTimings:
     """The latest steps and puts of each kind: of the same sizes, to a factor of two.
 
-    Rare kinds are kept as well as frequent ones. Written on the step loop's thread; `steps` and
-    `puts` may be called on any.
+    Rare kinds are kept as well as frequent ones. Steps are noted by the thread that steps, puts
+    under the cache's lock; `steps` and `puts` may be called on any thread.
     """
 
     def __init__(self) -> None:

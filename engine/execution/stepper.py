@@ -14,12 +14,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from engine.execution.closing_sends import ClosingSends
 from engine.execution.runner import Runner, StepCache
 from engine.execution.step_mirrors import StepMirrors
 from engine.execution.step_output import PlannedStep, StepOutput, StepResult, StepStats
 from engine.execution.step_timings import StepTimings
-from engine.protocol import Internal, MicroserveError, NoCapacity, RemoteSendReply
+from engine.protocol import Internal, MicroserveError, NoCapacity
 from engine.scheduling import Chunk, Generation, Job, ParallelSampling, Scheduler, Send
+from kvcache.lease import Put
 
 if TYPE_CHECKING:
     from engine.sampling.sampled import Sampled
@@ -53,7 +55,8 @@ class Stepper:
     ) -> None:
         """`sample` takes the runner's logits and the generations of their rows.
 
-        `deliver` receives the outputs of each step. `clock` returns monotonic seconds.
+        `deliver` receives the outputs of each step. `clock` returns monotonic seconds, on any
+        thread: the call of a send is completed where its put has drained.
         """
         self.stats = StepStats()
         self.timings: StepTimings | None = None  # where to note the durations of steps and puts
@@ -71,7 +74,7 @@ class Stepper:
         self._deliver = deliver
         self._inbox: deque[Callable[[], object]] = deque()
         self._mirrors = StepMirrors()
-        self._closing: set[Send] = set()  # their pages are held until their puts have drained
+        self._closing = ClosingSends(cache, clock, self._post, self._sent)
         self._swept = clock()
         self._stuck: Generation | None = None  # `Scheduler.stuck` in the latest sweep
         self._stuck_sweeps = 0  # how often in a row it was
@@ -307,34 +310,9 @@ class Stepper:
     def _close(self, send: Send) -> None:
         """Compute no more of a send; its pages are freed when its last write has drained."""
         self._scheduler.remove(send)
-        self._closing.add(send)
-        send.computed_at = self.clock()
-        self._cache.clear_mark(send.seq_id)
-        send.put.close().add_done_callback(
-            lambda closed: self._post(partial(self._drained, send, closed.exception()))
-        )
+        self._closing.close(send)
 
-    def _drained(self, send: Send, error: BaseException | None) -> None:
-        """Free a send's pages and complete its call: no write reads them any more."""
-        failure = send.failure or error
-        if failure is None:
-            self._cache.publish(send.seq_id, send.tokens)
-            if self.timings is not None:
-                self.timings.add_put(send.put.bytes_sent, send.put.copy_s)
-        self._cache.remove_sequence(send.seq_id)
-        send.started = False
-        self._closing.discard(send)
-        if failure is not None:
-            send.done.set_exception(failure)
-            return
-        now = self.clock()
-        send.done.set_result(
-            RemoteSendReply(
-                sent_tokens=send.target - send.begin,
-                cached_tokens=max(send.cached - send.begin, 0),
-                computed_tokens=send.target - send.cached,
-                bytes=send.put.bytes_sent,
-                ms=(now - send.arrived) * 1000,
-                put_ms=(now - send.computed_at) * 1000,
-            )
-        )
+    def _sent(self, put: Put) -> None:
+        """Note the put of a send that has succeeded. On any thread, under the cache's lock."""
+        if self.timings is not None:
+            self.timings.add_put(put.bytes_sent, put.copy_s)

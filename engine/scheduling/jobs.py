@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -131,6 +132,14 @@ class Send:
     def target(self) -> int:
         """Tokens whose KV the send needs."""
         return len(self.tokens)
+
+    def complete(self, outcome: RemoteSendReply | BaseException) -> None:
+        """Complete the call, on any thread. The first outcome counts."""
+        with suppress(InvalidStateError):
+            if isinstance(outcome, BaseException):
+                self.done.set_exception(outcome)
+            else:
+                self.done.set_result(outcome)
 
 
 Job = Generation | Send

@@ -96,8 +96,8 @@ class Sends:
     def fail(self, failure: MicroserveError) -> None:
         """Fail all sends with `failure`: the step loop has stopped and completes none."""
         for send in self._live.values():
-            if send is not None and not send.done.done():
-                send.done.set_exception(failure)
+            if send is not None:
+                send.complete(failure)
 
     def _end(self, send: Send, loop: StepLoop) -> None:
         """Abort a send. If the step loop has stopped, free its pages once no write reads them."""

@@ -311,9 +311,9 @@ class VirtualEngine:
         for stream in list(self._streams.values()):
             stream.fail(gone)
         for send in list(self._sends.values()):
+            send.failure = send.failure or gone
             send.put.cancel()
-            if not send.done.done():
-                send.done.set_exception(gone)
+            send.complete(gone)
         self._arrivals.fail(gone)
         self._feed.end()
 

@@ -106,17 +106,17 @@ class VirtualSteps:
         self._scheduler = scheduler
         self._latency = latency
         self._most = most_at_once
-        self._now = self._loop.time()  # the stepper's clock: the end of the latest step
+        self._now = self._loop.time()  # the end of the latest step
         self._row: Row | None = None
         self._times = 1  # steps that end together
         self._timer: asyncio.TimerHandle | None = None
-        self._ending = False  # a step is taking effect: the next one follows at once
+        self._stepping = False  # a step is taking effect, or being planned
         self._stopped = False
         self._states: dict[SeqId, int] = {}  # of outputs
         self.busy_s = 0.0  # time in steps, since the start
         self.pages = PageUse(self._now)
         self.on_steps: Callable[[Row, int], object] | None = None  # rows, and the steps that ended
-        self.stepper = Stepper(cache, scheduler, self, self._sample, deliver, lambda: self._now)
+        self.stepper = Stepper(cache, scheduler, self, self._sample, deliver, self._clock)
         self.stepper.sweep_s = SWEEP_S
         self.stepper.wake = self.wake
 
@@ -153,8 +153,12 @@ class VirtualSteps:
         Whoever gives the stepper work calls `cut` before: a step that began earlier must not take
         it in.
         """
-        if self._row is None and not self._ending and not self._stopped:
+        if self._row is None and not self._stepping and not self._stopped:
             self._set_timer(self._loop.time(), self._begin_now)
+
+    def _clock(self) -> float:
+        """Return the time up to which steps have been taken; outside of steps, the loop's time."""
+        return self._now if self._stepping else max(self._now, self._loop.time())
 
     def _begin_now(self) -> None:
         self._now = max(self._now, self._loop.time())
@@ -164,7 +168,11 @@ class VirtualSteps:
         """Begin the next steps at `_now`."""
         if self._stopped:
             return
-        step = self.stepper.begin()
+        self._stepping = True
+        try:
+            step = self.stepper.begin()
+        finally:
+            self._stepping = False
         self.pages.note(self._cache.pages_in_use, self._now)
         if not step.plan:
             due = self.stepper.next_sweep
@@ -211,11 +219,11 @@ class VirtualSteps:
         if self.on_steps is not None:
             self.on_steps(row, count)
         self._row, self._times = None, count
-        self._ending = True
+        self._stepping = True
         try:
             self.stepper.end(row.step, row.durations(count))
         finally:
-            self._ending = False
+            self._stepping = False
 
     def _equal_steps(self, step: PlannedStep, chunks: Sequence[Chunk], seconds: float) -> int:
         """Return how many steps like this one follow each other if nothing comes in between.

@@ -8,19 +8,42 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from engine_helpers import generate, prep, running, running_pair, sending, start
+from engine_helpers import collect, generate, prep, running, running_pair, sending, start
+from held_copies import held_copies
 from waiting import until
 
 from engine.protocol import DuplicateRequest, Internal, LeaseExpired, NoCapacity, Release
 from engine.service import released_ids
 from engine.service.engine import MicroserveEngine
 from engine.service.released_ids import ReleasedIds
-from kvcache.transport.mapped import MappedTarget
-from kvcache.transport.runs import Runs
 
 PROMPT = [(11 * n) % 250 for n in range(70)]
 END = len(PROMPT) - 1
 Pair = tuple[MicroserveEngine, MicroserveEngine]
+
+
+class GatedSteps:
+    """Steps that wait at their beginning from `shut` until the end of the block."""
+
+    def __init__(self, engine: MicroserveEngine) -> None:
+        self.reached = threading.Event()  # a step waits
+        self._opened = threading.Event()
+        self._runner = engine.loop.stepper._runner
+        self._run = self._runner.run
+
+    def shut(self) -> None:
+        self._runner.run = self._gated  # type: ignore[method-assign]
+
+    def _gated(self, chunks: Any) -> Any:
+        self.reached.set()
+        assert self._opened.wait(60)
+        return self._run(chunks)
+
+    def __enter__(self) -> GatedSteps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.set()
 
 
 @pytest.fixture
@@ -56,29 +79,17 @@ async def test_a_send_of_a_dead_loop_keeps_no_pages(pair: Pair, when: str):
     decode.release(Release(lease_id=got.lease_id))
 
 
-async def test_a_send_of_a_dead_loop_keeps_its_pages_while_they_are_read(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_send_of_a_dead_loop_keeps_its_pages_while_they_are_read(pair: Pair):
     prefill, decode = pair
     await generate(prefill, PROMPT, max_tokens=1)
     got = decode.prep_recv(prep(PROMPT, 64))
-    reached, opened, copy = threading.Event(), threading.Event(), MappedTarget.copy
-
-    def held_up(self: MappedTarget, runs: Runs) -> None:
-        reached.set()
-        assert opened.wait(20)
-        copy(self, runs)
-
-    monkeypatch.setattr(MappedTarget, "copy", held_up)
-    call = asyncio.create_task(prefill.remote_send(sending(PROMPT, 0, 64, got.kv_addr)))
-    try:
-        await until(reached.is_set)
+    with held_copies() as held:
+        call = asyncio.create_task(prefill.remote_send(sending(PROMPT, 0, 64, got.kv_addr)))
+        await until(held.reached.is_set)
         await dead(prefill)
         with pytest.raises(Internal, match="stopped"):
             await call
         assert prefill.cache.page_use().active == 4
-    finally:
-        opened.set()
     await until(lambda: prefill.cache.page_use().active == 0)
     decode.release(Release(lease_id=got.lease_id))
 
@@ -169,4 +180,48 @@ async def test_a_reply_counts_what_was_sent_from_the_cache(pair: Pair):
         reply = await prefill.remote_send(sending(PROMPT, begin, end, got.kv_addr))
         counts.append((reply.sent_tokens, reply.cached_tokens, reply.computed_tokens))
     assert counts == [(32, 32, 0), (36, 32, 4), (1, 0, 5)]
+    decode.release(Release(lease_id=got.lease_id))
+
+
+async def test_a_reply_does_not_wait_for_the_step_under_way(pair: Pair):
+    """A generation can start from the lease as soon as the reply is there."""
+    prefill, decode = pair
+    stepper = prefill.loop.stepper
+    got = decode.prep_recv(prep(PROMPT, END))
+    with GatedSteps(prefill) as gate:
+        with held_copies():
+            call = asyncio.create_task(prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr)))
+            await until(lambda: stepper._closing)
+            gate.shut()
+            stream = await prefill.start_generate(start([1, 2, 3], "other"))
+            await until(gate.reached.is_set)
+        async with asyncio.timeout(20):
+            assert (await call).sent_tokens == END
+        assert prefill.puts_in_flight == 0 and prefill.cache.prefix_tokens == 64
+        tokens = await generate(decode, PROMPT, begin=END, lease_id=got.lease_id)
+        assert prefill.loop.stats.steps == 1
+    await collect(stream)
+    assert tokens == await generate(prefill, PROMPT)
+
+
+async def test_a_release_ends_a_send_during_the_step_under_way(pair: Pair):
+    """Its call fails, and its pages are free, when no write reads them any more."""
+    prefill, decode = pair
+    stepper = prefill.loop.stepper
+    got = decode.prep_recv(prep(PROMPT, END))
+    with GatedSteps(prefill) as gate:
+        with held_copies() as held:
+            call = asyncio.create_task(prefill.remote_send(sending(PROMPT, 0, END, got.kv_addr)))
+            await until(lambda: stepper._closing)
+            await until(held.reached.is_set)
+            gate.shut()
+            stream = await prefill.start_generate(start([1, 2, 3], "other"))
+            await until(gate.reached.is_set)
+            prefill.release(Release(request_id="r"))
+            assert prefill.cache.page_use().active == 6
+        with pytest.raises(Internal, match="aborted"):
+            async with asyncio.timeout(20):
+                await call
+        assert prefill.cache.page_use().active == 1 and prefill.cache.prefix_tokens == 0
+    await collect(stream)
     decode.release(Release(lease_id=got.lease_id))

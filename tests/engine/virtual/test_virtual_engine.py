@@ -36,6 +36,7 @@ from engine.protocol import (
     page_names,
 )
 from engine.virtual import output_tokens
+from kvcache.types import LeaseId
 
 PROMPT = [1 + i % 290 for i in range(401)]
 PUT_S = 400 * TOKEN_BYTES / PROFILE.put.bandwidth  # of 400 tokens, without the layers' own time
@@ -85,6 +86,46 @@ async def test_a_put_overlaps_with_the_computation_layer_by_layer():
     assert now() - began == pytest.approx(PUT_S + LAYERS * PROFILE.put.layer_s)
     engines["d"].release(Release(request_id="y"))
     await engines.rest()
+
+
+@pytest.mark.parametrize("most_at_once", [1, 64])
+def test_a_send_ends_where_its_put_drains_also_during_a_step(most_at_once):
+    """The step, or the row of equal steps, that is under way then changes none of its times."""
+
+    @in_virtual_time
+    async def run() -> None:
+        engines = Engines("p", "d", most_at_once=most_at_once)
+        lease = engines["d"].prep_recv(receive("x", PROMPT, 400))
+        sending = asyncio.ensure_future(
+            engines["p"].remote_send(send("x", PROMPT, 0, 400, lease.kv_addr))
+        )
+        computed = STEP.seconds(StepWork(400, 160_000))
+        await asyncio.sleep(computed / 2)
+        other = await engines["p"].start_generate(generate("y", [7] * 10, 40, stream_tokens=40))
+        sent = await sending
+        layer_s = PUT_S / LAYERS + PROFILE.put.layer_s
+        drained = max(computed, computed / LAYERS + (LAYERS - 1) * layer_s) + layer_s
+        assert now() == pytest.approx(drained)
+        assert (sent.ms, sent.put_ms) == (
+            pytest.approx(1000 * drained), pytest.approx(1000 * (drained - computed)),
+        )  # fmt: skip
+        # A step is under way, and the pages are cached or in use by the other request alone.
+        began, step_s = engines["p"].steps._row.began, STEP.seconds(StepWork(0, 0, 1, 24))
+        assert began + 0.1 * step_s < now() < began + 0.9 * step_s
+        use = engines["p"].cache.bookkeeping.page_use
+        assert (use.cached, use.active) == (25, 2)
+        engines["p"].cache.check_integrity()
+        started = await engines["d"].start_generate(
+            generate("x", PROMPT, 1, begin=400, lease_id=lease.lease_id)
+        )
+        assert now() == pytest.approx(drained)
+        assert await tokens_of(started) == output_tokens(PROMPT, 1)
+        await events(other)
+        decodes = sum(STEP.seconds(StepWork(0, 0, 1, 10 + i)) for i in range(39))
+        assert now() == pytest.approx(computed + STEP.seconds(StepWork(10, 100)) + decodes)
+        await engines.rest()
+
+    run()
 
 
 @in_virtual_time
@@ -201,6 +242,24 @@ async def test_what_waits_for_a_dead_engine_fails_at_once():
     assert now() < 2
     with pytest.raises(PeerUnreachable):
         await engines["p"].remote_send(send("y", PROMPT, 0, 400, lease.kv_addr))
+    await engines.rest()
+
+
+@in_virtual_time
+async def test_a_send_whose_engine_dies_while_its_put_drains_fails():
+    engines = Engines("p", "d")
+    lease = engines["d"].prep_recv(receive("x", PROMPT, 400))
+    sending = asyncio.ensure_future(
+        engines["p"].remote_send(send("x", PROMPT, 0, 400, lease.kv_addr))
+    )
+    await asyncio.sleep(STEP.seconds(StepWork(400, 160_000)) + PUT_S / LAYERS / 2)
+    assert engines["p"].steps.stepper._closing
+    engines["p"].die()
+    with pytest.raises(PeerUnreachable):
+        await sending
+    assert engines["p"].state().prefix_tokens == 0  # published are only sends that have ended
+    assert engines["d"].cache.lease(LeaseId(lease.lease_id)).landed == 0
+    engines["d"].release(Release(request_id="x"))
     await engines.rest()
 
 
