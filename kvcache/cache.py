@@ -91,10 +91,10 @@ class KVCache(PagedCache):
         with self.lock:
             return self.bookkeeping.pages.prefix.unpin(tokens)
 
-    def pinned_beside(self, tokens: Sequence[int]) -> int:
-        """Return the pinned pages that a sequence of `tokens` does not share."""
+    def check_room(self, tokens: Sequence[int]) -> None:
+        """Raise `NoCapacity` if a sequence of `tokens` has no room beside pinned prefixes."""
         with self.lock:
-            return self.bookkeeping.pages.prefix.pinned_beside(tokens)
+            self.bookkeeping.pages.check_room(tokens)
 
     def follow_prefixes(self, name: Namer, tell: Tell) -> list[PageName]:
         """Return the names of all cached pages; call `tell` for those that come and go.

@@ -85,7 +85,7 @@ class Generations:
             raise NoCapacity(f"{len(self._by_id)} requests are running or waiting")
         begin = generation_begin(call)
         if call.lease_id is None:
-            self._check_room(call.prompt + call.output)
+            self._cache.check_room(call.prompt + call.output)
         generation = generation_of(call, next(self._seq_ids), self._eos)
         tokens = generation.tokens
         if call.mirror is not None:
@@ -116,16 +116,6 @@ class Generations:
                 self._cache.remove_sequence(generation.seq_id)
             raise
         return stream
-
-    def _check_room(self, tokens: Sequence[int]) -> None:
-        """Raise `NoCapacity` if `tokens` cannot start while other prefixes are pinned.
-
-        Otherwise the generation would keep those behind it waiting until somebody unpins.
-        """
-        wanted = self._cache.layout.pages_for(len(tokens))
-        pinned = self._cache.pinned_beside(tokens)
-        if pinned and wanted > self._cache.total_pages - pinned:
-            raise NoCapacity(f"{wanted} pages are wanted; other prefixes pin {pinned}")
 
     def mirror(self, call: MirrorGeneration, loop: StepLoop) -> None:
         """Mirror a running generation; a new mirror replaces the one it has.

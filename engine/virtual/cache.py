@@ -91,6 +91,7 @@ class VirtualCache:
         self.pause_mirror = self._sender.pause
         self.close_mirror = self._sender.close
         self.prefix = self.bookkeeping.pages.prefix
+        self.check_room = self.bookkeeping.pages.check_room
 
     def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
         """See `SequenceCache.fork_sequence`."""

@@ -75,10 +75,12 @@ class VirtualEngine:
         peers: dict[str, Endpoint],
         extend: ExtendLease,
         *,
+        epoch: int = 1,
         most_at_once: int = MOST_AT_ONCE,
     ) -> None:
         """`config` is that of a real engine: role, pool, budgets. Without `pool_pages`, the pool
-        is the profile's. `extend` reaches another engine of the fleet by its URL.
+        is the profile's. `extend` reaches another engine of the fleet by its URL. `epoch` is
+        greater than that of an earlier engine in its place.
         """
         loop = asyncio.get_running_loop()
         self.config = config
@@ -90,11 +92,11 @@ class VirtualEngine:
             f"{profile.model}|{config.page_size}".encode(), digest_size=16
         ).hexdigest()
         self.identity = Identity(
-            EngineId(config.engine_id), 1, SECRET, fingerprint, f"virtual://{config.engine_id}"
+            EngineId(config.engine_id), epoch, SECRET, fingerprint, f"virtual://{config.engine_id}"
         )
         slots = VirtualSlots()
         self.link = Link(profile.put, config.engine_id)
-        self._endpoint = peers[endpoint] = Endpoint(self.link, 1, slots, self._landed)
+        self._endpoint = peers[endpoint] = Endpoint(self.link, epoch, slots, self._landed)
         puts = Puts(
             network, peers, self._endpoint, layers=profile.layers,
             token_bytes=profile.kv_bytes_per_token / profile.layers,
@@ -181,6 +183,8 @@ class VirtualEngine:
         if len(self._generations) + len(self._starting) >= self._most:
             raise NoCapacity(f"{len(self._generations)} requests are running or waiting")
         begin = generation_begin(call)
+        if call.lease_id is None:
+            self.cache.check_room(call.prompt + call.output)
         generation = generation_of(call, next(self._seq_ids), NO_EOS)
         if call.mirror is not None:
             self.cache.check_address(call.mirror.kv_addr, generation.tokens)
@@ -265,7 +269,7 @@ class VirtualEngine:
         self.steps.settle()
         use, leases, now = self.cache.bookkeeping.page_use, self.cache.leases(), self._loop.time()
         return EngineState(
-            engine_id=self.config.engine_id, epoch=1, role=self.config.role,
+            engine_id=self.config.engine_id, epoch=self.identity.epoch, role=self.config.role,
             model=self.profile.model, page_size=self.config.page_size,
             pages=PageCounts(
                 total=use.total, free=use.free, cached=use.cached, leased=use.leased,

@@ -34,6 +34,7 @@ class PageManager:
 
     def __init__(self, pages: int, page_size: int) -> None:
         """Manage `pages` of `page_size` tokens; page 0 is reserved."""
+        self._page_size = page_size
         self.pool = PagePool(pages)
         self.policy = EvictionPolicy(pages)
         self.prefix = PrefixTree(self.pool, page_size, self.policy)
@@ -69,6 +70,15 @@ class PageManager:
         self.prefix.insert(tokens, pages)
         if self.lower_tier is not None:
             self.lower_tier.offer(tokens)
+
+    def check_room(self, tokens: Tokens) -> None:
+        """Raise `NoCapacity` if a sequence of `tokens` has no room while other prefixes are pinned.
+
+        It would wait, and keep those behind it waiting, until somebody unpins.
+        """
+        wanted, pinned = -(-len(tokens) // self._page_size), self.prefix.pinned_beside(tokens)
+        if pinned and wanted > self.total - pinned:
+            raise NoCapacity(f"{wanted} pages are wanted; other prefixes pin {pinned}")
 
     @property
     def refs(self) -> npt.NDArray[np.int32]:

@@ -72,6 +72,18 @@ class VirtualFleet:
         self.engines[calls.url] = calls
         return calls
 
+    def restart(self, url: str) -> None:
+        """Replace a dead engine by one with the same configuration, an empty cache and a new epoch.
+
+        The engine's calls reach it from now on.
+        """
+        calls = self.engines[url]
+        old = calls.engine
+        calls.engine = VirtualEngine(
+            old.config, old.profile, self.network, self._peers, self._extend,
+            epoch=old.identity.epoch + 1, **self._most,
+        )  # fmt: skip
+
     def connect(self, url: str) -> VirtualCalls:
         """Return the calls to the engine at a URL."""
         return self.engines[url]

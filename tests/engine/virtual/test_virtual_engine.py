@@ -295,6 +295,24 @@ async def test_bad_calls_are_refused_as_by_a_real_engine():
 
 
 @in_virtual_time
+async def test_a_prompt_without_room_beside_pinned_prefixes_is_refused_at_once():
+    engines = Engines("a", pool_pages=16)
+    a, prefix = engines["a"], PROMPT[: 7 * 16]
+    await tokens_of(await a.start_generate(generate("x", [*prefix, 1], 1)))
+    assert a.pin(Pin(prompt=prefix)) == len(prefix)
+    other = [300 + i for i in range(150)]  # ten pages; nine are left
+    with pytest.raises(NoCapacity, match="pin 7"):
+        await a.start_generate(generate("y", other, 1))
+    # 13 pages; it shares seven
+    assert (
+        len(await tokens_of(await a.start_generate(generate("z", [*prefix, *other[:90]], 1)))) == 1
+    )
+    a.unpin(Pin(prompt=prefix))
+    assert len(await tokens_of(await a.start_generate(generate("y", other, 1)))) == 1
+    await engines.rest()
+
+
+@in_virtual_time
 async def test_commit_pins_and_the_feed_of_prefixes():
     engines = Engines("p", "d")
     names = page_names(PROMPT, 16)

@@ -144,9 +144,10 @@ def test_a_pin_does_not_keep_a_prompt_that_is_not_cached(cache: KVCache) -> None
 
 def test_pinned_pages_that_a_sequence_shares_do_not_stand_in_its_way(cache: KVCache) -> None:
     cached(cache, A, 1)
-    assert cache.pinned_beside(A) == 0
+    prefix = cache.bookkeeping.pages.prefix
+    assert prefix.pinned_beside(A) == 0
     assert cache.bookkeeping.pages.policy.pinned_among([PageId(1)]) == 0
     cache.pin(A)
-    assert cache.pinned_beside(B) == 4
-    assert cache.pinned_beside([*A, *B]) == 0
-    assert cache.pinned_beside([*A[: 2 * SIZE], *B]) == 2
+    assert prefix.pinned_beside(B) == 4
+    assert prefix.pinned_beside([*A, *B]) == 0
+    assert prefix.pinned_beside([*A[: 2 * SIZE], *B]) == 2
