@@ -28,6 +28,7 @@ from router.execution.choice_runner import Execution
 from router.execution.relocation import Relocations
 from router.legs.attempt import Runtime
 from router.legs.releaser import Releaser
+from router.pins.pins import Pins
 from router.rollout.audit_log import AuditLog
 from router.rollout.catalog import Catalog
 from router.rollout.rollout import Rollout
@@ -83,9 +84,13 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
             )
             releaser = Releaser(tasks, config.release_timeout_s)
             runtime = Runtime(config, registry, releaser, metrics, tasks)
+            pins = Pins(runtime, events)
             keys = Keys(files.all_keys(config))
             limits = RateLimits(config.requests_per_minute, config.tokens_per_minute, clock)
-            watchers = [tasks.create_task(awake.run(), name="awake clock")]
+            watchers = [
+                tasks.create_task(awake.run(), name="awake clock"),
+                tasks.create_task(pins.run(), name="pins"),
+            ]
             try:
                 for url in config.engines:
                     registry.add(engine_url(url))
@@ -104,6 +109,7 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
                         RetryBudget(config.retry_share),
                         relocations,
                     ),
+                    pins=pins,
                     keys=keys,
                     limits=limits,
                     tracing=tracing,

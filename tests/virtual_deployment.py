@@ -89,6 +89,7 @@ async def virtual_deployment(
     call_s: float = 1e-3,
     most_at_once: int | None = None,
     options: Mapping[str, Any] | None = None,
+    health_interval_s: float = 1e6,
     **params: Any,
 ) -> AsyncIterator[VirtualDeployment]:
     """A router with `strategy` in front of virtual engines: by name, their role and profile.
@@ -97,7 +98,7 @@ async def virtual_deployment(
     """
     fleet = VirtualFleet(call_s=call_s, most_at_once=most_at_once)
     config = RouterConfig(
-        health_interval_s=1e6, request_timeout_s=TIMEOUT_S, stall_s=TIMEOUT_S,
+        health_interval_s=health_interval_s, request_timeout_s=TIMEOUT_S, stall_s=TIMEOUT_S,
         release_timeout_s=2.0,
     )  # fmt: skip
     async with asyncio.TaskGroup() as tasks:

@@ -8,6 +8,7 @@ from router.admission import AdmissionQueue, Keys, RateLimits, Shutdown
 from router.base import RouterConfig
 from router.engines import Registry
 from router.execution import Execution
+from router.pins import Pins
 from router.rollout import Catalog, Revisions, Rollout
 from router.telemetry import Events, Metrics, Receipts, Tracing, Traffic
 
@@ -26,6 +27,7 @@ class Router:
     traffic: Traffic
     metrics: Metrics
     execution: Execution
+    pins: Pins
     keys: Keys
     limits: RateLimits
     tracing: Tracing

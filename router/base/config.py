@@ -96,6 +96,7 @@ class RouterConfig:
         least=0,
         most=10**6,
     )
+    max_pins: int = flag(256, LIMITS, "prefixes that the admin API may pin", least=0, most=10_000)
     queue_timeout_s: float = seconds(
         60.0, DEADLINES, "time that a request waits for room on an engine (s)", least=0
     )

@@ -5,7 +5,16 @@ Imports `rollout` and the rooms below it.
 
 from router.execution.choice_runner import ChoiceRunner, Execution
 from router.execution.choice_writer import ChoiceWriter
-from router.execution.prefix_migration import Migrated, migrate_prefix
+from router.execution.prefix_migration import Migrated, copy_prefix, migrate_prefix, own_attempt
 from router.execution.relocation import Relocations
 
-__all__ = ["ChoiceRunner", "ChoiceWriter", "Execution", "Migrated", "Relocations", "migrate_prefix"]
+__all__ = [
+    "ChoiceRunner",
+    "ChoiceWriter",
+    "Execution",
+    "Migrated",
+    "Relocations",
+    "copy_prefix",
+    "migrate_prefix",
+    "own_attempt",
+]

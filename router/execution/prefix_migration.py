@@ -7,14 +7,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.protocol import BadRequest, Sampling
+from engine.protocol import BadRequest, RemoteSendReply, Sampling
 from router.base import EngineRequestId, EngineUnreachable, Request, RevisionNumber
 from router.engines import Backend, guard
 from router.legs import Attempt, Replicas, Runtime
 from router.strategy import Engine
 from router.telemetry import Receipt
 
-__all__ = ["Migrated", "migrate_prefix"]
+__all__ = ["Migrated", "copy_prefix", "migrate_prefix", "own_attempt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +61,51 @@ async def migrate_prefix(
     end = prefixes.cached(source, whole, len(prefix), coming=False)
     if not end:
         raise BadRequest(f"engine {source.id} has no full page of it cached", param="prefix")
-    receipt = Receipt(
-        id=whole.id, generation=RevisionNumber(0), strategy="", params={}, seed=0,
-        prompt_tokens=end,
-    )  # fmt: skip
-    async with Attempt(
-        runtime,
-        receipt,
-        request_id=EngineRequestId(f"migration-{whole.id}"),
-        headers=headers,
-        choice=0,
-        number=1,
-        backends=[source, target],
-        replicas=Replicas(runtime.releaser, headers),
-    ) as attempt:
+    name = EngineRequestId(f"migration-{whole.id}")
+    async with own_attempt(runtime, headers, name, [source, target]) as attempt:
         sender, receiver = Engine(attempt, source), Engine(attempt, target)
-        async with receiver.prep_recv(whole, end=end) as kv:
-            sent = await sender.remote_send(whole, kv, begin=kv.match_len, end=end)
-            if kv.collapsed:
-                raise BadRequest(
-                    f"engine {source.id} refuses the addresses of {target.id}: do they have the "
-                    "same MICROSERVE_SECRET?",
-                    param="to",
-                )
-            await receiver.commit(kv)
+        sent = await copy_prefix(whole, end, sender, receiver)
         pinned = 0
         if pin:
             pinned = await receiver.pin(whole)
             await sender.unpin(whole)
     ms = (time.monotonic() - began) * 1e3
     return Migrated(end, sent.sent_tokens, sent.bytes, ms, pinned)
+
+
+async def copy_prefix(
+    request: Request, end: int, sender: Engine, receiver: Engine
+) -> RemoteSendReply:
+    """Put the KV of `tokens[:end]` into the receiver's cache; the sender computes what it lacks.
+
+    Raises `BadRequest` if the two do not exchange KV, and the engines' errors.
+    """
+    async with receiver.prep_recv(request, end=end) as kv:
+        sent = await sender.remote_send(request, kv, begin=kv.match_len, end=end)
+        if kv.collapsed:
+            raise BadRequest(
+                f"engine {sender.id} refuses the addresses of {receiver.id}: do they have the "
+                "same MICROSERVE_SECRET?",
+                param="to",
+            )
+        await receiver.commit(kv)
+    return sent
+
+
+def own_attempt(
+    runtime: Runtime, headers: Mapping[str, str], name: EngineRequestId, backends: list[Backend]
+) -> Attempt:
+    """Return an attempt for calls of the router's own. Engines know them by `name`."""
+    receipt = Receipt(
+        id=name, generation=RevisionNumber(0), strategy="", params={}, seed=0, prompt_tokens=0
+    )
+    return Attempt(
+        runtime,
+        receipt,
+        request_id=name,
+        headers=headers,
+        choice=0,
+        number=1,
+        backends=backends,
+        replicas=Replicas(runtime.releaser, headers),
+    )

@@ -64,6 +64,14 @@ class Metrics:
         self.engine_load = gauge("engine_load", "work in flight there, in tokens", "engine")
         self.breaker_state = gauge("breaker_state", "0 closed, 1 half-open, 2 open", "engine")
         self.breaker_opened = counter("breaker_opened", "how often a breaker opened", "engine")
+        # Pinned prefixes
+        self.pinned_prefixes = gauge("pinned_prefixes", "prefixes that the fleet keeps")
+        self.pin_copies_wanted = gauge("pin_copies_wanted", "copies of them that are wanted")
+        self.pin_copies = gauge("pin_copies", "copies of them that are pinned")
+        self.pin_copies_made = counter(
+            "pin_copies_made", "copies that were cached already, put there or computed", "how"
+        )
+        self.pin_failures = counter("pin_failures", "copies that could not be made", "reason")
         # Strategies
         self.delegations = counter("delegations", "calls of a strategy by another one", "delegate")
         self.generation = gauge("strategy_generation", "the active generation")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import Annotated
 
 from fastapi import APIRouter, Response
 from pydantic import Field
 
 from engine.protocol import BadRequest, Timeout
 from router.api.admin.access import Body
-from router.api.http import off_loop
+from router.api.admin.prefix import Prefix, prefix_tokens
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
 from router.api.rest import Http, reply
@@ -26,7 +25,7 @@ class Migrate(Body):
     """`prefix`: text, or token ids, as `/tokenize` gives them of a conversation. `from` and `to`:
     ids of engines. `pin`: keep it at `to` from eviction, and at `from` no longer."""
 
-    prefix: str | Annotated[list[int], Field(max_length=2**20)]
+    prefix: Prefix
     source: str = Field(alias="from")
     target: str = Field(alias="to")
     pin: bool = False
@@ -54,7 +53,7 @@ def routes(router: Router) -> APIRouter:
             raise BadRequest(f"{source.id} has it already", param="to")
         if target.draining or target.leaving:
             raise Conflict(f"engine {target.id} takes nothing new: it drains", param="to")
-        prefix = await _tokens(router, wanted.prefix)
+        prefix = await prefix_tokens(router, wanted.prefix)
         limit_s = router.config.request_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -71,6 +70,8 @@ def routes(router: Router) -> APIRouter:
         told = {"from": source.id, "to": target.id, **asdict(migrated)}
         router.rollout.audit_log.note(http.who, "migrated", **told)
         router.events.publish("migration", **told)
+        if wanted.pin:
+            router.pins.check()  # it may have been pinned at its old place too
         return reply(asdict(migrated))
 
     return api
@@ -81,11 +82,3 @@ def _engine(router: Router, id: str, param: str) -> Backend:
         return router.registry[id]
     except NotFound as unknown:
         raise NotFound(unknown.message, param=param) from None
-
-
-async def _tokens(router: Router, prefix: str | list[int]) -> list[int]:
-    model = router.registry.model
-    if isinstance(prefix, str):
-        prefix = await off_loop(len(prefix), model.encode, prefix)
-    model.check(prefix, param="prefix")
-    return prefix
