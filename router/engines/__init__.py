@@ -8,7 +8,7 @@ from router.engines.backend import Backend, Role, guard
 from router.engines.client import EngineClient
 from router.engines.engines_file import engine_url
 from router.engines.http_client import HttpClient
-from router.engines.prefix_index import NOTHING, Expected
+from router.engines.prefix_index import NOTHING, Expected, PrefixIndex
 from router.engines.registry import Registry
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Expected",
     "Headers",
     "HttpClient",
+    "PrefixIndex",
     "Registry",
     "Role",
     "engine_url",

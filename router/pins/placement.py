@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from engine.protocol import EngineState, NoCapacity
 from router.base import Request
-from router.engines import Backend
-from router.engines.prefix_index import PrefixIndex
+from router.engines import Backend, PrefixIndex
 from router.pins.pin import Pin, shared_tokens
 
 __all__ = [
