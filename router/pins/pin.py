@@ -70,8 +70,8 @@ class Pin:
         )
 
     def present(self) -> list[EngineId]:
-        """Return the engines that have all of it pinned."""
-        return [backend.id for backend in self.placed if self.complete(backend)]
+        """Return the ids of the engines that have all of it pinned."""
+        return sorted(backend.id for backend in self.placed if self.complete(backend))
 
     def describe(self) -> dict[str, Any]:
         return {
