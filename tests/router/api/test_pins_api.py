@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from waiting import until
 
+from engine.protocol import Sampling
+from router.base import Request
+
 pytestmark = pytest.mark.processes
 salts = itertools.count(1)
 HALF = 2048 // 2 * 16  # tokens that an engine of 2048 pages lets be pinned
@@ -102,6 +105,10 @@ async def test_a_pin_survives_a_migration_that_takes_its_pin_away(route_real):
         before = await pinned(r, "engine-0")
         await post(r, "pin", prefix=tokens, engine="engine-0")
         await reached(r, "pinned")
+        registry = r.server.router.registry
+        asked = Request("id", tokens, Sampling())
+        # The router hears from the engine what it has cached a little later.
+        await until(lambda: registry.prefixes.cached(registry["engine-0"], asked, 96, coming=False))
         moved = {"prefix": tokens, "from": "engine-0", "to": "engine-1", "pin": True}
         assert (await post(r, "migrate", **moved))["pinned"] == 96
         async with asyncio.timeout(20):
