@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import uvicorn
 
 from engine.api.registration import announce, read_labels
+from engine.kernels.cpu_features import mkl_mode
 from engine.protocol.config import EngineConfig
 from engine.web import (
     BodyBudget,
@@ -60,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: --host {config.host} needs --api-key", file=sys.stderr)
         return 2
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if mode := mkl_mode():
+        os.environ.setdefault("MKL_CBWR", mode)
     secret = os.environ.get("MICROSERVE_SECRET", "").encode()
     if not secret:
         secret = secrets.token_bytes(32)

@@ -15,12 +15,17 @@ import pytest
 from hypothesis import settings
 from reaper import Reaper
 
+from engine.kernels.cpu_features import mkl_mode
+
 # A shell ignores SIGINT in background jobs, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several test processes with a thread per core each would wait for each other's threads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# As in an engine's process, before the first product.
+os.environ.setdefault("MKL_CBWR", mkl_mode())
 
 # The controller of several test processes measures all of them.
 CONTROLS = "PYTEST_XDIST_WORKER" not in os.environ

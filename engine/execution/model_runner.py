@@ -6,8 +6,10 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from engine.models import LoadedModel
+from engine.models.linear import Linear
 from engine.protocol import Internal
 from engine.scheduling import Chunk
 from kvcache.cache import KVCache
@@ -17,6 +19,9 @@ __all__ = ["ModelRunner", "bucket", "stable_row_multiple"]
 log = logging.getLogger(__name__)
 
 CANDIDATES = (4, 8, 16, 32, 64)
+ROWS = 256  # of the products that are tried
+LARGE = 1 << 24  # elements of a weight with which as few rows are tried as decodes have
+FEW_ROWS = 64
 
 
 class ModelRunner:
@@ -34,7 +39,7 @@ class ModelRunner:
         self._device = cache.store.device
         self._padded = bucket
         if cache.layout.dtype == torch.float32 and self._device.type == "cpu":
-            multiple = stable_row_multiple(model.config.hidden_size)
+            multiple = stable_row_multiple(self._model)
             self._padded = lambda rows: -(-rows // multiple) * multiple
 
     @torch.inference_mode()
@@ -81,21 +86,42 @@ def bucket(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def stable_row_multiple(hidden: int) -> int:
+def stable_row_multiple(model: nn.Module) -> int:
     """Return the smallest count whose multiples of rows give the same bits per row on this CPU.
 
-    Found by trial: products with few rows or odd row counts use other CPU kernels, which sum in
-    another order. Logs a warning and returns the largest candidate if no candidate is stable.
+    Found by trial, with one weight of each shape in `model`: products with few rows or odd row
+    counts may use other CPU kernels, which sum in another order. Logs a warning and returns the
+    largest candidate if no candidate is stable.
     """
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn((3 * hidden, hidden), generator=generator)
-    rows = torch.randn((256, hidden), generator=generator)
-    whole = torch.nn.functional.linear(rows, weight)
+    layers = {
+        layer.weight.shape: layer
+        for layer in model.modules()
+        if isinstance(layer, Linear) and layer.weight.dtype == torch.float32
+    }
+    multiple = CANDIDATES[0]
+    for shape, layer in layers.items():
+        multiple = _stable_multiple(layer, multiple)
+        if not multiple:
+            log.warning(
+                "float32 products with a weight %s are not bit-stable on this CPU: near ties may "
+                "give other tokens", tuple(shape),
+            )  # fmt: skip
+            return CANDIDATES[-1]
+    return multiple
+
+
+@torch.inference_mode()
+def _stable_multiple(layer: Linear, least: int) -> int:
+    """Return the smallest candidate from `least` on that is stable for a layer; 0: none."""
+    outputs, inputs = layer.weight.shape
+    count = FEW_ROWS if outputs * inputs > LARGE else ROWS
+    rows = torch.randn((count, inputs), generator=torch.Generator().manual_seed(0))
+    whole = layer(rows)
     for multiple in CANDIDATES:
-        counts = [multiple * n for n in (1, 2, 3, 4, 5, 7, 8, 16) if multiple * n <= len(rows)]
-        if all(
-            torch.equal(torch.nn.functional.linear(rows[:n], weight), whole[:n]) for n in counts
+        if multiple >= least and all(
+            torch.equal(layer(rows[:n]), whole[:n]) and torch.equal(layer(rows[-n:]), whole[-n:])
+            for n in (multiple * times for times in (1, 2, 3, 4, 5, 7, 8, 16))
+            if n <= count
         ):
             return multiple
-    log.warning("float32 products are not bit-stable on this CPU: near ties may give other tokens")
-    return CANDIDATES[-1]
+    return 0

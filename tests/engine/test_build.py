@@ -10,7 +10,7 @@ import torch
 
 from engine import build
 from engine.build import _dtype, build_engine
-from engine.kernels.cpu_features import multiplies_bf16
+from engine.kernels.cpu_features import mkl_mode, multiplies_bf16
 from engine.protocol import BadRequest
 from engine.protocol.config import EngineConfig
 from engine.sizing import Memory
@@ -26,8 +26,18 @@ def test_cpuinfo_says_whether_the_processor_multiplies_bf16(text: str, there: bo
     assert multiplies_bf16(tmp_path / "cpuinfo") is there
 
 
-def test_without_cpuinfo_bf16_is_not_used(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [(X86, "AVX512,STRICT"), ("flags : fpu avx2 fma\n", "AVX2,STRICT"), (ARM, ""), ("", "")],
+)
+def test_cpuinfo_says_in_which_mode_mkl_is_reproducible(text: str, mode: str, tmp_path: Path):
+    (tmp_path / "cpuinfo").write_text(text)
+    assert mkl_mode(tmp_path / "cpuinfo") == mode
+
+
+def test_without_cpuinfo_no_feature_is_used(tmp_path: Path):
     assert multiplies_bf16(tmp_path / "cpuinfo") is False
+    assert not mkl_mode(tmp_path / "cpuinfo")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.execution.model_runner import ModelRunner, bucket
+from engine.execution.model_runner import ModelRunner, bucket, stable_row_multiple
 from engine.models import load_model
+from engine.models.linear import Linear
 from engine.scheduling.chunk import Chunk
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
@@ -49,3 +50,39 @@ def test_padding_rows_change_nothing():
     assert together.shape == (3, shape.vocab_size)
     assert together.isfinite().all()
     torch.testing.assert_close(together, torch.stack(alone), atol=0.1, rtol=0.05)
+
+
+class CountingLinear(Linear):
+    """A product whose bits are the same for any multiple of `multiple` rows; 0: for none."""
+
+    def __init__(self, inputs: int, multiple: int) -> None:
+        super().__init__(inputs, 8, bias=False, dtype=torch.float32)
+        self.weight = torch.nn.Parameter(torch.ones(8, inputs), requires_grad=False)
+        self.multiple = multiple
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        stable = self.multiple and len(x) % self.multiple == 0
+        return super().forward(x) + (0.0 if stable else float(self.calls))
+
+
+@pytest.mark.parametrize(
+    ("multiples", "expected"), [((4,), 4), ((1, 8), 8), ((16, 4), 16), ((4, 32, 8), 32)]
+)
+def test_row_counts_are_stable_for_the_weights_of_all_shapes(multiples, expected, caplog):
+    layers = [CountingLinear(8 + at, multiple) for at, multiple in enumerate(multiples)]
+    assert stable_row_multiple(torch.nn.ModuleList(layers)) == expected
+    assert not caplog.records
+
+
+def test_a_weight_without_a_stable_row_count_is_warned_of(caplog):
+    layers = torch.nn.ModuleList([CountingLinear(8, 4), CountingLinear(9, 0)])
+    assert stable_row_multiple(layers) == 64
+    assert "weight (8, 9) are not bit-stable" in caplog.text
+
+
+def test_one_layer_of_each_shape_is_tried():
+    layers = [CountingLinear(8, 4), CountingLinear(8, 4)]
+    stable_row_multiple(torch.nn.ModuleList(layers))
+    assert sorted(layer.calls > 0 for layer in layers) == [False, True]
