@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from engine.models import LoadedModel
-from engine.models.linear import Linear
+from engine.models import Linear, LoadedModel
 from engine.protocol import Internal
 from engine.scheduling import Chunk
 from kvcache.cache import KVCache

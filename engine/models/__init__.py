@@ -24,12 +24,14 @@ from engine.models.loading.locate import prepare_model
 
 if TYPE_CHECKING:
     from engine.models.decoder import AttentionCache, Transformer
+    from engine.models.linear import Linear
     from engine.models.loading.load import LoadedModel, load_model
 
 __all__ = [
     "AttentionCache",
     "CorruptModel",
     "DownloadFailed",
+    "Linear",
     "LoadedModel",
     "MissingFile",
     "ModelConfig",
@@ -45,6 +47,7 @@ __all__ = [
 
 _NEED_TORCH = {
     "AttentionCache": "engine.models.decoder",
+    "Linear": "engine.models.linear",
     "LoadedModel": "engine.models.loading.load",
     "Transformer": "engine.models.decoder",
     "load_model": "engine.models.loading.load",

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from engine.execution.model_runner import ModelRunner, bucket, stable_row_multiple
-from engine.models import load_model
-from engine.models.linear import Linear
+from engine.models import Linear, load_model
 from engine.scheduling.chunk import Chunk
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
