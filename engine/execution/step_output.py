@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engine.protocol import MicroserveError
 from engine.scheduling import Chunk, Generation, Job
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["PlannedStep", "StepOutput", "StepResult", "StepStats"]
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """The output of one step for one generation: a token, possibly with an end, or a failure."""
 
     generation: Generation

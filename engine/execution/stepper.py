@@ -217,11 +217,15 @@ class Stepper:
         began = self.clock()
         logits = self._runner.run([chunk for _, chunk in plan])
         self.stats.model_s += self.clock() - began
-        sampling = [job for job, chunk in plan if isinstance(job, Generation) and chunk.sample]
+        sampling: list[Generation] = []
+        computed = 0
         for job, chunk in plan:
+            computed += len(chunk.tokens)
             if isinstance(job, Send):
                 self._close_if_computed(job)
-            self.stats.prompt_tokens += len(chunk.tokens) - chunk.sample
+            elif chunk.sample:
+                sampling.append(job)
+        self.stats.prompt_tokens += computed - len(sampling)
         outputs: list[StepOutput | None] = []
         for generation, sampled in zip(sampling, self._sample(logits, sampling), strict=True):
             if sampled.failure is None:
@@ -234,15 +238,18 @@ class Stepper:
     def _append(self, generation: Generation, sampled: Sampled) -> StepOutput:
         """Append a sampled token, and end the generation if it is the last one."""
         first = generation.generated == 0
-        if first or (len(generation.tokens) % self._page_size == 0 and self._cache.persistent):
+        if first or (self._cache.persistent and len(generation.tokens) % self._page_size == 0):
             self._cache.publish(generation.seq_id, generation.tokens)
         if first:
             self.parallel_sampling.prompt_computed(generation)
-        generation.tokens += sampled.earlier
-        generation.tokens.append(sampled.token)
-        generation.generated += 1 + len(sampled.earlier)
-        self.stats.generation_tokens += 1 + len(sampled.earlier)
-        produced = len(generation.tokens) - generation.prompt_len
+        tokens, count = generation.tokens, 1
+        if sampled.earlier:
+            tokens += sampled.earlier
+            count += len(sampled.earlier)
+        tokens.append(sampled.token)
+        generation.generated += count
+        self.stats.generation_tokens += count
+        produced = len(tokens) - generation.prompt_len
         finish: Literal["stop", "length"] | None = None
         matcher = generation.matcher
         if sampled.token in generation.stop_ids or (matcher is not None and matcher.finished):

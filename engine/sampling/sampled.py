@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.protocol import MicroserveError
 
@@ -16,6 +16,6 @@ class Sampled:
 
     token: int
     logprob: float | None = None
-    top: list[tuple[int, float]] = field(default_factory=list)  # (token, logprob), descending
+    top: Sequence[tuple[int, float]] = ()  # (token, logprob), descending
     failure: MicroserveError | None = None  # no token could be sampled
     earlier: Sequence[int] = ()  # tokens of the steps before, where several were computed at once

@@ -59,6 +59,7 @@ class ChunkBudget:
         self._prompt_seconds = 0.0  # decaying sum of seconds beyond the decodes' own
         self._prompt_tokens = 0.0  # decaying sum of the tokens that took them
         self._step = 0
+        self._estimate: tuple[int, float] | None = None  # decodes, and `_decode_seconds` of these
         self._probes_left = float(PROBES)
 
     def tokens_allowed(self, decodes: int, waiting: int, most: int) -> int:
@@ -74,7 +75,9 @@ class ChunkBudget:
             self._probes_left -= 1
             return 0
         ratio = max(self._slowdown - 1, waiting / decodes if waiting > decodes else 0.0)
-        fitting = ratio * self._decode_seconds(decodes, similar) * self._prompt_tokens
+        decode_s = self._decode_seconds(decodes, similar)
+        self._estimate = decodes, decode_s
+        fitting = ratio * decode_s * self._prompt_tokens
         if self._prompt_tokens and fitting >= most * self._prompt_seconds:
             return most
         by_cost = int(fitting / self._prompt_seconds) if self._prompt_seconds else 0
@@ -85,11 +88,15 @@ class ChunkBudget:
         if not self._slowdown:
             return
         self._step += 1
+        estimate, self._estimate = self._estimate, None
         if not tokens:
             self._decode_steps.append(_DecodeStep(self._step, decodes, seconds))
             return
         self._probes_left = min(self._probes_left + 1 / PROBE_EVERY, PROBES)
-        decode_s = self._decode_seconds(decodes, self._similar(decodes)) if decodes else 0.0
+        if estimate is not None and estimate[0] == decodes:
+            decode_s = estimate[1]
+        else:
+            decode_s = self._decode_seconds(decodes, self._similar(decodes)) if decodes else 0.0
         prompt_s = max(seconds - decode_s, 0.0)
         if decodes and self._prompt_tokens:  # caps the weight of a single slow step
             expected = tokens * self._prompt_seconds / self._prompt_tokens
@@ -100,11 +107,7 @@ class ChunkBudget:
     def _similar(self, decodes: int) -> list[_DecodeStep]:
         """Return the recent steps with about as many decodes and no prompt tokens."""
         after, least, most = self._step - MAX_AGE, decodes / SIMILAR, decodes * SIMILAR
-        return [
-            measured
-            for measured in self._decode_steps
-            if measured.step > after and least <= measured.decodes <= most
-        ]
+        return [one for one in self._decode_steps if least <= one[1] <= most and one[0] > after]
 
     def _has_measured(self, similar: Sequence[_DecodeStep]) -> bool:
         return len(similar) > 1 and self._step - similar[-1].step < PROBE_EVERY
@@ -112,7 +115,7 @@ class ChunkBudget:
     def _decode_seconds(self, decodes: int, similar: Sequence[_DecodeStep]) -> float:
         """Estimate the time of the decodes alone, rather too low. 0 if nothing is known."""
         known = sorted(
-            measured.seconds * min(1.0, decodes / measured.decodes)
-            for measured in similar or self._decode_steps
+            seconds if decodes >= count else seconds * (decodes / count)
+            for _, count, seconds in similar or self._decode_steps
         )
         return known[(len(known) - 1) // 4] if known else 0.0

@@ -135,12 +135,16 @@ class Scheduler:
         self._admit()
         decodes: list[tuple[Job, Chunk]] = []
         prefills: list[Generation] = []
+        length_of = self._cache.length
         for generation in list(self.running):
-            missing = self._missing(generation)
-            if missing > 1:
+            if not generation.started:  # preempted for one before it
+                continue
+            length = length_of(generation.seq_id)
+            if (missing := len(generation.tokens) - length) > 1:
                 prefills.append(generation)
             elif missing == 1 and self._make_room(generation):
-                decodes.append((generation, self._chunk(generation, 1)))
+                last = generation.tokens[length:]
+                decodes.append((generation, Chunk(generation.seq_id, last, sample=True)))
         counts = self._prompts(prefills, len(decodes), waited)
         # Allocating pages for a later job may have preempted one that was chosen before.
         decodes = [(job, chunk) for job, chunk in decodes if job.started]

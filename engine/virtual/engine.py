@@ -174,7 +174,6 @@ class VirtualEngine:
 
     async def start_generate(self, call: StartGenerate) -> VirtualStream:
         """See `MicroserveEngine.start_generate`."""
-        self.steps.cut()
         self._limits.check_prompt(call.prompt)
         self._limits.check_sampling(call)
         request_id = call.request_id
@@ -187,8 +186,10 @@ class VirtualEngine:
             self.cache.check_room(call.prompt + call.output)
         generation = generation_of(call, next(self._seq_ids), NO_EOS)
         if call.mirror is not None:
+            self.steps.settle()
             self.cache.check_address(call.mirror.kv_addr, generation.tokens)
         if call.lease_id is not None:
+            self.steps.settle()
             self._starting.add(request_id)
             try:
                 await self._arrivals.start(generation, LeaseId(call.lease_id), begin)
@@ -199,7 +200,7 @@ class VirtualEngine:
             generation.mirror = self._mirrors.start(generation, call.mirror)
         self._generations[request_id] = generation
         self._streams[generation] = stream
-        self.steps.cut()
+        self.steps.curtail()
         self.steps.stepper.submit(generation)
         return stream
 

@@ -22,7 +22,7 @@ from engine.latency import StepLatency, StepWork
 from engine.sampling.sampled import Sampled
 from engine.scheduling import Chunk, Generation, Scheduler
 from engine.virtual.cache import VirtualCache
-from engine.virtual.tokens import output_state, tokens_from
+from engine.virtual.tokens import output_state, token_at, tokens_from
 from kvcache.types import SeqId
 
 __all__ = ["MOST_AT_ONCE", "VirtualSteps"]
@@ -136,6 +136,15 @@ class VirtualSteps:
         if row is not None and row.count > 1:
             row.count = 1
             self._wait_for(row)
+
+    def curtail(self) -> None:
+        """Like `cut`, for callers that do not look at the engine: nothing takes effect yet."""
+        row = self._row
+        if row is not None and row.count > 1:
+            count = row.ended(self._loop.time()) + 1
+            if count < row.count:
+                row.count = count
+                self._wait_for(row)
 
     def forget(self, generation: Generation) -> None:
         """Drop what is kept of an ended generation. Idempotent."""
@@ -263,7 +272,7 @@ class VirtualSteps:
                 sampling = job.sampling
                 state = output_state(job.tokens, job.prompt_len, sampling.seed, sampling.choice)
                 states[job.seq_id] = state
-            first = len(job.tokens) - job.prompt_len
-            *earlier, last = tokens_from(state, first, first + times)
-            sampled.append(Sampled(last, earlier=earlier))
+            last = len(job.tokens) - job.prompt_len + times - 1
+            earlier = tokens_from(state, last - times + 1, last) if times > 1 else ()
+            sampled.append(Sampled(token_at(state, last), earlier=earlier))
         return sampled

@@ -65,6 +65,11 @@ class EvictionPolicy:
         return len(pages)
 
     @property
+    def pinning(self) -> bool:
+        """Whether any prefix is pinned."""
+        return bool(self._pinned)
+
+    @property
     def pinned(self) -> int:
         """Number of pinned pages."""
         return int(np.count_nonzero(self._pins)) if self._pinned else 0

@@ -99,7 +99,10 @@ class PrefixTree:
         if rest:
             self._pool.share(rest)
             self._held[rest] = True
-            self._allow_eviction(rest)
+            if self._policy.pinning:  # a pinned page may return to the tree
+                self._allow_eviction(rest)
+            else:
+                self._pool.set_evictable(rest, True)
             tail = key[done * self._page_key :]
             if node.children or node is self._root:
                 child = _Node(node, tail, rest, used)

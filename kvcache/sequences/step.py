@@ -33,8 +33,7 @@ class PagedSequence:
         return self.table.pages()
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The tokens of one sequence in a step: rows `[row, row + count)`, positions from `start`."""
 
     row: int

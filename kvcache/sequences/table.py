@@ -116,7 +116,7 @@ class SequenceTable:
     def grow(self, seq_id: SeqId, length: int, *, newcomer: bool = False) -> None:
         """See `KVCache.grow`."""
         table = self[seq_id].table
-        missing = self._pages_for(length) - len(table)
+        missing = -(-length // self.page_size) - len(table)
         if missing > 0:
             leaving = self._manager.reserved if newcomer else 0
             table.extend(self._manager.take(missing, leaving=leaving))
@@ -150,11 +150,12 @@ class SequenceTable:
         spans: list[Span] = []
         sends: list[StepSend] = []
         row = 0
+        page_size = self.page_size
         for seq_id, count in zip(seq_ids, counts, strict=True):
             sequence = self[seq_id]
             start, table = TokenPos(sequence.length), sequence.table
             end = TokenPos(start + count)
-            if count < 1 or end > len(table) * self.page_size:
+            if count < 1 or end > len(table) * page_size:
                 raise Internal(f"no room for {count} tokens at {start} of a sequence")
             send = sequence.send
             if send is not None and send.begin < end:
