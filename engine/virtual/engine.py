@@ -308,7 +308,11 @@ class VirtualEngine:
         ]
 
     def die(self) -> None:
-        """Behave like a killed process: all that it held is gone, and nothing listens."""
+        """Behave like a killed process: all that it held is gone, and nothing listens.
+
+        Streams end after the tokens that have been computed by now.
+        """
+        self.steps.settle()
         self.alive = self._endpoint.alive = False
         self.steps.stop()
         self._mirrors.close()

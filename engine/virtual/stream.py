@@ -96,10 +96,13 @@ class VirtualStream:
         return event
 
     def fail(self, error: MicroserveError) -> None:
-        """Raise `error` from `next`, after the events so far; the generation is given up."""
+        """Raise `error` from `next`, after the tokens so far; the generation is given up."""
         if self._over:
             return
         self._over = True
+        if self._held:
+            self._push(VirtualEvent(self._held))
+            self._held = []
         self._error = error
         self._ended(self.generation)
         self._wake()

@@ -263,6 +263,26 @@ async def test_a_send_whose_engine_dies_while_its_put_drains_fails():
     await engines.rest()
 
 
+@pytest.mark.parametrize("most_at_once", [1, 64])
+def test_a_stream_of_an_engine_that_dies_has_every_token_computed_before(most_at_once: int):
+    decodes = 37
+    dies_s = STEP.seconds(StepWork(401, 401**2)) + 1e-3
+    dies_s += sum(STEP.seconds(StepWork(0, 0, 1, 401 + i)) for i in range(decodes))
+    received: list[int] = []
+
+    @in_virtual_time
+    async def run() -> None:
+        engine = Engines("a", most_at_once=most_at_once)["a"]
+        stream = await engine.start_generate(generate("r", PROMPT, 100, stream_tokens=16))
+        asyncio.get_running_loop().call_at(dies_s, engine.die)
+        while True:
+            received.extend((await stream.next()).token_ids)
+
+    with pytest.raises(PeerUnreachable):
+        run()
+    assert received == output_tokens(PROMPT, 1 + decodes)
+
+
 @in_virtual_time
 async def test_bad_calls_are_refused_as_by_a_real_engine():
     engines = Engines("p", "d", pool_pages=100)
