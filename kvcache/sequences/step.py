@@ -33,7 +33,8 @@ class PagedSequence:
         return self.table.pages()
 
 
-class Span(NamedTuple):
+@dataclass(slots=True)
+class Span:
     """The tokens of one sequence in a step: rows `[row, row + count)`, positions from `start`."""
 
     row: int
