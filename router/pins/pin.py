@@ -46,7 +46,7 @@ class Pin:
     since: float = field(default_factory=time.time)  # of `state`
     error: str = ""  # of the last attempt at what is missing
     # Its work
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[bool] | None = None
     target: Backend | None = None  # where the task makes a copy
     pauses: Pauses = field(default_factory=lambda: Pauses(RETRY_S, LONGEST_RETRY_S))
     due: float = -math.inf  # loop time of the next look at it

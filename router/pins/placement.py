@@ -26,26 +26,23 @@ __all__ = [
 class Placement:
     """What is to be done for a pin.
 
-    A copy is missing on each engine of `named`, and on `missing` of `others`. `drop`: those that
-    may have pinned some of it and need not. `absent`: engines that are wanted by name and cannot
-    take a copy now.
+    A copy is missing on each engine of `named`, and on `missing` of `others`. `absent`: how many
+    engines are wanted by name and cannot take a copy now. `drop`: those that may have pinned some
+    of it and need not. `surplus`: those whose copies can be spared once the others have been tried.
     """
 
     named: list[Backend]
     others: list[Backend]
     missing: int
-    drop: list[Backend]
     absent: int
-
-    @property
-    def done(self) -> bool:
-        return not (self.named or self.missing or self.drop or self.absent)
+    drop: list[Backend]
+    surplus: list[Backend]
 
 
 def placement(pin: Pin, backends: Collection[Backend]) -> Placement:
     """Compare what is wanted with what is there.
 
-    A copy on an engine that takes no new work counts only if that engine was named. It stays until
+    A copy on an engine that is being drained counts only if that engine was named. It stays until
     the others are complete, since they can be copied from it.
     """
     complete = [backend for backend in backends if pin.complete(backend)]
@@ -53,24 +50,23 @@ def placement(pin: Pin, backends: Collection[Backend]) -> Placement:
     there = [backend for backend in complete if backend.id in pin.engines]
     free = [each for each in complete if each.id not in pin.engines and not leaves(each)]
     free.sort(key=_cost)
-    kept = [*there, *free[: pin.wanted - len(there)]]
+    unnamed = pin.wanted - len(pin.engines)
+    kept = [*there, *free[:unnamed]]
     lacking = [backend for backend in named if backend not in there and can_take(pin, backend)]
     absent = len(pin.engines) - len(there) - len(lacking)
-    missing = max(0, pin.wanted - len(kept) - len(lacking) - absent)
+    missing = max(0, unnamed - len(free))
     others = [
         backend
         for backend in backends
         if backend not in kept and backend.id not in pin.engines and can_take(pin, backend)
     ]
     lacks = bool(lacking or missing or absent)
-    drop = [
-        backend
-        for backend in pin.placed
-        if backend not in backends
-        # An engine that does not answer is told when it does, unless it is another process then.
-        or (backend.status == "up" and backend not in kept and (not lacks or backend in free))
-    ]
-    return Placement(lacking, others, missing, drop, absent)
+    # An engine that does not answer is told when it does.
+    ended = [each for each in pin.placed if each.status == "up" and each not in kept]
+    # After a restart too: the pin may have come later.
+    drop = [each for each in ended if not lacks or each not in complete]
+    drop += [each for each in pin.placed if each not in backends and each not in drop]
+    return Placement(lacking, others, missing, absent, drop, free[unnamed:])
 
 
 def can_take(pin: Pin, backend: Backend) -> bool:

@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from engine.protocol import MicroserveError, NoCapacity, PageName, Sampling, Timeout
@@ -96,7 +97,10 @@ class Reconciler:
                 if pin.target is not None and not pin.target.usable:
                     pin.task.cancel()
             elif pin.due <= now or changed:
+                pin.due = math.inf
                 pin.task = tasks.create_task(self._work(pin), name=f"pin {pin.id}")
+                # Not in the task itself: it may be cancelled before it begins.
+                pin.task.add_done_callback(partial(self._ended, pin))
 
     def _fleet_now(self) -> Fleet:
         """Return the processes, and which of them may keep copies."""
@@ -105,34 +109,32 @@ class Reconciler:
             for each in self._registry
         ]
 
-    async def _work(self, pin: Pin) -> None:
-        """Do what can be done for a pin now, and note when to look again."""
-        pin.due, settled = math.inf, False
+    async def _work(self, pin: Pin) -> bool:
+        """Do what can be done for a pin now; return whether that was all."""
         try:
-            settled = await self._settle(pin)
-        except asyncio.CancelledError:
-            pin.due = -math.inf
-            raise
+            return await self._settle(pin)
         except Exception as error:  # concerns this pin only; the router must go on
             log.exception("the pin %s failed", pin.id)
             pin.error = f"the router failed: {type(error).__name__}: {error}"
-        finally:
-            pin.task = pin.target = None
-            if settled:
-                pin.pauses.reset()
-            elif pin.due == math.inf:
-                pin.due = self._clock() + pin.pauses.next()
-            pin.due = min(pin.due, pin.check_at)
-            if pin.due == -math.inf:
-                self._wake.set()
-            if not pin.wanted and not pin.placed:
-                self._pins.pop(pin.id, None)
+            return False
+
+    def _ended(self, pin: Pin, task: asyncio.Task[bool]) -> None:
+        """Note when to look at a pin again."""
+        pin.task = pin.target = None
+        if task.cancelled():
+            pin.due = -math.inf
+        elif task.result():
+            pin.pauses.reset()
+        else:
+            pin.due = self._clock() + pin.pauses.next()
+        pin.due = min(pin.due, pin.check_at)
+        if pin.due == -math.inf:
+            self._wake.set()
+        if not pin.wanted and not pin.placed:
+            self._pins.pop(pin.id, None)
 
     async def _settle(self, pin: Pin) -> bool:
         """Return whether nothing is left to do until the fleet or the pin changes."""
-        for backend, copy in list(pin.placed.items()):
-            if _epoch(backend) != copy.epoch:  # its process has ended, and its pins with it
-                del pin.placed[backend]
         await self._check(pin)
         while True:
             todo = placement(pin, list(self._registry))
@@ -140,12 +142,14 @@ class Reconciler:
             if not pin.wanted:
                 self._note(pin, "unpinning")
                 return all(dropped)
-            if not todo.named and not todo.missing:
-                if not todo.absent:
+            if not (todo.named or todo.missing or todo.absent):
+                if all(dropped):
                     pin.error = ""
-                self._note(pin, "waiting for an engine" if todo.absent else "pinned")
-                return all(dropped) and not todo.absent
+                self._note(pin, "pinned")
+                return all(dropped)
             if (failure := await self._place(pin, todo)) is not None:
+                for backend in todo.surplus:  # its room may be what others wait for
+                    await self._unpin(pin, backend)
                 self._note(pin, failure)
                 return False
 
@@ -157,14 +161,18 @@ class Reconciler:
         request = _request(pin)
         for backend, copy in list(pin.placed.items()):
             if pin.wanted and pin.complete(backend) and backend.status == "up":
-                with suppress(MicroserveError):  # its health decides what becomes of the copy
+                try:
                     copy.tokens = await self._bounded(pinned_at(self._runtime, request, backend))
+                except NoCapacity:  # others have ended it and taken its room
+                    copy.tokens = 0
+                except MicroserveError as error:  # its health decides what becomes of the copy
+                    log.info("pin %s is not checked on engine %s: %s", pin.id, backend.id, error)
 
     async def _place(self, pin: Pin, todo: Placement) -> State | None:
         """Make the missing copies; return why some of them could not be made."""
         request, prefixes = _request(pin), self._registry.prefixes
         await self._known()
-        named: State | None = None
+        named: State | None = "waiting for an engine" if todo.absent else None
         other: State = "waiting for an engine"
         for backend in todo.named:
             named = await self._tried(pin, request, backend) or named
@@ -225,11 +233,14 @@ class Reconciler:
 
     async def _known(self) -> None:
         """Wait until the engines have said what they have cached, for a while."""
-        prefixes = self._registry.prefixes
-        waits = [guard(prefixes.known(each), each) for each in self._registry if each.usable]
+
+        async def known(backend: Backend) -> None:
+            with suppress(EngineUnreachable):
+                await guard(self._registry.prefixes.known(backend), backend)
+
         with suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_S):
-                await asyncio.gather(*waits, return_exceptions=True)
+                await asyncio.gather(*(known(each) for each in self._registry if each.usable))
 
     async def _bounded(self, call: Coroutine[Any, Any, T]) -> T:
         limit_s = self._runtime.config.request_timeout_s
