@@ -8,8 +8,9 @@ import pytest
 from pinned_fleet import PAGE, PAGES, pinned_fleet, prefix
 from virtual_time import in_virtual_time
 
-from engine.protocol import BadRequest, NoCapacity, Pin
-from router.base import NotFound
+from engine.protocol import BadRequest, NoCapacity, Pin, StartGenerate
+from router.base import EngineUnreachable, NotFound
+from router.simulation.fleet import VirtualCalls
 
 
 @in_virtual_time
@@ -296,3 +297,103 @@ async def test_a_silent_engine_is_unpinned_when_it_answers():
         assert pin.placed and fleet.pinned("a") == 10
         await fleet.until(lambda: not list(fleet.pins))
         assert fleet.pinned("a") == 0
+
+
+@in_virtual_time
+async def test_prefixes_that_are_pinned_together_do_not_compute_in_vain():
+    async with pinned_fleet("a") as fleet:
+        prefixes = [prefix(20), prefix(20)]
+        first, second = [fleet.pins.pin(tokens) for tokens in prefixes]
+        await fleet.state(first, "pinned", "a")
+        await fleet.state(second, "waiting for room")
+        assert await fleet.cache("a", prefixes[1]) == 0
+
+
+@in_virtual_time
+async def test_a_copy_is_ended_where_the_engine_is_drained_in_the_middle_of_it():
+    async with pinned_fleet("a", "b", max_batch=1) as fleet:
+        full = fleet.pins.pin(prefix(30), engine="b")
+        await fleet.state(full, "pinned", "b")
+        tokens = prefix(20)
+        await fleet.cache("a", tokens[: 6 * PAGE + 1])
+        call = StartGenerate(request_id="long", prompt=prefix(2), max_tokens=400)
+        stream = await fleet.engine("a").start_generate(call)
+        pin = fleet.pins.pin(tokens)
+        await fleet.until(lambda: fleet.pinned("a") == 6)  # the rest waits for the generation
+        fleet.deployment.execution.runtime.registry.drain(fleet.backend("a"), True)
+        await fleet.state(pin, "waiting for room")
+        assert "engine b has 30 of" in pin.error
+        assert fleet.pinned("a") == 0 and len(fleet.engine("a").busy) == 1
+        stream.close()
+
+
+@in_virtual_time
+async def test_what_is_pinned_in_part_holds_no_room_while_the_rest_waits():
+    async with pinned_fleet("a", max_batch=1, max_waiting=0) as fleet:
+        tokens = prefix(20)
+        await fleet.cache("a", tokens[: 6 * PAGE + 1])
+        call = StartGenerate(request_id="long", prompt=prefix(2), max_tokens=400)
+        stream = await fleet.engine("a").start_generate(call)
+        pin = fleet.pins.pin(tokens)
+        await fleet.state(pin, "waiting for room")
+        assert "running or waiting" in pin.error and fleet.pinned("a") == 0
+        while (await stream.next()).finish_reason is None:
+            pass
+        await fleet.state(pin, "pinned", "a")
+
+
+@in_virtual_time
+async def test_a_dead_engine_that_is_removed_is_forgotten():
+    async with pinned_fleet("a", "b") as fleet:
+        pin = fleet.pins.pin(prefix(10), engine="a")
+        await fleet.state(pin, "pinned", "a")
+        fleet.kill("a")
+        await fleet.state(pin, "waiting for an engine")
+        fleet.deployment.execution.runtime.registry.remove(fleet.backend("a"), for_good=True)
+        await fleet.until(lambda: not pin.placed)
+        fleet.pins.unpin(pin)
+        await fleet.until(lambda: not list(fleet.pins))
+
+
+@in_virtual_time
+async def test_an_unpin_that_failed_is_repeated(monkeypatch):
+    async with pinned_fleet("a") as fleet:
+        pin = fleet.pins.pin(prefix(10))
+        await fleet.state(pin, "pinned", "a")
+        unpin, lost = VirtualCalls.unpin, [EngineUnreachable("the connection broke")]
+
+        async def broken(self, body, headers):
+            if lost:
+                raise lost.pop()
+            return await unpin(self, body, headers)
+
+        monkeypatch.setattr(VirtualCalls, "unpin", broken)
+        fleet.pins.unpin(pin)
+        await fleet.until(lambda: pin.error)
+        assert pin.state == "unpinning" and fleet.pinned("a") == 10
+        await fleet.until(lambda: not list(fleet.pins))
+        assert not lost and fleet.pinned("a") == 0
+
+
+@in_virtual_time
+async def test_an_engine_that_comes_back_late_gets_its_copy_at_once():
+    async with pinned_fleet("a") as fleet:
+        pin = fleet.pins.pin(prefix(10))
+        await fleet.state(pin, "pinned", "a")
+        fleet.kill("a")
+        await asyncio.sleep(600)  # by now the pauses are long
+        fleet.restart("a")
+        await fleet.until(lambda: pin.state == "pinned", 3)
+
+
+@in_virtual_time
+async def test_a_pin_that_is_asked_for_again_does_not_begin_again():
+    async with pinned_fleet("a") as fleet:
+        tokens = prefix(20)
+        pin = fleet.pins.pin(tokens)
+        await fleet.until(lambda: fleet.engine("a").busy)
+        task = pin.task
+        assert fleet.pins.pin(tokens, copies=1) is pin
+        await asyncio.sleep(0)
+        assert pin.task is task and not task.cancelling()
+        await fleet.state(pin, "pinned", "a")
