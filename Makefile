@@ -11,7 +11,8 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 .PHONY: help demo serve test test-fast test-thorough conformance fuzz soak starve attack mutants check \
 	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
-	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm peers clean
+	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
+	bench-changing-traffic peers clean
 
 ##@ Try it
 
@@ -96,6 +97,9 @@ bench-prefix: $(VENV)/demo.stamp  ## lookup of a long prompt among many cached p
 
 bench-disconnect: $(VENV)/demo.stamp  ## from a client's disconnect until both engines hold nothing of its request
 	@$(RUN) -m bench.disconnect $(DISCONNECT_FLAGS)
+
+bench-changing-traffic: $(VENV)/demo.stamp  ## strategies under traffic that changes, in virtual time
+	@$(RUN) -m bench.changing_traffic
 
 bench-simulated-vllm: $(VENV)/demo.stamp  ## virtual engines against real runs of vLLM (LLMSERVINGSIM=its bench/examples)
 	@$(RUN) -m bench.simulated_vllm $(LLMSERVINGSIM)

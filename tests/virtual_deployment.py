@@ -18,6 +18,7 @@ from router.execution import ChoiceRunner, ChoiceWriter, Execution, Relocations
 from router.legs import Releaser, Runtime
 from router.rollout import Catalog, Revision
 from router.simulation.fleet import VirtualFleet
+from router.strategy import Strategy
 from router.supervision import ViolationKind
 from router.telemetry import Events, Metrics, Receipt
 
@@ -44,7 +45,7 @@ class VirtualDeployment:
     revision: Revision
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def use(self, strategy: str, **params: Any) -> None:
+    def use(self, strategy: str | Strategy, **params: Any) -> None:
         """Switch the strategy."""
         self.revision = revision_of(strategy, params)
 
@@ -74,17 +75,18 @@ class VirtualDeployment:
         self.fleet.check_integrity()
 
 
-def revision_of(strategy: str, params: Mapping[str, Any]) -> Revision:
+def revision_of(strategy: str | Strategy, params: Mapping[str, Any]) -> Revision:
     def violated(revision: Revision, kind: ViolationKind, message: str) -> None:
         raise AssertionError(message)
 
-    return Revision(RevisionNumber(1), CATALOG[strategy].bind(params), None, violated)
+    found = CATALOG[strategy] if isinstance(strategy, str) else strategy
+    return Revision(RevisionNumber(1), found.bind(params), None, violated)
 
 
 @asynccontextmanager
 async def virtual_deployment(
     engines: Mapping[str, tuple[str, Profile]],
-    strategy: str,
+    strategy: str | Strategy,
     *,
     call_s: float = 1e-3,
     most_at_once: int | None = None,
@@ -94,7 +96,8 @@ async def virtual_deployment(
 ) -> AsyncIterator[VirtualDeployment]:
     """A router with `strategy` in front of virtual engines: by name, their role and profile.
 
-    `options` are those of the engines' configuration. It runs on a loop in virtual time.
+    A strategy may be given by its name. `options` are those of the engines' configuration. It runs
+    on a loop in virtual time.
     """
     fleet = VirtualFleet(call_s=call_s, most_at_once=most_at_once)
     config = RouterConfig(

@@ -16,7 +16,7 @@ from engine.latency import FixedLatency, Profile, PutLatency
 NEW = 8
 POOL_PAGES = 512
 ROLES = ("prefill", "decode")
-# `auto` divides by measured times, and the two deployments differ in these.
+# `auto`, and `adaptive` with it, divides by measured times; the two deployments differ in these.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "balanced": {"ratio": 0.3},
     "cache_aware": {},

@@ -66,8 +66,8 @@ def legs(router: RouterProcess, tokens: list[int], **headers: str) -> list[tuple
     return [(leg["call"], leg["engine"]) for leg in receipt["legs"]]
 
 
-def test_the_page_has_seven_examples_and_an_introduction():
-    assert len(EXAMPLES) == 8
+def test_the_page_has_eight_examples_and_an_introduction():
+    assert len(EXAMPLES) == 9
 
 
 @pytest.mark.processes
@@ -142,3 +142,21 @@ def test_a_prefix_is_pinned_once_and_found(router, real_engines):
     assert [call for call, _ in first] == ["start_generate", "pin"]
     assert legs(router, system + prompt(30)) == [first[0]]
     assert pinned() == before + 64
+
+
+@pytest.mark.processes
+def test_what_serves_a_request_depends_on_its_priority_and_on_the_last_prompts(router):
+    def served(tokens: list[int], **fields: Any) -> list[str]:
+        body = {"prompt": tokens, "max_tokens": NEW, "temperature": 0, "ignore_eos": True, **fields}
+        reply = router.http.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        return router.http.get(f"/admin/requests/{reply.headers['X-Request-Id']}").json()[
+            "delegates"
+        ]
+
+    load(router, "by_traffic", long=40)
+    assert served(prompt(30)) == ["cache_aware"]
+    assert served(prompt(30), priority=-1) == ["replicate"]
+    assert served(prompt(900)) == ["balanced"]
+    router.use("by_traffic", long=1000)  # a revision remembers nothing of the one before
+    assert served(prompt(900)) == ["cache_aware"]
