@@ -52,7 +52,7 @@ async def calls_of(strategy, length, *engines, turns=None, **params):
     attempt = SimpleNamespace(runtime=SimpleNamespace(registry=registry))
     cluster = SimpleNamespace(engines=Pool(attempt, "engines", list(engines), list(engines)))
     request = Request("id", [0] * length, Sampling())
-    assert len([chunk async for chunk in strategy(request, cluster, **params)]) == 1
+    assert len([chunk async for chunk in strategy.function(request, cluster, **params)]) == 1
     return calls
 
 
