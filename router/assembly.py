@@ -15,6 +15,7 @@ from router.admission.queue import AdmissionQueue
 from router.admission.rate_limit import RateLimits
 from router.admission.retry_budget import RetryBudget
 from router.admission.shutdown import Shutdown
+from router.advice.advisor import Advisor
 from router.api.parts import Router
 from router.base.awake_clock import AwakeClock
 from router.base.config import RouterConfig
@@ -87,6 +88,7 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
             pins = Pins(runtime, events)
             keys = Keys(files.all_keys(config))
             limits = RateLimits(config.requests_per_minute, config.tokens_per_minute, clock)
+            traffic = Traffic(60 * config.traffic_minutes, config.traffic_mb << 20)
             watchers = [
                 tasks.create_task(awake.run(), name="awake clock"),
                 tasks.create_task(pins.run(), name="pins"),
@@ -101,7 +103,7 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
                     catalog=catalog,
                     rollout=rollout,
                     receipts=Receipts(config.max_receipts),
-                    traffic=Traffic(60 * config.traffic_minutes, config.traffic_mb << 20),
+                    traffic=traffic,
                     metrics=metrics,
                     execution=Execution(
                         runtime,
@@ -114,6 +116,7 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
                     limits=limits,
                     tracing=tracing,
                     shutdown=Shutdown(),
+                    advisor=Advisor(config, registry, catalog, rollout.revisions, traffic),
                 )
             finally:
                 for watcher in watchers:

@@ -6,7 +6,16 @@ May import `engine.protocol`. Imports no torch, and reads no clock.
 from engine.latency.fit import Fit, Measured, Residuals, fit_latency, fit_put, residuals
 from engine.latency.memory import DEVICES, MODELS, Device, ModelShape, pool_tokens
 from engine.latency.observed import fit_observed
-from engine.latency.profile import Profile, find_profile, profile_names, read_profile, write_profile
+from engine.latency.profile import (
+    AnyLatency,
+    Profile,
+    find_profile,
+    profile_fields,
+    profile_names,
+    read_profile,
+    read_profile_fields,
+    write_profile,
+)
 from engine.latency.put import PutLatency
 from engine.latency.step import FittedLatency, FixedLatency, StepLatency, StepWork
 from engine.latency.table import TableLatency
@@ -15,6 +24,7 @@ from engine.latency.tabulate import tabulate_latency
 __all__ = [
     "DEVICES",
     "MODELS",
+    "AnyLatency",
     "Device",
     "Fit",
     "FittedLatency",
@@ -32,8 +42,10 @@ __all__ = [
     "fit_observed",
     "fit_put",
     "pool_tokens",
+    "profile_fields",
     "profile_names",
     "read_profile",
+    "read_profile_fields",
     "residuals",
     "tabulate_latency",
     "write_profile",

@@ -19,11 +19,21 @@ from engine.latency.step import STRICT, FittedLatency, FixedLatency
 from engine.latency.table import TableLatency
 from engine.protocol import BadRequest, bad_request
 
-__all__ = ["Profile", "find_profile", "profile_names", "read_profile", "write_profile"]
+__all__ = [
+    "AnyLatency",
+    "Profile",
+    "find_profile",
+    "profile_fields",
+    "profile_names",
+    "read_profile",
+    "read_profile_fields",
+    "write_profile",
+]
 
 VERSION: Final = 1
 SHIPPED = Path(__file__).with_name("profiles")
 
+AnyLatency = FittedLatency | FixedLatency | TableLatency
 Positive = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -41,7 +51,7 @@ class Profile:
     kv_bytes_per_token: Positive  # in all layers
     context_length: Positive  # tokens of prompt and output, at most
     pool_tokens: Positive  # tokens whose KV the pool holds
-    step: Annotated[FittedLatency | FixedLatency | TableLatency, Field(discriminator="kind")]
+    step: Annotated[AnyLatency, Field(discriminator="kind")]
     put: PutLatency
     fit: Fit | None = None  # None: the source does not publish the points
 
@@ -57,27 +67,41 @@ def read_profile(path: Path | str) -> Profile:
         raise BadRequest(f"{path}: {error.strerror}", param="profile") from None
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"{path}: not JSON: {error}", param="profile") from None
+    return read_profile_fields(fields, str(path))
+
+
+def read_profile_fields(fields: Any, where: str) -> Profile:
+    """Read a profile from the JSON object of its file; `where` names it in errors.
+
+    Raises `BadRequest` with one sentence if that is no profile.
+    """
     if not isinstance(fields, dict) or "version" not in fields:
-        raise BadRequest(f"{path}: not a profile: it has no version", param="profile")
-    version = fields.pop("version")
+        raise BadRequest(f"{where}: not a profile: it has no version", param="profile")
+    version = fields["version"]
     if type(version) is not int or version != VERSION:
         raise BadRequest(
-            f"{path}: version {orjson.dumps(version).decode()} of a profile, where this "
+            f"{where}: version {orjson.dumps(version).decode()} of a profile, where this "
             f"microserve reads version {VERSION}",
             param="profile",
         )
+    rest = {name: value for name, value in fields.items() if name != "version"}
     try:
-        return _PROFILE.validate_json(orjson.dumps(fields))
+        return _PROFILE.validate_json(orjson.dumps(rest))
     except ValidationError as invalid:
         problem = bad_request(invalid)
-        raise BadRequest(f"{path}: {problem.message}", param=problem.param) from None
+        raise BadRequest(f"{where}: {problem.message}", param=problem.param) from None
+
+
+def profile_fields(profile: Profile) -> dict[str, Any]:
+    """Return the JSON object of a profile's file."""
+    return {"version": VERSION, **_PROFILE.dump_python(profile, mode="json")}
 
 
 def write_profile(profile: Profile, path: Path | str) -> None:
     """Write a profile as JSON, a line a field. Raises `BadRequest` if it cannot be written."""
-    fields: dict[str, Any] = {"version": VERSION, **_PROFILE.dump_python(profile, mode="json")}
     lines = [
-        b"  %b: %b" % (orjson.dumps(key), orjson.dumps(value)) for key, value in fields.items()
+        b"  %b: %b" % (orjson.dumps(key), orjson.dumps(value))
+        for key, value in profile_fields(profile).items()
     ]
     try:
         Path(path).write_bytes(b"{\n%b\n}\n" % b",\n".join(lines))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.admission import AdmissionQueue, Keys, RateLimits, Shutdown
+from router.advice import Advisor
 from router.base import RouterConfig
 from router.engines import Registry
 from router.execution import Execution
@@ -32,6 +33,7 @@ class Router:
     limits: RateLimits
     tracing: Tracing
     shutdown: Shutdown
+    advisor: Advisor
 
     @property
     def queue(self) -> AdmissionQueue:

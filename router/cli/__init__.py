@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from router.base import PREFIX, drop_service_links, hide_keys
+from router.cli.advise import advise
 from router.cli.bench import bench
 from router.cli.chat import chat
 from router.cli.options import CONTEXT
@@ -24,7 +25,7 @@ def cli() -> None:
     """A programmable router over LLM microserving engines."""
 
 
-for command in (up, engine, router, chat, strategy, bench, profile, simulate, traffic):
+for command in (up, engine, router, chat, strategy, bench, profile, simulate, traffic, advise):
     cli.add_command(command)
 
 

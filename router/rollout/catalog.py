@@ -31,6 +31,7 @@ class Catalog:
     def __init__(self) -> None:
         self._installed: dict[str, Strategy] = {}
         self._loaded: dict[str, Strategy] = {}
+        self._sources: dict[str, tuple[str, str]] = {}  # of loaded ones, with the names of files
         self._threads = UserThreads()
         for entry in entry_points(group="microserve.strategies"):
             try:
@@ -70,7 +71,7 @@ class Catalog:
         name of an installed strategy; nothing is listed then.
         """
         where = file or f"<strategy {name}>"
-        return self._list(_run(source, where), where, name, file)
+        return self._list(_run(source, where), source, where, name, file)
 
     async def load_in_thread(
         self, source: str, *, name: str = "", file: str = "", limit_s: float
@@ -97,15 +98,27 @@ class Catalog:
             raise Timeout(f"{where}: loading took more than {limit_s:g} s") from None
         finally:
             late = True
-        return self._list(found, where, name, file)
+        return self._list(found, source, where, name, file)
 
-    def _list(self, strategies: list[Strategy], where: str, name: str, file: str) -> Strategy:
+    def source(self, name: str) -> tuple[str, str]:
+        """Return the source of a loaded strategy, and its file or ""; an installed one has "", "".
+
+        Raises `NotFound`.
+        """
+        found = self[name]
+        return self._sources[name] if self._loaded.get(name) is found else ("", "")
+
+    def _list(
+        self, strategies: list[Strategy], source: str, where: str, name: str, file: str
+    ) -> Strategy:
         """List the strategies of one source; return the chosen one. Raises as `load` does."""
         try:
-            return self._choose({one.name: one for one in strategies}, where, name, file)
+            chosen = self._choose({one.name: one for one in strategies}, where, name, file)
         except MicroserveError:
             _forget(strategies)
             raise
+        self._sources.update({one.name: (source, file) for one in strategies})
+        return chosen
 
     def _choose(self, found: dict[str, Strategy], where: str, name: str, file: str) -> Strategy:
         wanted = name or Path(file).stem

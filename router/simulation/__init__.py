@@ -3,7 +3,7 @@
 Imports `execution` and the rooms below it, `workload`, `engine.virtual` and `engine.latency`.
 """
 
-from router.simulation.experiment import Death, Experiment, Outcome, run_experiment
+from router.simulation.experiment import CONFIG, Death, Experiment, Outcome, run_experiment
 from router.simulation.fleet import VirtualCalls, VirtualFleet
 from router.simulation.fleet_spec import ENGINE_FLAGS, SimulatedEngine, read_fleet
 from router.simulation.plot import check_plot, plot
@@ -20,6 +20,7 @@ from router.simulation.router import SimulatedRouter, simulated_router
 from router.simulation.timeline import Timeline
 
 __all__ = [
+    "CONFIG",
     "ENGINE_FLAGS",
     "TARGET",
     "Death",

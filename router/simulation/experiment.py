@@ -26,7 +26,15 @@ from router.supervision import Watchdog, adopting
 from router.telemetry import Leg, Metrics
 from router.workload import LoadRequest, WorkloadConfig, open_workload
 
-__all__ = ["Death", "EngineUse", "Experiment", "Outcome", "RequestRecord", "run_experiment"]
+__all__ = [
+    "CONFIG",
+    "Death",
+    "EngineUse",
+    "Experiment",
+    "Outcome",
+    "RequestRecord",
+    "run_experiment",
+]
 
 CALL_S = 1e-3  # a call over HTTP, there and back
 CHUNK_TOKENS = 16  # that engines gather: fewer events, and the same times of first and last tokens

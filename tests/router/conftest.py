@@ -77,6 +77,7 @@ class FakeEngine:
     followers: int = 0
     running: int = 0
     silent: bool = False
+    total_pages: int = 0
     tells: dict[str, Any] = field(default_factory=dict)
     prep_tells: dict[str, Any] = field(default_factory=dict)
     text: str = ""  # the text of each token; if empty, its word
@@ -243,6 +244,7 @@ class FakeEngine:
         pages = dict.fromkeys(
             ("total", "free", "cached", "leased", "active", "quarantined", "pinned"), 0
         )
+        pages["total"] = self.total_pages
         return web.json_response(
             {"engine_id": self.name, "epoch": self.epoch, "role": self.role, "model": "fake",
              "page_size": PAGE, "pages": pages, "running": 0, "waiting": 0, "leases": [],

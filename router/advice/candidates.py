@@ -1,0 +1,100 @@
+"""What is compared: strategies with parameters, and roles of the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.protocol import BadRequest
+from router.engines import Role
+from router.rollout import Catalog
+from router.strategy import Bound
+
+__all__ = ["Candidate", "candidates", "splits"]
+
+Roles = Mapping[str, Role]  # by engine id
+
+# Values that are tried of the built-in strategies' parameters.
+GRID: dict[str, tuple[dict[str, Any], ...]] = {
+    "data_parallel": ({},),
+    "cache_aware": ({"load_weight": 0.25}, {"load_weight": 0.5}, {"load_weight": 1.0}),
+    "prefill_decode": ({},),
+    "balanced": ({"ratio": 0.1}, {"ratio": 0.3}, {"ratio": "auto"}),
+    "migrate": ({"overload": 512}, {"overload": 2048}),
+    "replicate": ({},),
+}
+# These do not look at roles, so roles need not be tried.
+ROLELESS = frozenset({"data_parallel", "cache_aware", "migrate", "replicate"})
+MOST = 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy with its parameters, as JSON values, and the roles of the engines under it."""
+
+    name: str
+    params: Mapping[str, Any]
+    roles: Roles
+    changes_roles: bool = False
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        params = ",".join(f"{name}={value}" for name, value in self.params.items())
+        text = f"{self.name}:{params}" if params else self.name
+        if not self.changes_roles:
+            return text
+        kinds = list(self.roles.values())
+        prefill, decode = kinds.count("prefill"), kinds.count("decode")
+        shape = f"{prefill}P{decode}D" if prefill or decode else "any roles"
+        return f"{text} ({shape})"
+
+
+def candidates(
+    catalog: Catalog,
+    current: Bound,
+    roles: Roles,
+    asked: Sequence[tuple[str, Mapping[str, Any]]] | None,
+) -> list[Candidate]:
+    """Return what to compare for engines with these roles; the first one is what runs now.
+
+    `asked` are names and parameters of strategies; without them, all of the catalog are taken, with
+    `GRID`'s parameters or their defaults. Strategies that may look at roles are tried with the
+    present ones, with none, and with `splits`. Raises `BadRequest` for parameters that a strategy
+    has not, and for more than `MOST` candidates; `NotFound` for an unknown strategy.
+    """
+    if asked is None:
+        names = [one["name"] for one in catalog.describe()]
+        wanted = [(name, params) for name in names for params in GRID.get(name, ({},))]
+    else:
+        wanted = [(name, dict(params)) for name, params in asked]
+    found = [Candidate(current.strategy.name, current.shown, roles)]
+    for name, params in wanted:
+        shown = catalog[name].bind(params).shown
+        for split in [roles] if name in ROLELESS else splits(roles):
+            candidate = Candidate(name, shown, split, split != roles)
+            if candidate not in found:
+                found.append(candidate)
+    if len(found) > MOST:
+        raise BadRequest(f"{len(found)} candidates are more than {MOST}", param="candidates")
+    return found
+
+
+def splits(roles: Roles) -> list[Roles]:
+    """Return the present roles, no roles, and divisions into engines that prefill and that decode.
+
+    With many engines, only divisions near quarters are among them. Engines prefill in the order of
+    `roles`, except that those with a role keep it where the numbers permit.
+    """
+    count = len(roles)
+    order = sorted(roles, key=lambda name: ("prefill", "any", "decode").index(roles[name]))
+    sizes = {1, count // 4, count // 2, 3 * count // 4, count - 1} if count > 4 else range(1, count)
+    found: list[Roles] = [roles, dict.fromkeys(roles, "any")]
+    for size in sorted(sizes):
+        if not 0 < size < count:
+            continue
+        prefills = frozenset(order[:size])
+        split: Roles = {name: "prefill" if name in prefills else "decode" for name in roles}
+        found.append(split)
+    return [each for number, each in enumerate(found) if each not in found[:number]]

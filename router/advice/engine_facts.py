@@ -1,0 +1,58 @@
+"""What the engines tell about themselves: model, pool, and how long their own steps took."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from engine.protocol import EngineStatistics, MicroserveError
+from router.base import Conflict, NoEngines
+from router.engines import Backend, Registry, guard
+
+__all__ = ["MOST_ENGINES", "engine_facts", "usable_engines"]
+
+ASK_S = 5.0  # for all engines together
+MOST_ENGINES = 64
+
+
+def usable_engines(registry: Registry) -> list[Backend]:
+    """Return the engines that requests may use. Raises `NoEngines`, or `Conflict` for too many."""
+    backends = [one for one in registry if one.usable and one.model and one.state]
+    if not backends:
+        raise NoEngines("no engine is up")
+    if len(backends) > MOST_ENGINES:
+        raise Conflict(f"advice is for {MOST_ENGINES} engines at most; {len(backends)} are up")
+    return backends
+
+
+async def engine_facts(backends: Sequence[Backend]) -> list[dict[str, Any]]:
+    """Ask all engines at once, and return what is known of each, as JSON values.
+
+    `statistics` is `None`, and `problem` says why, if an engine does not tell in `ASK_S` seconds.
+    """
+    return list(await asyncio.gather(*map(_facts, backends)))
+
+
+async def _facts(backend: Backend) -> dict[str, Any]:
+    statistics, problem = None, ""
+    try:
+        async with asyncio.timeout(ASK_S):
+            statistics = await guard(backend.client.statistics(), backend)
+    except MicroserveError as error:
+        problem = error.message
+    except TimeoutError:
+        problem = f"it did not tell its statistics within {ASK_S:g} s"
+    model, state = backend.model, backend.state
+    if model is None or state is None:  # forgotten meanwhile
+        raise NoEngines(f"engine {backend.id} is gone")
+    return {
+        "id": backend.id, "role": backend.role, "model": model.name, "layers": model.layers,
+        "kv_bytes_per_token": model.kv_bytes_per_token, "context_length": model.context_length,
+        "page_size": model.page_size, "pages": state.pages.total,
+        "statistics": _plain(statistics), "problem": problem,
+    }  # fmt: skip
+
+
+def _plain(statistics: EngineStatistics | None) -> dict[str, Any] | None:
+    return None if statistics is None else statistics.model_dump()

@@ -1,0 +1,208 @@
+"""`microserve advise`: which strategy would serve a router's own traffic best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import httpx
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from engine.latency import find_profile, profile_fields
+from engine.protocol import MicroserveError
+from router.cli.admin_client import admin_client, admin_options, call_admin, problem_of
+from router.cli.options import GroupedCommand, Number, option, read_params
+from router.cli.preflight import Mistake
+from router.cli.workload_options import POSITIVE
+
+__all__ = ["advise"]
+
+CALL_S = 60.0
+SILENCE_S = 900.0  # of the router, longer than one candidate may take
+PERCENT = Number(float, 1e-6, 100.0)
+
+
+@click.command(cls=GroupedCommand)
+@admin_options
+@option("--minutes", type=Number(float, 1e-3, 10_080.0), default=15.0, show_default=True,
+        group="Question", help="for the traffic of the latest minutes")  # fmt: skip
+@option("--candidate", "candidates", multiple=True, metavar="NAME[:K=V,…]", group="Question",
+        help="strategy to compare; repeatable  [default: all, in several ways]")  # fmt: skip
+@option("--slo-ttft-ms", type=POSITIVE, group="Question",
+        help="objective for the time to first token (ms)")  # fmt: skip
+@option("--slo-tpot-ms", type=POSITIVE, group="Question",
+        help="objective for the time per output token after the first (ms)")  # fmt: skip
+@option("--seeds", type=click.IntRange(2, 20), default=5, show_default=True, group="Question",
+        help="runs of each candidate, to know the spread")  # fmt: skip
+@option("--profile", default="", metavar="NAME|FILE.json", group="Question",
+        help="speed of engines whose own steps do not suffice")  # fmt: skip
+@option("--apply", is_flag=True, group="Apply",
+        help="start what is proposed as a canary, after changing the engines' roles if need be",
+)  # fmt: skip
+@option("--canary", type=PERCENT, default=5.0, show_default=True, group="Apply",
+        help="its share of the requests (%)")  # fmt: skip
+@option("--min-requests", type=Number(int, 1, 10**6), default=100, show_default=True,
+        group="Apply", help="number of requests after which it is judged")  # fmt: skip
+def advise(url: str, admin_key: str, ca: str, **options: Any) -> None:
+    """Say which strategy would serve a router's own traffic best.
+
+    The router runs strategies in virtual time: under the traffic that it has recorded, and on
+    engines as fast as its own. That takes a minute or more. Prints the ranking, and one JSON
+    document as the last line of standard output. Nothing changes without --apply.
+    """
+    body = _question(options)
+    with admin_client(url, admin_key, ca) as client:
+        advice = _ask(client, body)
+        _show(advice)
+        applied = None
+        if options["apply"] and not advice["keep"]:
+            applied = _apply(client, advice, options)
+    click.echo(json.dumps({**advice, "applied": applied}))
+
+
+def _question(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of the call. Raises `Mistake` for a profile that is none."""
+    names = ("minutes", "seeds", "slo_ttft_ms", "slo_tpot_ms")
+    body = {name: options[name] for name in names if options[name] is not None}
+    if options["candidates"]:
+        body["candidates"] = [_candidate(text) for text in options["candidates"]]
+    if options["profile"]:
+        try:
+            body["profile"] = profile_fields(find_profile(options["profile"]))
+        except MicroserveError as error:
+            raise Mistake(error.message) from None
+    return {**body, "stream": True}
+
+
+def _candidate(text: str) -> dict[str, Any]:
+    name, _, pairs = text.partition(":")
+    return {"name": name, "params": read_params(pairs.split(",")) if pairs else {}}
+
+
+def _ask(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the router's advice; show the progress until it comes."""
+    timeout = httpx.Timeout(CALL_S, read=SILENCE_S)
+    try:
+        with (
+            client.stream("POST", "/admin/advise", json=body, timeout=timeout) as reply,
+            _progress() as show,
+        ):
+            if reply.is_error:
+                reply.read()
+                raise click.ClickException(problem_of(reply.json()))
+            for line in reply.iter_lines():
+                if not line.startswith("data: "):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "progress" in event:
+                    show(event["progress"])
+                elif "advice" in event:
+                    advice: dict[str, Any] = event["advice"]
+                    return advice
+                else:
+                    raise click.ClickException(problem_of(event))
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise click.ClickException(f"{client.base_url}: {error or type(error).__name__}") from None
+    raise click.ClickException(f"{client.base_url}: the router ended its answer early")
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A progress bar on standard error."""
+    columns = (
+        TextColumn("{task.completed} of {task.total}"),
+        BarColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bars: list[TaskID] = []
+
+        def show(told: dict[str, Any]) -> None:
+            if not bars:
+                bars.append(progress.add_task("", total=told["total"]))
+            progress.update(bars[0], completed=told["done"], description=told["candidate"])
+
+        yield show
+
+
+def _show(advice: dict[str, Any]) -> None:
+    """Print the ranking and the advice."""
+    console = Console(width=110)
+    traffic, goodput = advice["traffic"], advice["objective"] == "goodput"
+    title = (
+        f"{traffic['requests']} requests of {traffic['seconds']:.0f} s, "
+        f"{advice['seeds']} runs each; gain: {'goodput' if goodput else 'mean JCT'}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for heading in ("gain", "JCT ms", "TTFT ms", "TTFT P99", "TPOT ms", "attained", "busy"):
+        table.add_column(heading, justify="right")
+    for row in advice["ranking"]:
+        proposed = advice["proposal"] is not None and row["title"] == advice["proposal"]["title"]
+        name = ("★ " if proposed else "") + row["title"] + (" (now)" if row["current"] else "")
+        if row.get("jct_ms") is None:
+            table.add_row(name, f"failed: {row['failed']}")
+            continue
+        gain = f"{row['gain']:+.1%} ±{row['spread']:.1%}" if row["gain"] is not None else "–"
+        times = (row["jct_ms"], row["ttft_ms"], row["ttft_p99_ms"], row["tpot_ms"])
+        cells = [
+            "–" if time is None else f"{time:.0f}" if time >= 100 else f"{time:.3g}"
+            for time in times
+        ]
+        table.add_row(
+            name, gain if not row["failed"] else f"failed: {row['failed']}", *cells,
+            f"{row['attained']:.1%}", f"{row['utilisation']:.0%}",
+        )  # fmt: skip
+    console.print(table)
+    for note in advice["notes"]:
+        click.echo(f"note: {note}")
+    click.echo(advice["why"])
+
+
+def _apply(client: httpx.Client, advice: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Change roles if need be, and start the proposal as a canary; return what was done.
+
+    If the strategy cannot be started, the roles become what they were.
+    """
+    proposal = advice["proposal"]
+    before = {
+        one["id"]: one["role"] for one in call_admin(client, "GET", "/admin/engines")["engines"]
+    }
+    roles = {id: role for id, role in proposal["roles"].items() if before.get(id) != role}
+    if roles:
+        click.echo(
+            "roles change at once, also for requests under the present strategy: "
+            + ", ".join(f"{id} to {role}" for id, role in roles.items())
+        )
+    changed: list[str] = []
+    current = next(row for row in advice["ranking"] if row["current"])
+    same = (proposal["name"], proposal["params"]) == (current["name"], current["params"])
+    applied: dict[str, Any] = {"roles": roles, "generation": None, "canary": None}
+    try:
+        for id, role in roles.items():
+            call_admin(client, "PATCH", f"/admin/engines/{id}", {"role": role})
+            changed.append(id)
+        if same:
+            click.echo(f"{proposal['name']} runs already, with these parameters")
+            return applied
+        rules = {"percent": options["canary"], "min_requests": options["min_requests"]}
+        state = call_admin(
+            client, "PUT", "/admin/strategy",
+            {
+                "name": proposal["name"], "params": proposal["params"], "canary": rules,
+                "if_generation": advice["generation"],
+            },
+        )  # fmt: skip
+    except click.ClickException:
+        for id in changed:
+            call_admin(client, "PATCH", f"/admin/engines/{id}", {"role": before[id]})
+        raise
+    click.echo(
+        f"generation {state['generation']} is a canary with {options['canary']:g} % of the requests"
+    )
+    return {**applied, "generation": state["generation"], "canary": rules}

@@ -1,0 +1,313 @@
+"""`POST /admin/advise`: one question from its recorded traffic to the ranking, and its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from waiting import until
+
+from engine.latency import FixedLatency, find_profile, profile_fields
+from router.advice import advisor, engine_facts
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+# The fake engines tell no statistics: 20 ms a step and 4 prompt tokens a ms.
+PROFILE = profile_fields(find_profile("llama-3.1-8b@a100")) | {
+    "step": {"kind": "fixed", "step_ms": 20.0, "prompt_tokens_per_ms": 4.0}
+}
+ASK = {"profile": PROFILE, "seeds": 2, "candidates": [{"name": "cache_aware"}]}
+MINE = """
+from router import strategy
+
+@strategy
+async def mine(request, cluster):
+    engine = cluster.engines.least_loaded()
+{body}
+"""
+
+
+def mine(*lines: str) -> dict[str, str]:
+    body = "\n".join(f"    {line}" for line in lines)
+    return {"source": MINE.format(body=body), "file": "mine.py"}
+
+
+GENERATE = ("async for chunk in engine.start_generate(request, begin=0):", "    yield chunk")
+
+
+async def serve(r: Any, requests: int = 24, tokens: int = 100) -> None:
+    for number in range(requests):
+        body = {"prompt": [number % 500] * tokens, "max_tokens": 3}
+        status, _ = await r.post("/v1/completions", body)
+        assert status == 200
+
+
+def record(r: Any, requests: int = 24) -> None:
+    """Record requests as if they had come a second after each other, until now."""
+    for number in range(requests):
+        at = time.monotonic() - requests + number
+        prompt = [number % 500] * 100
+        r.server.router.traffic.add(at, [prompt], [3], None, "data_parallel")
+
+
+async def upload(r: Any, *lines: str) -> None:
+    """Load a strategy without a dry run, which would refuse the bad ones."""
+    loaded = mine(*lines)
+    r.server.router.catalog.load(loaded["source"], file=loaded["file"])
+
+
+def row(advice: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(row for row in advice["ranking"] if row["name"] == name)
+
+
+async def test_a_ranking_from_recorded_traffic(route, fake):
+    async with route(fake("a", total_pages=512), fake("b", total_pages=512)) as r:
+        record(r)
+        asked = {**ASK, "candidates": [{"name": "prefill_decode"}, {"name": "cache_aware"}]}
+        status, advice = await r.post("/admin/advise", asked)
+        assert status == 200, advice
+        assert advice["traffic"]["requests"] == 24 and advice["objective"] == "mean JCT"
+        assert {one["steps"] for one in advice["engines"]} == {"those of the given profile"}
+        titles = {one["title"] for one in advice["ranking"]}
+        assert titles == {
+            "data_parallel", "cache_aware:load_weight=0.5", "prefill_decode",
+            "prefill_decode (1P1D)",
+        }  # fmt: skip
+        now = row(advice, "data_parallel")
+        # One request at a time: 100 tokens take 45 ms, two more tokens 20 ms each.
+        assert now["current"] and now["gain"] == 0.0 and now["completed"] == 24
+        assert 84 < now["jct_ms"] < 100 and 44 < now["ttft_ms"] < 56
+        assert row(advice, "cache_aware")["failed"] is None
+        # Nothing is changed by asking.
+        assert r.server.router.revisions.active.number == advice["generation"] == 1
+        assert r.server.router.revisions.candidate is None
+        _, again = await r.post("/admin/advise", asked)
+        assert again["ranking"] == advice["ranking"]  # to the bit
+
+
+async def test_objectives_make_it_a_question_of_goodput(route, fake):
+    async with route(fake("a", total_pages=512)) as r:
+        await serve(r)
+        _, advice = await r.post("/admin/advise", {**ASK, "slo_ttft_ms": 10})
+        assert advice["objective"] == "goodput" and advice["keep"]
+        assert row(advice, "data_parallel")["attained"] == 0.0
+
+
+async def test_progress_is_told_and_the_answer_is_the_last_event(route, fake):
+    async with route(fake("a", total_pages=512)) as r:
+        record(r)
+        async with r.http.post(
+            r.server.url + "/admin/advise", json={**ASK, "stream": True}
+        ) as response:
+            assert response.headers["Content-Type"] == "text/event-stream"
+            events = [
+                json.loads(line.removeprefix("data: "))
+                for line in (await response.text()).splitlines()
+                if line
+            ]
+    assert [event["progress"]["done"] for event in events[:-1]] == [0, 1]
+    assert events[0]["progress"]["total"] == 2 and "keep" in events[-1]["advice"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "failure"),
+    [
+        (("raise ValueError('broken on purpose')", "yield"), "broken on purpose"),
+        (("while True: pass", "yield"), "held up the event loop"),
+        (("import asyncio", "while True: await asyncio.sleep(0)", "yield"), "CPU time"),
+        (("held = bytearray(6 << 30)", *GENERATE), "MemoryError"),
+        (("import os; os._exit(3)", "yield"), r"ended its process \(3\)"),
+        (("return", "yield"), "mine ended before the stream did"),
+    ],
+)
+async def test_a_bad_strategy_is_a_line_of_its_own(route, fake, monkeypatch, lines, failure):
+    monkeypatch.setattr(advisor, "CPU_S", 3.0)
+    async with route(fake("a", total_pages=512), grace_s=0.5) as r:
+        record(r)
+        await upload(r, *lines)
+        asked = {**ASK, "candidates": [{"name": "mine"}, {"name": "cache_aware"}]}
+        status, advice = await r.post("/admin/advise", asked)
+        assert status == 200
+        bad = row(advice, "mine")
+        assert bad["failed"] is not None and bad["gain"] is None
+        assert re.search(failure, bad["failed"]), bad["failed"]
+        assert len(bad["failed"]) < 2100
+        assert row(advice, "cache_aware")["failed"] is None
+        assert advice["ranking"][-1]["name"] == "mine"
+
+
+async def test_a_loaded_strategy_is_compared_from_its_source(route, fake):
+    async with route(fake("a", total_pages=512), fake("b", total_pages=512)) as r:
+        record(r)
+        await upload(r, *GENERATE)
+        _, advice = await r.post("/admin/advise", {**ASK, "candidates": [{"name": "mine"}]})
+        assert [one["failed"] for one in advice["ranking"]] == [None] * 3  # with other roles too
+        r.use(r.server.router.catalog["mine"])
+        await upload(r, *GENERATE, "return")
+        _, advice = await r.post("/admin/advise", {**ASK, "candidates": []})
+        assert [one["name"] for one in advice["ranking"]] == ["mine"]
+        assert "latest loaded version is run" in advice["notes"][-1]
+
+
+async def test_figures_that_a_strategy_made_up_are_refused(route, fake):
+    """It runs in the process that reports: what it reports must at least be figures."""
+    async with route(fake("a", total_pages=512)) as r:
+        record(r)
+        await upload(
+            r,
+            "import router.advice.worker as worker",
+            "worker._figures = lambda figures: {'jct_ms': float('nan'), 'requests': 'many'}",
+            *GENERATE,
+        )
+        _, advice = await r.post("/admin/advise", {**ASK, "candidates": [{"name": "mine"}]})
+        assert row(advice, "mine")["failed"] is not None
+
+
+async def test_requests_that_fail_say_why(route, fake):
+    """Engines without room for a prompt, as they tell."""
+    async with route(fake("a", total_pages=1)) as r:
+        record(r)
+        _, advice = await r.post("/admin/advise", {**ASK, "candidates": []})
+        assert advice["keep"] and "no request was completed: " in advice["why"]
+        assert "tokens" in advice["ranking"][0]["failed"]
+
+
+async def test_too_little_traffic_is_one_sentence(route, fake):
+    async with route(fake("a", total_pages=512)) as r:
+        _, refused = await r.post("/admin/advise", ASK)
+        assert refused["error"]["message"] == "no request of the latest 15 minutes has ended"
+        record(r, 3)
+        status, refused = await r.post("/admin/advise", {**ASK, "stream": True, "minutes": 5})
+        assert status == 409 and "only 3 requests of the latest 5 minutes" in str(refused)
+    async with route(fake("a", total_pages=512), traffic_minutes=0.0) as r:
+        status, refused = await r.post("/admin/advise", ASK)
+        assert status == 409 and "--traffic-minutes is 0" in refused["error"]["message"]
+    async with route() as r:
+        status, refused = await r.post("/admin/advise", ASK)
+        assert (status, refused["error"]["message"]) == (503, "no engine is up")
+
+
+async def test_engines_of_unknown_speed_are_named(route, fake):
+    async with route(fake("a", total_pages=512)) as r:
+        record(r)
+        (name,) = [backend.id for backend in r.server.router.registry]
+        status, refused = await r.post("/admin/advise", {"seeds": 2})
+        message = refused["error"]["message"]
+        assert status == 409 and message.startswith(f"engine {name} is of unknown speed")
+        assert message.endswith("Let it serve more, or give a profile")
+
+
+async def test_an_engine_that_hangs_does_not_hold_up_the_advice(route, fake, monkeypatch):
+    monkeypatch.setattr(engine_facts, "ASK_S", 0.2)
+    async with route(fake("a", total_pages=512)) as r:
+        record(r)
+
+        async def forever() -> None:
+            await asyncio.Event().wait()
+
+        (backend,) = r.server.router.registry
+        backend.client.statistics = forever  # type: ignore[method-assign]
+        _, advice = await r.post("/admin/advise", {**ASK, "candidates": []})
+        assert "did not tell its statistics within 0.2 s" in advice["notes"][0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"minutes": 0},
+        {"minutes": "15"},
+        {"seeds": 1},
+        {"seeds": 1000},
+        {"slo_ttft_ms": -1},
+        {"candidates": "all"},
+        {"candidates": [{"name": "cache_aware"}] * 65},
+        {"candidates": [{"params": {}}]},
+        {"profile": "llama"},
+        {"surprise": 1},
+    ],
+)
+async def test_bad_questions_are_refused(route, fake, wrong):
+    async with route(fake("a", total_pages=512)) as r:
+        status, refused = await r.post("/admin/advise", {**ASK, **wrong})
+        assert status == 400, refused
+
+
+async def test_unknown_candidates_are_refused(route, fake):
+    async with route(fake("a", total_pages=512)) as r:
+        record(r)
+        for tried, status in (
+            ({"name": "nobody"}, 404), ({"name": "balanced", "params": {"ratio": 5}}, 400),
+        ):  # fmt: skip
+            got, refused = await r.post("/admin/advise", {**ASK, "candidates": [tried]})
+            assert got == status, refused
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    (tmp_path / "lock").touch()
+    return tmp_path / "lock"
+
+
+def is_free(lock: Path) -> bool:
+    with lock.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def descriptors() -> list[str]:
+    """Kinds of the descriptors of this process, without its connections."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the iteration
+            found.append(str(entry.readlink()).partition(":")[0])
+    return sorted(kind for kind in found if kind != "socket")
+
+
+async def test_one_at_a_time_and_it_ends_with_its_client(route, fake, lock):
+    async with route(fake("a", total_pages=512)) as r:
+        record(r)
+        await upload(
+            r,
+            "import fcntl, os, time",
+            f"fcntl.flock(os.open({str(lock)!r}, os.O_RDWR), fcntl.LOCK_EX)",
+            "while True: time.sleep(0.01)",
+            "yield",
+        )
+        before = descriptors()
+        asked = {**ASK, "candidates": [{"name": "mine"}]}
+        async with ClientSession() as leaving:
+            asking = asyncio.create_task(
+                leaving.post(r.server.url + "/admin/advise", json=asked), name="asking"
+            )
+            await until(lambda: not is_free(lock))
+            status, refused = await r.post("/admin/advise", ASK)
+            assert status == 409 and "already being advised" in refused["error"]["message"]
+            # Requests are served meanwhile.
+            await serve(r, 3)
+            asking.cancel()
+        await until(lambda: is_free(lock))
+        await until(lambda: not r.server.router.advisor._busy)
+        status, _ = await r.post("/admin/advise", {**ASK, "candidates": []})
+        assert status == 200
+        await until(lambda: descriptors() == before)
+
+
+async def test_it_needs_the_admin_key(route, fake):
+    async with route(fake("a", total_pages=512), admin_key="k") as r:
+        status, _ = await r.post("/admin/advise", ASK)
+        assert status == 401
+
+
+def test_the_profile_of_these_tests_is_one():
+    assert FixedLatency(20.0, 4.0).kind == PROFILE["step"]["kind"]
