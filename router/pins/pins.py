@@ -64,7 +64,6 @@ class Pins:
         `NoCapacity` beyond the limits.
         """
         info = self._runtime.registry.model.info
-        id = _id(tokens, info)
         full = len(tokens) // info.page_size * info.page_size
         backends = [self._engine(engine)] if engine is not None else list(self._runtime.registry)
         if not any(fits(backend, full) for backend in backends):
@@ -73,6 +72,7 @@ class Pins:
                 "context but one token",
                 param="prefix",
             )
+        id = _id(tokens, info)
         pin = self._pins.get(id)
         if copies is not None and pin is not None and copies < len(pin.engines):
             raise _fewer_than_named(pin)
@@ -80,12 +80,13 @@ class Pins:
             self._check_limits(full)
             pin = Pin(id, array("i", tokens[:full]), info.fingerprint, preview[:PREVIEW])
             self._pins[id] = pin
-        before = pin.copies, list(pin.engines)
+        before = pin.copies, list(pin.engines), pin.fingerprint
+        pin.fingerprint = info.fingerprint  # another model may have been served before
         if engine is not None:
             pin.engines[EngineId(engine)] = None
         elif copies is not None or not pin.wanted:
             pin.copies = copies or 1
-        if (pin.copies, list(pin.engines)) != before:
+        if (pin.copies, list(pin.engines), pin.fingerprint) != before:
             self._reconciler.look(pin)
         return pin
 

@@ -37,6 +37,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CHECK_S = 60.0  # between two questions to an engine whether it still has a copy pinned
+CALLS = 16  # at a time, beside those that make copies
 KNOWN_S = 1.0  # longest wait for what engines have cached
 Fleet = list[tuple[Backend, int, bool]]
 
@@ -57,6 +58,7 @@ class Reconciler:
         self._clock = asyncio.get_running_loop().time
         self._wake = asyncio.Event()
         self._fleet: Fleet = []
+        self._calls = asyncio.Semaphore(CALLS)
         # Held while a copy is made there.
         self._locks: weakref.WeakKeyDictionary[Backend, asyncio.Lock] = weakref.WeakKeyDictionary()
 
@@ -162,7 +164,10 @@ class Reconciler:
         for backend, copy in list(pin.placed.items()):
             if pin.wanted and pin.complete(backend) and backend.status == "up":
                 try:
-                    copy.tokens = await self._bounded(pinned_at(self._runtime, request, backend))
+                    async with self._calls:
+                        copy.tokens = await self._bounded(
+                            pinned_at(self._runtime, request, backend)
+                        )
                 except NoCapacity:  # others have ended it and taken its room
                     copy.tokens = 0
                 except MicroserveError as error:  # its health decides what becomes of the copy
@@ -221,7 +226,7 @@ class Reconciler:
         Engines that have been removed are told once.
         """
         try:
-            async with asyncio.timeout(self._runtime.config.release_timeout_s):
+            async with self._calls, asyncio.timeout(self._runtime.config.release_timeout_s):
                 await unpin_at(self._runtime, pin.tokens.tolist(), backend)
         except (MicroserveError, TimeoutError) as error:
             known = any(each is backend for each in self._registry)

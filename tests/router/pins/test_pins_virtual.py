@@ -10,6 +10,7 @@ from virtual_time import in_virtual_time
 
 from engine.protocol import BadRequest, NoCapacity, Pin, StartGenerate
 from router.base import EngineUnreachable, NotFound
+from router.pins import pins, reconciler
 from router.simulation.fleet import VirtualCalls
 
 
@@ -140,15 +141,15 @@ async def test_a_removed_engine_is_unpinned_and_its_copies_come_back_elsewhere()
 async def test_overlapping_prefixes_are_unpinned_one_by_one():
     async with pinned_fleet("a") as fleet:
         long = prefix(12)
-        pins = [fleet.pins.pin(long[: pages * PAGE]) for pages in (4, 12, 8)]
-        for pin in pins:
+        nested = [fleet.pins.pin(long[: pages * PAGE]) for pages in (4, 12, 8)]
+        for pin in nested:
             await fleet.state(pin, "pinned", "a")
         assert fleet.pinned("a") == 12
-        fleet.pins.unpin(pins[1])
+        fleet.pins.unpin(nested[1])
         await fleet.until(lambda: len(list(fleet.pins)) == 2)
         await fleet.flood("a")
         assert fleet.pinned("a") == 8 and await fleet.cache("a", long) == 8 * PAGE
-        fleet.pins.unpin(pins[0])
+        fleet.pins.unpin(nested[0])
         await fleet.until(lambda: len(list(fleet.pins)) == 1)
         assert fleet.pinned("a") == 8
 
@@ -280,10 +281,55 @@ async def test_the_number_of_pins_is_bounded():
             fleet.pins.pin(prefix(1))
         with pytest.raises(NoCapacity, match=f"{most} prefixes"):
             fleet.pins.pin(prefix(1))
-        pins = list(fleet.pins)
-        await fleet.until(lambda: sum(pin.state == "pinned" for pin in pins) == PAGES // 2)
-        await fleet.until(lambda: all(pin.state != "copying" for pin in pins))
+        table = list(fleet.pins)
+        await fleet.until(lambda: sum(pin.state == "pinned" for pin in table) == PAGES // 2)
+        await fleet.until(lambda: all(pin.state != "copying" for pin in table))
         assert fleet.pinned("a") == PAGES // 2
+
+
+@in_virtual_time
+async def test_a_prefix_of_another_model_waits_until_it_is_pinned_for_this_one():
+    async with pinned_fleet("a") as fleet:
+        tokens = prefix(10)
+        pin = fleet.pins.pin(tokens)
+        pin.fingerprint = "of another model"
+        await fleet.state(pin, "waiting for an engine")
+        assert fleet.pinned("a") == 0
+        assert fleet.pins.pin(tokens) is pin
+        await fleet.state(pin, "pinned", "a")
+
+
+@in_virtual_time
+async def test_the_tokens_of_all_pins_are_bounded(monkeypatch):
+    monkeypatch.setattr(pins, "MOST_TOKENS", 30 * PAGE)
+    async with pinned_fleet("a") as fleet:
+        fleet.pins.pin(prefix(20))
+        with pytest.raises(NoCapacity, match="more than 480 tokens"):
+            fleet.pins.pin(prefix(11))
+        fleet.pins.pin(prefix(10))
+
+
+@in_virtual_time
+async def test_the_calls_at_a_time_are_bounded(monkeypatch):
+    async with pinned_fleet("a") as fleet:
+        table = [fleet.pins.pin(prefix(1)) for _ in range(PAGES // 2)]
+        await fleet.until(lambda: all(pin.state == "pinned" for pin in table))
+        unpin, now, most = VirtualCalls.unpin, 0, 0
+
+        async def counted(self, body, headers):
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            try:
+                return await unpin(self, body, headers)
+            finally:
+                now -= 1
+
+        monkeypatch.setattr(VirtualCalls, "unpin", counted)
+        for pin in table:
+            fleet.pins.unpin(pin)
+        await fleet.until(lambda: not list(fleet.pins))
+        assert most == reconciler.CALLS < len(table)
 
 
 @in_virtual_time
