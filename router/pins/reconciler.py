@@ -96,6 +96,8 @@ class Reconciler:
         changed, self._fleet = fleet != self._fleet, fleet
         for pin in list(self._pins.values()):
             if pin.task is not None:
+                if changed:  # it may have looked at the fleet before
+                    pin.due = -math.inf
                 if pin.target is not None and not pin.target.usable:
                     pin.task.cancel()
             elif pin.due <= now or changed:
@@ -127,7 +129,7 @@ class Reconciler:
             pin.due = -math.inf
         elif task.result():
             pin.pauses.reset()
-        else:
+        elif pin.due == math.inf:
             pin.due = self._clock() + pin.pauses.next()
         pin.due = min(pin.due, pin.check_at)
         if pin.due == -math.inf:

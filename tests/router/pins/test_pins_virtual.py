@@ -288,6 +288,29 @@ async def test_the_number_of_pins_is_bounded():
 
 
 @in_virtual_time
+async def test_the_loss_of_a_copy_is_noticed_during_other_work_on_the_pin(monkeypatch):
+    async with pinned_fleet("a", "b", "c") as fleet:
+        tokens = prefix(10)
+        pin = fleet.pins.pin(tokens, copies=2)
+        await fleet.until(lambda: pin.state == "pinned")
+        unpin, unpinned = VirtualCalls.unpin, []
+
+        async def slow(self, body, headers):
+            unpinned.append(self.engine.config.engine_id)
+            await asyncio.sleep(1.5)
+            return await unpin(self, body, headers)
+
+        before = pin.present()
+        monkeypatch.setattr(VirtualCalls, "unpin", slow)
+        fleet.pins.pin(tokens, copies=1)
+        await fleet.until(lambda: unpinned)
+        (kept,) = set(before) - set(unpinned)
+        fleet.kill(kept)
+        await fleet.until(lambda: fleet.made().get("cached"), 5)  # pinned where it was unpinned
+        await fleet.state(pin, "pinned", unpinned[0])
+
+
+@in_virtual_time
 async def test_a_prefix_of_another_model_waits_until_it_is_pinned_for_this_one():
     async with pinned_fleet("a") as fleet:
         tokens = prefix(10)
