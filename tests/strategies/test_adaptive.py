@@ -160,6 +160,42 @@ async def test_it_follows_a_common_prefix():
     assert 4 < changes < WINDOW
 
 
+class Counting(Traffic):
+    """Keeps what is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[Any, ...]] = []
+
+    def note_request(self, *request: Any) -> None:
+        self.noted.append(request[1:])
+
+    def note_first_token(self, *first: Any) -> None:
+        self.noted.append(first[1:])
+
+
+async def noted_of(tokens: int, *, dies_after: list[int]) -> list[tuple[Any, ...]]:
+    """Return what is noted of one prompt whose engine may die."""
+    fleet = {f"engine-{number}": ("any", PROFILE) for number in range(3)}
+    traffic = Counting()
+    async with virtual_deployment(fleet, adaptive, most_at_once=1) as deployment:
+        deployment.revision.states[(adaptive,), Traffic] = traffic
+        deployment.fleet.dies_after = dies_after
+        got, receipt = await deployment.complete([1] * tokens, 8)
+        assert len(got) == 8 and len(receipt.retries) == (not deployment.fleet.dies_after)
+    return traffic.noted
+
+
+@in_virtual_time
+async def test_a_request_that_is_tried_again_counts_once():
+    assert await noted_of(100, dies_after=[3]) == [(0.0, 0, WINDOW)]
+
+
+@in_virtual_time
+async def test_a_long_prompt_is_noted_when_it_comes_and_at_its_first_token():
+    assert await noted_of(1500, dies_after=[1000]) == [(0.0, 1500, WINDOW), (1500,)]
+
+
 SECONDS = (15, 25, 20)  # of the phases
 OTHERS = ("data_parallel", "cache_aware")
 
