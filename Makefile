@@ -12,7 +12,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
-	bench-changing-traffic peers clean
+	bench-changing-traffic bench-simulated-engines bench-simulation peers clean
 
 ##@ Try it
 
@@ -103,6 +103,12 @@ bench-changing-traffic: $(VENV)/demo.stamp  ## strategies under traffic that cha
 
 bench-simulated-vllm: $(VENV)/demo.stamp  ## virtual engines against real runs of vLLM (LLMSERVINGSIM=its bench/examples)
 	@$(RUN) -m bench.simulated_vllm $(LLMSERVINGSIM)
+
+bench-simulated-engines: $(VENV)/demo.stamp  ## simulations against real engines of this machine, from their own statistics
+	@$(RUN) -m bench.simulated_engines
+
+bench-simulation: $(VENV)/demo.stamp  ## time and memory of simulating 100,000 requests over 64 engines
+	@$(RUN) -m bench.simulation
 
 bench-faults: $(VENV)/demo.stamp  ## engines that die and hang under load (FAULTS_MINUTES=5, FAULTS_STREAMS=16)
 	@$(RUN) -m bench.faults --minutes $(or $(FAULTS_MINUTES),5) --streams $(or $(FAULTS_STREAMS),16) $(FAULTS_FLAGS)

@@ -1,0 +1,243 @@
+"""Simulations against real engines of this project.
+
+Purpose: how far a simulation is from what it stands for. The aim is that mean and P99 of TTFT, TPOT
+and JCT are within 15 % of the real ones, for every strategy and rate.
+
+How: two engines of SmolLM2 on a core each, one thread, behind a router, on this machine. First they
+serve a mix of requests, so that their own statistics cover steps of many sizes. A latency model is
+fitted to these (`engine.latency.fit_observed`), one for each engine. Then each strategy gets
+the same requests at each rate (`WORKLOAD`; Poisson arrivals; shares of the throughput of both
+engines when they are full), from a client on the same machine. The same workload, with the same
+arrivals and lengths, then runs in a simulation of these engines. Nothing is adjusted to these runs:
+the time of a call without any work is measured too (`call_s`).
+
+Real runs differ from each other: their engines, the router and the client share two cores. `repeat`
+is the same figure of a second real run of the same requests, over the first one.
+
+Run: `make bench-simulated-engines`, or `python -m bench.simulated_engines [--save]
+[--requests 60] [--repeats 2]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import httpx
+
+from bench.deployment import Deployment, deployed
+from bench.report import publish, table
+from engine.latency import Measured, Profile, PutLatency, StepWork, fit_observed, fit_put
+from engine.protocol import EngineConfig
+from router.engines import HttpClient, Role
+from router.load.client import Outcome, Target, closed_loop, open_loop
+from router.rollout import Catalog
+from router.simulation import Experiment, SimulatedEngine, run_experiment
+from router.simulation.experiment import RequestRecord
+from router.telemetry import percentile
+from router.workload import LoadRequest, WorkloadConfig, open_workload
+
+MODEL = ("smollm2", "--dtype", "bfloat16")
+ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
+POOL_TOKENS = 4096 * 16
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "data_parallel": {}, "prefill_decode": {}, "balanced": {"ratio": 0.2},
+}  # fmt: skip
+WORKLOAD = WorkloadConfig(name="fixed", input=192, output=32)
+SHARES = (0.3, 0.5, 0.7)  # of data parallel's throughput
+FULL = 24  # concurrent requests when that throughput is measured
+MIX = ((512, 12), (48, 48), (192, 32))  # tokens of the prompts and answers
+CONCURRENT = (FULL, 3)  # requests of the mix at a time
+AIM = 0.15
+CONNECT_S = 30.0
+FIGURES = ("ttft", "tpot", "jct")
+
+
+def main() -> None:
+    """Measure, simulate, print the table, publish the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=60, help="of each run")
+    parser.add_argument("--repeats", type=int, default=2, help="real runs of the same requests")
+    parser.add_argument("--save", action="store_true")
+    flags = parser.parse_args()
+    with deployed(*MODEL, *ENGINES) as deployment:
+        real = asyncio.run(measure(deployment, flags.requests, flags.repeats))
+    runs = []
+    for (name, rate), repeats in real["runs"].items():
+        simulated = simulate(name, rate, flags.requests, real["profiles"], real["call_s"])
+        runs.append(compare(name, rate, repeats, simulated))
+    rows = [
+        [run["strategy"], f"{run['rate']:.2f}", figure, statistic]
+        + [f"{run[figure][statistic][key]:.4g}" for key in ("real_ms", "simulated_ms")]
+        + [f"{run[figure][statistic]['error']:+.1%}", f"{run[figure][statistic]['repeat']:+.1%}"]
+        for run in runs
+        for figure in FIGURES
+        for statistic in ("mean", "p99")
+    ]
+    heads = ["strategy", "rate", "figure", "of", "real ms", "simulated ms", "error", "repeat"]
+    table("simulations against real engines", heads, rows)
+    errors = [abs(r[f][s]["error"]) for r in runs for f in FIGURES for s in ("mean", "p99")]
+    publish(
+        "simulated_engines",
+        {
+            "within_aim": sum(error <= AIM for error in errors), "figures": len(errors),
+            "largest_error": max(errors), "median_error": statistics.median(errors), "aim": AIM,
+            "call_ms": 1e3 * real["call_s"], "runs": runs,
+            "profiles": [
+                {"step": asdict(profile.step), "put": asdict(profile.put), "residuals": residuals}
+                for profile, residuals in zip(real["profiles"], real["residuals"], strict=True)
+            ],
+        },
+    )  # fmt: skip
+
+
+async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[str, Any]:
+    """Return the real runs, the engines' profiles, and the time of a call."""
+    client = HttpClient(deployment.url, connect_timeout_s=CONNECT_S)
+    target = Target(client, MODEL[0], {"temperature": 0, "ignore_eos": True})
+    try:
+        for strategy, (number, (tokens_in, tokens_out)), most_at_once in itertools.product(
+            ("data_parallel", "prefill_decode"), enumerate(MIX), CONCURRENT
+        ):
+            deployment.use(strategy)
+            mix = replace(WORKLOAD, input=tokens_in, output=tokens_out, seed=1000 + number)
+            await full(target, mix, most_at_once, most_at_once + 3)
+        deployment.use("data_parallel")
+        most = await full(target, replace(WORKLOAD, seed=2000), FULL, 3 * FULL)
+        print(f"full: {most:.2f} requests/s", file=sys.stderr)
+        call_s = await call_time(deployment)
+        runs: dict[tuple[str, float], list[list[Outcome]]] = {}
+        for repeat, share, strategy in itertools.product(range(repeats), SHARES, STRATEGIES):
+            rate = round(share * most, 3)
+            deployment.use(strategy, **STRATEGIES[strategy])
+            outcomes = await open_loop(target, scheduled(rate, requests))
+            if failed := [one.error for one in outcomes if not one.ok]:
+                raise SystemExit(f"{len(failed)} requests failed: {failed[0]}")
+            runs.setdefault((strategy, rate), []).append(outcomes)
+            print(f"real run {repeat}: {strategy} at {rate:g}/s", file=sys.stderr)
+    finally:
+        client.close()
+    profiles, residuals = [], []
+    for url in deployment.engines:
+        profile, fit = await profile_of(url, deployment.engine_key)
+        profiles.append(profile)
+        residuals.append(fit)
+    return {"runs": runs, "profiles": profiles, "residuals": residuals, "call_s": call_s}
+
+
+async def full(target: Target, workload: WorkloadConfig, concurrency: int, count: int) -> float:
+    """Run `count` requests, `concurrency` of them at a time; return requests per second."""
+    requests = itertools.islice(open_workload(workload).requests, count)
+    began = time.perf_counter()
+    outcomes = await closed_loop(target, requests, concurrency)
+    if failed := [one.error for one in outcomes if not one.ok]:
+        raise SystemExit(f"{len(failed)} requests failed: {failed[0]}")
+    return len(outcomes) / (time.perf_counter() - began)
+
+
+def scheduled(rate: float, count: int) -> Iterator[LoadRequest]:
+    """Return the requests of a run, whose prompts are in no cache."""
+    fresh = next(seeds)
+    requests = open_workload(workload_at(rate)).requests
+    for number, request in enumerate(itertools.islice(requests, count)):
+        prompt = list(request.body["prompt"])
+        # The first page differs, so nothing of an earlier run is shared.
+        prompt[:3] = [10 + fresh % 290, 10 + number % 290, 10 + number // 290]
+        yield replace(request, body={**request.body, "prompt": prompt})
+
+
+seeds = itertools.count(1)
+
+
+def workload_at(rate: float) -> WorkloadConfig:
+    return replace(WORKLOAD, rate=rate, seed=7)
+
+
+async def call_time(deployment: Deployment) -> float:
+    """Return the median time of a call to an idle engine that does next to nothing."""
+    headers = {"Authorization": f"Bearer {deployment.engine_key}"}
+    took = []
+    async with httpx.AsyncClient(headers=headers) as client:
+        for _ in range(50):
+            began = time.perf_counter()
+            (await client.get(f"{deployment.engines[0]}/health")).raise_for_status()
+            took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+async def profile_of(url: str, key: str) -> tuple[Profile, dict[str, Any]]:
+    """Return an engine's profile, from the statistics of its own steps."""
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as client:
+        told = (await client.get(f"{url}/microserving/statistics")).json()
+        info = (await client.get(f"{url}/microserving/model")).json()
+    measured = [Measured(StepWork(*map(int, step[:4])), step[4]) for step in told["steps"]]
+    step, fit = fit_observed(measured)
+    puts = [(int(size), seconds) for size, seconds in told["puts"]]
+    put = fit_put(puts, info["layers"]) if puts else PutLatency(bandwidth=1e10)
+    profile = Profile(
+        name="own", model=info["name"], device="cpu", gpus=0, source="its own statistics",
+        layers=info["layers"], kv_bytes_per_token=info["kv_bytes_per_token"],
+        context_length=info["context_length"], pool_tokens=POOL_TOKENS, step=step, put=put,
+    )  # fmt: skip
+    return profile, {
+        name: {"points": part.points, "median": part.median, "largest": part.largest}
+        for name, part in (("prefill", fit.prefill), ("decode", fit.decode))
+    }
+
+
+def simulate(
+    name: str, rate: float, requests: int, profiles: Sequence[Profile], call_s: float
+) -> list[RequestRecord]:
+    """Run the same requests in virtual time."""
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    fleet = tuple(
+        SimulatedEngine(EngineConfig(engine_id=f"{role}-0", role=role, pool_pages=4096), profile)
+        for role, profile in zip(roles, profiles, strict=True)
+    )
+    experiment = Experiment(
+        Catalog()[name].bind(STRATEGIES[name]), fleet, workload_at(rate), requests, call_s=call_s,
+    )  # fmt: skip
+    return run_experiment(experiment).records
+
+
+def compare(
+    name: str, rate: float, repeats: Sequence[Sequence[Outcome]], simulated: Sequence[RequestRecord]
+) -> dict[str, Any]:
+    """Return each figure of the first real run, of the simulation, and their difference."""
+    run: dict[str, Any] = {"strategy": name, "params": STRATEGIES[name], "rate": rate}
+    for figure in FIGURES:
+        of = VALUES[figure]
+        real = [values(map(of, outcomes)) for outcomes in repeats]
+        ours = values(map(of, simulated))
+        run[figure] = {
+            statistic: {
+                "real_ms": 1e3 * real[0][statistic], "simulated_ms": 1e3 * ours[statistic],
+                "error": ours[statistic] / real[0][statistic] - 1,
+                "repeat": real[-1][statistic] / real[0][statistic] - 1,
+            }
+            for statistic in ("mean", "p99")
+        }  # fmt: skip
+    return run
+
+
+VALUES: dict[str, Callable[[Any], float | None]] = {
+    "ttft": lambda one: one.first_token_s,
+    "tpot": lambda one: one.per_token_s,
+    "jct": lambda one: one.end_s,
+}
+
+
+def values(all_of: Iterable[float | None]) -> dict[str, float]:
+    known = sorted(value for value in all_of if value is not None)
+    return {"mean": statistics.fmean(known), "p99": percentile(known, 99) or 0.0}
+
+
+if __name__ == "__main__":
+    main()
