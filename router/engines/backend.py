@@ -150,9 +150,9 @@ class Backend:
         self.settled = asyncio.Event()  # set: a poll has decided `status`: not unknown, not suspect
         self.probe = asyncio.Event()  # set: check its health now, not after the interval
         self.heartbeat = 0.0  # its last one (loop time)
-        self.replicas: set[Hosted] = set()  # on this engine, of generations of others
-        self.mirrored: set[Hosted] = set()  # of its own generations, on others
-        # In the order of their starts: a simulation ends them in the same order each time.
+        # These are in the order of their starts: a simulation ends them in the same order each time.
+        self.replicas: dict[Hosted, None] = {}  # on this engine, of generations of others
+        self.mirrored: dict[Hosted, None] = {}  # of its own generations, on others
         self._calls: dict[_Call, None] = {}
         self._streams: dict[ChunkStream, _Silence] = {}
 

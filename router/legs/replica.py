@@ -68,8 +68,8 @@ class Replica:
         self.over = False
         self._lost = lost
         self._unwanted = unwanted
-        backend.replicas.add(self)
-        source.mirrored.add(self)
+        backend.replicas[self] = None
+        source.mirrored[self] = None
 
     @property
     def lag(self) -> int:
@@ -91,8 +91,8 @@ class Replica:
         """Nothing resumes from it any more: it is lost, taken over, or released. Idempotent."""
         self.over = True
         self._lost = self._unwanted = _nothing  # break the reference cycle with the callbacks
-        self.backend.replicas.discard(self)
-        self.source.mirrored.discard(self)
+        self.backend.replicas.pop(self, None)
+        self.source.mirrored.pop(self, None)
 
 
 class Replicas:

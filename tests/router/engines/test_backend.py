@@ -144,12 +144,12 @@ async def test_going_down_ends_all_that_is_there():
 
         def lose(self, reason: str) -> None:
             self.lost.append(reason)
-            backend.replicas.discard(self)  # type: ignore[arg-type]
+            backend.replicas.pop(self)  # type: ignore[call-overload]
 
     backend = await up()
     stream, replicas = Stream(), [Replica(), Replica()]
     backend.watch(stream)
-    backend.replicas.update(replicas)  # type: ignore[arg-type]
+    backend.replicas.update(dict.fromkeys(replicas))  # type: ignore[arg-type]
     doubts = backend.doubts
     backend.go_down("gone")
     assert "gone" in stream.aborted
@@ -252,8 +252,8 @@ async def test_what_a_description_says():
     backend.model, backend.labels = model_info(), {"zone": "1"}
     backend.draining, backend.load.tokens, backend.load.streams = True, 5, 2
     replicas: Any = [Replica("b", 3), Replica("b", 9), Replica("c", 0)]
-    backend.mirrored.update(replicas)
-    backend.replicas.update(replicas[:2])
+    backend.mirrored.update(dict.fromkeys(replicas))
+    backend.replicas.update(dict.fromkeys(replicas[:2]))
     told = backend.describe()
     assert {name: told[name] for name in ("model", "context_length", "epoch", "labels")} == {
         "model": "fake", "context_length": 256, "epoch": 7, "labels": {"zone": "1"},

@@ -97,7 +97,7 @@ async def test_a_restart_closes_the_breaker_and_loses_the_replicas():
         backend, replica = f["a"], Replica()
         while not backend.breaker.failure():
             pass
-        backend.replicas.add(replica)  # type: ignore[arg-type]
+        backend.replicas[replica] = None  # type: ignore[index]
         await asyncio.sleep(3 * CHECK_S)  # the same process: what has failed counts
         assert (backend.breaker.state, replica.lost) == ("open", [])
         f.engines["a"].tells["epoch"] = 2
@@ -300,7 +300,7 @@ async def test_an_idle_engine_is_forgotten_at_once_and_a_busy_one_later():
         f.registry.add("http://c:1")
         await f.registry.settled(10.0)
         replica = Replica()
-        b.replicas.add(replica)  # type: ignore[arg-type]
+        b.replicas[replica] = None  # type: ignore[index]
         assert f.registry.remove(b) == 7
         assert (f.drained, replica.asked) == ([b], 1)
         await asyncio.sleep(5.0)
@@ -317,7 +317,7 @@ async def test_the_last_engine_is_not_emptied():
     async with fleet("a", "b") as f:
         a, b = f["a"], f["b"]
         replica = Replica()
-        b.replicas.add(replica)  # type: ignore[arg-type]
+        b.replicas[replica] = None  # type: ignore[index]
         assert (f.registry.drain(a, True), f.registry.drain(a, False)) == (7, 0)
         assert not a.draining and f.drained == [a]
         f.registry.drain(a, True)
@@ -405,7 +405,7 @@ async def test_equal_epochs_are_one_process():
 
         engine.does["state"] = report
         await asyncio.sleep(2.0)  # until its model was read again
-        a.replicas.add(replica)  # type: ignore[arg-type]
+        a.replicas[replica] = None  # type: ignore[index]
         engine.tells["engine_id"] = "another"
         f.engines["e2"].tells |= {"engine_id": "".join(["e", "1"]), "epoch": 2}
         await asyncio.sleep(5.0)
