@@ -150,7 +150,7 @@ class Backend:
         self.settled = asyncio.Event()  # set: a poll has decided `status`: not unknown, not suspect
         self.probe = asyncio.Event()  # set: check its health now, not after the interval
         self.heartbeat = 0.0  # its last one (loop time)
-        # These are in the order of their starts: a simulation ends them in the same order each time.
+        # In the order of their starts: a simulation ends them in the same order each time.
         self.replicas: dict[Hosted, None] = {}  # on this engine, of generations of others
         self.mirrored: dict[Hosted, None] = {}  # of its own generations, on others
         self._calls: dict[_Call, None] = {}
