@@ -12,13 +12,14 @@ all if a share ρ of its time is in use. A decode engine where each request deco
 streams (Little's law), and with G ms of prefill promised to it λ·G / (1 - ρ) requests behind these.
 λ cancels out: with two equal engines and a prompt that takes S ms, the prefill engine gets x where
 
-    B + x = (1 - ρ)·T + G + 0.6·S - x.
+    0.5·B + x = (1 - ρ)·T + G + 0.7·S - x.
 
-(If requests came to the decode engine at random, S - x, its own part of the prompt, would stand in
-place of 0.6·S - x. They come one by one from the prefill engine, and wait less. For ρ, the prefill
-work of all engines is spread evenly, and at most 0.4 is assumed: a measurement over few requests is
-often too high. On virtual engines, the rule is about as good as the best fixed ratio at any load,
-with any number of engines of either role: `tests/strategies/test_balanced.py`.)
+(B counts half: requests that come while it is large leave more to the decode engines, so that fewer
+wait behind x. If requests came to the decode engine at random, S - x, its own part of the prompt,
+would stand in place of 0.7·S - x. They come one by one from the prefill engine, and wait less. For
+ρ, the prefill work of all engines is spread evenly, and at most 0.4 is assumed: a measurement over
+few requests is often too high. On virtual engines, the rule is about as good as the best fixed
+ratio at any load, with any number of engines of either role: `tests/strategies/test_balanced.py`.)
 
 B and G follow every request at once. T, ρ and the engines' speeds are measured and forget slowly.
 The speeds tell whether an engine is a different machine. Whether an engine first had to finish a
@@ -42,7 +43,8 @@ FIRST_TOKENS = 16  # a smaller first share is not worth a chunk of its own
 KEEP = 0.9  # weight of the earlier measurements at each new one
 ALIKE = 1.6  # factor up to which measured speeds count as equal
 BUSIEST = 0.4  # upper bound of the assumed ρ
-OWN = 0.6  # factor of S in the rule
+QUEUED = 0.5  # factor of B in the rule
+OWN = 0.7  # factor of S in the rule
 CHUNK_TOKENS = 64  # smaller chunks of a decode step say little about the engine's speed
 
 
@@ -85,8 +87,8 @@ class Controller:
         elif self._speed.known and self._decoding.known:
             share = self._share(
                 tokens,
-                self._marginal(sender, free, prefills, decodes),
-                self._marginal(receiver, free, prefills, decodes),
+                self._marginal(sender, free, prefills, decodes, queued=QUEUED),
+                self._marginal(receiver, free, prefills, decodes, queued=1.0),
             )
         # The decode engine always computes the last token: it samples.
         share = min(max(share, 0), tokens - 1)
@@ -103,16 +105,22 @@ class Controller:
         return min(self._offered.value * self._speed.value / engines, BUSIEST)
 
     def _marginal(
-        self, engine: _EngineQueue, free: float, prefills: Collection[str], decodes: Collection[str]
+        self,
+        engine: _EngineQueue,
+        free: float,
+        prefills: Collection[str],
+        decodes: Collection[str],
+        *,
+        queued: float,
     ) -> tuple[float, float, float]:
         """Return an engine's ms per token, its waiters, and its share of the arrivals.
 
-        Waiters are counted in ms of arrivals.
+        Waiters are counted in ms of arrivals. `queued` is the factor of the engine's own backlog.
         """
         decoding = (engine.id in decodes) / max(len(decodes), 1)
         joining = decoding + (engine.id in prefills) / max(len(prefills), 1)
         speed = engine.speed.value if engine.speed.known else self._speed.value
-        backlog = engine.backlog_ms(speed, self._clock())
+        backlog = queued * engine.backlog_ms(speed, self._clock())
         return speed, free * decoding * self._decoding.value + joining * backlog, joining
 
     @staticmethod

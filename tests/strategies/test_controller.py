@@ -45,26 +45,26 @@ def near(tokens: int) -> Any:
 def test_the_division_follows_its_formula(clock):
     controller = Controller(clock)
     assert finish(controller, clock, 1000, ms=1, decode_s=0.2) == 900  # no measurement yet
-    # Of a second of work, with 0.2 s of decoding: (T + 0.6 S) / 2; they come so rarely that ρ ≈ 0.
-    assert finish(controller, clock, 1000, ms=1, decode_s=0.2) == near(400)
+    # Of a second of work, with 0.2 s of decoding: (T + 0.7 S) / 2; they come so rarely that ρ ≈ 0.
+    assert finish(controller, clock, 1000, ms=1, decode_s=0.2) == near(450)
     with controller.divide(1000, **PAIR) as first:
-        assert first.prefill_tokens == near(400)
-        # B = 400, G = 600: (200 + 600 + 600 - 400) / 2
+        assert first.prefill_tokens == near(450)
+        # B = 450, G = 550: (200 + 550 + 700 - 0.5 · 450) / 2
         with controller.divide(1000, **PAIR) as second:
-            assert second.prefill_tokens == near(500)
+            assert second.prefill_tokens == near(612)
         clock.now += 0.1  # 100 of them are done
         with controller.divide(1000, **PAIR) as third:
-            assert third.prefill_tokens == near(550)
+            assert third.prefill_tokens == near(637)
     clock.now += 100.0
     with controller.divide(1000, **PAIR) as last:  # earlier requests have left no load behind
-        assert last.prefill_tokens == near(400)
+        assert last.prefill_tokens == near(450)
 
 
 @pytest.mark.parametrize(
     ("every_s", "share"),
     [
-        (1.5, 367),  # ρ = 1/3: (2/3 T + 0.6 S) / 2
-        (0.5, 360),  # ρ = 1, bounded by 0.4
+        (1.5, 417),  # ρ = 1/3: (2/3 T + 0.7 S) / 2
+        (0.5, 410),  # ρ = 1, bounded by 0.4
     ],
 )
 def test_streams_count_less_where_the_engines_are_busy(clock, every_s, share):
@@ -91,17 +91,17 @@ def test_small_speed_differences_between_engines_are_ignored(clock):
             clock.now += 100.0
         return division.prefill_tokens
 
-    assert share(1.0) == near(400)
-    assert share(1.5) == near(380)  # T is fewer tokens, at 1.25 ms each, and nothing else changes
+    assert share(1.0) == near(450)
+    assert share(1.5) == near(430)  # T is fewer tokens, at 1.25 ms each, and nothing else changes
     assert share(2.0) > 500  # a different machine
 
 
 @pytest.mark.parametrize(
     ("prefills", "decodes", "share"),
     [
-        (["p", "q"], ["d"], 533),  # half as many queue here: (T + 0.6 S) / 1.5
-        (["p"], ["d", "e"], 267),  # half as many streams there: half of (T + 0.6 S) / 1.5
-        (["p", "d"], ["p", "d"], 300),  # each has both: streams are no reason. (0.6 S) / 2
+        (["p", "q"], ["d"], 600),  # half as many queue here: (T + 0.7 S) / 1.5
+        (["p"], ["d", "e"], 300),  # half as many streams there: half of (T + 0.7 S) / 1.5
+        (["p", "d"], ["p", "d"], 350),  # each has both: streams are no reason. (0.7 S) / 2
     ],
 )
 def test_the_number_of_engines_of_each_role_counts(clock, prefills, decodes, share):
