@@ -8,7 +8,8 @@ RUN := $(VENV)/bin/python
 WORKERS ?= 2
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo serve test test-fast test-thorough conformance fuzz soak starve attack mutants check \
+.PHONY: help demo serve test test-fast test-thorough conformance fuzz soak starve attack mutants \
+	advise-trial check \
 	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
@@ -59,6 +60,9 @@ mutants: $(VENV)/mutants.stamp  ## change the code in small ways; tests must fai
 
 starve: $(VENV)/test.stamp  ## check that a starved host fails, kills and leaks nothing (STARVE_ROUNDS=5, STARVE_BUSY=30)
 	@$(RUN) tests/e2e/starve.py --rounds $(or $(STARVE_ROUNDS),5) --busy $(or $(STARVE_BUSY),30)
+
+advise-trial: $(VENV)/test.stamp  ## check that advice, applied to real engines, makes requests faster (ADVISE_TRIALS=3)
+	@$(RUN) tests/e2e/advise_trial.py --trials $(or $(ADVISE_TRIALS),3)
 
 ##@ Measure
 
