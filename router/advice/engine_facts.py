@@ -14,6 +14,7 @@ __all__ = ["MOST_ENGINES", "engine_facts", "usable_engines"]
 
 ASK_S = 5.0  # for all engines together
 MOST_ENGINES = 64
+MOST_STEPS = 16_384  # of all engines together: they are written as JSON on the event loop
 
 
 def usable_engines(registry: Registry) -> list[Backend]:
@@ -31,10 +32,11 @@ async def engine_facts(backends: Sequence[Backend]) -> list[dict[str, Any]]:
 
     `statistics` is `None`, and `problem` says why, if an engine does not tell in `ASK_S` seconds.
     """
-    return list(await asyncio.gather(*map(_facts, backends)))
+    most = MOST_STEPS // len(backends)
+    return list(await asyncio.gather(*(_facts(backend, most) for backend in backends)))
 
 
-async def _facts(backend: Backend) -> dict[str, Any]:
+async def _facts(backend: Backend, most: int) -> dict[str, Any]:
     statistics, problem = None, ""
     try:
         async with asyncio.timeout(ASK_S):
@@ -50,9 +52,13 @@ async def _facts(backend: Backend) -> dict[str, Any]:
         "id": backend.id, "role": backend.role, "model": model.name, "layers": model.layers,
         "kv_bytes_per_token": model.kv_bytes_per_token, "context_length": model.context_length,
         "page_size": model.page_size, "pages": state.pages.total,
-        "statistics": _plain(statistics), "problem": problem,
+        "statistics": _plain(statistics, most), "problem": problem,
     }  # fmt: skip
 
 
-def _plain(statistics: EngineStatistics | None) -> dict[str, Any] | None:
-    return None if statistics is None else statistics.model_dump()
+def _plain(statistics: EngineStatistics | None, most: int) -> dict[str, Any] | None:
+    """Return the fields, with not more than `most` of the steps, taken evenly."""
+    if statistics is None:
+        return None
+    steps = statistics.steps
+    return {**statistics.model_dump(), "steps": steps[:: -(-len(steps) // most) or 1]}

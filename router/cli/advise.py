@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import quote
 
 import click
 import httpx
@@ -185,7 +186,7 @@ def _apply(client: httpx.Client, advice: dict[str, Any], options: dict[str, Any]
     applied: dict[str, Any] = {"roles": roles, "generation": None, "canary": None}
     try:
         for id, role in roles.items():
-            call_admin(client, "PATCH", f"/admin/engines/{id}", {"role": role})
+            call_admin(client, "PATCH", f"/admin/engines/{quote(id)}", {"role": role})
             changed.append(id)
         if same:
             click.echo(f"{proposal['name']} runs already, with these parameters")
@@ -200,7 +201,7 @@ def _apply(client: httpx.Client, advice: dict[str, Any], options: dict[str, Any]
         )  # fmt: skip
     except click.ClickException:
         for id in changed:
-            call_admin(client, "PATCH", f"/admin/engines/{id}", {"role": before[id]})
+            call_admin(client, "PATCH", f"/admin/engines/{quote(id)}", {"role": before[id]})
         raise
     click.echo(
         f"generation {state['generation']} is a canary with {options['canary']:g} % of the requests"

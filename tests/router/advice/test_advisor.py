@@ -16,6 +16,7 @@ from aiohttp import ClientSession
 from waiting import until
 
 from engine.latency import FixedLatency, find_profile, profile_fields
+from engine.protocol import EngineStatistics
 from router.advice import advisor, engine_facts
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -203,6 +204,28 @@ async def test_engines_of_unknown_speed_are_named(route, fake):
         message = refused["error"]["message"]
         assert status == 409 and message.startswith(f"engine {name} is of unknown speed")
         assert message.endswith("Let it serve more, or give a profile")
+
+
+async def test_steps_of_a_large_fleet_are_thinned_out(route, fake, monkeypatch):
+    monkeypatch.setattr(engine_facts, "MOST_STEPS", 100)
+    steps = [(8 + 9 * n, (8 + 9 * n) ** 2, 0, 0, 0.02) for n in range(30)]
+    steps += [(0, 0, 1 + n % 9, 100, 0.02) for n in range(71)]
+
+    async def told() -> EngineStatistics:
+        return EngineStatistics(
+            steps=steps, puts=[], token_budget=512, max_batch=8, max_waiting=8,
+            decode_slowdown=1.5, lease_ms=1000,
+        )  # fmt: skip
+
+    async with route(fake("a", total_pages=512), fake("b", total_pages=512)) as r:
+        backends = list(r.server.router.registry)
+        for backend in backends:
+            backend.client.statistics = told  # type: ignore[method-assign]
+        facts = await engine_facts.engine_facts(backends)
+        assert [one["statistics"]["steps"] for one in facts] == [steps[::3]] * 2
+        record(r)
+        _, advice = await r.post("/admin/advise", {"seeds": 2, "candidates": []})
+        assert [one["steps"] for one in advice["engines"]] == ["its own steps"] * 2
 
 
 async def test_an_engine_that_hangs_does_not_hold_up_the_advice(route, fake, monkeypatch):

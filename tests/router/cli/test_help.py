@@ -37,7 +37,9 @@ def test_router_options_are_under_their_headings():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["chat", "bench", "strategy use", "strategy check"])
+@pytest.mark.parametrize(
+    "command", ["chat", "bench", "strategy use", "strategy check", "advise", "traffic"]
+)
 def test_all_other_options_have_a_heading(command):
     shown = sections(*command.split())
     assert len(shown) > 2
