@@ -64,11 +64,14 @@ def test_rare_kinds_are_kept_among_many_of_one_kind():
 
 def test_kinds_are_bounded_and_those_without_news_go():
     timings = StepTimings()
-    sizes = [2**n for n in range(20)]
+    sizes, before = [2**n for n in range(20)], 0
     for decodes in sizes:
         for context in sizes:
             timings.add_step(StepWork(decodes=decodes, context=context), 0.01)
             timings.add_step(StepWork(1, 1), 0.02)
+            steady = sum(work == StepWork(1, 1) for work, _ in timings.steps())
+            before = max(before, steady)
+            assert steady == before  # it never went
     found = timings.steps()
     assert len(found) == KINDS - 1 + PER_KIND
     assert sum(work == StepWork(1, 1) for work, _ in found) == PER_KIND

@@ -49,6 +49,12 @@ def test_a_fixed_pace_is_fitted_without_terms_that_it_has_not():
     assert model.decode == pytest.approx((20.0, 0.0, 0.0), rel=1e-6)
 
 
+def test_noise_makes_up_no_terms():
+    model, _ = fit_observed(timed(FixedLatency(20.0, 50.0), steps(300), noise=0.2))
+    assert model.prefill[2] == model.decode[1] == model.decode[2] == 0.0
+    assert model.prefill[:2] == pytest.approx((20.0, 0.02), rel=0.05)
+
+
 def test_noise_averages_out():
     model, fit = fit_observed(timed(TRUE, steps(300), noise=0.2))
     unseen = steps(400)[300:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import re
@@ -179,6 +180,31 @@ async def test_requests_that_fail_say_why(route, fake):
         _, advice = await r.post("/admin/advise", {**ASK, "candidates": []})
         assert advice["keep"] and "no request was completed: " in advice["why"]
         assert "tokens" in advice["ranking"][0]["failed"]
+
+
+async def test_a_strategy_cannot_change_the_traffic_of_the_next_one(route, fake):
+    async with route(fake("a", total_pages=512)) as r:
+        record(r)
+        await upload(
+            r,
+            "import os",
+            "for fd in os.listdir('/proc/self/fd'):",
+            "    try:",
+            "        if 'memfd:traffic' in os.readlink(f'/proc/self/fd/{fd}'):",
+            "            held = open(f'/proc/self/fd/{fd}', 'r+b', buffering=0)",
+            "            for change in (lambda: held.write(b'x'), lambda: held.truncate(0)):",
+            "                try: change()",
+            "                except OSError as refused: found.append(refused.errno)",
+            "    except FileNotFoundError: pass",
+            "raise ValueError(f'refused: {found}')",
+            "yield",
+        )
+        source, file = r.server.router.catalog.source("mine")
+        r.server.router.catalog.load("found = []\n" + source, file=file)
+        asked = {**ASK, "candidates": [{"name": "mine"}, {"name": "cache_aware"}]}
+        _, advice = await r.post("/admin/advise", asked)
+        assert f"refused: [{errno.EPERM}, {errno.EPERM}]" in row(advice, "mine")["failed"]
+        assert row(advice, "cache_aware")["completed"] == 24
 
 
 async def test_too_little_traffic_is_one_sentence(route, fake):
