@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.protocol import BadRequest
@@ -37,11 +37,12 @@ class Candidate:
     params: Mapping[str, Any]
     roles: Roles
     changes_roles: bool = False
+    own: Mapping[str, Any] = field(default_factory=dict)  # parameters that are not the default
 
     @property
     def title(self) -> str:
         """What people call it."""
-        params = ",".join(f"{name}={value}" for name, value in self.params.items())
+        params = ",".join(f"{name}={value}" for name, value in self.own.items())
         text = f"{self.name}:{params}" if params else self.name
         if not self.changes_roles:
             return text
@@ -69,16 +70,22 @@ def candidates(
         wanted = [(name, params) for name in names for params in GRID.get(name, ({},))]
     else:
         wanted = [(name, dict(params)) for name, params in asked]
-    found = [Candidate(current.strategy.name, current.shown, roles)]
+    found = [Candidate(current.strategy.name, current.shown, roles, own=_own(current))]
     for name, params in wanted:
-        shown = catalog[name].bind(params).shown
+        bound = catalog[name].bind(params)
         for split in [roles] if name in ROLELESS else splits(roles):
-            candidate = Candidate(name, shown, split, split != roles)
+            candidate = Candidate(name, bound.shown, split, split != roles, _own(bound))
             if candidate not in found:
                 found.append(candidate)
     if len(found) > MOST:
         raise BadRequest(f"{len(found)} candidates are more than {MOST}", param="candidates")
     return found
+
+
+def _own(bound: Bound) -> dict[str, Any]:
+    """Return the parameters that are not the strategy's defaults."""
+    defaults = bound.strategy.bind({}).shown
+    return {name: value for name, value in bound.shown.items() if value != defaults[name]}
 
 
 def splits(roles: Roles) -> list[Roles]:

@@ -34,14 +34,14 @@ class Tried(Body):
 class Advise(Body):
     """What to compare, and for which traffic.
 
-    `candidates`: all strategies if left out. `slo_…_ms`: with one of them, more goodput is better,
-    else a shorter mean time of a request. `profile`: the JSON of a latency profile, for engines
-    whose own steps do not suffice. `seeds`: runs of each candidate. `stream`: events tell of the
-    progress.
+    `candidates`: all strategies if left out; a name alone means the default parameters.
+    `slo_…_ms`: with one of them, more goodput is better, else a shorter mean time of a request.
+    `profile`: the JSON of a latency profile, for engines whose own steps do not suffice. `seeds`:
+    runs of each candidate. `stream`: events tell of the progress.
     """
 
     minutes: Minutes = 15.0
-    candidates: Annotated[list[Tried], Field(max_length=64)] | None = None
+    candidates: Annotated[list[Tried | str], Field(max_length=64)] | None = None
     slo_ttft_ms: Objective | None = None
     slo_tpot_ms: Objective | None = None
     profile: dict[str, Any] | None = None
@@ -91,11 +91,15 @@ def _question(wanted: Advise) -> Question:
     tried = wanted.candidates
     return Question(
         minutes=wanted.minutes,
-        candidates=None if tried is None else [(one.name, one.params) for one in tried],
+        candidates=None if tried is None else [_named(one) for one in tried],
         slo=Slo(wanted.slo_ttft_ms, wanted.slo_tpot_ms),
         profile=wanted.profile,
         seeds=wanted.seeds,
     )
+
+
+def _named(one: Tried | str) -> tuple[str, dict[str, Any]]:
+    return (one, {}) if isinstance(one, str) else (one.name, one.params)
 
 
 async def _quietly(done: int, total: int, title: str) -> None:

@@ -73,14 +73,14 @@ def row(advice: dict[str, Any], name: str) -> dict[str, Any]:
 async def test_a_ranking_from_recorded_traffic(route, fake):
     async with route(fake("a", total_pages=512), fake("b", total_pages=512)) as r:
         record(r)
-        asked = {**ASK, "candidates": [{"name": "prefill_decode"}, {"name": "cache_aware"}]}
+        asked = {**ASK, "candidates": ["prefill_decode", {"name": "cache_aware"}]}
         status, advice = await r.post("/admin/advise", asked)
         assert status == 200, advice
         assert advice["traffic"]["requests"] == 24 and advice["objective"] == "mean JCT"
         assert {one["steps"] for one in advice["engines"]} == {"those of the given profile"}
         titles = {one["title"] for one in advice["ranking"]}
         assert titles == {
-            "data_parallel", "cache_aware:load_weight=0.5", "prefill_decode",
+            "data_parallel", "cache_aware", "prefill_decode",
             "prefill_decode (1P1D)",
         }  # fmt: skip
         now = row(advice, "data_parallel")
@@ -279,6 +279,7 @@ async def test_an_engine_that_hangs_does_not_hold_up_the_advice(route, fake, mon
         {"candidates": "all"},
         {"candidates": [{"name": "cache_aware"}] * 65},
         {"candidates": [{"params": {}}]},
+        {"candidates": [7]},
         {"profile": "llama"},
         {"surprise": 1},
     ],

@@ -16,7 +16,7 @@ def test_all_strategies_are_tried_and_what_runs_now_is_first():
     catalog = Catalog()
     current = catalog["balanced"].bind({"ratio": 0.7})
     found = candidates(catalog, current, PAIR, None)
-    assert found[0] == Candidate("balanced", current.shown, PAIR)
+    assert found[0] == Candidate("balanced", current.shown, PAIR, own={"ratio": 0.7})
     assert {one.name for one in found} == {one["name"] for one in catalog.describe()}
     assert set(GRID) <= {one.name for one in found} and len(found) <= MOST
     assert len({(one.name, str(one.params), str(one.roles)) for one in found}) == len(found)
@@ -75,5 +75,6 @@ def test_roles_are_those_of_now_none_and_divisions():
 def test_titles_say_roles_where_they_change():
     split = {"a": "prefill", "b": "decode"}
     assert Candidate("prefill_decode", {}, split, True).title == "prefill_decode (1P1D)"
-    assert Candidate("x", {"k": 1}, PAIR, True).title == "x:k=1 (any roles)"
-    assert Candidate("x", {}, split).title == "x"
+    own = {"k": 1}
+    assert Candidate("x", {"k": 1, "l": 2}, PAIR, True, own).title == "x:k=1 (any roles)"
+    assert Candidate("x", {"l": 2}, split).title == "x"
