@@ -31,10 +31,12 @@ __all__ = [
 ]
 
 VERSION: Final = 1
+MOST_BYTES = 1 << 24  # of a file
 SHIPPED = Path(__file__).with_name("profiles")
 
 AnyLatency = FittedLatency | FixedLatency | TableLatency
 Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]  # as engines say them of their model
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -47,9 +49,9 @@ class Profile:
     device: Text
     gpus: Annotated[int, Field(ge=0)]  # 0: it runs on a CPU
     source: Text  # where the numbers are from
-    layers: Positive
+    layers: Count
     kv_bytes_per_token: Positive  # in all layers
-    context_length: Positive  # tokens of prompt and output, at most
+    context_length: Count  # tokens of prompt and output, at most
     pool_tokens: Positive  # tokens whose KV the pool holds
     step: Annotated[AnyLatency, Field(discriminator="kind")]
     put: PutLatency
@@ -62,7 +64,11 @@ _PROFILE = TypeAdapter(Profile)
 def read_profile(path: Path | str) -> Profile:
     """Read a profile. Raises `BadRequest` with one sentence if it cannot be read."""
     try:
-        fields = orjson.loads(Path(path).read_bytes())
+        with Path(path).open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise BadRequest(f"{path}: a profile has {MOST_BYTES} bytes at most", param="profile")
+        fields = orjson.loads(data)
     except OSError as error:
         raise BadRequest(f"{path}: {error.strerror}", param="profile") from None
     except orjson.JSONDecodeError as error:

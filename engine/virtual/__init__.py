@@ -5,7 +5,7 @@ Everything runs on one asyncio event loop, and the loop's clock is the only one.
 """
 
 from engine.virtual.engine import VOCAB, VirtualEngine
-from engine.virtual.loop import VirtualLoop
+from engine.virtual.loop import Standstill, VirtualLoop
 from engine.virtual.network import Transfer, VirtualNetwork
 from engine.virtual.put import Endpoint
 from engine.virtual.steps import Row
@@ -16,6 +16,7 @@ __all__ = [
     "VOCAB",
     "Endpoint",
     "Row",
+    "Standstill",
     "Transfer",
     "VirtualEngine",
     "VirtualEvent",

@@ -7,16 +7,27 @@ import selectors
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["VirtualLoop"]
+__all__ = ["Standstill", "VirtualLoop"]
 
 # Threads and sockets run in real time: the clock jumps only after they had this long to report.
 REAL_S = 0.05
 # Without any, only the pipe with which threads wake the loop is to be emptied now and then.
 REAL_EVERY = 256  # calls
+# Callbacks that always call back at once would never let the clock jump. A run of a hundred
+# thousand requests has some thousand rounds of the loop within `MOMENT_S`.
+MOST_ROUNDS, MOMENT_S = 1 << 20, 1e-6
+
+
+class Standstill(Exception):
+    """Time does not pass any more: something on the loop continues without ever waiting."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` begins at 0. An hour of `asyncio.sleep` takes no real time."""
+    """`time()` begins at 0. An hour of `asyncio.sleep` takes no real time.
+
+    It ends with `Standstill` where a real loop would be busy for ever. Beyond 2**23 s (97 days)
+    its timers are not exact: there a float's steps are larger than asyncio's resolution.
+    """
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
@@ -41,6 +52,7 @@ class _JumpingSelector(selectors.BaseSelector):
         self.now = 0.0
         self.threads = 0
         self._calls = 0  # without a look at what is real
+        self._rounds, self._since = 0, 0.0  # calls since the clock was there
         self._real = selectors.DefaultSelector()
 
     def thread_ended(self, _: asyncio.Future[Any]) -> None:
@@ -54,6 +66,7 @@ class _JumpingSelector(selectors.BaseSelector):
                 if timeout > 0:
                     self.now += timeout
                 return []
+        self._check_passing()
         self._calls = 0
         if timeout is None or timeout <= 0:
             return self._real.select(timeout)
@@ -61,6 +74,16 @@ class _JumpingSelector(selectors.BaseSelector):
         if not ready:
             self.now += timeout
         return ready
+
+    def _check_passing(self) -> None:
+        """Raise `Standstill` after too many rounds of the loop at one moment."""
+        if self.threads or self.now - self._since > MOMENT_S:
+            self._rounds, self._since = 0, self.now
+            return
+        self._rounds += max(self._calls, 1)
+        if self._rounds > MOST_ROUNDS:
+            self._rounds = 0
+            raise Standstill(f"no time passes {self.now:g} s after the start")
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         return self._real.register(fileobj, events, data)

@@ -56,12 +56,13 @@ class Row:
         passed, growth = now - self.began, self.growth_s
         if growth > 0:
             half = self.first_s - growth / 2
-            steps = int((math.sqrt(half * half + 2 * growth * passed) - half) / growth)
+            most = (math.sqrt(half * half + 2 * growth * passed) - half) / growth
         else:
-            steps = int(passed / self.first_s)
+            most = passed / self.first_s
+        steps = int(min(most, self.count))
         while steps and self.began + self.seconds(steps) > now:
             steps -= 1  # rounding
-        return min(steps, self.count)
+        return steps
 
 
 class PageUse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import time
@@ -149,13 +148,14 @@ class _Simulation:
                 )
         if options["picture"] is not None:
             check_folder("--plot", options["picture"])
-            check_plot()
+            check_plot(options["picture"])
 
     def run(self) -> dict[str, Any]:
         """Run everything, print the tables, and return the JSON document."""
         runs = []
         with _progress(self._runs * self._count) as bar:
-            for rate, seed in itertools.product(self._rates, self._seeds):
+            # Not `product`, which makes a list of the seeds.
+            for rate, seed in ((rate, seed) for rate in self._rates for seed in self._seeds):
                 for name, bound in self._strategies.items():
                     figures = self._run_one(bound, rate, seed, bar)
                     runs.append(Run(name, bound.shown, rate, seed, figures))

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from engine.protocol import BadRequest, Internal, MicroserveError, Sampling
-from engine.virtual import VOCAB, VirtualEngine, VirtualLoop
+from pydantic import ValidationError
+
+from engine.protocol import BadRequest, Internal, MicroserveError, Sampling, bad_request
+from engine.virtual import VOCAB, Standstill, VirtualEngine, VirtualLoop
 from router.base import Chunk, Request, RouterConfig, StrategyError, root_cause
 from router.execution import ChoiceWriter
 from router.simulation.fleet import VirtualFleet
@@ -43,6 +45,7 @@ CONFIG = RouterConfig(health_interval_s=1e6)
 BLOCK_LIMIT_S = 2.0  # of real time
 CLEAN_S = 1.0  # after the last request: more than a release takes
 DRIFT_S = 1e-6  # what rounding may do to the time of one request
+LONGEST_S = 8e6  # 92 days, see `VirtualLoop`
 MESSAGES = 5  # different errors that an outcome counts
 
 
@@ -140,16 +143,23 @@ def run_experiment(
     for death in experiment.deaths:
         if death.engine not in (known := [one.config.engine_id for one in experiment.fleet]):
             raise BadRequest(f"no engine {death.engine!r} can die; there are {', '.join(known)}")
-    run = _Run(experiment, progress, observe, keep_legs)
-    with (
-        _seeded(experiment.workload.seed),
-        _few_collections(),
-        asyncio.Runner(loop_factory=VirtualLoop) as runner,
-    ):
-        try:
-            return runner.run(run.outcome())
-        except BaseExceptionGroup as errors:
-            raise root_cause(errors) from None
+    run, name = _Run(experiment, progress, observe, keep_legs), experiment.bound.strategy.name
+    try:
+        with (
+            _seeded(experiment.workload.seed),
+            _few_collections(),
+            asyncio.Runner(loop_factory=VirtualLoop) as runner,
+        ):
+            try:
+                return runner.run(run.outcome())
+            except BaseExceptionGroup as errors:
+                raise root_cause(errors) from None
+    except Standstill as still:
+        raise BadRequest(
+            f"{still}: strategy {name}, or what it has started, continues without ever waiting"
+        ) from None
+    except asyncio.CancelledError:
+        raise BadRequest(f"strategy {name} has cancelled tasks that are not its own") from None
 
 
 class _Run:
@@ -200,6 +210,11 @@ class _Run:
         async with asyncio.TaskGroup() as tasks:
             for number, request in enumerate(requests):
                 at = request.at_s or 0.0
+                if at > LONGEST_S:
+                    raise BadRequest(
+                        f"request {number} arrives {at:g} s after the start: a simulation takes "
+                        f"{LONGEST_S:g} s (92 days) at most"
+                    )
                 if (wait := at - loop.time()) > 0:
                     await asyncio.sleep(wait)
                 tasks.create_task(self._send(router, number, request, at))
@@ -209,10 +224,10 @@ class _Run:
     ) -> None:
         loop = asyncio.get_running_loop()
         prompt = _tokens(load, number)
-        sampling = Sampling(max_tokens=load.body["max_tokens"], temperature=0.0)
         request = Request(
-            str(number), prompt, sampling, session=load.session, chunk_tokens=CHUNK_TOKENS
-        )
+            str(number), prompt, _sampling(load, number), session=load.session,
+            chunk_tokens=CHUNK_TOKENS,
+        )  # fmt: skip
         record = RequestRecord(number, at, len(prompt))
         receipt = router.receipt(request, at)
         writer = _Counter(receipt)
@@ -265,7 +280,18 @@ def _tokens(load: LoadRequest, number: int) -> list[int]:
             f"request {number} of the workload is a text: a simulation has no tokenizer, so "
             "prompts are lists of token ids"
         )
-    return prompt if max(prompt, default=0) < VOCAB else [token % VOCAB for token in prompt]
+    if prompt and not 0 <= min(prompt) <= max(prompt) < VOCAB:
+        return [token % VOCAB for token in prompt]
+    return prompt
+
+
+def _sampling(load: LoadRequest, number: int) -> Sampling:
+    """Return a request's sampling. Raises `BadRequest` for a number of tokens that is none."""
+    try:
+        return Sampling(max_tokens=load.body["max_tokens"], temperature=0.0)
+    except ValidationError as invalid:
+        problem = bad_request(invalid).message
+        raise BadRequest(f"request {number} of the workload: {problem}") from None
 
 
 def _with_line(error: StrategyError, router: SimulatedRouter) -> str:

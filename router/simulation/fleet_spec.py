@@ -20,6 +20,7 @@ ENGINE_FLAGS = (
     "max_model_len", "lease_ms",
 )  # fmt: skip
 MOST_ENGINES = 1024
+MOST_PAGES = 1 << 26  # of all pools: some 3 GB of bookkeeping
 _PART = re.compile(r"(?:([0-9]{1,9})x)?(\S+)")
 
 
@@ -59,17 +60,21 @@ def read_fleet(
     roles += ["decode" for _ in range(decode)]
     roles += ["any" for _ in profiles[len(roles) :]]
     numbers: Counter[Role] = Counter()
-    fleet = []
+    fleet, all_pages = [], 0
     for role, profile in zip(roles, profiles, strict=True):
         name = f"{'engine' if role == 'any' else role}-{numbers[role]}"
         numbers[role] += 1
         config = EngineConfig(**{**(flags or {}), "engine_id": name, "role": role})
-        if (config.pool_pages or profile.pool_tokens // config.page_size) < 1:
+        pages = config.pool_pages or profile.pool_tokens // config.page_size
+        all_pages += pages
+        if pages < 1:
             raise BadRequest(
                 f"the pool of {profile.name}, {profile.pool_tokens} tokens, has no room for a page "
                 f"of {config.page_size}"
             )
         fleet.append(SimulatedEngine(config, profile))
+    if all_pages > MOST_PAGES:
+        raise BadRequest(f"a fleet has {MOST_PAGES} pages at most, not {all_pages}")
     return tuple(fleet)
 
 

@@ -15,9 +15,15 @@ __all__ = ["check_plot", "plot"]
 LINES = {"p50": "-", "p99": "--"}
 
 
-def check_plot() -> None:
-    """Raise `BadRequest` if no picture can be drawn, before anything is computed."""
-    _pyplot()
+def check_plot(path: Path) -> None:
+    """Raise `BadRequest` if no picture can be drawn there, before anything is computed."""
+    figure = _pyplot().figure()
+    try:
+        kinds = sorted(figure.canvas.get_supported_filetypes())
+    finally:
+        _pyplot().close(figure)
+    if path.suffix[1:].lower() not in kinds:  # matplotlib would change a name without a suffix
+        raise BadRequest(f"--plot {path}: want a name that ends in one of .{', .'.join(kinds)}")
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:

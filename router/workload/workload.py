@@ -127,7 +127,7 @@ def _tokens(config: WorkloadConfig) -> tuple[int, int]:
 
 
 def _from_file(config: WorkloadConfig, path: Path) -> Workload:
-    if not path.exists():
+    if not _exists(path):
         names = ", ".join(WORKLOADS)
         raise BadRequest(f"{config.name} is no file and none of the workloads {names}")
     number, first = next(numbered_lines(path), (0, ""))
@@ -139,6 +139,13 @@ def _from_file(config: WorkloadConfig, path: Path) -> Workload:
         raise bad_line(path, number, "neither a line of a trace nor a request body")
     _refuse(config, "a file of request bodies", "input", "speed", "scale")
     return _at_rate(config, "jsonl", bodies(path, config.output or LENGTHS["fixed"][1]))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # the name is too long, for instance
+        return False
 
 
 def _trace(config: WorkloadConfig, trace: Trace) -> Workload:

@@ -130,3 +130,17 @@ def test_files_that_cannot_be_read_or_written(path: Path, tmp_path: Path):
         read_profile(tmp_path)
     with pytest.raises(BadRequest, match="No such file"):
         write_profile(PROFILE, tmp_path / "missing" / "profile.json")
+
+
+@pytest.mark.parametrize("name", ["layers", "context_length"])
+def test_counts_have_the_bounds_that_engines_have(path: Path, name: str):
+    path.write_text(json.dumps({**fields(path), name: 2**31}))
+    with pytest.raises(BadRequest, match=f"{name}: Input should be less than 2147483648"):
+        read_profile(path)
+
+
+def test_a_file_has_a_bound(path: Path, monkeypatch):
+    monkeypatch.setattr("engine.latency.profile.MOST_BYTES", 1000)
+    path.write_bytes(b" " * 1001)
+    with pytest.raises(BadRequest, match="a profile has 1000 bytes at most"):
+        read_profile(path)

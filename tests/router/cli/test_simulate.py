@@ -234,3 +234,56 @@ def test_the_same_seed_gives_the_same_result_to_the_bit(fleet):
     assert printed[0] == printed[1]
     runs = json.loads(printed[0].splitlines()[-1])["runs"]
     assert sum(run["retries"] for run in runs) > 0 and all(run["put_bytes"] for run in runs[:2])
+
+
+@pytest.mark.parametrize("tokens", ["-5", "2.5", "true", "null", '"many"', "1e400"])
+def test_a_body_with_impossible_tokens_is_one_sentence(tmp_path, fleet, tokens):
+    bodies = tmp_path / "bodies.jsonl"
+    bodies.write_text(f'{{"prompt": [1, 2], "max_tokens": {tokens}}}')
+    result = simulate("data_parallel", "--fleet", fleet, "--rate", "1", "--workload", str(bodies))
+    assert result.exit_code == 2
+    assert "Error: request 0 of the workload: max_tokens: Input should be" in result.output
+
+
+@pytest.mark.parametrize("token", [-(10**20), -1, 10**20])
+def test_any_whole_number_is_a_token(tmp_path, fleet, token):
+    bodies = tmp_path / "bodies.jsonl"
+    bodies.write_text(json.dumps({"prompt": [token] * 40, "max_tokens": 2}))
+    found = document(
+        simulate("cache_aware", "--fleet", fleet, "--rate", "9", "--workload", str(bodies),
+                 "--requests", "3")
+    )  # fmt: skip
+    assert found["runs"][0]["completed"] == 3
+
+
+@pytest.mark.parametrize("name", ["picture", "picture.", "picture.xyz"])
+def test_a_picture_of_an_unknown_kind_is_refused_before_the_runs(tmp_path, fleet, name):
+    pytest.importorskip("matplotlib")
+    result = simulate(
+        "data_parallel", "--fleet", fleet, "--rate", "1", "--plot", str(tmp_path / name)
+    )
+    assert result.exit_code == 2 and "want a name that ends in one of .avif" in result.output
+    assert "requests/s" not in result.output and not list(tmp_path.glob("picture*"))
+
+
+def test_seeds_beyond_memory_begin_all_the_same(fleet, monkeypatch):
+    class Begun(Exception):
+        pass
+
+    def run_experiment(*_, **__):
+        raise Begun
+
+    module = sys.modules["router.cli.simulate"]
+    monkeypatch.setattr(module, "run_experiment", run_experiment)
+    result = simulate("data_parallel", "--fleet", fleet, "--rate", "1", "--seeds", str(10**15))
+    assert isinstance(result.exception, Begun)
+
+
+@pytest.mark.parametrize("flags", [("--pool-pages", "1000000000000"), ("--page-size", "1")])
+def test_pools_beyond_memory_are_refused(tmp_path, fleet, flags):
+    path = Path(fleet.removeprefix("2x"))
+    path.write_text(
+        path.read_text().replace(f'"pool_tokens": {1 << 14}', f'"pool_tokens": {1 << 62}')
+    )
+    result = simulate("data_parallel", "--fleet", fleet, "--rate", "1", *flags)
+    assert result.exit_code == 2 and "a fleet has 67108864 pages at most, not" in result.output

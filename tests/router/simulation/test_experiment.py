@@ -11,6 +11,7 @@ from experiments import PROMPT, engine, experiment, served_in, strategy_file
 
 from engine.latency import FittedLatency, FixedLatency
 from engine.protocol import BadRequest, Internal
+from engine.virtual import loop
 from router.simulation import experiment as experiments_of
 from router.simulation import run_experiment
 from router.simulation.experiment import Outcome, RequestRecord
@@ -177,3 +178,42 @@ def test_calls_take_time():
     fleet = [engine("engine-0", FixedLatency(10.0))]
     outcome = run_experiment(experiment("data_parallel", fleet, 0.1, 3, call_s=0.5))
     assert [record.first_token_s for record in outcome.records] == pytest.approx([0.5] * 3)
+
+
+SPINS = {
+    "sleeps for no time": "    while True:\n        await asyncio.sleep(0)\n    yield\n",
+    "has itself called back": (
+        "    loop = asyncio.get_running_loop()\n"
+        "    def again():\n        loop.call_later(1e-15, again)\n    again()\n"
+        "    async for chunk in engine.start_generate(request):\n        yield chunk\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("body", SPINS.values(), ids=SPINS)
+def test_a_strategy_that_lets_no_time_pass_ends_the_run(tmp_path, body, monkeypatch):
+    monkeypatch.setattr(loop, "MOST_ROUNDS", 5000)
+    mine = strategy_file(tmp_path, body)
+    with pytest.raises(BadRequest, match=r"no time passes .* strategy mine.* without ever waiting"):
+        run_experiment(experiment(mine, [served_in(1.0)], 1.0, 3))
+
+
+def test_a_strategy_that_cancels_the_run_is_named(tmp_path):
+    body = (
+        "    for task in asyncio.all_tasks():\n        task.cancel()\n    await asyncio.sleep(1)\n"
+    )
+    mine = strategy_file(tmp_path, body + "    yield\n")
+    with pytest.raises(BadRequest, match="mine has cancelled tasks that are not its own"):
+        run_experiment(experiment(mine, [served_in(1.0)], 1.0, 3))
+
+
+def test_what_takes_longer_than_the_clock_is_exact_is_refused():
+    """Beyond 2**24 s asyncio's resolution is lost in rounding, and timers would never be due."""
+    with pytest.raises(BadRequest, match=r"arrives .* s after the start: .* 8e\+06 s"):
+        run_experiment(experiment("data_parallel", [served_in(1.0)], 1e-9, 3))
+
+
+def test_steps_too_short_for_a_float_are_skipped_over_all_the_same():
+    fleet = [engine("engine-0", FixedLatency(1e-300))]
+    outcome = run_experiment(experiment("data_parallel", fleet, 10.0, 5, output=50))
+    assert [record.output_tokens for record in outcome.records] == [50] * 5

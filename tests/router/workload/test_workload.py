@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import statistics
 from pathlib import Path
 
@@ -209,3 +210,26 @@ def test_timed_ends_with_the_shorter_one():
     requests = [LoadRequest({"prompt": [1]}, 1), LoadRequest({"prompt": [2]}, 1)]
     assert [request.at_s for request in timed(iter(requests), iter([0.5]))] == [0.5]
     assert [request.at_s for request in timed(iter(requests), evenly(2.0))] == [0.0, 0.5]
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadRequest, match="pipe: no regular file"):
+        open_workload(WorkloadConfig(name=str(tmp_path / "pipe")))
+
+
+def test_a_name_too_long_for_a_file_is_unknown():
+    with pytest.raises(BadRequest, match="is no file and none of the workloads"):
+        open_workload(WorkloadConfig(name="a" * 5000))
+
+
+def test_a_line_has_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr("router.workload.files.MOST_BYTES", 100)
+    path = tmp_path / "trace"
+    for length in (100, 101):
+        path.write_text('"' + "a" * (length - 2) + '"')
+        if length == 100:
+            assert open_workload(WorkloadConfig(name=str(path))).kind == "jsonl"
+            continue
+        with pytest.raises(BadRequest, match=r"trace:1: a line has 100 bytes at most"):
+            open_workload(WorkloadConfig(name=str(path)))
