@@ -1,0 +1,184 @@
+"""Goodput of instances: the highest rate at which enough requests meet their objectives.
+
+A phase alone is held against its own objective, as in DistServe's algorithm 1. Both phases
+together are held against both, jointly or each by itself, as in algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.latency import StepWork
+from router.planning.instances import Instance
+from router.planning.phases import NO_OVERHEAD, Arrival, Overhead, decode_ends, prefill_ends
+from router.planning.requests import Sample
+from router.telemetry import Slo
+
+__all__ = ["Attained", "Evaluator", "highest_rate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attained:
+    """Shares of requests that meet their objectives."""
+
+    ttft: float
+    tpot: float
+    both: float
+
+    def share(self, separate: bool) -> float:
+        """Return the share that counts: the smaller one if they are `separate`."""
+        return min(self.ttft, self.tpot) if separate else self.both
+
+
+def highest_rate(passes: Callable[[float], bool], most: float, precision: float) -> float:
+    """Return the highest rate that passes, up to `most`, by bisection; 0 if none is found.
+
+    Ends when the interval is not longer than `precision`. If `most` itself passes, it is the
+    answer.
+    """
+    if passes(most):
+        return most
+    low, high = 0.0, most
+    while high - low > precision:
+        middle = (low + high) / 2
+        if passes(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Goodput, in requests per second, of instances under the requests of a sample.
+
+    No goodput exceeds the rate at which an instance is saturated: above it, queues grow without
+    end, however lax the objectives, which a sample of a finite length does not show.
+    """
+
+    sample: Sample
+    slo: Slo
+    target: float  # share of the requests
+    separate: bool
+    max_tokens: int  # of a prefill batch
+    max_batch: int  # sequences of a decode batch
+    kv_s: Callable[[int], float] = lambda tokens: 0.0  # seconds to move a prompt's KV
+    overhead: Overhead = NO_OVERHEAD
+    precision: float = 0.01  # of the result, as a share of the saturation rate
+    ran: Callable[[], None] = lambda: None  # called for each simulation
+
+    def prefill(self, instance: Instance) -> float:
+        """Return the goodput of prefills alone: the share that meets the TTFT objective."""
+        return self._highest(
+            self._prefill_saturation(instance), lambda rate: self._ttft(instance, rate)
+        )
+
+    def decode(self, instance: Instance) -> float:
+        """Return the goodput of decodes alone: the share that meets the TPOT objective."""
+        return self._highest(
+            self._decode_saturation(instance), lambda rate: self._tpot(instance, rate)
+        )
+
+    def joint(self, prefill: Instance, decode: Instance) -> float:
+        """Return the goodput of a prefill and a decode instance together."""
+        most = min(self._prefill_saturation(prefill), self._decode_saturation(decode))
+        return self._highest(
+            most, lambda rate: self.attained([prefill], [decode], rate).share(self.separate)
+        )
+
+    def attained(
+        self, prefills: Sequence[Instance], decodes: Sequence[Instance], rate: float
+    ) -> Attained:
+        """Return the shares that a fleet attains at a rate; requests go round its instances."""
+        self.ran()
+        arrivals = self.sample.at_rate(rate)
+        first = _spread(arrivals, prefills, self._prefill_ends)
+        moved = [
+            Arrival(end + self.kv_s(each.prompt), each.prompt, each.output)
+            for end, each in zip(first, arrivals, strict=True)
+        ]
+        order = sorted(range(len(moved)), key=lambda number: moved[number].at_s)
+        ends = _spread([moved[number] for number in order], decodes, self._decode_ends)
+        last = dict(zip(order, ends, strict=True))
+        ttft = [
+            self.slo.meets_ttft(end - each.at_s) for end, each in zip(first, arrivals, strict=True)
+        ]
+        tpot = [
+            self.slo.meets_tpot(_per_token(first[number], last[number], each.output))
+            for number, each in enumerate(arrivals)
+        ]
+        both = [all(pair) for pair in zip(ttft, tpot, strict=True)]
+        return Attained(_share(ttft), _share(tpot), _share(both))
+
+    def _highest(self, most: float, share: Callable[[float], float]) -> float:
+        def passes(rate: float) -> bool:
+            return share(rate) >= self.target
+
+        return highest_rate(passes, most, self.precision * most)
+
+    def _ttft(self, instance: Instance, rate: float) -> float:
+        self.ran()
+        arrivals = self.sample.at_rate(rate)
+        ends = self._prefill_ends(arrivals, instance)
+        times = (end - each.at_s for end, each in zip(ends, arrivals, strict=True))
+        return _share([self.slo.meets_ttft(seconds) for seconds in times])
+
+    def _tpot(self, instance: Instance, rate: float) -> float:
+        self.ran()
+        arrivals = self.sample.at_rate(rate)
+        ends = self._decode_ends(arrivals, instance)
+        times = (
+            _per_token(each.at_s, end, each.output)
+            for end, each in zip(ends, arrivals, strict=True)
+        )
+        return _share([self.slo.meets_tpot(seconds) for seconds in times])
+
+    def _prefill_saturation(self, instance: Instance) -> float:
+        """Return the rate of prefills if all requests are there from the start."""
+        at_once = [Arrival(0.0, prompt, output) for _, prompt, output in self.sample.arrivals]
+        return len(at_once) / max(self._prefill_ends(at_once, instance))
+
+    def _decode_saturation(self, instance: Instance) -> float:
+        """Return the rate of decodes with a full pool, by Little's law.
+
+        A sequence is in the pool for as long as its steps, so longer outputs weigh more.
+        """
+        steps = size = context = 0.0
+        for _, prompt, output in self.sample.arrivals:
+            steps += output - 1
+            size += (output - 1) * (prompt + output)
+            context += (output - 1) * (prompt + output / 2)
+        if not steps:
+            return self._prefill_saturation(instance)
+        pp = instance.division.pp
+        batch = min(self.max_batch, max(1.0, instance.pool_tokens / (size / steps) / pp))
+        tokens = batch * context / steps
+        work = StepWork(decodes=round(batch), context=round(tokens))
+        period = instance.step.seconds(work) + self.overhead.seconds(round(tokens))
+        return batch / period / (steps / len(self.sample.arrivals))
+
+    def _prefill_ends(self, arrivals: Sequence[Arrival], instance: Instance) -> list[float]:
+        return prefill_ends(arrivals, instance, max_tokens=self.max_tokens, overhead=self.overhead)
+
+    def _decode_ends(self, arrivals: Sequence[Arrival], instance: Instance) -> list[float]:
+        return decode_ends(arrivals, instance, max_batch=self.max_batch, overhead=self.overhead)
+
+
+def _spread(
+    arrivals: Sequence[Arrival],
+    instances: Sequence[Instance],
+    run: Callable[[Sequence[Arrival], Instance], list[float]],
+) -> list[float]:
+    ends = [0.0] * len(arrivals)
+    for number, instance in enumerate(instances):
+        ends[number :: len(instances)] = run(arrivals[number :: len(instances)], instance)
+    return ends
+
+
+def _per_token(first_s: float, last_s: float, output: int) -> float | None:
+    return (last_s - first_s) / (output - 1) if output > 1 else None
+
+
+def _share(met: Sequence[bool]) -> float:
+    return sum(met) / len(met)
