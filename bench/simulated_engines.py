@@ -12,7 +12,9 @@ arrivals and lengths, then runs in a simulation of these engines. Nothing is adj
 the time of a call without any work is measured too (`call_s`).
 
 Real runs differ from each other: their engines, the router and the client share two cores. `repeat`
-is the same figure of a second real run of the same requests, over the first one.
+is the same figure of a second real run of the same requests, over the first one. `others_cpu` is the
+number of cores that other processes used meanwhile: with more than a few hundredths, a run says
+little.
 
 Run: `make bench-simulated-engines`, or `python -m bench.simulated_engines [--save]
 [--requests 60] [--repeats 2]`.
@@ -32,7 +34,7 @@ from typing import Any
 
 import httpx
 
-from bench.deployment import Deployment, deployed
+from bench.deployment import Deployment, deployed, machine_cpu_s
 from bench.report import publish, table
 from engine.latency import Measured, Profile, PutLatency, StepWork, fit_observed, fit_put
 from engine.protocol import EngineConfig
@@ -89,7 +91,7 @@ def main() -> None:
         {
             "within_aim": sum(error <= AIM for error in errors), "figures": len(errors),
             "largest_error": max(errors), "median_error": statistics.median(errors), "aim": AIM,
-            "call_ms": 1e3 * real["call_s"], "runs": runs,
+            "call_ms": 1e3 * real["call_s"], "others_cpu": max(real["others_cpu"]), "runs": runs,
             "profiles": [
                 {"step": asdict(profile.step), "put": asdict(profile.put), "residuals": residuals}
                 for profile, residuals in zip(real["profiles"], real["residuals"], strict=True)
@@ -114,14 +116,21 @@ async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[s
         print(f"full: {most:.2f} requests/s", file=sys.stderr)
         call_s = await call_time(deployment)
         runs: dict[tuple[str, float], list[list[Outcome]]] = {}
+        others: list[float] = []
         for repeat, share, strategy in itertools.product(range(repeats), SHARES, STRATEGIES):
             rate = round(share * most, 3)
             deployment.use(strategy, **STRATEGIES[strategy])
+            began, all_s, ours_s = time.perf_counter(), machine_cpu_s(), deployment.cpu_s()
             outcomes = await open_loop(target, scheduled(rate, requests))
+            others_s = machine_cpu_s() - all_s - (deployment.cpu_s() - ours_s)
+            others.append(max(0.0, others_s / (time.perf_counter() - began)))
             if failed := [one.error for one in outcomes if not one.ok]:
                 raise SystemExit(f"{len(failed)} requests failed: {failed[0]}")
             runs.setdefault((strategy, rate), []).append(outcomes)
-            print(f"real run {repeat}: {strategy} at {rate:g}/s", file=sys.stderr)
+            print(
+                f"real run {repeat}: {strategy} at {rate:g}/s, others_cpu {others[-1]:.2f}",
+                file=sys.stderr,
+            )
     finally:
         client.close()
     profiles, residuals = [], []
@@ -129,7 +138,10 @@ async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[s
         profile, fit = await profile_of(url, deployment.engine_key)
         profiles.append(profile)
         residuals.append(fit)
-    return {"runs": runs, "profiles": profiles, "residuals": residuals, "call_s": call_s}
+    return {
+        "runs": runs, "profiles": profiles, "residuals": residuals, "call_s": call_s,
+        "others_cpu": others,
+    }  # fmt: skip
 
 
 async def full(target: Target, workload: WorkloadConfig, concurrency: int, count: int) -> float:
