@@ -149,6 +149,10 @@ class VirtualCache:
         """
         return self._wanted(chunks, times) <= self.bookkeeping.pages.available
 
+    def has_free(self, chunks: Sequence[Chunk], times: int) -> bool:
+        """Say if a step can be computed `times` times without eviction."""
+        return self._wanted(chunks, times) <= self.bookkeeping.pages.pool.free
+
     def make_room(self, chunks: Sequence[Chunk], times: int) -> int:
         """Make free the pages that a step takes if it is computed `times` times.
 

@@ -200,8 +200,7 @@ class VirtualEngine:
             generation.mirror = self._mirrors.start(generation, call.mirror)
         self._generations[request_id] = generation
         self._streams[generation] = stream
-        self.steps.curtail()
-        self.steps.stepper.submit(generation)
+        self.steps.submit(generation)
         return stream
 
     def mirror(self, call: MirrorGeneration) -> None:
@@ -344,7 +343,6 @@ class VirtualEngine:
         if self._streams.pop(generation, None) is not None:
             del self._generations[generation.request_id]
             self.steps.forget(generation)
-            self.steps.cut()
-            self.steps.stepper.abort(generation)
+            self.steps.abort(generation)
             if generation.mirror is not None:
                 generation.mirror.end()

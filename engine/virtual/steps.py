@@ -113,6 +113,7 @@ class VirtualSteps:
         self._timer: asyncio.TimerHandle | None = None
         self._stepping = False  # a step is taking effect, or being planned
         self._stopped = False
+        self._submitted: list[Generation] = []  # for the step after the row
         self._states: dict[SeqId, int] = {}  # of outputs
         self.busy_s = 0.0  # time in steps, since the start
         self.pages = PageUse(self._now)
@@ -123,12 +124,21 @@ class VirtualSteps:
 
     def settle(self) -> None:
         """Bring the engine up to date: the steps that have ended by now take effect."""
-        row = self._row
-        if row is not None and row.count > 1:
-            ended = row.ended(self._loop.time())
-            if 0 < ended < row.count:
-                self._end(row, ended)
-                self._begin()
+        now = self._loop.time()
+        while (row := self._row) is not None and row.count > 1:
+            ended = row.ended(now)
+            past = ended == row.count and row.began + row.seconds(ended) < now
+            if ended == row.count and not past:  # the last one ends now, when its timer says so
+                ended -= 1
+            if not ended:
+                return
+            self._end(row, ended)
+            if past:
+                self._take_in()
+            self._begin()
+            if self._submitted and (row := self._row) is not None and row.count > 1:
+                row.count = 1
+                self._wait_for(row)
 
     def cut(self) -> None:
         """Let the step that is under way be the last of its row: something is about to change."""
@@ -138,14 +148,30 @@ class VirtualSteps:
             row.count = 1
             self._wait_for(row)
 
-    def curtail(self) -> None:
-        """Like `cut`, for callers that do not look at the engine: nothing takes effect yet."""
+    def submit(self, generation: Generation) -> None:
+        """Give the stepper a generation, after the step that is under way.
+
+        That step becomes the last of its row. The steps that have ended take effect with it, unless
+        pages are short: who submits has not looked at the engine.
+        """
         row = self._row
-        if row is not None and row.count > 1:
-            count = row.ended(self._loop.time()) + 1
-            if count < row.count:
-                row.count = count
-                self._wait_for(row)
+        ended = 0 if row is None else row.ended(self._loop.time())
+        if row is None or not ended or not self._cache.has_free(row.chunks, ended + 1):
+            self.cut()
+        elif ended + 1 < row.count:
+            row.count = ended + 1
+            self._wait_for(row)
+        if self._row is None:
+            self.stepper.submit(generation)
+        else:
+            self._submitted.append(generation)
+
+    def abort(self, generation: Generation) -> None:
+        """See `Stepper.abort`."""
+        self.cut()
+        if generation in self._submitted:
+            self._submitted.remove(generation)
+        self.stepper.abort(generation)
 
     def forget(self, generation: Generation) -> None:
         """Drop what is kept of an ended generation. Idempotent."""
@@ -154,6 +180,7 @@ class VirtualSteps:
     def stop(self) -> None:
         """Compute nothing further: the engine has died."""
         self._stopped = True
+        self._submitted.clear()
         self._set_timer(None, self._begin)
         self._row = None
 
@@ -215,7 +242,14 @@ class VirtualSteps:
         row = self._row
         if row is not None:
             self._end(row, row.count)
+            self._take_in()
             self._begin()
+
+    def _take_in(self) -> None:
+        """Hand on what was submitted during the row that has ended."""
+        for generation in self._submitted:
+            self.stepper.submit(generation)
+        self._submitted.clear()
 
     def _end(self, row: Row, count: int) -> None:
         """Let the first `count` steps of the row take effect; `_begin` has to follow.
