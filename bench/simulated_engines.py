@@ -12,9 +12,8 @@ arrivals and lengths, then runs in a simulation of these engines. Nothing is adj
 the time of a call without any work is measured too (`call_s`).
 
 Real runs differ from each other: their engines, the router and the client share two cores. `repeat`
-is the same figure of a second real run of the same requests, over the first one. `others_cpu` is the
-number of cores that other processes used meanwhile: with more than a few hundredths, a run says
-little.
+is the same figure of a second real run of the same requests, over the first one. `others_cpu` is
+the number of cores that other processes used: with more than a few hundredths, a run says little.
 
 Run: `make bench-simulated-engines`, or `python -m bench.simulated_engines [--save]
 [--requests 60] [--repeats 2]`.
