@@ -135,7 +135,8 @@ class StrategyRun:
         cause = root_cause(error)
         if isinstance(cause, Interrupted):
             raise self._blocked(cause) from None
-        if isinstance(cause, MicroserveError | GeneratorExit | KeyboardInterrupt):
+        closed = isinstance(cause, GeneratorExit) and not self._supervised.running
+        if isinstance(cause, MicroserveError) or closed:
             if cause is not error:
                 raise cause from error
             return

@@ -106,6 +106,11 @@ class Supervised(Coroutine[Any, Any, Any]):
     def close(self) -> None:
         self._coroutine.close()
 
+    @property
+    def running(self) -> bool:
+        """Whether its own task runs it now: it is not being closed from outside."""
+        return self._task is not None and asyncio.current_task() is self._task
+
     def __await__(self) -> Generator[Any, Any, Any]:
         raise RuntimeError("start a Supervised; it cannot be awaited")
 
@@ -123,8 +128,8 @@ class Supervised(Coroutine[Any, Any, Any]):
         """
         if self.ending:
             raise self._error or asyncio.CancelledError() from None
-        if isinstance(how, SystemExit):  # SystemExit in a task would stop the event loop
-            raise RuntimeError("SystemExit") from how
+        if isinstance(how, SystemExit | KeyboardInterrupt):  # they would stop the event loop
+            raise RuntimeError(type(how).__name__) from how
 
     def _abandon(self) -> None:
         if self._timer is not None and fired_late(self._timer):

@@ -248,6 +248,26 @@ async def test_a_task_that_raises_system_exit_does_not_end_the_router(route, fak
         assert "SystemExit" in body["error"]["message"]
 
 
+@pytest.mark.parametrize("raised", [GeneratorExit, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("in_a_task", [False, True])
+async def test_exceptions_that_end_programs_end_only_the_request(route, fake, raised, in_a_task):
+    async def leave():
+        raise raised
+
+    @strategy
+    async def leaves(request, cluster):
+        await (asyncio.create_task(leave()) if in_a_task else leave())
+        yield Chunk()
+
+    async with route(fake("a")) as r:
+        r.use(leaves)
+        for _ in range(2):
+            status, body = await r.post("/v1/completions", ASK)
+            assert (status, body["error"]["type"]) == (500, "strategy_error")
+            assert raised.__name__ in body["error"]["message"]
+        assert r.server.router.revisions.active.violations["raised"] == 2
+
+
 async def test_a_strategy_may_cancel_its_own_work(route, fake):
     """A strategy that cancels its own work does not cancel the request."""
     a, b = fake("a"), fake("b")
