@@ -46,6 +46,12 @@ class ChildProcess:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process: asyncio.subprocess.Process | None = None
         self._output: asyncio.Task[None] | None = None
+        self._ready = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether its process, which has not ended, has announced its URL."""
+        return self._ready and self._process is not None and self._process.returncode is None
 
     @property
     def pid(self) -> int:
@@ -57,6 +63,7 @@ class ChildProcess:
         Raises `StartFailed`.
         """
         self._tail.clear()
+        self._ready = False
         self._process = await asyncio.create_subprocess_exec(
             *self.argv,
             stdin=asyncio.subprocess.DEVNULL,
@@ -72,6 +79,7 @@ class ChildProcess:
             await self.wait()
             tail = "\n".join(self._tail)
             raise StartFailed(f"{self.name} failed to start ({self.ending()})\n{tail}".rstrip())
+        self._ready = True
 
     async def wait(self) -> None:
         """Wait until it has ended and its output has been read."""

@@ -203,10 +203,9 @@ class Fleet:
                         # A new connection: an open one may belong to an earlier process.
                         await http.get(f"{router.url}/health", headers={"Connection": "close"})
                         silent_since = awake()
-                except (httpx.ConnectError, httpx.InvalidURL, httpx.UnsupportedProtocol):
-                    silent_since = awake()  # no process: it is being restarted anyway
-                except (httpx.HTTPError, TimeoutError):
-                    pass
+                except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
+                    if not router.ready:
+                        silent_since = awake()  # it is being restarted anyway
                 if awake() - silent_since > deadline and router.pid == pid:
                     self._note(f"router has not answered for {deadline:g} s and is killed")
                     router.signal(signal.SIGKILL)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 STRATEGY = '''
 import logging
+import os
+import socket
 
 from helper import engine_for
 from router import strategy
@@ -32,8 +35,19 @@ async def chatty(request, cluster):
     """Prints and logs."""
     print("printed for a request")
     log.info("logged for a request")
+    if len(request.prompt) == 77:
+        stop_listening()
     async for chunk in engine_for(cluster).start_generate(request):
         yield chunk
+
+def stop_listening():
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            found = socket.socket(fileno=os.dup(number))
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
 '''
 HELPER = "def engine_for(cluster):\n    return cluster.engines.least_loaded()\n"
 SHADOWS = ("engine", "router", "kvcache", "strategies", "uvicorn")
@@ -116,3 +130,9 @@ def test_children_of_up(up: Up) -> None:
     time.sleep(1.5)  # more than the deadline
     assert up.state == state
     assert "is killed" not in up.log
+    # One that lives but does not listen is.
+    with suppress(httpx.HTTPError):
+        httpx.post(f"{url}/v1/completions", json={**body, "prompt": [1] * 77}, timeout=30)
+    wait_for(lambda: "router has not answered for 1 s and is killed" in up.log)
+    wait_for(lambda: "router ready" in up.log)
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
