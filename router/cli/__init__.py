@@ -9,6 +9,7 @@ from router.cli.advise import advise
 from router.cli.bench import bench
 from router.cli.chat import chat
 from router.cli.options import CONTEXT
+from router.cli.plan import plan
 from router.cli.profile import profile
 from router.cli.serve import engine, router
 from router.cli.simulate import simulate
@@ -25,7 +26,19 @@ def cli() -> None:
     """A programmable router over LLM microserving engines."""
 
 
-for command in (up, engine, router, chat, strategy, bench, profile, simulate, traffic, advise):
+for command in (
+    up,
+    engine,
+    router,
+    chat,
+    strategy,
+    bench,
+    profile,
+    plan,
+    simulate,
+    traffic,
+    advise,
+):
     cli.add_command(command)
 
 

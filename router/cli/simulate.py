@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.protocol import BadRequest, EngineConfig, MicroserveError
 from router.cli.options import GroupedCommand, Number, config_options, given, option, read_params
 from router.cli.preflight import Mistake, check_folder
+from router.cli.progress import Bar, progress
 from router.cli.workload_options import POSITIVE, config_of, workload_options
 from router.rollout import Catalog
 from router.simulation import (
@@ -42,7 +40,6 @@ from router.workload import WorkloadConfig, open_workload
 
 __all__ = ["simulate"]
 
-SHOW_AFTER_S, SHOW_EVERY_S = 1.0, 0.1  # the progress bar
 LOOK_EVERY = 64  # requests between two looks at the real clock
 ENGINES_SHOWN = 16  # in the table of one run
 NO_SETTINGS = ("strategies", "compared", "params", "picture", "timeline")  # shown elsewhere
@@ -153,7 +150,7 @@ class _Simulation:
     def run(self) -> dict[str, Any]:
         """Run everything, print the tables, and return the JSON document."""
         runs = []
-        with _progress(self._runs * self._count) as bar:
+        with progress(self._runs * self._count, "requests", look_every=LOOK_EVERY) as bar:
             # Not `product`, which makes a list of the seeds.
             for rate, seed in ((rate, seed) for rate in self._rates for seed in self._seeds):
                 for name, bound in self._strategies.items():
@@ -184,7 +181,7 @@ class _Simulation:
             "goodput": sustained(runs, options["slo_target"]),
         }  # fmt: skip
 
-    def _run_one(self, bound: Bound, rate: float | None, seed: int, bar: _Bar) -> dict[str, Any]:
+    def _run_one(self, bound: Bound, rate: float | None, seed: int, bar: Bar) -> dict[str, Any]:
         experiment = Experiment(
             bound, self._fleet, self._workload(rate, seed), self._count, self._deaths,
             self._options["call_ms"] / 1e3,
@@ -253,44 +250,3 @@ def _death(text: str) -> Death:
     if not engine or not 0 <= at_s < float("inf"):
         raise BadRequest(f"--kill {text}: want ENGINE@SECONDS, such as engine-0@12.5")
     return Death(engine, at_s)
-
-
-class _Bar:
-    """A progress bar on standard error, for what takes longer than a second."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._shown = time.monotonic() - SHOW_EVERY_S + SHOW_AFTER_S
-        self._progress: Progress | None = None
-
-    def step(self) -> None:
-        """Note that a request has ended."""
-        self._done += 1
-        if self._done % LOOK_EVERY == 0 and time.monotonic() - self._shown > SHOW_EVERY_S:
-            self._show()
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def _show(self) -> None:
-        if self._progress is None:
-            columns = (TextColumn("{task.completed} of {task.total} requests"), BarColumn())
-            self._progress = Progress(
-                *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True,
-                auto_refresh=False,
-            )  # fmt: skip
-            self._progress.add_task("", total=self._total)
-            self._progress.start()
-        self._progress.update(self._progress.task_ids[0], completed=self._done, refresh=True)
-        self._shown = time.monotonic()
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[_Bar]:
-    bar = _Bar(total)
-    try:
-        yield bar
-    finally:
-        bar.close()

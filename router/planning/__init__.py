@@ -11,6 +11,7 @@ from router.planning.instances import (
     Measured,
     fitting_instances,
     measured_model,
+    profile_instances,
 )
 from router.planning.makespan import Job, Served, colocated, data_parallel, disaggregated
 from router.planning.phases import NO_OVERHEAD, Arrival, Overhead, decode_ends, prefill_ends
@@ -32,8 +33,10 @@ from router.planning.placement import (
     Rated,
     high_affinity,
     low_affinity,
+    most_rate,
     node_pairs,
 )
+from router.planning.report import fleet_of, show_choice, up_command, why_not
 from router.planning.requests import Sample, sample_requests
 
 __all__ = [
@@ -62,15 +65,21 @@ __all__ = [
     "disaggregated",
     "disaggregation_wins",
     "fitting_instances",
+    "fleet_of",
     "high_affinity",
     "highest_rate",
     "least_machines",
     "low_affinity",
     "measured_model",
+    "most_rate",
     "node_pairs",
     "plan_split",
     "prefill_ends",
+    "profile_instances",
     "sample_requests",
+    "show_choice",
     "streaming_overhead",
     "swapping_helps",
+    "up_command",
+    "why_not",
 ]

@@ -17,6 +17,8 @@ from router.telemetry import Slo
 
 __all__ = ["Attained", "Evaluator", "highest_rate"]
 
+MOST_REQUESTS = 20_000  # of a run
+
 
 @dataclass(frozen=True, slots=True)
 class Attained:
@@ -65,23 +67,29 @@ class Evaluator:
     max_batch: int  # sequences of a decode batch
     kv_s: Callable[[int], float] = lambda tokens: 0.0  # seconds to move a prompt's KV
     overhead: Overhead = NO_OVERHEAD
+    fills: float = 8.0  # how many times a run's requests fill what decodes at a time; 0: once
     precision: float = 0.01  # of the result, as a share of the saturation rate
-    ran: Callable[[], None] = lambda: None  # called for each simulation
 
     def prefill(self, instance: Instance) -> float:
         """Return the goodput of prefills alone: the share that meets the TTFT objective."""
+        if self._ttft_alone(instance) < self.target:
+            return 0.0
         return self._highest(
             self._prefill_saturation(instance), lambda rate: self._ttft(instance, rate)
         )
 
     def decode(self, instance: Instance) -> float:
         """Return the goodput of decodes alone: the share that meets the TPOT objective."""
+        if self._tpot_alone(instance) < self.target:
+            return 0.0
         return self._highest(
             self._decode_saturation(instance), lambda rate: self._tpot(instance, rate)
         )
 
     def joint(self, prefill: Instance, decode: Instance) -> float:
         """Return the goodput of a prefill and a decode instance together."""
+        if min(self._ttft_alone(prefill), self._tpot_alone(decode)) < self.target:
+            return 0.0
         most = min(self._prefill_saturation(prefill), self._decode_saturation(decode))
         return self._highest(
             most, lambda rate: self.attained([prefill], [decode], rate).share(self.separate)
@@ -91,8 +99,7 @@ class Evaluator:
         self, prefills: Sequence[Instance], decodes: Sequence[Instance], rate: float
     ) -> Attained:
         """Return the shares that a fleet attains at a rate; requests go round its instances."""
-        self.ran()
-        arrivals = self.sample.at_rate(rate)
+        arrivals = self._arrivals(rate)
         first = _spread(arrivals, prefills, self._prefill_ends)
         moved = [
             Arrival(end + self.kv_s(each.prompt), each.prompt, each.output)
@@ -118,21 +125,53 @@ class Evaluator:
         return highest_rate(passes, most, self.precision * most)
 
     def _ttft(self, instance: Instance, rate: float) -> float:
-        self.ran()
         arrivals = self.sample.at_rate(rate)
         ends = self._prefill_ends(arrivals, instance)
         times = (end - each.at_s for end, each in zip(ends, arrivals, strict=True))
         return _share([self.slo.meets_ttft(seconds) for seconds in times])
 
     def _tpot(self, instance: Instance, rate: float) -> float:
-        self.ran()
-        arrivals = self.sample.at_rate(rate)
+        arrivals = self._arrivals(rate)
         ends = self._decode_ends(arrivals, instance)
         times = (
             _per_token(each.at_s, end, each.output)
             for end, each in zip(ends, arrivals, strict=True)
         )
         return _share([self.slo.meets_tpot(seconds) for seconds in times])
+
+    def _ttft_alone(self, instance: Instance) -> float:
+        """Return the share that meets the TTFT objective if no request meets another."""
+        pp, overhead = instance.division.pp, self.overhead.seconds
+        return _share(
+            [
+                self.slo.meets_ttft(
+                    pp * instance.step.seconds(StepWork(prompt, prompt**2)) + overhead(prompt)
+                )
+                for _, prompt, _ in self.sample.arrivals
+            ]
+        )
+
+    def _tpot_alone(self, instance: Instance) -> float:
+        """Return the share that meets the TPOT objective so, by the step of the first token."""
+        pp, overhead = instance.division.pp, self.overhead.seconds
+        return _share(
+            [
+                output < 2
+                or self.slo.meets_tpot(
+                    pp * instance.step.seconds(StepWork(decodes=1, context=prompt))
+                    + overhead(prompt)
+                )
+                for _, prompt, output in self.sample.arrivals
+            ]
+        )
+
+    def _arrivals(self, rate: float) -> list[Arrival]:
+        """Return as many requests as it takes to fill the decode instances several times.
+
+        Of those that meet their objective, at most `rate · output · TPOT` decode at a time.
+        """
+        at_a_time = rate * self.sample.mean_output * (self.slo.tpot_ms or 0.0) / 1e3
+        return self.sample.at_rate(rate, min(MOST_REQUESTS, round(self.fills * at_a_time)))
 
     def _prefill_saturation(self, instance: Instance) -> float:
         """Return the rate of prefills if all requests are there from the start."""

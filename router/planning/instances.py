@@ -11,6 +11,7 @@ from engine.latency import (
     Device,
     FittedLatency,
     ModelShape,
+    Profile,
     PutLatency,
     StepLatency,
     find_profile,
@@ -19,7 +20,14 @@ from engine.latency import (
 )
 from engine.protocol import BadRequest
 
-__all__ = ["Division", "Instance", "Measured", "fitting_instances", "measured_model"]
+__all__ = [
+    "Division",
+    "Instance",
+    "Measured",
+    "fitting_instances",
+    "measured_model",
+    "profile_instances",
+]
 
 GIB = 1 << 30
 
@@ -35,6 +43,16 @@ class Division:
     def gpus(self) -> int:
         """GPUs of the instance."""
         return self.tp * self.pp
+
+    @property
+    def whole_prefill(self) -> Division:
+        """Itself, as the prefill instance of a `Pair`."""
+        return self
+
+    @property
+    def whole_decode(self) -> Division:
+        """Itself, as the decode instance of a `Pair`."""
+        return self
 
     def __str__(self) -> str:
         return f"tp={self.tp} pp={self.pp}"
@@ -175,3 +193,24 @@ def _shortage(
         least = min(larger, key=lambda division: (division.gpus, division.tp))
         text += f"; the smallest instance that fits has {least}, on {least.gpus} GPUs"
     return text
+
+
+def profile_instances(
+    profile: Profile, *, nodes: int, gpus_per_node: int, longest: int = 1
+) -> dict[Division, Instance]:
+    """Return the one instance that a profile describes, on the GPUs that it was measured on.
+
+    Raises: `BadRequest`, which says what is short, if a node has too few GPUs or the pool too few
+    tokens.
+    """
+    division = Division(max(1, profile.gpus), 1)
+    if division.gpus > gpus_per_node:
+        raise BadRequest(
+            f"GPUs: {profile.name} needs {division.gpus} of a node, which has {gpus_per_node}"
+        )
+    if profile.pool_tokens < longest:
+        raise BadRequest(
+            f"GPU memory: {profile.name} has room for {profile.pool_tokens} tokens of KV, and a "
+            f"request has {longest}"
+        )
+    return {division: Instance(division, profile.step, profile.pool_tokens, profile.name)}

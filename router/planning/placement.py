@@ -13,7 +13,16 @@ from math import ceil
 from engine.protocol import BadRequest
 from router.planning.instances import Division
 
-__all__ = ["Choice", "Pair", "Placement", "Rated", "high_affinity", "low_affinity", "node_pairs"]
+__all__ = [
+    "Choice",
+    "Pair",
+    "Placement",
+    "Rated",
+    "high_affinity",
+    "low_affinity",
+    "most_rate",
+    "node_pairs",
+]
 
 ROUNDING = 1e-9  # so that a rate of exactly n instances takes n
 
@@ -60,6 +69,10 @@ class Rated:
     def per_gpu(self) -> float:
         """Goodput per GPU."""
         return self.goodput / self.candidate.gpus
+
+    def instances(self, rate: float) -> int:
+        """Return how many serve the rate, if the goodput is above 0."""
+        return max(1, ceil(rate / self.goodput - ROUNDING))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +161,22 @@ def node_pairs(fitting: Iterable[Division], *, nodes: int, gpus_per_node: int) -
     return found
 
 
+def most_rate(placement: Placement | Choice, gpus: int) -> float:
+    """Return the highest rate that the best candidates serve on so many GPUs."""
+    if isinstance(placement, Choice):
+        best = placement.best
+        return gpus // best.candidate.gpus * best.goodput
+    prefill, decode = placement.prefill.best, placement.decode.best
+    return max(
+        (
+            min(n * prefill.goodput, left // decode.candidate.gpus * decode.goodput)
+            for n in range(1, gpus // prefill.candidate.gpus + 1)
+            for left in [gpus - n * prefill.candidate.gpus]
+        ),
+        default=0.0,
+    )
+
+
 def _choose(
     phase: str,
     candidates: list[Division] | list[Pair],
@@ -155,9 +184,14 @@ def _choose(
     rate: float,
 ) -> Choice:
     rated = [Rated(candidate, goodput(candidate)) for candidate in candidates]
-    ranked = sorted(rated, key=lambda each: (-each.per_gpu, each.candidate.gpus))
+    ranked = sorted(rated, key=lambda each: (-_rounded(each.per_gpu), each.candidate.gpus))
     if not ranked or ranked[0].goodput <= 0:
         raise BadRequest(
             f"{phase}: not one of {len(ranked)} candidates meets the objectives, even without load"
         )
-    return Choice(max(1, ceil(rate / ranked[0].goodput - ROUNDING)), tuple(ranked))
+    return Choice(ranked[0].instances(rate), tuple(ranked))
+
+
+def _rounded(number: float) -> float:
+    """Return nine digits, so that rounding errors do not decide between equals."""
+    return float(f"{number:.9g}")

@@ -22,9 +22,20 @@ class Sample:
 
     arrivals: tuple[Arrival, ...]
 
-    def at_rate(self, rate: float) -> list[Arrival]:
-        """Return the requests at `rate` per second."""
-        return [Arrival(at_s / rate, prompt, output) for at_s, prompt, output in self.arrivals]
+    def at_rate(self, rate: float, count: int = 0) -> list[Arrival]:
+        """Return the requests at `rate` per second, again and again until there are `count`."""
+        rounds = max(1, -(-count // len(self.arrivals)))
+        period = float(len(self.arrivals))
+        return [
+            Arrival((number * period + at_s) / rate, prompt, output)
+            for number in range(rounds)
+            for at_s, prompt, output in self.arrivals
+        ]
+
+    @property
+    def mean_output(self) -> float:
+        """The mean number of output tokens."""
+        return sum(each.output for each in self.arrivals) / len(self.arrivals)
 
     @property
     def longest(self) -> int:

@@ -4,6 +4,7 @@ Imports no other room of the router.
 """
 
 from router.workload.arrivals import evenly, gamma, poisson
+from router.workload.lengths import lognormal
 from router.workload.request import LoadRequest, timed
 from router.workload.workload import (
     ARRIVALS,
@@ -21,6 +22,7 @@ __all__ = [
     "WorkloadConfig",
     "evenly",
     "gamma",
+    "lognormal",
     "open_workload",
     "poisson",
     "timed",

@@ -44,12 +44,13 @@ def conversations(seed: int, count: int = 300) -> Sample:
 
 
 def as_distserve(sample: Sample) -> tuple[Evaluator, dict[Division, Instance]]:
-    """simdistserve's settings: no bound on batches or pools, and its scheduling overhead."""
+    """simdistserve's settings: no bound on batches or pools, its scheduling overhead, and 300
+    requests, however many of them decode at a time."""
     measured = measured_model("opt-13b", "a100")
     fitting = fitting_instances(measured, nodes=1, gpus_per_node=4, longest=sample.longest)
     evaluator = Evaluator(
         sample, Slo(200.0, 100.0), 0.9, True, max_tokens=10**9, max_batch=10**9,
-        overhead=Overhead(2.0, 1e-4),
+        overhead=Overhead(2.0, 1e-4), fills=0,
     )  # fmt: skip
     return evaluator, {d: replace(one, pool_tokens=10**9) for d, one in fitting.items()}
 

@@ -195,3 +195,13 @@ def test_bisection():
     assert highest_rate(lambda rate: rate <= 3.3, 10.0, 0.01) == pytest.approx(3.3, abs=0.01)
     assert highest_rate(lambda rate: True, 10.0, 0.01) == 10.0
     assert highest_rate(lambda rate: False, 10.0, 0.01) == 0.0
+
+
+def test_runs_are_long_enough_to_fill_a_decode_instance():
+    """Ten requests never make a batch of forty, whose steps take the objective's 100 ms."""
+    arrivals = poisson_arrivals(1.0, 10, 1, 101)
+    steps = instance(decode=(20.0, 0, 2.0))
+    saturated = 80 / 0.18 / 100
+    once = evaluator(arrivals, max_batch=80, fills=0).decode(steps)
+    assert once == pytest.approx(saturated)
+    assert evaluator(arrivals, max_batch=80).decode(steps) < 0.95 * saturated

@@ -6,10 +6,12 @@ import itertools
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from engine.latency import MODELS
 from engine.protocol import BadRequest
@@ -20,7 +22,9 @@ from router.planning import (
     high_affinity,
     low_affinity,
     measured_model,
+    most_rate,
     node_pairs,
+    show_choice,
 )
 
 TABLES = st.integers(0, 2**32)
@@ -149,3 +153,29 @@ def test_heads_that_cannot_be_divided_are_named():
 def test_unknown_names(model, device, message):
     with pytest.raises(BadRequest, match=message):
         measured_model(model, device)
+
+
+@given(TABLES, st.integers(1, 40))
+def test_the_most_that_so_many_gpus_serve(seed, gpus):
+    source = Random(seed)
+    sizes = Division(source.randint(1, 4), 1), Division(source.randint(1, 4), 2)
+    goodputs = source.randint(1, 9), source.randint(1, 9)
+    placed = high_affinity([sizes[0]], lambda _: goodputs[0], lambda _: goodputs[1], 1.0)
+    size = sizes[0].gpus
+    counts = itertools.product(range(41), range(41))
+    options = [min(n * goodputs[0], m * goodputs[1]) for n, m in counts if (n + m) * size <= gpus]
+    assert most_rate(placed, gpus) == max(options)
+    pairs = low_affinity([Pair(1, *sizes)], lambda _: goodputs[0], 1.0)
+    assert most_rate(pairs, gpus) == gpus // (sizes[0].gpus + sizes[1].gpus) * goodputs[0]
+
+
+@pytest.mark.parametrize(("rate", "fewer"), [(2.0, True), (8.0, False)])
+def test_a_table_says_why_others_lost_and_where_fewer_gpus_suffice(rate, fewer):
+    goodput = {Division(1, 1): 2.0, Division(4, 1): 9.0, Division(2, 1): 4.0, Division(8, 1): 0.0}
+    choice = low_affinity(goodput, goodput.__getitem__, rate)  # type: ignore[arg-type]
+    console = Console(record=True, width=120)
+    show_choice("a table", choice, rate, console)
+    text = console.export_text()
+    assert text.index("★ tp=4") < text.index("11% less per GPU") < text.index("tp=8")
+    assert "misses the objectives even without load" in text
+    assert ("1 GPUs suffice with 1 x tp=1 pp=1" in text) == fewer
