@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,16 @@ __all__ = ["COUNT", "placement", "report"]
 
 COUNT = click.IntRange(1, 4096)
 REQUESTS = 500
+# Options that `microserve simulate` has too, passed on if they are not the defaults.
+PASSED_ON = (
+    "workload", "input", "output", "scale", "requests", "seed", "arrivals", "cv", "slo",
+    "slo-scale", "slo-target", "token-budget", "max-batch",
+)  # fmt: skip
+DEFAULTS = {
+    "scale": 1.0, "seed": 0, "arrivals": "poisson", "cv": 1.0, "slo": "joint", "slo-scale": 1.0,
+    "slo-target": TARGET, "token-budget": EngineConfig().token_budget,
+    "max-batch": EngineConfig().max_batch,
+}  # fmt: skip
 
 
 @click.command(cls=GroupedCommand)
@@ -198,14 +209,26 @@ class _Placing:
             )
         fleet = fleet_of([(prefills, prefill), (decodes, decode)])
         if fleet is not None:
-            commands.append(
-                f"microserve simulate prefill_decode --fleet {fleet} --prefill {prefills} "
-                f"--decode {decodes} --workload {self._options['workload']} --rate {self._rate:g} "
-                f"--slo-ttft-ms {self._options['slo_ttft_ms']:g} "
-                f"--slo-tpot-ms {self._options['slo_tpot_ms']:g}"
-            )
+            commands.append(self._simulate(fleet, prefills, decodes))
             click.echo(f"  {commands[1]}")
         return commands
+
+    def _simulate(self, fleet: str, prefills: int, decodes: int) -> str:
+        """Return the command that runs the placement on virtual engines, with the same requests."""
+        options = self._options
+        flags = {
+            "fleet": fleet, "prefill": prefills, "decode": decodes, "rate": f"{self._rate:g}",
+            "slo-ttft-ms": f"{options['slo_ttft_ms']:g}",
+            "slo-tpot-ms": f"{options['slo_tpot_ms']:g}",
+        }  # fmt: skip
+        for name in PASSED_ON:
+            value = options["input_" if name == "input" else name.replace("-", "_")]
+            if value is not None and (name == "workload" or value != DEFAULTS.get(name)):
+                flags[name] = value
+        return shlex.join(
+            ["microserve", "simulate", "prefill_decode"]
+            + [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+        )
 
 
 def _counted(bar: Bar, goodput: Callable[[Any], float]) -> Callable[[Any], float]:

@@ -56,9 +56,9 @@ def test_low_affinity_keeps_a_pair_in_its_nodes_and_simulate_takes_its_fleet():
     assert found["gpus"] == 2 and found["prefill"] == found["decode"]
     assert found["prefill"] == {"instances": 1, "tp": 1, "pp": 1}
     (_, simulate) = found["commands"]
-    simulated = CliRunner().invoke(
-        cli, [*simulate.split()[1:], *SMALL[2:6], "--requests", "120"], terminal_width=120
-    )
+    for flags in ("--input 512 --output 64", "--requests 120", "--rate 4"):
+        assert flags in simulate
+    simulated = CliRunner().invoke(cli, simulate.split()[1:], terminal_width=120)
     assert document(simulated)["runs"][0]["attained"] >= 0.9
 
 
