@@ -9,7 +9,9 @@ fitted to these (`engine.latency.fit_observed`), one for each engine. Then each 
 the same requests at each rate (`WORKLOAD`; Poisson arrivals; shares of the throughput of both
 engines when they are full), from a client on the same machine. The same workload, with the same
 arrivals and lengths, then runs in a simulation of these engines. Nothing is adjusted to these runs:
-the time of a call without any work is measured too (`call_s`).
+the time of a call without any work is measured too (`call_s`). Answers repeat one word, because
+random prompts would give answers whose text comes a token late now and then: half a character is
+held back, which a simulation does not know.
 
 Real runs differ from each other: their engines, the router and the client share two cores. `repeat`
 is the same figure of a second real run of the same requests, over the first one. `others_cpu` is
@@ -56,6 +58,7 @@ SHARES = (0.3, 0.5, 0.7)  # of data parallel's throughput
 FULL = 24  # concurrent requests when that throughput is measured
 MIX = ((512, 12), (48, 48), (192, 32))  # tokens of the prompts and answers
 CONCURRENT = (FULL, 3)  # requests of the mix at a time
+WORD = "260"  # of all answers: its text is never held back, as that of half a character is
 AIM = 0.15
 CONNECT_S = 30.0
 FIGURES = ("ttft", "tpot", "jct")
@@ -102,7 +105,7 @@ def main() -> None:
 async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[str, Any]:
     """Return the real runs, the engines' profiles, and the time of a call."""
     client = HttpClient(deployment.url, connect_timeout_s=CONNECT_S)
-    target = Target(client, MODEL[0], {"temperature": 0, "ignore_eos": True})
+    target = Target(client, MODEL[0], {"ignore_eos": True, "logit_bias": {WORD: 100}})
     try:
         for strategy, (number, (tokens_in, tokens_out)), most_at_once in itertools.product(
             ("data_parallel", "prefill_decode"), enumerate(MIX), CONCURRENT
