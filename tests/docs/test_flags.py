@@ -1,4 +1,4 @@
-"""docs/operations.md names every flag of the commands; no page names a flag that does not exist."""
+"""The pages of reference name every flag of the commands; no page names one that does not exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from test_links import CODE, PAGES, ROOT, prose
 
 from router.cli import cli
 
-OPERATIONS = ROOT / "docs" / "operations.md"
+REFERENCE = [ROOT / "docs" / name for name in ("operations.md", "planning.md", "simulation.md")]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OTHERS = {"--save", "--mock", "--help", "--version"}  # of benches; of each command
 NOT_FOR_PEOPLE = {"--parent-pid", "--version"}
@@ -38,8 +38,8 @@ def test_flags_exist(page):
     assert named <= KNOWN | OTHERS
 
 
-def test_operations_names_every_flag():
-    named = set(FLAG.findall(OPERATIONS.read_text()))
+def test_the_reference_names_every_flag():
+    named = {flag for page in REFERENCE for flag in FLAG.findall(page.read_text())}
     # A flag in seconds may be named without its suffix: `--stall` for `--stall-s`.
     missing = {flag for flag in KNOWN if not {flag, flag.removesuffix("-s")} & named}
     assert not missing - NOT_FOR_PEOPLE
