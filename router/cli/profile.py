@@ -54,7 +54,7 @@ def profile(
     ca: str,
     **flags: Any,
 ) -> None:
-    """Measure an engine's steps and puts, and write its profile as JSON.
+    """Measure an engine and write its profile as JSON.
 
     URL is an idle engine that runs. For a MODEL, two engines are started with the given flags, and
     end with the command. `simulate` takes the file in --fleet.
