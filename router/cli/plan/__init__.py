@@ -13,7 +13,7 @@ __all__ = ["plan"]
 
 @click.group(context_settings=CONTEXT)
 def plan() -> None:
-    """Plan engines for a workload, by the planners of DistServe and DéjàVu."""
+    """Plan engines for a workload, as DistServe and DéjàVu do."""
 
 
 plan.add_command(placement)
