@@ -73,7 +73,7 @@ def test_a_token_that_the_grammar_refuses_is_a_fault_of_the_request(param: str |
     assert isinstance(result.failure, BadRequest)
     assert result.failure.param == param
     assert "grammar" in result.failure.message
-    assert result.logprob is None and result.top == []
+    assert result.logprob is None and not result.top
 
 
 def test_tokens_of_a_grammar_have_logprobs_too():

@@ -164,7 +164,9 @@ def test_the_list_says_which_strategies_are_installed(catalog):
     names = [one["name"] for one in listed]
     assert names == sorted(names) and names[0] == "a_first_one" and "balanced" in names
     assert [one["name"] for one in listed if not one["installed"]] == ["a_first_one"]
-    with pytest.raises(NotFound, match="no strategy 'x'; there are: a_first_one, balanced, "):
+    with pytest.raises(
+        NotFound, match="no strategy 'x'; there are: a_first_one, adaptive, balanced, "
+    ):
         catalog["x"]
 
 

@@ -137,6 +137,7 @@ def test_public_names():
         "AttentionCache",
         "CorruptModel",
         "DownloadFailed",
+        "Linear",
         "LoadedModel",
         "MissingFile",
         "ModelConfig",
