@@ -343,9 +343,12 @@ def test_a_slot_that_the_disk_reads_is_not_freed(new: Callable[..., KVCache], tm
     gate.shut()
     cached(cache, 1, PROMPT)
     gate.one()
-    cached(cache, 2, OTHER[: 4 * SIZE])  # for which the host must evict what the disk reads
-    threading.Event().wait(0.05)
-    gate.open()
+    with ThreadPoolExecutor(1) as pool:
+        # The host must evict for it what the disk reads, and holds the lock while it waits.
+        second = pool.submit(cached, cache, 2, OTHER[: 4 * SIZE])
+        threading.Event().wait(0.05)
+        gate.open()
+        second.result(PATIENCE_S)
     quiet(cache)
     evict_all(cache)
     assert promoted(cache.promote(PROMPT)) >= SIZE
