@@ -186,10 +186,8 @@ class VirtualEngine:
             self.cache.check_room(call.prompt + call.output)
         generation = generation_of(call, next(self._seq_ids), NO_EOS)
         if call.mirror is not None:
-            self.steps.settle()
             self.cache.check_address(call.mirror.kv_addr, generation.tokens)
         if call.lease_id is not None:
-            self.steps.settle()
             self._starting.add(request_id)
             try:
                 await self._arrivals.start(generation, LeaseId(call.lease_id), begin)

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from pydantic import ValidationError
-
-from engine.protocol import BadRequest, Internal, MicroserveError, Sampling, bad_request
-from engine.virtual import VOCAB, Standstill, VirtualEngine, VirtualLoop
+from engine.protocol import BadRequest, Internal, MicroserveError
+from engine.virtual import Standstill, VirtualEngine, VirtualLoop
 from router.base import Chunk, Request, RouterConfig, StrategyError, root_cause
 from router.execution import ChoiceWriter
 from router.simulation.fleet import VirtualFleet
 from router.simulation.fleet_spec import SimulatedEngine
+from router.simulation.requests import prompt_of, sampling_of
 from router.simulation.router import SimulatedRouter, simulated_router
 from router.strategy import Bound
 from router.supervision import Watchdog, adopting
@@ -223,9 +222,9 @@ class _Run:
         self, router: SimulatedRouter, number: int, load: LoadRequest, at: float
     ) -> None:
         loop = asyncio.get_running_loop()
-        prompt = _tokens(load, number)
+        prompt = prompt_of(load, number)
         request = Request(
-            str(number), prompt, _sampling(load, number), session=load.session,
+            str(number), prompt, sampling_of(load, number), session=load.session,
             chunk_tokens=CHUNK_TOKENS,
         )  # fmt: skip
         record = RequestRecord(number, at, len(prompt))
@@ -270,28 +269,6 @@ class _Counter(ChoiceWriter):
 
     def send(self, chunk: Chunk) -> None:
         pass
-
-
-def _tokens(load: LoadRequest, number: int) -> list[int]:
-    """Return a request's prompt. Raises `BadRequest` if it is a text."""
-    prompt = load.body.get("prompt")
-    if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-        raise BadRequest(
-            f"request {number} of the workload is a text: a simulation has no tokenizer, so "
-            "prompts are lists of token ids"
-        )
-    if prompt and not 0 <= min(prompt) <= max(prompt) < VOCAB:
-        return [token % VOCAB for token in prompt]
-    return prompt
-
-
-def _sampling(load: LoadRequest, number: int) -> Sampling:
-    """Return a request's sampling. Raises `BadRequest` for a number of tokens that is none."""
-    try:
-        return Sampling(max_tokens=load.body["max_tokens"], temperature=0.0)
-    except ValidationError as invalid:
-        problem = bad_request(invalid).message
-        raise BadRequest(f"request {number} of the workload: {problem}") from None
 
 
 def _with_line(error: StrategyError, router: SimulatedRouter) -> str:

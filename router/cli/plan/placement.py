@@ -12,7 +12,8 @@ from rich.console import Console
 
 from engine.latency import find_profile
 from engine.protocol import BadRequest, EngineConfig, MicroserveError
-from router.cli.options import GroupedCommand, Number, config_options, option
+from router.cli.goodput_options import goodput_options
+from router.cli.options import GroupedCommand, config_options, option
 from router.cli.preflight import Mistake
 from router.cli.progress import Bar, progress
 from router.cli.workload_options import POSITIVE, config_of, workload_options
@@ -68,17 +69,8 @@ DEFAULTS = {
 @workload_options()
 @option("--rate", type=POSITIVE, required=True, group="Arrivals",
         help="requests per second that the placement shall serve")  # fmt: skip
-@option("--slo-ttft-ms", type=POSITIVE, required=True, group="Goodput",
-        help="objective for the time to first token (ms)")  # fmt: skip
-@option("--slo-tpot-ms", type=POSITIVE, required=True, group="Goodput",
-        help="objective for the time per output token after the first (ms)")  # fmt: skip
-@option("--slo", type=click.Choice(["joint", "separate"]), default="joint", show_default=True,
-        group="Goodput", help="low affinity: whether a request must meet both, or each by itself",
-)  # fmt: skip
-@option("--slo-scale", type=POSITIVE, default=1.0, show_default=True, group="Goodput",
-        help="factor on both objectives; below 1 is stricter")  # fmt: skip
-@option("--slo-target", type=Number(float, 0.01, 1.0), default=TARGET, show_default=True,
-        group="Goodput", help="share of requests that shall attain them")  # fmt: skip
+@goodput_options("low affinity: whether a request must meet both, or each by itself", least=0.01,
+                 required=True)  # fmt: skip
 @config_options(EngineConfig, only=("token_budget", "max_batch"))
 def placement(**options: Any) -> None:
     """Place prefill and decode instances by DistServe's algorithms.
