@@ -12,14 +12,14 @@ import click
 from rich.console import Console
 
 from engine.protocol import BadRequest, EngineConfig, MicroserveError
-from router.cli.goodput_options import goodput_options
 from router.cli.options import GroupedCommand, Number, config_options, given, option, read_params
 from router.cli.preflight import Mistake, check_folder
 from router.cli.progress import Bar, progress
-from router.cli.workload_options import POSITIVE, config_of, workload_options
+from router.cli.workload_options import POSITIVE, config_of, goodput_options, workload_options
 from router.rollout import Catalog
 from router.simulation import (
     ENGINE_FLAGS,
+    TARGET,
     Death,
     Experiment,
     Run,
@@ -81,8 +81,12 @@ class Rates(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
         help="requests per second, each a run of its own; a trace has its own times")  # fmt: skip
 @option("--seeds", type=COUNT, default=1, show_default=True, group="Arrivals",
         help="number of runs with seeds from --seed on, to show the spread")  # fmt: skip
-@goodput_options("whether a request must meet both, or each is counted by itself", least=0.0,
-                 required=False)  # fmt: skip
+@goodput_options(
+    "whether a request must meet both, or each is counted by itself",
+    least=0.0,
+    target=TARGET,
+    required=False,
+)
 @option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), group="Output",
         help="picture of the times over the rates; needs the extra plot")  # fmt: skip
 @option("--trace", "timeline", type=click.Path(dir_okay=False, path_type=Path), group="Output",

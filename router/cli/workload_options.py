@@ -1,4 +1,4 @@
-"""The options that describe a workload, for all commands that have one."""
+"""The options that commands with a workload share: its requests, and its objectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from router.cli.options import Number, option
 from router.workload import ARRIVALS, WORKLOADS, Workload, WorkloadConfig, open_workload
 
-__all__ = ["POSITIVE", "config_of", "workload_of", "workload_options"]
+__all__ = ["POSITIVE", "config_of", "goodput_options", "workload_of", "workload_options"]
 
 POSITIVE = Number(float, 1e-9, 1e12)
 CV = Number(float, 0.01, 100.0)
@@ -45,6 +45,33 @@ def workload_options(*others: str) -> Callable[[F], F]:
                "1 is poisson, more comes in bursts"),
         option("--speed", type=POSITIVE, default=1.0, show_default=True, group="Arrivals",
                help="trace: factor by which arrivals are faster"),
+    ]  # fmt: skip
+
+    def add(command: F) -> F:
+        for each in reversed(options):
+            command = each(command)
+        return command
+
+    return add
+
+
+def goodput_options(joint: str, *, least: float, target: float, required: bool) -> Callable[[F], F]:
+    """Return a decorator that adds the options of the group Goodput.
+
+    `joint` is the help of `--slo`, `least` the smallest `--slo-target` and `target` its default.
+    `required`: both objectives have to be given.
+    """
+    options = [
+        option("--slo-ttft-ms", type=POSITIVE, required=required, group="Goodput",
+               help="objective for the time to first token (ms)"),
+        option("--slo-tpot-ms", type=POSITIVE, required=required, group="Goodput",
+               help="objective for the time per output token after the first (ms)"),
+        option("--slo", type=click.Choice(["joint", "separate"]), default="joint",
+               show_default=True, group="Goodput", help=joint),
+        option("--slo-scale", type=POSITIVE, default=1.0, show_default=True, group="Goodput",
+               help="factor on both objectives; below 1 is stricter"),
+        option("--slo-target", type=Number(float, least, 1.0), default=target, show_default=True,
+               group="Goodput", help="share of requests that shall attain them"),
     ]  # fmt: skip
 
     def add(command: F) -> F:

@@ -12,11 +12,10 @@ from rich.console import Console
 
 from engine.latency import find_profile
 from engine.protocol import BadRequest, EngineConfig, MicroserveError
-from router.cli.goodput_options import goodput_options
 from router.cli.options import GroupedCommand, config_options, option
 from router.cli.preflight import Mistake
 from router.cli.progress import Bar, progress
-from router.cli.workload_options import POSITIVE, config_of, workload_options
+from router.cli.workload_options import POSITIVE, config_of, goodput_options, workload_options
 from router.planning import (
     Attained,
     Choice,
@@ -69,8 +68,12 @@ DEFAULTS = {
 @workload_options()
 @option("--rate", type=POSITIVE, required=True, group="Arrivals",
         help="requests per second that the placement shall serve")  # fmt: skip
-@goodput_options("low affinity: whether a request must meet both, or each by itself", least=0.01,
-                 required=True)  # fmt: skip
+@goodput_options(
+    "low affinity: whether a request must meet both, or each by itself",
+    least=0.01,
+    target=TARGET,
+    required=True,
+)
 @config_options(EngineConfig, only=("token_budget", "max_batch"))
 def placement(**options: Any) -> None:
     """Place prefill and decode instances by DistServe's algorithms.
