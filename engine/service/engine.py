@@ -13,6 +13,7 @@ from itertools import count
 
 from tokenizers import Tokenizer
 
+from engine.execution.released_ids import ReleasedIds
 from engine.execution.step_loop import StepLoop
 from engine.execution.step_output import StepOutput
 from engine.models import LoadedModel
@@ -44,7 +45,6 @@ from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
 from engine.service.prefix_feed import PrefixFeed
 from engine.service.promotion import promote
-from engine.service.released_ids import ReleasedIds
 from engine.service.sends import Sends
 from engine.text import Grammars
 from kvcache.cache import KVCache

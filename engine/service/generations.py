@@ -7,6 +7,7 @@ from functools import partial
 
 from tokenizers import Tokenizer
 
+from engine.execution.released_ids import ReleasedIds
 from engine.execution.step_loop import StepLoop
 from engine.execution.step_output import StepOutput
 from engine.protocol import (
@@ -26,7 +27,6 @@ from engine.service.kv_arrival import KVArrivals
 from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
 from engine.service.promotion import promote
-from engine.service.released_ids import ReleasedIds
 from engine.text import Grammars
 from kvcache.cache import KVCache
 from kvcache.types import LeaseId, SeqId

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import AsyncGenerator
 from itertools import count
 
+from engine.execution.released_ids import ReleasedIds
 from engine.execution.send_reply import reply_of
 from engine.execution.step_output import StepOutput
 from engine.latency import Profile
@@ -128,6 +129,7 @@ class VirtualEngine:
         self._streams: dict[Generation, VirtualStream] = {}
         self._starting: set[str] = set()
         self._sends: dict[str, Send] = {}
+        self._released = ReleasedIds()
 
     # Calls
 
@@ -135,6 +137,7 @@ class VirtualEngine:
         """See `MicroserveEngine.prep_recv`."""
         self.steps.cut()
         self._limits.check_prompt(call.prompt)
+        self._released.check(call.request_id)
         end = resolve_position(call.end, len(call.prompt), "end")
         if any(lease.request_id == call.request_id for lease in self.cache.leases()):
             raise DuplicateRequest(f"{call.request_id} has a lease", param="request_id")
@@ -152,6 +155,7 @@ class VirtualEngine:
         """See `MicroserveEngine.remote_send`."""
         self.steps.cut()
         self._limits.check_prompt(call.prompt)
+        self._released.check(call.request_id)
         begin, end = send_range(call)
         if call.request_id in self._sends:
             raise DuplicateRequest(f"a send of {call.request_id} is running", param="request_id")
@@ -177,6 +181,7 @@ class VirtualEngine:
         self._limits.check_prompt(call.prompt)
         self._limits.check_sampling(call)
         request_id = call.request_id
+        self._released.check(request_id)
         if request_id in self._generations or request_id in self._starting:
             raise DuplicateRequest(f"{request_id} is running", param="request_id")
         if len(self._generations) + len(self._starting) >= self._most:
@@ -241,6 +246,7 @@ class VirtualEngine:
         self.steps.cut()
         ids = [LeaseId(call.lease_id)] if call.lease_id is not None else []
         if call.request_id is not None:
+            self._released.add(call.request_id)
             ids += [
                 lease.lease_id
                 for lease in self.cache.leases()

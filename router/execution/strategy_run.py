@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import Any
 
-from engine.protocol import MicroserveError
+from engine.protocol import DuplicateRequest, MicroserveError
 from router.base import (
     Chunk,
     Request,
@@ -21,6 +21,7 @@ from router.legs import Attempt
 from router.rollout import Revision
 from router.strategy import Cluster
 from router.supervision import ChildTasks, Interrupted, Supervised, ViolationKind, line_in, waits_at
+from router.telemetry import CANCELLED
 
 __all__ = ["StrategyRun"]
 
@@ -135,6 +136,8 @@ class StrategyRun:
         cause = root_cause(error)
         if isinstance(cause, Interrupted):
             raise self._blocked(cause) from None
+        if isinstance(cause, DuplicateRequest) and (what := _overlap(self._attempt)):
+            raise self._violation("overlap", what, line_in(error.__traceback__)) from error
         closed = isinstance(cause, GeneratorExit) and not self._supervised.running
         if isinstance(cause, MicroserveError) or closed:
             if cause is not error:
@@ -210,6 +213,29 @@ class StrategyRun:
 def _wake(waiter: asyncio.Future[None], _: asyncio.Task[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def _overlap(attempt: Attempt) -> str:
+    """Return how a call that an engine has refused as a duplicate collides with an earlier one.
+
+    Engines know all calls of an attempt by one id. Empty if the attempt has made no other call that
+    explains the refusal: then the engine is wrong.
+    """
+    legs = [leg for leg in attempt.receipt.legs if leg.request_id == attempt.request_id]
+    while legs and (legs[-1].error is None or legs[-1].error["type"] != DuplicateRequest.type):
+        legs.pop()
+    if not legs:
+        return ""
+    refused = legs.pop()
+    what = f"calls {refused.call} on engine {refused.engine}"
+    for leg in reversed([leg for leg in legs if leg.engine == refused.engine]):
+        if leg.ms is None:
+            return f"{what} while its earlier {leg.call} there has not ended"
+        if leg.error is not None and leg.error["type"] == CANCELLED:
+            return f"{what} after it has ended its earlier {leg.call} there early"
+        if leg.call == refused.call == "prep_recv":
+            return f"{what} while its earlier lease there is open"
+    return ""
 
 
 def _is_engines(error: BaseException) -> bool:

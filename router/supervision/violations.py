@@ -8,6 +8,7 @@ __all__ = ["ViolationKind"]
 
 ViolationKind = Literal[
     "raised",  # an error of its own, not an engine's
+    "overlap",  # made a call that an earlier one of its own excludes
     "no_chunk",  # yielded something other than a Chunk
     "went_on",  # yielded after the stream's end
     "ended_early",  # returned before the stream's end

@@ -4,11 +4,12 @@ from router.telemetry.events import Events
 from router.telemetry.logs import serves, set_up_logging
 from router.telemetry.metrics import Metrics
 from router.telemetry.objectives import Slo, percentile
-from router.telemetry.receipts import Call, Leg, Receipt, Receipts
+from router.telemetry.receipts import CANCELLED, Call, Leg, Receipt, Receipts
 from router.telemetry.trace import Trace, Tracing
 from router.telemetry.traffic import RecordedRequest, Traffic, recording
 
 __all__ = [
+    "CANCELLED",
     "Call",
     "Events",
     "Leg",

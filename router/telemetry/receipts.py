@@ -13,7 +13,9 @@ from engine.protocol import MicroserveError
 from router.base import EngineId, EngineRequestId, NotFound, RevisionNumber
 from router.telemetry.timings import Timings
 
-__all__ = ["Leg", "Receipt", "Receipts"]
+__all__ = ["CANCELLED", "Leg", "Receipt", "Receipts"]
+
+CANCELLED = "cancelled"  # type of a leg's error
 
 Phase = Literal["prefill", "migration", "decode"]
 Call = Literal["prep_recv", "remote_send", "start_generate", "commit", "pin", "unpin"]
@@ -57,7 +59,7 @@ class Leg:
         if isinstance(error, MicroserveError):
             self.error = {"type": error.type, "message": error.message}
         else:  # cancelled by the client, another choice's failure or the request's deadline
-            self.error = {"type": "cancelled", "message": type(error).__name__}
+            self.error = {"type": CANCELLED, "message": type(error).__name__}
 
 
 @dataclass(slots=True)

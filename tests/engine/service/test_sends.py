@@ -12,10 +12,10 @@ from engine_helpers import collect, generate, prep, running, running_pair, sendi
 from held_copies import held_copies
 from waiting import until
 
+from engine.execution import released_ids
+from engine.execution.released_ids import ReleasedIds
 from engine.protocol import DuplicateRequest, Internal, LeaseExpired, NoCapacity, Release
-from engine.service import released_ids
 from engine.service.engine import MicroserveEngine
-from engine.service.released_ids import ReleasedIds
 
 PROMPT = [(11 * n) % 250 for n in range(70)]
 END = len(PROMPT) - 1

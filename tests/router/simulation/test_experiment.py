@@ -141,6 +141,46 @@ WRONG = {
 }  # fmt: skip
 
 
+TAIL = "    async for chunk in engine.start_generate(request):\n        yield chunk\n"
+OVERLAPS = {
+    "left open": (
+        "    async for chunk in engine.start_generate(request):\n        break\n" + TAIL,
+        "calls start_generate on engine engine-0 while its earlier start_generate there has not "
+        "ended (mine.py:9)",
+    ),
+    "ended early": (
+        "    stream = engine.start_generate(request)\n    async for chunk in stream:\n"
+        "        break\n    await stream.aclose()\n" + TAIL,
+        "calls start_generate on engine engine-0 after it has ended its earlier start_generate "
+        "there early (mine.py:11)",
+    ),
+    "two leases": (
+        "    async with engine.prep_recv(request, end=-1), engine.prep_recv(request, end=-1):\n"
+        "        yield Chunk()\n",
+        "calls prep_recv on engine engine-0 while its earlier lease there is open (mine.py:7)",
+    ),
+    "a send that took too long": (
+        "    import contextlib\n    first, other = cluster.engines\n"
+        "    async with other.prep_recv(request, end=-1) as kv:\n"
+        "        with contextlib.suppress(TimeoutError):\n"
+        "            async with asyncio.timeout(0.05):\n"
+        "                await first.remote_send(request, kv, begin=kv.match_len, end=-1)\n"
+        "    async for chunk in first.start_generate(request):\n        yield chunk\n",
+        "calls start_generate on engine engine-0 after it has ended its earlier remote_send there "
+        "early (mine.py:13)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", OVERLAPS)
+def test_a_call_that_an_earlier_one_excludes_is_the_strategys_mistake(tmp_path, mistake):
+    body, said = OVERLAPS[mistake]
+    fleet = [served_in(0.1, f"engine-{number}") for number in range(2)]
+    with pytest.raises(BadRequest) as caught:
+        run_experiment(experiment(strategy_file(tmp_path, body), fleet, 1.0, 1, output=5))
+    assert caught.value.message == f"strategy mine {said}"
+
+
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_strategys_own_mistake_ends_the_run_and_names_it(tmp_path, mistake):
     body, said = WRONG[mistake]
