@@ -105,7 +105,8 @@ def _invalid(error: Exception) -> MicroserveError:
         return not_json(first["ctx"]["error"], first["loc"][1])
     where, *path = first["loc"]
     if where == "body" and not path:
-        return BadRequest("the body is not a JSON object")
+        too_many = first["type"] == "too_many_fields"
+        return BadRequest(first["msg"] if too_many else "the body is not a JSON object")
     return complaint(first["msg"], path if where == "body" else first["loc"])
 
 

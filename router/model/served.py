@@ -86,8 +86,14 @@ class ServedModel:
         """Raise `BadRequest` for an empty prompt and for ids outside the vocabulary."""
         if not tokens:
             raise BadRequest("the prompt is empty", param=param)
-        if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
-            raise BadRequest(f"token ids must be from 0 to {self.info.vocab_size - 1}", param=param)
+        size = self.info.vocab_size
+        if min(tokens) < 0 or max(tokens) >= size:
+            number, wrong = next(pair for pair in enumerate(tokens) if not 0 <= pair[1] < size)
+            shown = str(wrong) if abs(wrong) < 1 << 64 else "a number of more than 64 bits"
+            raise BadRequest(
+                f"token ids must be from 0 to {size - 1}, but element {number} is {shown}",
+                param=param,
+            )
 
     @property
     def context_length(self) -> int:

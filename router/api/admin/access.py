@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hmac
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
 
 from engine.protocol import Forbidden, Unauthorized
 from engine.web import AllowedHosts, check_origin, is_loopback
@@ -15,12 +16,21 @@ from router.base import UnsupportedMediaType
 __all__ = ["Body", "check_admin", "same_key"]
 
 JSON = "application/json"
+MOST_FIELDS = 64  # of a body: pydantic would describe each one that it does not know
 
 
 class Body(BaseModel):
     """Base of the bodies of the admin API."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, fields: object) -> object:
+        if isinstance(fields, dict) and len(fields) > MOST_FIELDS:
+            what = f"the body has {len(fields)} fields; no call has more than {MOST_FIELDS}"
+            raise PydanticCustomError("too_many_fields", what)
+        return fields
 
 
 def check_admin(router: Router, http: HttpRequest, given: str | None, hosts: AllowedHosts) -> None:

@@ -146,6 +146,40 @@ async def test_a_bad_call_names_its_parameter(route_real, call, body, status, pa
         assert await listed(r) == []
 
 
+@pytest.mark.parametrize(
+    ("prefix", "said"),
+    [
+        ([], "the prompt is empty"),
+        (None, "prefix: want text, or a list of token ids"),
+        (7, "prefix: want text, or a list of token ids"),
+        ([1, 2, "x"], "prefix: element 2 is text, not a token id"),
+        ([1, 2.5], "prefix: element 1 is no integer of 64 bits, not a token id"),
+        ([True], "prefix: element 0 is a boolean, not a token id"),
+        ([1, [2]], "prefix: element 1 is a list, not a token id"),
+        ([None], "prefix: element 0 is null, not a token id"),
+        ([1, 2, -3], "token ids must be from 0 to 999, but element 2 is -3"),
+        ([1, 1000], "token ids must be from 0 to 999, but element 1 is 1000"),
+        ([10**30], "prefix: element 0 is no integer of 64 bits, not a token id"),
+        ([1] * (2**20 + 1), "prefix: 1048577 token ids are more than 1048576"),
+        (["x"] * 1_000_000, "prefix: element 0 is text, not a token id"),
+    ],
+    ids=[str(number) for number in range(13)],
+)
+async def test_a_bad_prefix_names_its_first_bad_element(route, fake, prefix, said):
+    async with route(fake("a")) as r:
+        for call in ("pin", "unpin"):
+            if (call, prefix) != ("unpin", None):
+                error = (await post(r, call, 400, prefix=prefix))["error"]
+                assert (error["message"], error["param"]) == (said, "prefix")
+
+
+async def test_a_body_of_half_a_million_fields_is_refused_by_their_number(route, fake):
+    async with route(fake("a")) as r:
+        body = dict.fromkeys(map(str, range(500_000)), 1)
+        error = (await post(r, "pin", 400, **body))["error"]
+        assert error["message"] == "the body has 500000 fields; no call has more than 64"
+
+
 async def test_without_engines_nothing_can_be_pinned(route):
     async with route() as r:
         assert (await post(r, "pin", 503, prefix="w1 " * 20))["error"]["type"] == "no_engines"
