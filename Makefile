@@ -13,7 +13,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
-	bench-changing-traffic bench-simulated-engines bench-simulation peers clean
+	bench-changing-traffic bench-simulated-engines bench-simulation figures peers clean
 
 ##@ Try it
 
@@ -113,6 +113,9 @@ bench-simulated-engines: $(VENV)/demo.stamp  ## simulations against real engines
 
 bench-simulation: $(VENV)/demo.stamp  ## time and memory of simulating 100,000 requests over 64 engines
 	@$(RUN) -m bench.simulation
+
+figures: $(VENV)/test.stamp  ## the papers' figures and tables again, with verdicts (docs/figures.md)
+	@$(RUN) -m bench.figures $(FIGURES)
 
 bench-faults: $(VENV)/demo.stamp  ## engines that die and hang under load (FAULTS_MINUTES=5, FAULTS_STREAMS=16)
 	@$(RUN) -m bench.faults --minutes $(or $(FAULTS_MINUTES),5) --streams $(or $(FAULTS_STREAMS),16) $(FAULTS_FLAGS)
