@@ -12,11 +12,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
 
 from engine.latency import Fit, Measured, Profile, PutLatency, StepWork, fit_latency, fit_put
-from engine.protocol import BadRequest
+from engine.protocol import BadRequest, bad_request
 from router.engines import HttpClient
-from router.profiling.probe import Probe
+from router.profiling.probe import Probe, patience
 
 __all__ = ["Measurement", "measure"]
 
@@ -78,7 +81,7 @@ async def measure(
         say(f"puts: {len(puts)}")
         put = fit_put(puts, info.layers)
     latency, fit = fit_latency(steps)
-    profile = Profile(
+    profile = _profile(
         name=name,
         model=info.name,
         device=device,
@@ -94,6 +97,14 @@ async def measure(
         fit=Fit(fit.prefill, fit.decode),
     )
     return Measurement(steps, puts, profile)
+
+
+def _profile(**fields: Any) -> Profile:
+    try:
+        return Profile(**fields)
+    except ValidationError as invalid:
+        problem = bad_request(invalid).message
+        raise BadRequest(f"what the engine says of itself makes no profile: {problem}") from None
 
 
 def _chunks(longest: int) -> Iterator[tuple[int, int]]:
@@ -147,13 +158,14 @@ async def _put(probe: Probe, peer: Probe, tokens: int) -> list[tuple[int, float]
     for _ in range(REPEATS):
         name = probe.name()
         body = {"request_id": name, "prompt": prompt, "end": tokens}
-        lease = await peer.client.prep_recv(body, {})
-        try:
-            sending = {**body, "begin": lease.match_len, "kv_addr": lease.kv_addr}
-            reply = await probe.client.remote_send(sending, {})
-        finally:
-            await peer.client.release({"request_id": name}, {})
-        if reply.computed_tokens == 0 and reply.ms > 0:
+        async with patience():
+            lease = await peer.client.prep_recv(body, {})
+            try:
+                sending = {**body, "begin": lease.match_len, "kv_addr": lease.kv_addr}
+                reply = await probe.client.remote_send(sending, {})
+            finally:
+                await peer.client.release({"request_id": name}, {})
+        if reply.computed_tokens == 0 and reply.ms > 0 and reply.bytes > 0:
             times.append((reply.bytes, reply.ms / 1e3))
     times.sort(key=lambda put: put[1])
     return times[len(times) // 2 :][:1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from typing import NamedTuple
 from engine.protocol import BadRequest, EngineState, ModelInfo
 from router.engines import ChunkStream, EngineClient, HttpClient
 
-__all__ = ["Counters", "Probe"]
+__all__ = ["Counters", "Probe", "patience"]
 
 FIRST_ID, IDS = 10, 290  # of random prompts: every vocabulary has these
 POLL_S = 0.005
@@ -23,7 +22,13 @@ COUNTERS = {
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:generation_tokens_total": "output_tokens",
 }
-SAMPLE = re.compile(r"^(\S+?)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+METRICS_BYTES = 4 << 20
+MOST = 2.0**53  # of a counter: differences are exact
+
+
+def patience() -> asyncio.Timeout:
+    """Return the time limit of one measurement, for `async with`."""
+    return asyncio.timeout(PATIENCE_S)
 
 
 class Counters(NamedTuple):
@@ -35,8 +40,11 @@ class Counters(NamedTuple):
     output_tokens: float
 
     def since(self, earlier: Counters) -> Counters:
-        """Return the difference."""
-        return Counters(*(now - then for now, then in zip(self, earlier, strict=True)))
+        """Return the difference. Raises `BadRequest` if a counter has gone backwards."""
+        passed = Counters(*(now - then for now, then in zip(self, earlier, strict=True)))
+        if min(passed) < 0:
+            raise BadRequest("the engine's counters go backwards: it was restarted, or is none")
+        return passed
 
 
 class Probe:
@@ -52,8 +60,9 @@ class Probe:
 
     async def meet(self) -> None:
         """Read its model and its state. Raises `BadRequest` if it is at work for others."""
-        self.info = await self.client.model()
-        self.state = await self.client.state()
+        async with patience():
+            self.info = await self.client.model()
+            self.state = await self.client.state()
         if self.state.running or self.state.waiting or self.state.leases:
             raise BadRequest(
                 f"{self.client.url} is at work: an engine is profiled while it is idle"
@@ -70,17 +79,28 @@ class Probe:
 
     async def counters(self) -> Counters:
         """Read the counters."""
-        reply = await self._http.call("GET", "/metrics", most=4 << 20)
+        async with patience():
+            reply = await self._http.call("GET", "/metrics", most=METRICS_BYTES)
         if reply.status != 200:
             raise BadRequest(f"{self.client.url}/metrics answers {reply.status}")
-        found = {
-            COUNTERS[name]: float(value)
-            for name, value in SAMPLE.findall(reply.body.decode(errors="replace"))
-            if name in COUNTERS
-        }
+        found = {}
+        for line in reply.body.splitlines():
+            name, _, value = line.decode(errors="replace").rpartition(" ")
+            name = name.partition("{")[0]
+            if name in COUNTERS:
+                found[COUNTERS[name]] = self._count(name, value)
         if len(found) < len(COUNTERS):
             raise BadRequest(f"{self.client.url} is no engine of microserve: it counts no steps")
         return Counters(**found)
+
+    def _count(self, name: str, value: str) -> float:
+        try:
+            count = float(value)
+        except ValueError:
+            count = -1.0
+        if not 0 <= count <= MOST:
+            raise BadRequest(f"{self.client.url}/metrics says {name} {value:.40}")
+        return count
 
     async def generate(self, prompt: list[int], tokens: int, request_id: str = "") -> ChunkStream:
         """Start a greedy generation of exactly `tokens` tokens."""
@@ -93,10 +113,14 @@ class Probe:
     async def compute(self, prompt: list[int]) -> Counters:
         """Have a prompt computed, and one token sampled; return what that took."""
         before = await self.counters()
-        stream = await self.generate(prompt, 1)
-        while (await stream.next()).finish_reason is None:
-            pass
-        await stream.finish()
+        async with patience():
+            stream = await self.generate(prompt, 1)
+            try:
+                while (await stream.next()).finish_reason is None:
+                    pass
+                await stream.finish()
+            finally:
+                stream.abort()
         return (await self.counters()).since(before)
 
     @asynccontextmanager
@@ -107,9 +131,11 @@ class Probe:
         """
         before = await self.counters()
         names = [self.name() for _ in range(batch)]
-        streams = [await self.generate(self.prompt(context), tokens, name) for name in names]
+        streams: list[ChunkStream] = []
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with patience():
+                for name in names:
+                    streams.append(await self.generate(self.prompt(context), tokens, name))
                 for stream in streams:
                     await stream.next()
             computed = (await self.counters()).since(before)
@@ -117,19 +143,20 @@ class Probe:
                 raise BadRequest(f"{self.client.url} does not compute prompts that are new to it")
             yield before
         finally:
-            for name, stream in zip(names, streams, strict=True):
+            for stream in streams:
                 stream.abort()
-                await self.client.release({"request_id": name}, {})
-            await self._rest()
+            async with patience():
+                for name in names:
+                    await self.client.release({"request_id": name}, {})
+                await self._rest()
 
     async def steps_later(self, since: Counters, steps: int) -> Counters:
         """Wait until it has done `steps` steps since a reading; return what it has done."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with patience():
             while (done := (await self.counters()).since(since)).steps < steps:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         return done
 
     async def _rest(self) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while (state := await self.client.state()).running or state.waiting:  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)
+        while (state := await self.client.state()).running or state.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
