@@ -6,16 +6,25 @@ together are held against both, jointly or each by itself, as in algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from engine.latency import StepWork
 from router.planning.instances import Instance
-from router.planning.phases import NO_OVERHEAD, Arrival, Overhead, decode_ends, prefill_ends
+from router.planning.phases import (
+    NO_OVERHEAD,
+    Arrival,
+    Overhead,
+    decode_ends,
+    decode_order,
+    prefill_batches,
+    prefill_ends,
+)
 from router.planning.requests import Sample
 from router.telemetry import Slo
 
-__all__ = ["Attained", "Evaluator", "highest_rate"]
+__all__ = ["Attained", "Evaluator", "highest_rate", "least_count", "reaches"]
 
 MOST_REQUESTS = 20_000  # of a run
 
@@ -51,6 +60,31 @@ def highest_rate(passes: Callable[[float], bool], most: float, precision: float)
     return low
 
 
+def least_count(count: int, share: float) -> int:
+    """Return the fewest of `count` that are at least this share of them."""
+    least = max(0, ceil(share * count) - 1)  # not more, whatever the rounding error
+    return least if least / count >= share else least + 1
+
+
+def reaches(met: Iterable[bool], count: int, share: float) -> bool:
+    """Return whether at least this share of `count` is met.
+
+    Takes no more of `met` than decide it: enough that are met, or too many that are not.
+    """
+    needed = least_count(count, share)
+    spare = count - needed
+    if not needed:
+        return True
+    for each in met:
+        if each:
+            needed -= 1
+        else:
+            spare -= 1
+        if not needed or spare < 0:
+            break
+    return not needed
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """Goodput, in requests per second, of instances under the requests of a sample.
@@ -75,7 +109,7 @@ class Evaluator:
         if self._ttft_alone(instance) < self.target:
             return 0.0
         return self._highest(
-            self._prefill_saturation(instance), lambda rate: self._ttft(instance, rate)
+            self._prefill_saturation(instance), lambda rate: self._meets_ttft(instance, rate)
         )
 
     def decode(self, instance: Instance) -> float:
@@ -83,7 +117,7 @@ class Evaluator:
         if self._tpot_alone(instance) < self.target:
             return 0.0
         return self._highest(
-            self._decode_saturation(instance), lambda rate: self._tpot(instance, rate)
+            self._decode_saturation(instance), lambda rate: self._meets_tpot(instance, rate)
         )
 
     def joint(self, prefill: Instance, decode: Instance) -> float:
@@ -91,9 +125,7 @@ class Evaluator:
         if min(self._ttft_alone(prefill), self._tpot_alone(decode)) < self.target:
             return 0.0
         most = min(self._prefill_saturation(prefill), self._decode_saturation(decode))
-        return self._highest(
-            most, lambda rate: self.attained([prefill], [decode], rate).share(self.separate)
-        )
+        return self._highest(most, lambda rate: self._meets_both(prefill, decode, rate))
 
     def attained(
         self, prefills: Sequence[Instance], decodes: Sequence[Instance], rate: float
@@ -101,13 +133,8 @@ class Evaluator:
         """Return the shares that a fleet attains at a rate; requests go round its instances."""
         arrivals = self._arrivals(rate)
         first = _spread(arrivals, prefills, self._prefill_ends)
-        moved = [
-            Arrival(end + self.kv_s(each.prompt), each.prompt, each.output)
-            for end, each in zip(first, arrivals, strict=True)
-        ]
-        order = sorted(range(len(moved)), key=lambda number: moved[number].at_s)
-        ends = _spread([moved[number] for number in order], decodes, self._decode_ends)
-        last = dict(zip(order, ends, strict=True))
+        order, moved = self._moved(arrivals, first)
+        last = dict(zip(order, _spread(moved, decodes, self._decode_ends), strict=True))
         ttft = [
             self.slo.meets_ttft(end - each.at_s) for end, each in zip(first, arrivals, strict=True)
         ]
@@ -118,26 +145,62 @@ class Evaluator:
         both = [all(pair) for pair in zip(ttft, tpot, strict=True)]
         return Attained(_share(ttft), _share(tpot), _share(both))
 
-    def _highest(self, most: float, share: Callable[[float], float]) -> float:
-        def passes(rate: float) -> bool:
-            return share(rate) >= self.target
-
+    def _highest(self, most: float, passes: Callable[[float], bool]) -> float:
         return highest_rate(passes, most, self.precision * most)
 
-    def _ttft(self, instance: Instance, rate: float) -> float:
+    def _meets_ttft(self, instance: Instance, rate: float) -> bool:
         arrivals = self.sample.at_rate(rate)
-        ends = self._prefill_ends(arrivals, instance)
-        times = (end - each.at_s for end, each in zip(ends, arrivals, strict=True))
-        return _share([self.slo.meets_ttft(seconds) for seconds in times])
-
-    def _tpot(self, instance: Instance, rate: float) -> float:
-        arrivals = self._arrivals(rate)
-        ends = self._decode_ends(arrivals, instance)
-        times = (
-            _per_token(each.at_s, end, each.output)
-            for end, each in zip(ends, arrivals, strict=True)
+        met = (
+            self.slo.meets_ttft(end - arrivals[number].at_s)
+            for first, last, end in self._prefill_batches(arrivals, instance)
+            for number in range(first, last)
         )
-        return _share([self.slo.meets_tpot(seconds) for seconds in times])
+        return reaches(met, len(arrivals), self.target)
+
+    def _meets_tpot(self, instance: Instance, rate: float) -> bool:
+        arrivals = self._arrivals(rate)
+        met = (
+            self.slo.meets_tpot(_per_token(arrivals[number].at_s, end, arrivals[number].output))
+            for number, end in self._decode_order(arrivals, instance)
+        )
+        return reaches(met, len(arrivals), self.target)
+
+    def _meets_both(self, prefill: Instance, decode: Instance, rate: float) -> bool:
+        """Return whether `attained` has the share, without what does not matter to the answer."""
+        arrivals = self._arrivals(rate)
+        most_late = len(arrivals) - least_count(len(arrivals), self.target)
+        first: list[float] = []
+        late: set[int] = set()
+        for begin, end, end_s in self._prefill_batches(arrivals, prefill):
+            first += [end_s] * (end - begin)
+            late.update(
+                number
+                for number in range(begin, end)
+                if not self.slo.meets_ttft(end_s - arrivals[number].at_s)
+            )
+            if len(late) > most_late:
+                return False
+        order, moved = self._moved(arrivals, first)
+
+        def met() -> Iterator[bool]:
+            for place, end_s in self._decode_order(moved, decode):
+                number = order[place]
+                in_time = _per_token(first[number], end_s, arrivals[number].output)
+                yield self.slo.meets_tpot(in_time) and (self.separate or number not in late)
+
+        return reaches(met(), len(arrivals), self.target)
+
+    def _moved(
+        self, arrivals: Sequence[Arrival], first: Sequence[float]
+    ) -> tuple[list[int], list[Arrival]]:
+        """Return the requests by the time at which their KV has moved: numbers, and arrivals."""
+        kv_s = {length: self.kv_s(length) for length in {each.prompt for each in arrivals}}
+        moved = [end + kv_s[each.prompt] for end, each in zip(first, arrivals, strict=True)]
+        order = sorted(range(len(moved)), key=moved.__getitem__)
+        return order, [
+            Arrival(moved[number], arrivals[number].prompt, arrivals[number].output)
+            for number in order
+        ]
 
     def _ttft_alone(self, instance: Instance) -> float:
         """Return the share that meets the TTFT objective if no request meets another."""
@@ -199,6 +262,18 @@ class Evaluator:
 
     def _prefill_ends(self, arrivals: Sequence[Arrival], instance: Instance) -> list[float]:
         return prefill_ends(arrivals, instance, max_tokens=self.max_tokens, overhead=self.overhead)
+
+    def _prefill_batches(
+        self, arrivals: Sequence[Arrival], instance: Instance
+    ) -> Iterator[tuple[int, int, float]]:
+        return prefill_batches(
+            arrivals, instance, max_tokens=self.max_tokens, overhead=self.overhead
+        )
+
+    def _decode_order(
+        self, arrivals: Sequence[Arrival], instance: Instance
+    ) -> Iterator[tuple[int, float]]:
+        return decode_order(arrivals, instance, max_batch=self.max_batch, overhead=self.overhead)
 
     def _decode_ends(self, arrivals: Sequence[Arrival], instance: Instance) -> list[float]:
         return decode_ends(arrivals, instance, max_batch=self.max_batch, overhead=self.overhead)

@@ -17,7 +17,7 @@ that wait for a full decode instance, and failures. `router/simulation` has all 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from engine.latency import StepWork
@@ -25,7 +25,15 @@ from engine.protocol import BadRequest
 from router.planning.instances import Instance
 from router.planning.stages import Stages
 
-__all__ = ["NO_OVERHEAD", "Arrival", "Overhead", "decode_ends", "prefill_ends"]
+__all__ = [
+    "NO_OVERHEAD",
+    "Arrival",
+    "Overhead",
+    "decode_ends",
+    "decode_order",
+    "prefill_batches",
+    "prefill_ends",
+]
 
 
 class Arrival(NamedTuple):
@@ -58,7 +66,23 @@ def prefill_ends(
     overhead: Overhead = NO_OVERHEAD,
 ) -> list[float]:
     """Return when each request, in the order of arrival, has its first token (s)."""
-    stages, ends, first = Stages(instance.division.pp), [0.0] * len(arrivals), 0
+    ends = [0.0] * len(arrivals)
+    for first, last, end in prefill_batches(
+        arrivals, instance, max_tokens=max_tokens, overhead=overhead
+    ):
+        ends[first:last] = [end] * (last - first)
+    return ends
+
+
+def prefill_batches(
+    arrivals: Sequence[Arrival],
+    instance: Instance,
+    *,
+    max_tokens: int,
+    overhead: Overhead = NO_OVERHEAD,
+) -> Iterator[tuple[int, int, float]]:
+    """Yield each batch: its first request, the one after its last, and when it has ended (s)."""
+    stages, first = Stages(instance.division.pp), 0
     while first < len(arrivals):
         start = max(stages.free_s, arrivals[first].at_s)
         tokens = squares = 0
@@ -71,10 +95,8 @@ def prefill_ends(
             squares += length * length
             last += 1
         seconds = instance.step.seconds(StepWork(tokens, squares))
-        end = stages.enter(start, seconds, overhead.seconds(tokens))
-        ends[first:last] = [end] * (last - first)
+        yield first, last, stages.enter(start, seconds, overhead.seconds(tokens))
         first = last
-    return ends
 
 
 def decode_ends(
@@ -88,6 +110,25 @@ def decode_ends(
 
     The first token is there by then too, so a request takes `output - 1` steps. `arrivals` are in
     the order of `at_s`.
+
+    Raises: `BadRequest` if a request exceeds the pool.
+    """
+    ends = [0.0] * len(arrivals)
+    for number, end in decode_order(arrivals, instance, max_batch=max_batch, overhead=overhead):
+        ends[number] = end
+    return ends
+
+
+def decode_order(
+    arrivals: Sequence[Arrival],
+    instance: Instance,
+    *,
+    max_batch: int,
+    overhead: Overhead = NO_OVERHEAD,
+) -> Iterator[tuple[int, float]]:
+    """Yield each request's number and when it has its last token (s), as `decode_ends` says.
+
+    They come in the order in which batches end them, and those of one token when they would join.
 
     Raises: `BadRequest` if a request exceeds the pool.
     """
@@ -108,13 +149,7 @@ class _Batch:
         self.count = 0
         self.context = 0
         self.ends: list[tuple[int, int]] = []  # a heap of (last step, request)
-        self.idle = True
         self.joining: list[tuple[int, Arrival]] = []  # from its next step on
-
-    @property
-    def size(self) -> int:
-        """Requests, with those that join at the next step."""
-        return self.count + len(self.joining)
 
     def gather(self) -> None:
         """Let the requests in that join."""
@@ -134,6 +169,7 @@ class _Batch:
         return ended
 
     def leave(self, request: Arrival) -> None:
+        """Let a request out that has ended."""
         self.count -= 1
         self.context -= request.prompt + request.output - 1
 
@@ -149,58 +185,63 @@ class _Decoder:
         self._room = instance.pool_tokens
         self._stages = Stages(instance.division.pp)
         self._batches = [_Batch() for _ in range(instance.division.pp)]
-        self._ends = [each.at_s for each in arrivals]
+        self._sizes = [0] * len(self._batches)  # requests, with those that join at the next step
+        self._idle = set(range(len(self._batches)))
         self._next = 0
 
-    def run(self) -> list[float]:
+    def run(self) -> Iterator[tuple[int, float]]:
         returns: list[tuple[float, int]] = []  # a heap of when batches are ready for a step
         while self._next < len(self._arrivals) or returns:
             now = self._next_start(returns[0][0] if returns else float("inf"))
             if returns and returns[0][0] <= now:
                 now, index = heapq.heappop(returns)
-                batch = self._batches[index]
-                self._end(batch, batch.step(), now)
-                batch.idle = True
-            self._admit(now)
-            for index, batch in enumerate(self._batches):
-                if batch.idle and batch.size:
-                    heapq.heappush(returns, (self._pass(batch, now), index))
-        return self._ends
+                self._idle.add(index)
+                for number in self._batches[index].step():
+                    self._leave(index, self._arrivals[number])
+                    yield number, now
+            yield from self._admit(now)
+            for index in sorted(self._idle):
+                if self._sizes[index]:
+                    heapq.heappush(returns, (self._pass(index, now), index))
 
     def _next_start(self, returned_s: float) -> float:
         """Return when a batch returns, or a request comes before that to an empty batch."""
-        if self._next < len(self._arrivals) and any(not batch.size for batch in self._batches):
+        if self._next < len(self._arrivals) and 0 in self._sizes:
             request = self._arrivals[self._next]
             if request.prompt + request.output <= self._room:
                 return min(returned_s, request.at_s)
         return returned_s
 
-    def _admit(self, now: float) -> None:
-        """Let the requests join that are there and have room."""
-        arrivals = self._arrivals
+    def _admit(self, now: float) -> list[tuple[int, float]]:
+        """Let the requests join that are there and have room. Return those that have ended then."""
+        arrivals, sizes = self._arrivals, self._sizes
+        ended = []
         while self._next < len(arrivals) and arrivals[self._next].at_s <= now:
             request = arrivals[self._next]
             size = request.prompt + request.output
-            batch = min(self._batches, key=lambda batch: batch.size)
-            if size > self._room or batch.size >= self._max_batch:
+            least = min(sizes)
+            if size > self._room or least >= self._max_batch:
                 break
             if request.output > 1:
+                index = sizes.index(least)
                 self._room -= size
-                batch.joining.append((self._next, request))
+                sizes[index] += 1
+                self._batches[index].joining.append((self._next, request))
             else:
-                self._ends[self._next] = request.at_s
+                ended.append((self._next, request.at_s))
             self._next += 1
+        return ended
 
-    def _pass(self, batch: _Batch, now: float) -> float:
-        batch.idle = False
+    def _pass(self, index: int, now: float) -> float:
+        """Send a batch through the stages for a step, and return when it comes back."""
+        self._idle.remove(index)
+        batch = self._batches[index]
         batch.gather()
         work = StepWork(decodes=batch.count, context=batch.context)
         extra = self._overhead.seconds(batch.context)
         return self._stages.enter(now, self._step.seconds(work), extra)
 
-    def _end(self, batch: _Batch, ended: Iterable[int], now: float) -> None:
-        for number in ended:
-            request = self._arrivals[number]
-            batch.leave(request)
-            self._room += request.prompt + request.output
-            self._ends[number] = now
+    def _leave(self, index: int, request: Arrival) -> None:
+        self._batches[index].leave(request)
+        self._sizes[index] -= 1
+        self._room += request.prompt + request.output

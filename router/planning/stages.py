@@ -6,29 +6,37 @@ __all__ = ["Stages"]
 
 
 class Stages:
-    """Stages that serve one batch at a time each. A batch takes as long in each of them."""
+    """Stages that serve one batch at a time each. A batch takes as long in each of them.
+
+    When stage k has served what entered so far is `max(v + k·s)` over some of the batches, where a
+    batch that takes `s` in a stage left the first one at `v`, and later batches have pushed `v` on:
+    a batch that is faster than one before it is held up by it from some stage on. A batch of `s`
+    seconds moves the lines of slower batches by `s`, and takes the place of all others. So a batch
+    takes constant time on average, however many stages there are.
+    """
 
     def __init__(self, count: int) -> None:
-        self._free = [0.0] * count  # when each stage has served what entered so far
-
-    @property
-    def count(self) -> int:
-        """The number of stages."""
-        return len(self._free)
-
-    @property
-    def free_s(self) -> float:
-        """The time from which the first stage takes another batch."""
-        return self._free[0]
+        self.count = count
+        self.free_s = 0.0  # from when on the first stage takes another batch
+        # Seconds in a stage and the time at the last stage, less `_moved`. Both fall.
+        self._lines: list[tuple[float, float]] = []
+        self._moved = 0.0
 
     def enter(self, ready_s: float, seconds: float, extra_s: float = 0.0) -> float:
         """Send a batch through, and return when the last stage has served it.
 
         It takes `seconds` in each stage, and `extra_s` more in the first one.
         """
-        at = max(ready_s, self._free[0]) + seconds + extra_s
-        self._free[0] = at
-        for stage in range(1, len(self._free)):
-            at = max(at, self._free[stage]) + seconds
-            self._free[stage] = at
-        return at
+        first = max(ready_s, self.free_s) + seconds + extra_s
+        last = first + (self.count - 1) * seconds
+        self.free_s = first
+        lines, moved = self._lines, self._moved + seconds
+        while lines and (lines[-1][0] <= seconds or lines[-1][1] + moved <= last):
+            lines.pop()
+        if not lines:
+            self._moved = 0.0
+            lines.append((seconds, last))
+            return last
+        self._moved = moved
+        lines.append((seconds, last - moved))
+        return lines[0][1] + moved

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import click
@@ -175,9 +176,13 @@ class _Placing:
     def _low(self) -> Choice:
         pairs = node_pairs(self._instances, nodes=self._nodes, gpus_per_node=self._per_node)
 
-        def joint(pair: Pair) -> float:
-            prefill, decode = pair.whole_prefill, pair.whole_decode
+        # Pairs that differ in their segments alone are the same two instances.
+        @cache
+        def goodput(prefill: Division, decode: Division) -> float:
             return self._evaluator.joint(self._instances[prefill], self._instances[decode])
+
+        def joint(pair: Pair) -> float:
+            return goodput(pair.whole_prefill, pair.whole_decode)
 
         with progress(len(pairs), "candidates") as bar:
             return low_affinity(pairs, _counted(bar, joint), self._rate)

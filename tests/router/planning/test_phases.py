@@ -23,6 +23,7 @@ from router.planning import (
     highest_rate,
     prefill_ends,
 )
+from router.planning.goodput import reaches
 from router.telemetry import Slo
 from router.workload import poisson
 
@@ -189,6 +190,45 @@ def test_a_fleet_gets_the_requests_in_turn_and_moving_kv_takes_time():
     assert evaluator(arrivals, max_batch=9).attained(two, decode, 1.0).ttft == 0.5
     moving = evaluator(arrivals, kv_s=lambda tokens: 0.06 * tokens, max_batch=9)
     assert moving.attained(one, decode, 1.0).tpot == 0.0
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 100))
+def test_a_share_is_decided_as_by_counting_all_and_no_later_than_it_can_be(met, percent):
+    share, taken = percent / 100, 0
+
+    def one_by_one():
+        nonlocal taken
+        for each in met:
+            taken += 1
+            yield each
+
+    reached = reaches(one_by_one(), len(met), share)
+    assert reached == (sum(met) / len(met) >= share)
+    before = met[: taken - 1]  # undecided: the rest may still be met, or not
+    left = len(met) - len(before)
+    assert sum(before) / len(met) < share <= (sum(before) + left) / len(met)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_trials_that_stop_early_find_the_goodput_of_whole_ones(separate, seed):
+    """Against a bisection over `attained`, which runs all requests to their end."""
+    source, at_s, arrivals = random.Random(seed), 0.0, []
+    for _ in range(120):
+        at_s += source.expovariate(1)
+        arrivals.append(Arrival(at_s, source.randint(1, 60), source.randint(1, 40)))
+    one = evaluator(arrivals, slo=Slo(source.uniform(100, 900), source.uniform(20, 40)),
+                    separate=separate, max_tokens=64, max_batch=8,
+                    kv_s=lambda tokens: tokens * 1e-4)  # fmt: skip
+    prefill = instance((5, 1, 0.001), pp=source.randint(1, 3))
+    decode = instance(decode=(8, 0.01, 0.5), pp=source.randint(1, 2), pool=500)
+    found = one.joint(prefill, decode)
+    most = min(one._prefill_saturation(prefill), one._decode_saturation(decode))
+
+    def passes(rate: float) -> bool:
+        return one.attained([prefill], [decode], rate).share(separate) >= one.target
+
+    assert found == highest_rate(passes, most, one.precision * most) > 0
 
 
 def test_bisection():
