@@ -82,6 +82,7 @@ MODELS = {
     "opt-66b": _opt(64, 9216, 72),
     "opt-175b": _opt(96, 12288, 96),
     "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 3, 2 * 128256, 131072),
+    "llama2-13b": ModelShape(40, 5120, 40, 40, 128, 13824, 3, 2 * 32000, 4096),
     "llama2-70b": ModelShape(80, 8192, 64, 8, 128, 28672, 3, 2 * 32000, 4096),
     "qwen3-32b": ModelShape(64, 5120, 64, 8, 128, 25600, 3, 2 * 151936, 40960),
     # 128 experts in each layer, each with three matrices of its own.

@@ -36,6 +36,7 @@ from router.planning.placement import (
     most_rate,
     node_pairs,
 )
+from router.planning.queueing import crossover, divided_ttft, mean_ttft, pipelined_ttft
 from router.planning.report import fleet_of, show_choice, up_command, why_not
 from router.planning.requests import Sample, sample_requests
 
@@ -60,19 +61,23 @@ __all__ = [
     "balanced_split",
     "colocated",
     "colocated_s",
+    "crossover",
     "data_parallel",
     "decode_ends",
     "disaggregated",
     "disaggregation_wins",
+    "divided_ttft",
     "fitting_instances",
     "fleet_of",
     "high_affinity",
     "highest_rate",
     "least_machines",
     "low_affinity",
+    "mean_ttft",
     "measured_model",
     "most_rate",
     "node_pairs",
+    "pipelined_ttft",
     "plan_split",
     "prefill_ends",
     "profile_instances",

@@ -55,7 +55,8 @@ def test_layers_and_heads_are_divided_whole(tp: int, pp: int):
 @pytest.mark.parametrize(
     ("model", "billions", "kv_bytes"),
     [
-        ("opt-13b", 12.9, 819_200),  # Infinite-LLM, Table 1
+        ("opt-13b", 12.9, 819_200),
+        ("llama2-13b", 13.0, 819_200),
         ("opt-66b", 65.7, 2_359_296),
         ("opt-175b", 174.6, 4_718_592),
         ("llama-3.1-8b", 8.03, 131_072),
@@ -67,6 +68,17 @@ def test_the_models_sizes(model: str, billions: float, kv_bytes: int):
     shape = MODELS[model]
     assert shape.weight_bytes / 2e9 == pytest.approx(billions, rel=5e-3)
     assert shape.kv_bytes_per_token == kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("context", "gigabytes"),
+    [(10_000, 8.19), (100_000, 81.9), (500_000, 409.6), (1_000_000, 819.2)],
+)
+def test_infinite_llm_table_1(context: int, gigabytes: float):
+    """The KV of LLaMA2-13B by context length, beside 26 GB of weights."""
+    shape = MODELS["llama2-13b"]
+    assert context * shape.kv_bytes_per_token / 1e9 == pytest.approx(gigabytes, rel=1e-3)
+    assert shape.weight_bytes / 1e9 == pytest.approx(26, abs=0.5)
 
 
 def test_pages_are_whole_and_memory_decides():

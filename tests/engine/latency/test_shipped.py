@@ -112,6 +112,23 @@ def test_llama_on_an_a100_is_the_papers():
     assert 4 < decoding / seconds(chunk(3000, 0)) < 6
 
 
+@pytest.mark.parametrize(
+    ("tokens", "put_ms", "percent"), [(1000, 0.197, 15.8), (3000, 0.533, 38.3), (5000, 0.867, 55.4)]
+)
+def test_the_share_of_a_put_in_a_layer_of_microserving_table_3(
+    tokens: int, put_ms: float, percent: float
+):
+    """500 tokens are computed, and all are put: `T_KV = 0.0298 ms + n · 0.1675 µs` per layer."""
+    profile = find_profile("llama-3.1-8b@a100")
+    per_layer = profile.kv_bytes_per_token // 32
+    assert per_layer == 4096
+    put = profile.put.seconds(tokens * per_layer)
+    assert put * 1e3 == pytest.approx(0.0298 + tokens * 0.1675e-3, rel=5e-3)
+    assert put * 1e3 == pytest.approx(put_ms, rel=5e-3)
+    layer = profile.step.seconds(chunk(500, tokens - 500)) / 32
+    assert 100 * put / layer == pytest.approx(percent, abs=0.5)
+
+
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(BadRequest) as refused:
         find_profile("gpt-5@moon")

@@ -106,6 +106,17 @@ def test_each_phase_has_its_own_best():
     assert placed.gpus == 6
 
 
+def test_distserve_figure_1():
+    """One GPU has 5.6 prefills/s or 10 decodes/s, and 1.6 requests/s of both. Two for prefill and
+    one for decode serve 10, which is 3.33 per GPU and 2.1 times as much."""
+    one = Division(1, 1)
+    placed = high_affinity([one], lambda _: 5.6, lambda _: 10.0, 10.0)
+    assert (placed.prefill.count, placed.decode.count, placed.gpus) == (2, 1, 3)
+    per_gpu = most_rate(placed, 3) / 3
+    assert per_gpu == pytest.approx(3.33, abs=5e-3)
+    assert per_gpu / 1.6 == pytest.approx(2.1, abs=0.05)
+
+
 @pytest.mark.parametrize(
     ("model", "nodes", "per_node", "fitting"),
     [
