@@ -284,10 +284,11 @@ class VirtualSteps:
         ):
             return 1
         least = self._most
-        for job, _ in step.plan:
+        for job, chunk in step.plan:
             if not isinstance(job, Generation) or not job.generated or job.mirror is not None:
                 return 1
-            if job.sampling.stop_token_ids:
+            # After a preemption, a generation computes its prompt and its output again.
+            if not chunk.sample or len(chunk.tokens) > 1 or job.sampling.stop_token_ids:
                 return 1
             least = min(least, job.sampling.max_tokens - len(job.tokens) + job.prompt_len)
         return least if least > 1 and self._cache.room_for(chunks, least) else 1

@@ -89,6 +89,27 @@ def test_steps_that_are_skipped_over_have_the_same_effect(options, tolerance_s):
         assert other == (name, *near, cached)
 
 
+def test_after_a_preemption_the_lost_tokens_are_computed_in_one_step():
+    seen: list[tuple[float, int]] = []
+
+    @in_virtual_time
+    async def run(most_at_once: int) -> None:
+        engines = Engines("a", most_at_once=most_at_once, pool_pages=9, page_size=16)
+        engine = engines["a"]
+        first = await engine.start_generate(generate("first", [1] * 60, 60))
+        second = await engine.start_generate(generate("second", [2] * 60, 70))
+        await events(first)
+        assert engine.scheduler.preemptions == 1  # for the ninth page
+        await events(second)
+        seen.append((now(), engine.steps.stepper.stats.steps))
+        await engines.rest()
+
+    run(1)
+    run(64)
+    (stepped_s, steps), (skipped_s, skipped) = seen
+    assert skipped_s == pytest.approx(stepped_s) and skipped == steps
+
+
 @in_virtual_time
 async def test_whoever_looks_at_an_engine_sees_the_steps_that_have_ended():
     engines = Engines("a", most_at_once=64)
