@@ -10,13 +10,14 @@ Both terms are estimated from past steps:
 - `decode_s`, the time of the decodes alone, is the lower quartile over the latest steps with about
   as many decodes and no prompt tokens. The quartile ignores momentary disturbances of the machine.
 - `token_s`, the cost of one prompt token, grows with the context before it; old measurements
-  therefore decay within a few steps.
+  therefore decay within a few steps. The time of a few tokens, fewer than were allowed, is mostly
+  that of the step: they change the estimate little.
 
 Missing knowledge is replaced by estimates that are too small, at the expense of prompts: fewer
-decodes than measured take their share of the measured time, more decodes take no longer. If fewer
-than two steps are known, or none of them is recent, the next step is a probe without prompt tokens.
-At most one step in `PROBE_EVERY` is a probe, and at most `PROBES` in a row when the batch changes
-quickly.
+decodes than measured take their share of the measured time, more decodes take no longer; the
+largest of these estimates counts, if two steps of a batch agree. If fewer than two steps are known,
+or none of them is recent, the next step is a probe without prompt tokens. At most one step in
+`PROBE_EVERY` is a probe, and at most `PROBES` in a row when the batch changes quickly.
 
 Chunked prefill beside decodes, bounded by the time between two tokens, is due to Sarathi-Serve,
 which profiles the budget beforehand; here it is measured while serving.
@@ -24,6 +25,7 @@ which profiles the budget beforehand; here it is measured while serving.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -61,6 +63,7 @@ class ChunkBudget:
         self._step = 0
         self._estimate: tuple[int, float] | None = None  # decodes, and `_decode_seconds` of these
         self._probes_left = float(PROBES)
+        self._allowed = 0  # prompt tokens that the step under way was allowed; 0: unknown
 
     def tokens_allowed(self, decodes: int, waiting: int, most: int) -> int:
         """Return the prompt tokens for the next step, at most `most`.
@@ -68,6 +71,7 @@ class ChunkBudget:
         The step has `decodes` decodes, and `waiting` prompts and sends have tokens left. 0 asks for
         a probe.
         """
+        self._allowed = most
         if not self._slowdown or not decodes:
             return most
         similar = self._similar(decodes)
@@ -81,7 +85,8 @@ class ChunkBudget:
         if self._prompt_tokens and fitting >= most * self._prompt_seconds:
             return most
         by_cost = int(fitting / self._prompt_seconds) if self._prompt_seconds else 0
-        return min(most, max(MIN_TOKENS, by_cost))
+        self._allowed = min(most, max(MIN_TOKENS, by_cost))
+        return self._allowed
 
     def record(self, decodes: int, tokens: int, seconds: float) -> None:
         """Learn that a step of `decodes` decodes and `tokens` prompt tokens took `seconds`."""
@@ -89,6 +94,7 @@ class ChunkBudget:
             return
         self._step += 1
         estimate, self._estimate = self._estimate, None
+        allowed, self._allowed = self._allowed, 0
         if not tokens:
             self._decode_steps.append(_DecodeStep(self._step, decodes, seconds))
             return
@@ -101,8 +107,10 @@ class ChunkBudget:
         if decodes and self._prompt_tokens:  # caps the weight of a single slow step
             expected = tokens * self._prompt_seconds / self._prompt_tokens
             prompt_s = min(prompt_s, max(decode_s, 2 * expected))
-        self._prompt_seconds = self._prompt_seconds * DECAY + prompt_s
-        self._prompt_tokens = self._prompt_tokens * DECAY + tokens
+        share = min(tokens / allowed, 1.0) if allowed else 1.0
+        decay, weight = DECAY**share, share**2
+        self._prompt_seconds = self._prompt_seconds * decay + prompt_s * weight
+        self._prompt_tokens = self._prompt_tokens * decay + tokens * weight
 
     def _similar(self, decodes: int) -> list[_DecodeStep]:
         """Return the recent steps with about as many decodes and no prompt tokens."""
@@ -114,8 +122,13 @@ class ChunkBudget:
 
     def _decode_seconds(self, decodes: int, similar: Sequence[_DecodeStep]) -> float:
         """Estimate the time of the decodes alone, rather too low. 0 if nothing is known."""
-        known = sorted(
-            seconds if decodes >= count else seconds * (decodes / count)
-            for _, count, seconds in similar or self._decode_steps
-        )
-        return known[(len(known) - 1) // 4] if known else 0.0
+        batches: dict[int, list[float]] = {}
+        for _, count, seconds in similar or self._decode_steps:
+            least = seconds if decodes >= count else seconds * (decodes / count)
+            batches.setdefault(0 if similar else count, []).append(least)
+        known = [_lower_quartile(times) for times in batches.values() if len(times) > 1]
+        return max(known, default=min(itertools.chain(*batches.values()), default=0.0))
+
+
+def _lower_quartile(times: list[float]) -> float:
+    return sorted(times)[(len(times) - 1) // 4]

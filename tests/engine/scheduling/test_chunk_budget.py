@@ -352,3 +352,30 @@ def test_fewer_waiting_prompts_than_decodes_get_the_slowdowns_time(waiting: int,
     for _ in range(2):
         budget.record(8, 0, 0.0105)
     assert allowed(budget, 8, waiting) == expected
+
+
+def test_the_last_tokens_of_a_prompt_hardly_change_the_cost_of_a_token():
+    """A step with a single prompt token takes 3 ms longer than its decodes."""
+    budget = ChunkBudget(1.75)
+    learn(budget, 16)
+    usual = run(budget, 16, 20)[-1]
+    for _ in range(5):
+        budget.tokens_allowed(16, 1, BUDGET)
+        budget.record(16, 1, linear(16, 0) + 3e-3)
+    assert budget.tokens_allowed(16, 1, BUDGET) == pytest.approx(usual, rel=0.1)
+
+
+def test_a_batch_between_two_that_were_measured_takes_at_least_the_time_of_the_smaller():
+    budget = per_token_ms()
+    for ms in (20.5, 20.5, 30.5, 30.5, 30.5, 30.5, 30.5, 30.5):
+        budget.record(2 if ms < 30 else 20, 0, ms / 1000)
+    assert allowed(budget, 1) == 10
+    assert allowed(budget, 4) == 20  # a fifth of the larger one's time would be 6 ms
+    assert allowed(budget, 15) == 22  # three quarters of the larger one's time
+
+
+def test_one_step_of_a_batch_is_no_evidence_beside_two_of_another():
+    budget = per_token_ms()
+    for decodes, ms in ((2, 500.5), (4, 20.5), (4, 20.5)):
+        budget.record(decodes, 0, ms / 1000)
+    assert allowed(budget, 8) == 20
