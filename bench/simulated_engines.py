@@ -9,13 +9,15 @@ fitted to these (`engine.latency.fit_observed`), one for each engine. Then each 
 the same requests at each rate (`WORKLOAD`; Poisson arrivals; shares of the throughput of both
 engines when they are full), from a client on the same machine. The same workload, with the same
 arrivals and lengths, then runs in a simulation of these engines. Nothing is adjusted to these runs:
-the time of a call without any work is measured too (`call_s`). Answers repeat one word, because
-random prompts would give answers whose text comes a token late now and then: half a character is
-held back, which a simulation does not know.
+the time of a call that asks for no work is measured too, while a few requests run (`call_s`): the
+processes share two cores. Answers repeat one word, because random prompts would give answers whose
+text comes a token late now and then: half a character is held back, which a simulation does not
+know.
 
-Real runs differ from each other: their engines, the router and the client share two cores. `repeat`
-is the same figure of a second real run of the same requests, over the first one. `others_cpu` is
-the number of cores that other processes used: with more than a few hundredths, a run says little.
+Real runs differ from each other: their engines, the router and the client share two cores. A real
+figure is the mean of its runs (`--repeats`) of the same requests. `repeat` is the figure of the
+last run over that of the first one. `others_cpu` is the number of cores that other processes used:
+with more than a few hundredths, a run says little.
 
 Run: `make bench-simulated-engines`, or `python -m bench.simulated_engines [--save]
 [--requests 60] [--repeats 2]`.
@@ -116,7 +118,8 @@ async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[s
         deployment.use("data_parallel")
         most = await full(target, replace(WORKLOAD, seed=2000), FULL, 3 * FULL)
         print(f"full: {most:.2f} requests/s", file=sys.stderr)
-        call_s = await call_time(deployment)
+        load = asyncio.create_task(full(target, replace(WORKLOAD, seed=3000), CONCURRENT[-1], 24))
+        call_s = await call_time(deployment, load)
         runs: dict[tuple[str, float], list[list[Outcome]]] = {}
         others: list[float] = []
         for repeat, share, strategy in itertools.product(range(repeats), SHARES, STRATEGIES):
@@ -174,16 +177,19 @@ def workload_at(rate: float) -> WorkloadConfig:
     return replace(WORKLOAD, rate=rate, seed=7)
 
 
-async def call_time(deployment: Deployment) -> float:
-    """Return the median time of a call to an idle engine that does next to nothing."""
+async def call_time(deployment: Deployment, load: asyncio.Task[float]) -> float:
+    """Return the mean time of calls that an engine does next to nothing for, during a load."""
     headers = {"Authorization": f"Bearer {deployment.engine_key}"}
     took = []
     async with httpx.AsyncClient(headers=headers) as client:
-        for _ in range(50):
-            began = time.perf_counter()
-            (await client.get(f"{deployment.engines[0]}/health")).raise_for_status()
-            took.append(time.perf_counter() - began)
-    return statistics.median(took)
+        while not load.done():
+            for url in deployment.engines:
+                began = time.perf_counter()
+                (await client.get(f"{url}/health")).raise_for_status()
+                took.append(time.perf_counter() - began)
+                await asyncio.sleep(0.02)
+    await load
+    return statistics.fmean(took)
 
 
 async def profile_of(url: str, key: str) -> tuple[Profile, dict[str, Any]]:
@@ -224,7 +230,7 @@ def simulate(
 def compare(
     name: str, rate: float, repeats: Sequence[Sequence[Outcome]], simulated: Sequence[RequestRecord]
 ) -> dict[str, Any]:
-    """Return each figure of the first real run, of the simulation, and their difference."""
+    """Return each figure of the real runs (their mean), of the simulation, and their difference."""
     run: dict[str, Any] = {"strategy": name, "params": STRATEGIES[name], "rate": rate}
     for figure in FIGURES:
         of = VALUES[figure]
@@ -232,8 +238,9 @@ def compare(
         ours = values(map(of, simulated))
         run[figure] = {
             statistic: {
-                "real_ms": 1e3 * real[0][statistic], "simulated_ms": 1e3 * ours[statistic],
-                "error": ours[statistic] / real[0][statistic] - 1,
+                "real_ms": 1e3 * (of_runs := statistics.fmean(one[statistic] for one in real)),
+                "simulated_ms": 1e3 * ours[statistic],
+                "error": ours[statistic] / of_runs - 1,
                 "repeat": real[-1][statistic] / real[0][statistic] - 1,
             }
             for statistic in ("mean", "p99")
