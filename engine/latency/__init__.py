@@ -3,7 +3,7 @@
 May import `engine.protocol`. Imports no torch, and reads no clock.
 """
 
-from engine.latency.fit import Fit, Measured, Residuals, fit_latency, fit_put, residuals
+from engine.latency.fit import Fit, Measured, Residuals, doubt, fit_latency, fit_put, residuals
 from engine.latency.memory import DEVICES, MODELS, Device, ModelShape, pool_tokens
 from engine.latency.observed import fit_observed
 from engine.latency.profile import (
@@ -37,6 +37,7 @@ __all__ = [
     "StepLatency",
     "StepWork",
     "TableLatency",
+    "doubt",
     "find_profile",
     "fit_latency",
     "fit_observed",

@@ -34,6 +34,7 @@ __all__ = [
     "Measured",
     "Residuals",
     "divide",
+    "doubt",
     "fit_decodes",
     "fit_latency",
     "fit_put",
@@ -42,6 +43,8 @@ __all__ = [
 
 Matrix = NDArray[np.float64]
 TERMS = 3
+# Twice the smallest gain that an advice acts on. The shipped profiles are 3 % off at most.
+MEDIAN_LIMIT = 0.1
 
 
 class Measured(NamedTuple):
@@ -66,6 +69,24 @@ class Fit:
 
     prefill: Residuals
     decode: Residuals
+
+
+def doubt(fit: Fit) -> str:
+    """Return a sentence if half of the prompts or decodes are off by more than `MEDIAN_LIMIT`.
+
+    It is empty for a good fit.
+    """
+    found = [
+        f"half of the {what} are more than {of.median:.0%} off (up to {of.largest:.0%})"
+        for what, of in (("prompts", fit.prefill), ("decodes", fit.decode))
+        if of.median > MEDIAN_LIMIT
+    ]
+    if not found:
+        return ""
+    return (
+        f"the latency model fits badly: {' and '.join(found)}, where at most {MEDIAN_LIMIT:.0%} is "
+        "good; do not rely on differences of this size between strategies"
+    )
 
 
 def fit_latency(

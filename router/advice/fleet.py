@@ -13,6 +13,7 @@ from engine.latency import (
     Profile,
     PutLatency,
     StepWork,
+    doubt,
     fit_observed,
     fit_put,
     profile_fields,
@@ -46,6 +47,8 @@ def fit_fleet(engines: Sequence[Facts], given: dict[str, Any] | None) -> dict[st
         latency, fit, source, problem = _latency(one, all_steps, profile)
         if problem:
             notes.append(f"engine {one['id']}: {problem}; {source} are used")
+        if fit is not None and (warning := doubt(fit)):
+            notes.append(f"engine {one['id']}: {warning}")
         put, put_source = _put(one, all_puts, profile)
         made = Profile(
             name=one["id"], model=one["model"] or "model", device="its own", gpus=0,

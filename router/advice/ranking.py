@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Annotated, Any
 
@@ -56,7 +56,8 @@ class Row:
     """A line of the ranking. Figures are means over the seeds.
 
     `gain` is the mean over the seeds, each against what runs now under the same seed, and `spread`
-    is its standard deviation. `None` if it cannot be said.
+    is its standard deviation. `None` if it cannot be said. `alike` are candidates with the same
+    figures in each run, which have no row of their own.
     """
 
     candidate: Candidate
@@ -65,6 +66,7 @@ class Row:
     figures: dict[str, float | None] | None = None
     gain: float | None = None
     spread: float | None = None
+    alike: tuple[Candidate, ...] = ()
 
     @property
     def worth_it(self) -> bool:
@@ -84,7 +86,13 @@ class Row:
             "title": one.title, "name": one.name, "params": dict(one.params),
             "roles": dict(one.roles), "changes_roles": one.changes_roles, "current": self.current,
             "gain": self.gain, "spread": self.spread, "worth_it": self.worth_it,
-            "failed": self.failure or None, **(self.figures or {}),
+            "failed": self.failure or None,
+            "alike": [
+                {"title": other.title, "name": other.name, "params": dict(other.params),
+                 "roles": dict(other.roles)}
+                for other in self.alike
+            ],
+            **(self.figures or {}),
         }  # fmt: skip
 
 
@@ -102,13 +110,18 @@ def rank(results: Sequence[Result], *, goodput: bool) -> Ranking:
 
     With `goodput`, a gain is the difference in the share of requests within the objectives. Without
     it, it is the share by which the mean time of a request (JCT) is shorter. A candidate that
-    completes fewer requests than what runs now has failed. Rows with failures come last.
+    completes fewer requests than what runs now has failed. Rows with failures come last. Candidates
+    with the same figures under each seed share the row of the one that changes least.
 
     Of those whose gains differ from the largest one by less than its spread, one that leaves the
     roles of the engines as they are is proposed first.
     """
     now = results[0]
-    rows = [_row(result, now, goodput) for result in results]
+    groups = _alike(results)
+    rows = [
+        replace(_row(first, now, goodput), alike=tuple(other.candidate for other in others))
+        for first, *others in groups
+    ]
     order = sorted(rows, key=lambda row: (row.gain is None, -(row.gain or 0.0)))
     if rows[0].gain is None:
         why = f"keep what you have: it cannot be compared, since {rows[0].failure}"
@@ -121,6 +134,24 @@ def rank(results: Sequence[Result], *, goodput: bool) -> Ranking:
     as_good = [row for row in good if row is best or (row.gain or 0.0) >= near]
     proposal = min(as_good, key=lambda row: row.candidate.changes_roles)
     return Ranking(order, proposal, f"{proposal.candidate.title}: {_gain(proposal, goodput)}")
+
+
+def _alike(results: Sequence[Result]) -> list[list[Result]]:
+    """Return the results with the same runs together, in order.
+
+    In a group, what runs now comes first, then those that leave the roles as they are. Results
+    without runs stay apart.
+    """
+    groups: list[list[Result]] = []
+    for result in results:
+        same = [group for group in groups if result.runs and list(group[0].runs) == [*result.runs]]
+        if same:
+            same[0].append(result)
+        else:
+            groups.append([result])
+    for group in groups:
+        group.sort(key=lambda one: (one is not results[0], one.candidate.changes_roles))
+    return groups
 
 
 def _row(result: Result, now: Result, goodput: bool) -> Row:
@@ -165,6 +196,8 @@ def _gained(run: RunFigures, base: RunFigures, goodput: bool) -> float | None:
 
 def _keep(order: Sequence[Row]) -> str:
     others = [row for row in order if not row.current and row.gain is not None]
+    if not others and any(row.current and row.alike for row in order):
+        return "keep what you have: the others behave the same under this traffic"
     if not others:
         return "keep what you have: nothing else could be compared"
     best = others[0]

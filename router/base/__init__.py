@@ -42,6 +42,7 @@ from router.base.process import (
 )
 from router.base.request import Chunk, Mirrored, Request, TokenId, Usage
 from router.base.sse import DONE, EventSplitter
+from router.base.tables import fits, print_table, table_console, table_of
 from router.base.tls import client_context, server_context
 from router.base.watched_file import changes_of
 
@@ -88,11 +89,15 @@ __all__ = [
     "drop_service_links",
     "enter_namespaces",
     "fired_late",
+    "fits",
     "forbid_new_privileges",
     "hide_keys",
     "hide_memory",
     "import_from",
     "module_command",
+    "print_table",
     "root_cause",
     "server_context",
+    "table_console",
+    "table_of",
 ]

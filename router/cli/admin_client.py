@@ -10,7 +10,7 @@ import httpx
 
 from router.cli.options import CA_HELP, option, read_ca
 
-__all__ = ["admin_client", "admin_options", "call_admin", "problem_of"]
+__all__ = ["admin_client", "admin_options", "call_admin", "problem_of", "unreachable"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S = 60.0
@@ -41,10 +41,25 @@ def call_admin(client: httpx.Client, method: str, path: str, body: Any = None) -
         response = client.request(method, path, json=body)
         reply = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise click.ClickException(f"{client.base_url}: {error}") from None
+        raise unreachable(str(client.base_url), error) from None
     if response.is_error:
         raise click.ClickException(problem_of(reply))
     return reply
+
+
+def unreachable(url: str, error: Exception) -> click.ClickException:
+    """Return the error for a call that got no answer; it says how to give another URL."""
+    said = f"{url}: {error or type(error).__name__}"
+    if not isinstance(error, httpx.ConnectError):
+        return click.ClickException(said)
+    context = click.get_current_context(silent=True)
+    while context is not None and "url" not in (p.name for p in context.command.params):
+        context = context.parent
+    prefix = context.auto_envvar_prefix if context is not None else None
+    flag = f"--url or {prefix}_URL sets" if prefix else "--url sets"
+    return click.ClickException(
+        f"{said}; {flag} the URL of the router, and `microserve up` starts one"
+    )
 
 
 def problem_of(reply: Any) -> str:

@@ -12,11 +12,18 @@ import click
 import httpx
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.text import Text
 
 from engine.latency import find_profile, profile_fields
 from engine.protocol import MicroserveError
-from router.cli.admin_client import admin_client, admin_options, call_admin, problem_of
+from router.base import print_table, table_console, table_of
+from router.cli.admin_client import (
+    admin_client,
+    admin_options,
+    call_admin,
+    problem_of,
+    unreachable,
+)
 from router.cli.options import GroupedCommand, Number, option, read_params
 from router.cli.preflight import Mistake
 from router.cli.workload_options import POSITIVE
@@ -49,6 +56,8 @@ PERCENT = Number(float, 1e-6, 100.0)
         help="its share of the requests (%)")  # fmt: skip
 @option("--min-requests", type=Number(int, 1, 10**6), default=100, show_default=True,
         group="Apply", help="number of requests after which it is judged")  # fmt: skip
+@option("--max-ttft-p99-ms", type=POSITIVE, group="Apply",
+        help="99th percentile that its time to first token may have (ms)")  # fmt: skip
 def advise(url: str, admin_key: str, ca: str, **options: Any) -> None:
     """Say which strategy would serve a router's own traffic best.
 
@@ -57,13 +66,31 @@ def advise(url: str, admin_key: str, ca: str, **options: Any) -> None:
     document as the last line of standard output. Nothing changes without --apply.
     """
     body = _question(options)
+    applied, problem = None, None
     with admin_client(url, admin_key, ca) as client:
+        if options["apply"]:
+            _check_canary(client)
         advice = _ask(client, body)
         _show(advice)
-        applied = None
         if options["apply"] and not advice["keep"]:
-            applied = _apply(client, advice, options)
-    click.echo(json.dumps({**advice, "applied": applied}))
+            try:
+                applied = _apply(client, advice, options)
+            except click.ClickException as error:
+                problem = error
+    said = problem.message if problem is not None else None
+    click.echo(json.dumps({**advice, "applied": applied, "error": said}))
+    if problem is not None:
+        raise problem
+
+
+def _check_canary(client: httpx.Client) -> None:
+    """Raise `ClickException` if a canary runs: there can be no other beside it."""
+    canary = call_admin(client, "GET", "/admin/strategies")["canary"]
+    if canary is not None:
+        raise click.ClickException(
+            f"generation {canary['generation']} is a canary, and there is one at a time: wait "
+            "until it is judged, or end it with `microserve strategy rollback`"
+        )
 
 
 def _question(options: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +135,7 @@ def _ask(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
                 else:
                     raise click.ClickException(problem_of(event))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise click.ClickException(f"{client.base_url}: {error or type(error).__name__}") from None
+        raise unreachable(str(client.base_url), error) from None
     raise click.ClickException(f"{client.base_url}: the router ended its answer early")
 
 
@@ -133,21 +160,26 @@ def _progress() -> Iterator[Any]:
 
 def _show(advice: dict[str, Any]) -> None:
     """Print the ranking and the advice."""
-    console = Console(width=110)
     traffic, goodput = advice["traffic"], advice["objective"] == "goodput"
     title = (
         f"{traffic['requests']} requests of {traffic['seconds']:.0f} s, "
         f"{advice['seeds']} runs each; gain: {'goodput' if goodput else 'mean JCT'}"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for heading in ("gain", "JCT ms", "TTFT ms", "TTFT P99", "TPOT ms", "attained", "busy"):
-        table.add_column(heading, justify="right")
+    table = table_of(
+        "", "", ">gain", ">JCT\nms", ">TTFT\nms", ">TTFT\nP99", ">TPOT\nms", ">attained", ">busy",
+        title=title, folded=(1,),
+    )  # fmt: skip
+    remarks = []
     for row in advice["ranking"]:
         proposed = advice["proposal"] is not None and row["title"] == advice["proposal"]["title"]
-        name = ("★ " if proposed else "") + row["title"] + (" (now)" if row["current"] else "")
+        name = Text(row["title"] + (" (now)" if row["current"] else ""))
+        if row["failed"]:
+            remarks.append(f"{row['title']} failed: {row['failed']}")
+        if row["alike"]:
+            others = ", ".join(one["title"] for one in row["alike"])
+            remarks.append(f"the same under this traffic as {row['title']}: {others}")
         if row.get("jct_ms") is None:
-            table.add_row(name, f"failed: {row['failed']}")
+            table.add_row("", name, "failed")
             continue
         gain = f"{row['gain']:+.1%} ±{row['spread']:.1%}" if row["gain"] is not None else "–"
         times = (row["jct_ms"], row["ttft_ms"], row["ttft_p99_ms"], row["tpot_ms"])
@@ -156,10 +188,13 @@ def _show(advice: dict[str, Any]) -> None:
             for time in times
         ]
         table.add_row(
-            name, gain if not row["failed"] else f"failed: {row['failed']}", *cells,
+            "★" if proposed else "", name, gain if not row["failed"] else "failed", *cells,
             f"{row['attained']:.1%}", f"{row['utilisation']:.0%}",
         )  # fmt: skip
-    console.print(table)
+    print_table(table, table_console())
+    click.echo()
+    for remark in remarks:
+        click.echo(remark)
     for note in advice["notes"]:
         click.echo(f"note: {note}")
     click.echo(advice["why"])
@@ -192,6 +227,8 @@ def _apply(client: httpx.Client, advice: dict[str, Any], options: dict[str, Any]
             click.echo(f"{proposal['name']} runs already, with these parameters")
             return applied
         rules = {"percent": options["canary"], "min_requests": options["min_requests"]}
+        if options["max_ttft_p99_ms"] is not None:
+            rules["max_ttft_p99_ms"] = options["max_ttft_p99_ms"]
         state = call_admin(
             client, "PUT", "/admin/strategy",
             {

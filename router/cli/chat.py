@@ -10,6 +10,7 @@ import click
 import httpx
 
 from router.base import DONE, EventSplitter
+from router.cli.admin_client import unreachable
 from router.cli.options import CA_HELP, GroupedCommand, Number, option, read_ca
 
 __all__ = ["chat"]
@@ -82,7 +83,7 @@ def _ask(client: httpx.Client, messages: Messages, options: dict[str, Any]) -> s
                 for data in events.feed(received):
                     answer += _print(data)
     except httpx.HTTPError as error:
-        raise click.ClickException(f"{client.base_url}: {error}") from None
+        raise unreachable(str(client.base_url), error) from None
     click.echo()
     return answer
 

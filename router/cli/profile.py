@@ -12,11 +12,10 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
-from engine.latency import Profile, write_profile
+from engine.latency import Profile, doubt, write_profile
 from engine.protocol import EngineConfig, MicroserveError
-from router.base import StartFailed
+from router.base import StartFailed, print_table, table_console, table_of
 from router.cli.options import CA_HELP, GroupedCommand, config_options, given, option, read_ca
 from router.engines import HttpClient
 from router.profiling import Measurement, measure, two_engines
@@ -91,7 +90,17 @@ def profile(
     except TimeoutError:
         raise click.ClickException(f"{target} does not get on with its steps") from None
     _show(measured.profile)
-    click.echo(json.dumps({"profile": str(output), "name": name, "steps": len(measured.steps)}))
+    warning = doubt(measured.profile.fit) if measured.profile.fit is not None else ""
+    if warning:
+        click.echo(f"warning: {warning}")
+    click.echo(
+        json.dumps(
+            {
+                "profile": str(output), "name": name, "steps": len(measured.steps),
+                "warning": warning or None,
+            }
+        )
+    )  # fmt: skip
 
 
 @contextmanager
@@ -107,7 +116,8 @@ def _client(url: str, key: str, tls: ssl.SSLContext | None) -> Iterator[HttpClie
 
 def _show(measured: Profile) -> None:
     """Print the coefficients and how far the points are from them."""
-    table = Table(title=measured.name, title_justify="left", show_header=False)
+    table = table_of("", "", title=measured.name, folded=(1,))
+    table.show_header = False
     table.add_row("KV", f"{measured.kv_bytes_per_token} bytes a token in {measured.layers} layers")
     table.add_row("pool", f"{measured.pool_tokens} tokens")
     table.add_row(
@@ -121,4 +131,4 @@ def _show(measured: Profile) -> None:
                 f"{of.points} points, {100 * of.median:.1f} % off (median), "
                 f"{100 * of.largest:.1f} % at most",
             )
-    Console(width=100).print(table)
+    print_table(table, table_console())

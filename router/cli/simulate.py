@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from engine.protocol import BadRequest, EngineConfig, MicroserveError
+from router.base import table_console
 from router.cli.options import GroupedCommand, Number, config_options, given, option, read_params
 from router.cli.preflight import Mistake, check_folder
 from router.cli.progress import Bar, progress
@@ -194,7 +194,7 @@ class _Simulation:
         return summarize(outcome, self._slo, separate=self._options["slo"] == "separate")
 
     def _show(self, runs: Sequence[Run]) -> None:
-        console = Console(width=110)
+        console = table_console()
         show_runs(runs, self._slo, console)
         if len(runs) == 1 and len(self._fleet) <= ENGINES_SHOWN:
             show_engines(runs[0], console)

@@ -52,11 +52,13 @@ def strategy(context: click.Context, url: str, admin_key: str, ca: str) -> None:
 @strategy.command("list")
 @click.pass_obj
 def list_(client: httpx.Client) -> None:
-    """List all strategies. A star marks the active one."""
+    """List all strategies. A star marks the active one, and ~ that of a canary."""
     state = call_admin(client, "GET", "/admin/strategies")
     for one in state["strategies"]:
-        star = "*" if one["name"] == state["active"]["name"] else " "
+        star = "~" if one["name"] == _candidate(state).get("name") else " "
+        star = "*" if one["name"] == state["active"]["name"] else star
         click.echo(f"{star} {one['name']:<20} {one['doc'].partition(chr(10))[0]}")
+    _show_canary(state)
 
 
 @strategy.command()
@@ -76,8 +78,13 @@ def show(client: httpx.Client, name: str | None) -> None:
             click.echo(f"{name}\n\n{one['doc']}\n")
             for param, schema in one["params"].items():
                 click.echo(f"  {param}: {_describe(schema)}")
+            if _candidate(state).get("name") == name:
+                _show_canary(state)
             return
-    raise click.ClickException(f"no strategy {name!r}")
+    known = ", ".join(one["name"] for one in state["strategies"])
+    raise click.ClickException(
+        f"no strategy {name!r}; there are {known}; `microserve strategy load FILE` adds one"
+    )
 
 
 @strategy.command(cls=GroupedCommand)
@@ -221,19 +228,37 @@ def _refresh(client: httpx.Client, name: str) -> None:
 
 
 def _show_running(state: dict[str, Any]) -> None:
-    canary = state["canary"] or {}
     for one in state["generations"]:
         line = _generation(one) + f", {one['in_flight']} in flight"
-        if one["generation"] == canary.get("generation"):
-            line += f", a canary with {canary['percent']:g} %: "
-            line += (
-                f"{canary['ended']} of {canary['min_requests']} ended, {canary['failed']} failed"
-            )
         for kind, count in one["offences"].items():
             line += f", {kind} {count}×"
         click.echo(line)
+    _show_canary(state)
     if last := state["last_canary"]:
         click.echo(f"generation {last['generation']} was {last['decision']}: {last['why']}")
+
+
+def _candidate(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the generation that is a canary; empty if there is none."""
+    number = (state["canary"] or {}).get("generation")
+    return next((one for one in state["generations"] if one["generation"] == number), {})
+
+
+def _show_canary(state: dict[str, Any]) -> None:
+    """Print the canary, if there is one: its share, its age, and what it is judged by so far."""
+    canary = state["canary"]
+    if canary is None:
+        return
+    text = (
+        f"{canary['ended']} of {canary['min_requests']} requests ended, {canary['failed']} failed"
+    )
+    if canary["max_ttft_p99_ms"] is not None:
+        text += f", {canary['slow']} took over {canary['max_ttft_p99_ms']:g} ms to the first token"
+    click.echo(
+        f"{_generation(_candidate(state))} is a canary with {canary['percent']:g} % of the "
+        f"requests since {canary['since']}: {text}, no verdict yet; "
+        "`microserve strategy rollback` ends it"
+    )
 
 
 def _describe(schema: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import httpx
 
-from router.cli.admin_client import admin_client, admin_options, problem_of
+from router.cli.admin_client import admin_client, admin_options, problem_of, unreachable
 from router.cli.options import GroupedCommand, Number, option
 from router.cli.preflight import check_folder
 
@@ -44,7 +44,7 @@ def traffic(url: str, admin_key: str, ca: str, output: Path, minutes: float | No
                     file.write(piece)
                     count += piece.count(b"\n")
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise click.ClickException(f"{url}: {error}") from None
+        raise unreachable(url, error) from None
     except OSError as error:
         raise click.ClickException(f"{output}: {error.strerror}") from None
     if not count:

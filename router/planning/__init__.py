@@ -37,7 +37,7 @@ from router.planning.placement import (
     node_pairs,
 )
 from router.planning.queueing import crossover, divided_ttft, mean_ttft, pipelined_ttft
-from router.planning.report import fleet_of, show_choice, up_command, why_not
+from router.planning.report import fleet_of, placeholder, show_choice, up_command, why_not
 from router.planning.requests import Sample, sample_requests
 
 __all__ = [
@@ -78,6 +78,7 @@ __all__ = [
     "most_rate",
     "node_pairs",
     "pipelined_ttft",
+    "placeholder",
     "plan_split",
     "prefill_ends",
     "profile_instances",

@@ -1,6 +1,7 @@
 """DistServe's placements (Zhong et al. 2024, algorithms 1 and 2), for any goodput function.
 
-Each maximises the goodput per GPU; equal ones go to fewer GPUs. Algorithm 1 as printed compares
+Each ranks by goodput per GPU; equal ones go to fewer GPUs. `Choice` has their choice, and what
+serves a given rate on the fewest GPUs. Algorithm 1 as printed compares
 both phases through one variable; here each phase has its own best.
 """
 
@@ -74,23 +75,44 @@ class Rated:
         """Return how many serve the rate, if the goodput is above 0."""
         return max(1, ceil(rate / self.goodput - ROUNDING))
 
+    def gpus(self, rate: float) -> int:
+        """Return the GPUs of these."""
+        return self.instances(rate) * self.candidate.gpus
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How many instances of the best candidate serve the rate; `ranked` has all, the best first."""
+    """What serves a rate. `ranked` has all candidates, the one with most goodput per GPU first."""
 
-    count: int
+    rate: float
     ranked: tuple[Rated, ...]
 
     @property
     def best(self) -> Rated:
-        """The chosen candidate."""
+        """The candidate with most goodput per GPU, which DistServe's algorithms choose."""
         return self.ranked[0]
 
     @property
+    def fewest(self) -> Rated:
+        """The candidate that serves the rate on the fewest GPUs; of equals, the better one.
+
+        At a rate of few instances it may be another than `best`, whose last instance is then mostly
+        idle.
+        """
+        return min(
+            (rated for rated in self.ranked if rated.goodput > 0),
+            key=lambda rated: rated.gpus(self.rate),
+        )
+
+    @property
+    def count(self) -> int:
+        """Instances of `fewest` that serve the rate."""
+        return self.fewest.instances(self.rate)
+
+    @property
     def gpus(self) -> int:
-        """GPUs of all its instances."""
-        return self.count * self.best.candidate.gpus
+        """GPUs of these."""
+        return self.fewest.gpus(self.rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +211,7 @@ def _choose(
         raise BadRequest(
             f"{phase}: not one of {len(ranked)} candidates meets the objectives, even without load"
         )
-    return Choice(ranked[0].instances(rate), tuple(ranked))
+    return Choice(rate, tuple(ranked))
 
 
 def _rounded(number: float) -> float:

@@ -2,65 +2,72 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
+from router.base import print_table, table_of
 from router.planning.instances import Instance
 from router.planning.placement import Choice, Rated
 
-__all__ = ["fleet_of", "show_choice", "up_command", "why_not"]
+__all__ = ["fleet_of", "placeholder", "show_choice", "up_command", "why_not"]
 
 SHOWN = 8  # candidates of a table
 
 
-def show_choice(title: str, choice: Choice, rate: float, console: Console) -> None:
-    """Print the best candidates, and why all but the first one lost.
+def show_choice(title: str, choice: Choice, console: Console) -> None:
+    """Print the best candidates, and why all but the chosen one lost.
 
-    Says so if others serve the rate on fewer GPUs: the papers' algorithms look at goodput per GPU
-    alone, and a last instance may have little to do.
+    The chosen one serves the rate on the fewest GPUs. Says so if the papers' algorithms, which look
+    at goodput per GPU alone, take another.
     """
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    table.add_column("GPUs", justify="right")
-    table.add_column("goodput/s", justify="right")
-    table.add_column("per GPU", justify="right")
-    table.add_column(f"GPUs for {rate:g}/s", justify="right")
-    table.add_column("why not")
-    for number, rated in enumerate(choice.ranked[:SHOWN]):
+    rate, chosen, best = choice.rate, choice.fewest, choice.best
+    table = table_of(
+        "", "", ">GPUs", ">goodput/s", ">per GPU", f">GPUs for\n{rate:g}/s", "why not",
+        title=title, folded=(1, 6),
+    )  # fmt: skip
+    ranked = [chosen, *(rated for rated in choice.ranked if rated is not chosen)]
+    for rated in ranked[:SHOWN]:
         table.add_row(
-            f"{'' if number else '★ '}{rated.candidate}", str(rated.candidate.gpus),
+            "★" if rated is chosen else "", str(rated.candidate), str(rated.candidate.gpus),
             f"{rated.goodput:.3g}", f"{rated.per_gpu:.3g}",
-            str(rated.instances(rate) * rated.candidate.gpus) if rated.goodput else "–",
-            why_not(rated, choice.best) if number else "",
+            str(rated.gpus(rate)) if rated.goodput else "–",
+            "" if rated is chosen else why_not(rated, chosen, rate),
         )  # fmt: skip
-    if more := len(choice.ranked) - SHOWN:
-        table.caption = f"and {more} more, with less" if more > 0 else None
-    console.print(table)
-    served = [rated for rated in choice.ranked if rated.goodput > 0]
-    least = min(served, key=lambda rated: rated.instances(rate) * rated.candidate.gpus)
-    if least.instances(rate) * least.candidate.gpus < choice.gpus:
-        gpus = least.instances(rate) * least.candidate.gpus
+    print_table(table, console)
+    if (more := len(ranked) - SHOWN) > 0:
+        console.print(f"and {more} more, with less", highlight=False)
+    if best is not chosen:
         console.print(
-            f"At {rate:g} requests/s, {gpus} GPUs suffice with {least.instances(rate)} x "
-            f"{least.candidate}.", highlight=False,
+            f"Goodput per GPU alone, as in DistServe, would take {best.instances(rate)} x "
+            f"{best.candidate}: {best.gpus(rate)} GPUs, where {chosen.gpus(rate)} suffice for "
+            f"{rate:g} requests/s.", highlight=False,
         )  # fmt: skip
+    console.print()
 
 
-def why_not(rated: Rated, best: Rated) -> str:
-    """Return why a candidate lost to the best one."""
+def why_not(rated: Rated, chosen: Rated, rate: float) -> str:
+    """Return why a candidate lost to the chosen one."""
     if rated.goodput <= 0:
         return "misses the objectives even without load"
-    if rated.per_gpu == best.per_gpu:
+    if (more := rated.gpus(rate) - chosen.gpus(rate)) > 0:
+        return f"needs {more} GPU{'s' if more > 1 else ''} more"
+    if rated.per_gpu == chosen.per_gpu:
         return "as good per GPU, with more GPUs"
-    return f"{1 - rated.per_gpu / best.per_gpu:.0%} less per GPU"
+    return f"{1 - rated.per_gpu / chosen.per_gpu:.0%} less per GPU"
+
+
+def placeholder(model: str) -> str:
+    """Return what stands for a model that is known by a profile only."""
+    return f"<folder or hub id of {model}>"
 
 
 def up_command(model: str, prefills: int, decodes: int) -> str:
     """Return the command that starts so many engines for each phase, and routes between them."""
     return (
-        f"microserve up {model} --prefill {prefills} --decode {decodes} --strategy prefill_decode"
+        f"microserve up {shlex.quote(model)} --prefill {prefills} --decode {decodes} "
+        "--strategy prefill_decode"
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 __all__ = ["Canary", "CanaryRules", "Verdict"]
@@ -34,13 +35,14 @@ class Verdict:
 
 
 class Canary:
-    """The share and the results of one canary."""
+    """The share and the results of one canary. `since` is when it began, in UTC."""
 
     def __init__(self, rules: CanaryRules) -> None:
         self.rules = rules
         self.ended = 0
         self.failed = 0
         self.slow = 0
+        self.since = datetime.now(UTC).isoformat(timespec="seconds")
         self._share = 0.0
         self._may_fail = math.floor(rules.max_error_rate * rules.min_requests + 1e-9)
         self._may_be_slow = rules.min_requests - math.ceil(0.99 * rules.min_requests - 1e-9)

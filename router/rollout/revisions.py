@@ -77,7 +77,8 @@ class Revisions:
         """Raise `Conflict` if `if_generation` is given and is not the active one's number."""
         if if_generation is not None and if_generation != self.active.number:
             raise Conflict(
-                f"generation {self.active.number} is active, not {if_generation}",
+                f"generation {self.active.number} is active, not {if_generation}; "
+                "`microserve strategy show` says what runs",
                 param="if_generation",
             )
 
@@ -96,7 +97,10 @@ class Revisions:
         """
         self.check(if_generation)
         if self.candidate is not None:
-            raise Conflict(f"generation {self.candidate.number} is a canary; end it first")
+            raise Conflict(
+                f"generation {self.candidate.number} is a canary, and there is one at a time: wait "
+                "until it is judged, or end it with `microserve strategy rollback`"
+            )
         self.canary, self.candidate = canary, self._new(bound, before=self.active)
         return self.candidate
 

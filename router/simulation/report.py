@@ -10,7 +10,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from router.base import fits, print_table, table_of
 from router.simulation.experiment import Outcome
 from router.telemetry import Slo, percentile
 
@@ -19,6 +21,8 @@ __all__ = ["TARGET", "Run", "best_run", "show_engines", "show_runs", "summarize"
 QUANTILES = (50, 90, 99)
 TIMES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "jct_ms": "JCT"}
 COLUMNS = ("mean", *(f"p{percent}" for percent in QUANTILES))
+TIMES_HEADINGS = ("ms", *(">" + column.replace("p", "P") for column in COLUMNS))
+TOTALS_HEADINGS = (">done", ">attained", ">goodput/s", ">busy", ">KV peak", ">put GB")
 TARGET = 0.9  # the share of requests that shall attain their objectives (DistServe, §6)
 Figures = dict[str, Any]
 
@@ -110,51 +114,65 @@ def best_run(runs: Sequence[Run], slo: Slo) -> str:
 def show_runs(runs: Sequence[Run], slo: Slo, console: Console) -> None:
     """Print a table for each rate. A star marks the best strategy, and bold the best figures.
 
-    With several seeds, figures are means over them, and ± is their standard deviation.
+    With several seeds, figures are means over them, and ± is their standard deviation. On a console
+    that is too narrow for all columns, times and totals are two tables.
     """
     for rate in dict.fromkeys(run.rate for run in runs):
         at_rate = [run for run in runs if run.rate == rate]
         title = "at the trace's own times" if rate is None else f"{rate:g} requests/s"
-        table = Table(title=title, title_justify="left")
-        table.add_column("")
-        table.add_column("ms")
-        for column in COLUMNS:
-            table.add_column(column.replace("p", "P"), justify="right")
-        for heading in ("done", "attained", "goodput/s", "busy", "KV peak", "put GB"):
-            table.add_column(heading, justify="right")
         best = best_run(at_rate, slo)
         groups = {strategy: some for (strategy, _), some in _by_setting(at_rate).items()}
-        lows = {
-            (time, column): min(_mean(some, time, column) for some in groups.values())
-            for time in TIMES
-            for column in COLUMNS
-        }
-        for strategy, some in groups.items():
-            star = "★ " if strategy == best and len(groups) > 1 else ""
-            for time, name in TIMES.items():
-                cells = [
-                    _cell(some, time, column, lows[time, column], len(groups)) for column in COLUMNS
-                ]
-                first = time == "ttft_ms"
-                rest = _totals(some) if first else []
-                table.add_row(f"{star}{strategy}" if first else "", name, *cells, *rest)
-            table.add_section()
-        console.print(table)
+        rows = _rows(groups, best)
+        whole = _table(title, rows, 0, len(TIMES_HEADINGS) + len(TOTALS_HEADINGS))
+        if fits(whole, console):
+            print_table(whole, console)
+        else:
+            print_table(_table(title, rows, 0, len(TIMES_HEADINGS)), console)
+            console.print()
+            print_table(_table("", rows, len(TIMES_HEADINGS), len(rows[0][2])), console)
+        console.print()
 
 
 def show_engines(run: Run, console: Console) -> None:
     """Print how much of each engine a run has used."""
-    table = Table(title=f"engines under {run.strategy}", title_justify="left")
-    table.add_column("engine")
-    for heading in ("busy", "steps", "KV mean", "KV peak", "put GB"):
-        table.add_column(heading, justify="right")
+    table = table_of(
+        "engine", ">busy", ">steps", ">KV mean", ">KV peak", ">put GB",
+        title=f"engines under {run.strategy}",
+    )  # fmt: skip
     for engine in run.figures["engines"]:
         table.add_row(
             engine["id"] + (" (died)" if engine["died"] else ""), f"{engine['utilisation']:.0%}",
             str(engine["steps"]), f"{engine['kv_mean']:.1%}", f"{engine['kv_peak']:.1%}",
             f"{engine['put_bytes'] / 1e9:.3g}",
         )  # fmt: skip
-    console.print(table)
+    print_table(table, console)
+
+
+def _rows(groups: dict[str, list[Run]], best: str) -> list[tuple[str, str, list[str]]]:
+    """Return star, name and cells of each strategy. Cells of times have a line for each kind."""
+    lows = {
+        (time, column): min(_mean(some, time, column) for some in groups.values())
+        for time in TIMES
+        for column in COLUMNS
+    }
+    rows = []
+    for strategy, some in groups.items():
+        times = [
+            "\n".join(_cell(some, time, column, lows[time, column], len(groups)) for time in TIMES)
+            for column in COLUMNS
+        ]
+        star = "★" if strategy == best and len(groups) > 1 else ""
+        rows.append((star, strategy, ["\n".join(TIMES.values()), *times, *_totals(some)]))
+    return rows
+
+
+def _table(title: str, rows: Sequence[tuple[str, str, list[str]]], first: int, end: int) -> Table:
+    """Return a table of the names and of the cells from `first` to before `end`."""
+    headings = [*TIMES_HEADINGS, *TOTALS_HEADINGS][first:end]
+    table = table_of("", "", *headings, title=title, folded=(1,))
+    for star, name, cells in rows:
+        table.add_row(star, Text(name), *cells[first:end], end_section=first == 0)
+    return table
 
 
 def _by_setting(runs: Sequence[Run]) -> dict[tuple[str, float | None], list[Run]]:
@@ -185,7 +203,7 @@ def _cell(runs: Sequence[Run], time: str, column: str, low: float, strategies: i
     if not values:
         return "–"
     mean = fmean(values)
-    text = _short(mean) + (f"±{_short(stdev(values))}" if len(values) > 1 else "")
+    text = _short(values)
     return f"[bold]{text}[/bold]" if strategies > 1 and mean == low else text
 
 
@@ -194,17 +212,21 @@ def _totals(runs: Sequence[Run]) -> list[str]:
         return fmean(run.figures[name] for run in runs)
 
     goodput = [run.figures["goodput_per_s"] for run in runs]
-    spread = f"±{_short(stdev(goodput))}" if len(goodput) > 1 else ""
     done = mean("completed") / mean("requests")
     return [
         "all" if done == 1 else f"{done:.1%}", f"{mean('attained'):.1%}",
-        f"{fmean(goodput):.3g}{spread}", f"{mean('utilisation'):.0%}", f"{mean('kv_peak'):.0%}",
+        _short(goodput), f"{mean('utilisation'):.0%}", f"{mean('kv_peak'):.0%}",
         f"{mean('put_bytes') / 1e9:.3g}",
     ]  # fmt: skip
 
 
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+def _short(values: Sequence[float]) -> str:
+    """Return the mean, and ± the standard deviation of several, with as many decimals."""
+    mean = fmean(values)
+    if len(values) == 1:
+        return f"{mean:.0f}" if mean >= 100 else f"{mean:.3g}"
+    decimals = 0 if mean >= 100 else 1 if mean >= 10 else 2
+    return f"{mean:.{decimals}f}±{stdev(values):.{decimals}f}"
 
 
 def _per(count: float, of: float) -> float:

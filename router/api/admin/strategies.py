@@ -69,7 +69,8 @@ def routes(router: Router) -> APIRouter:
         canary = None
         if revisions.canary is not None and revisions.candidate is not None:
             number = revisions.candidate.number
-            canary = {"generation": number, **revisions.canary.describe()}
+            begun = {"generation": number, "since": revisions.canary.since}
+            canary = {**begun, **revisions.canary.describe()}
         return reply(
             {
                 "active": live[0],

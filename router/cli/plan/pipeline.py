@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from engine.latency import DEVICES, MODELS, StepWork, find_profile
 from engine.protocol import BadRequest
+from router.base import print_table, table_console, table_of
 from router.cli.options import GroupedCommand, Number, option
-from router.cli.plan.placement import COUNT, report
+from router.cli.plan.placement import COUNT, REPLACE, report
 from router.cli.workload_options import POSITIVE
 from router.planning import (
     Job,
@@ -27,6 +27,7 @@ from router.planning import (
     disaggregated,
     disaggregation_wins,
     least_machines,
+    placeholder,
     plan_split,
     swapping_helps,
     up_command,
@@ -77,7 +78,7 @@ def pipeline(**options: Any) -> None:
 
     def run() -> dict[str, Any]:
         planned = _plan(**options)
-        _show(planned, Console(width=110))
+        _show(planned, table_console())
         return planned.document
 
     report(run)
@@ -148,7 +149,7 @@ def _plan(
         f"a microbatch twice as large with swapping is {'faster' if swaps else 'not faster'} "
         f"than two without",
     ]
-    command = up_command(name, 1, 1)
+    command = up_command(placeholder(name), 1, 1)
     document = {
         "plan": "pipeline", "model": model, "machines": machines, "prompt_s": prompt_s,
         "token_s": token_s, "prompt": best.prompt, "token": best.token,
@@ -167,9 +168,10 @@ def _plan(
 
 def _show(planned: _Planned, console: Console) -> None:
     """Print the splits, the simulated runs and the command."""
-    table = Table(title="machines for prompts and for tokens", title_justify="left")
-    for heading in ("prompts", "tokens", "m", "prompts s", "tokens s", "why not"):
-        table.add_column(heading, justify="left" if heading == "why not" else "right")
+    table = table_of(
+        ">prompts", ">tokens", ">m", ">prompts s", ">tokens s", "why not",
+        title="machines for prompts and for tokens", folded=(5,),
+    )  # fmt: skip
     best = planned.splits[0]
     for number, split in enumerate(planned.splits[:SHOWN]):
         slow = "prompts" if split.prompt_s > split.token_s else "tokens"
@@ -178,18 +180,19 @@ def _show(planned: _Planned, console: Console) -> None:
             f"{'' if number else '★ '}{split.prompt}", str(split.token), f"{split.streaming:.3g}",
             f"{split.prompt_s:.3g}", f"{split.token_s:.3g}", lost,
         )  # fmt: skip
-    console.print(table)
-    runs = Table(title="simulated, all microbatches at once", title_justify="left")
-    for heading in ("", "makespan s", "cost"):
-        runs.add_column(heading, justify="right" if heading else "left")
+    print_table(table, console)
+    console.print()
+    runs = table_of("", ">makespan s", ">cost", title="simulated, all microbatches at once")
     for name, served in planned.runs:
         runs.add_row(name, f"{served.makespan_s:.4g}", f"{served.cost(planned.price):.3g}")
-    console.print(runs)
+    print_table(runs, console)
+    console.print()
     for note in planned.notes:
         click.echo(note)
     click.echo(
-        f"\n  {planned.command}\n  (engines here run on one device: the plan holds for a prefill "
-        f"engine with pp={best.prompt} and a decode engine with pp={best.token})"
+        f"\n  {planned.command}\n  ({REPLACE})\n  (engines here run on one device: the plan "
+        f"holds for a prefill engine with pp={best.prompt} and a decode engine with "
+        f"pp={best.token})"
     )
 
 

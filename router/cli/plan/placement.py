@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 import click
-from rich.console import Console
 
 from engine.latency import find_profile
 from engine.protocol import BadRequest, EngineConfig, MicroserveError
+from router.base import table_console
 from router.cli.options import GroupedCommand, config_options, option
 from router.cli.preflight import Mistake
 from router.cli.progress import Bar, progress
@@ -32,6 +32,7 @@ from router.planning import (
     measured_model,
     most_rate,
     node_pairs,
+    placeholder,
     profile_instances,
     sample_requests,
     show_choice,
@@ -40,10 +41,14 @@ from router.planning import (
 from router.simulation import TARGET
 from router.telemetry import Slo
 
-__all__ = ["COUNT", "placement", "report"]
+__all__ = ["COUNT", "REPLACE", "placement", "report"]
 
 COUNT = click.IntRange(1, 4096)
 REQUESTS = 500
+REPLACE = (
+    "replace <…> by a model that engines can load: a folder, a .gguf file or a hub id of the "
+    "architectures Llama, Mistral, Qwen2 and Qwen3"
+)
 # Options that `microserve simulate` has too, passed on if they are not the defaults.
 PASSED_ON = (
     "workload", "input", "output", "scale", "requests", "seed", "arrivals", "cv", "slo",
@@ -107,11 +112,12 @@ class _Placing:
         if self._model.endswith(".json"):
             profile = find_profile(self._model)
             self._instances = profile_instances(profile, **size)
-            self._name, put = profile.model, profile.put
+            self._served, put = profile.model, profile.put
             layers, kv_bytes = profile.layers, profile.kv_bytes_per_token
         else:
-            self._name, _, device = self._model.partition("@")
-            measured = measured_model(self._name, device)
+            name, _, device = self._model.partition("@")
+            self._served = placeholder(name)
+            measured = measured_model(name, device)
             self._instances = fitting_instances(measured, **size)
             layers, kv_bytes = measured.shape.layers, measured.shape.kv_bytes_per_token
             put = measured.put
@@ -137,12 +143,12 @@ class _Placing:
                 f"GPUs: {self._rate:g} requests/s need {placed.gpus} GPUs, and there are "
                 f"{available}, which serve up to {most_rate(placed, available):.3g} requests/s"
             )
-        console = Console(width=110)
+        console = table_console()
         if isinstance(placed, Placement):
-            show_choice("prefill alone", placed.prefill, self._rate, console)
-            show_choice("decode alone", placed.decode, self._rate, console)
+            show_choice("prefill alone", placed.prefill, console)
+            show_choice("decode alone", placed.decode, console)
         else:
-            show_choice("prefill and decode together", placed, self._rate, console)
+            show_choice("prefill and decode together", placed, console)
         prefill, decode, (prefills, decodes) = self._chosen(placed)
         attained = self._evaluator.attained([prefill] * prefills, [decode] * decodes, self._rate)
         click.echo(
@@ -189,19 +195,21 @@ class _Placing:
 
     def _chosen(self, placed: Placement | Choice) -> tuple[Instance, Instance, tuple[int, int]]:
         if isinstance(placed, Placement):
-            prefill = placed.prefill.best.candidate.whole_prefill
-            decode = placed.decode.best.candidate.whole_decode
+            prefill = placed.prefill.fewest.candidate.whole_prefill
+            decode = placed.decode.fewest.candidate.whole_decode
             counts = placed.prefill.count, placed.decode.count
         else:
-            pair, counts = placed.best.candidate, (placed.count, placed.count)
+            pair, counts = placed.fewest.candidate, (placed.count, placed.count)
             prefill, decode = pair.whole_prefill, pair.whole_decode
         return self._instances[prefill], self._instances[decode], counts
 
     def _commands(
         self, prefill: Instance, decode: Instance, prefills: int, decodes: int
     ) -> list[str]:
-        commands = [up_command(self._name, prefills, decodes)]
+        commands = [up_command(self._served, prefills, decodes)]
         click.echo(f"\n  {commands[0]}")
+        if self._served.startswith("<"):
+            click.echo(f"  ({REPLACE})")
         if max(prefill.division.gpus, decode.division.gpus) > 1:
             click.echo(
                 "  (engines here run on one device: the plan holds for engines that divide the "

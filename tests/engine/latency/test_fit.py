@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.latency import FittedLatency, Measured, StepWork, fit_latency
+from engine.latency import Fit, FittedLatency, Measured, Residuals, StepWork, doubt, fit_latency
 from engine.protocol import BadRequest
 
 TRUE = FittedLatency((18.0, 0.1, 7e-6), (20.0, 6e-4, 0.04), (7.0, 6e-4, 0.16), 95)
@@ -91,3 +91,16 @@ def test_steps_that_decide_nothing_are_refused(steps: list[StepWork], says: str)
 def test_a_time_that_is_none_is_refused(seconds: float):
     with pytest.raises(BadRequest, match="no positive time"):
         fit_latency([*measure(TRUE, 0.0), Measured(PROMPTS[0], seconds)])
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "said"),
+    [
+        (0.02, 0.1, None),
+        (0.02, 0.15, "half of the decodes are more than 15% off (up to 41%)"),
+        (0.3, 0.02, "half of the prompts are more than 30% off (up to 41%)"),
+    ],
+)
+def test_a_bad_fit_is_doubted_by_its_median(prefill, decode, said):
+    fit = Fit(Residuals(9, prefill, 0.41), Residuals(9, decode, 0.41))
+    assert (said in doubt(fit)) if said else doubt(fit) == ""

@@ -57,6 +57,14 @@ def test_an_engine_is_as_fast_as_its_own_steps_and_divides_its_work_as_it_does()
     assert told["notes"] == ["no engine has put KV to another yet: 1 GB/s is assumed"]
 
 
+def test_a_bad_fit_is_noted():
+    """Every third step takes five times as long as the model can know."""
+    odd = [(*one[:4], one[4] * (5 if n % 3 else 1)) for n, one in enumerate(steps(60))]
+    told = fit_fleet([facts("a", odd), facts("b", steps(60))], None)
+    (bad,) = (note for note in told["notes"] if "fits badly" in note)
+    assert bad.startswith("engine a: the latency model fits badly: half of the ")
+
+
 def test_puts_are_those_of_the_engine_or_of_all_or_assumed():
     puts = [(1000 * n, 1e-3 * n) for n in range(1, 6)]
     told = fit_fleet([facts("a", steps(60), puts), facts("b", steps(60), puts[:1])], None)

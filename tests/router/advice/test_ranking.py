@@ -60,7 +60,7 @@ def test_seeds_are_compared_one_by_one():
     [
         ((70.0, 120.0, 60.0), "within its spread of 32.1%"),
         ((96.0, 96.0, 96.0), f"below {LEAST_GAIN:.0%}"),
-        ((100.0, 100.0, 100.0), "nothing else is better"),
+        ((100.0, 100.0, 100.0), "the others behave the same"),
         ((130.0, 130.0, 130.0), "nothing else is better"),
     ],
 )
@@ -79,11 +79,11 @@ def test_a_gain_just_beyond_its_spread_is_proposed():
 
 
 def test_of_equally_good_ones_the_roles_stay():
-    """The first in the list of two that are alike, but one without new roles before all others."""
+    """The first in the list of two as good, but one without new roles before all others."""
     several = [
         result("now", 100.0, 100.0, 100.0),
         result("split", 50.0, 60.0, 55.0, roles=SPLIT),
-        result("like it", 50.0, 60.0, 55.0, roles=SPLIT),
+        result("like it", 60.0, 50.0, 55.0, roles=SPLIT),
         result("as it is", 53.0, 61.0, 56.0),
     ]
     ranking = rank(several, goodput=False)
@@ -94,6 +94,28 @@ def test_of_equally_good_ones_the_roles_stay():
     far = result("as it is", 80.0, 80.0, 80.0)
     ranking = rank([*several[:3], far], goodput=False)
     assert ranking.proposal is not None and ranking.proposal.candidate.name == "split"
+
+
+def test_candidates_that_behave_the_same_share_a_row():
+    """What runs now stands for them, then one that leaves the roles as they are."""
+    ranking = rank(
+        [
+            result("now", 100.0, 110.0),
+            result("as now", 100.0, 110.0),
+            result("split", 50.0, 60.0, roles=SPLIT),
+            result("as split", 50.0, 60.0),
+            result("nearly", 50.0, 60.0, ttft_ms=1.1),
+        ],
+        goodput=False,
+    )
+    assert order(ranking) == ["as split", "nearly", "now"]
+    alike = [[one["title"] for one in row.describe()["alike"]] for row in ranking.rows]
+    assert alike == [[Candidate("split", {}, SPLIT, True).title], [], ["as now"]]
+    assert ranking.rows[2].current
+    same = rank([result("now", 9.0, 9.0), result("as now", 9.0, 9.0)], goodput=False)
+    assert same.why == "keep what you have: the others behave the same under this traffic"
+    failed = [Result(Candidate(name, {}, ROLES), failure="it hangs") for name in "ab"]
+    assert len(rank([result("now", 9.0, 9.0), *failed], goodput=False).rows) == 3
 
 
 def test_goodput_counts_where_there_are_objectives():

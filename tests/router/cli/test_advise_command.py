@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from engine.latency import find_profile, profile_fields
 from router.cli import cli
+from router.rollout import CanaryRules
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -65,7 +66,8 @@ async def test_apply_changes_roles_and_starts_a_canary(route, fake, profile):
         assert json.loads(done.output.splitlines()[-1])["applied"] is None
         router = r.server.router
         assert router.revisions.candidate is None
-        done = await advise(r, *asked, "--apply", "--canary", "30", "--min-requests", "7")
+        done = await advise(r, *asked, "--apply", "--canary", "30", "--min-requests", "7",
+                            "--max-ttft-p99-ms", "900")  # fmt: skip
         assert done.exit_code == 0, done.output
         document = json.loads(done.output.splitlines()[-1])
         assert document["proposal"]["title"] == "prefill_decode (1P1D)"
@@ -76,6 +78,7 @@ async def test_apply_changes_roles_and_starts_a_canary(route, fake, profile):
         assert said.index("roles change at once") < said.index("is a canary with 30 %")
         canary = router.revisions.canary
         assert (canary.rules.percent, canary.rules.min_requests) == (30.0, 7)
+        assert canary.rules.max_ttft_p99_ms == 900.0
         assert router.revisions.candidate.bound.strategy.name == "prefill_decode"
 
 
@@ -97,8 +100,30 @@ async def test_roles_become_what_they_were_if_the_strategy_has_moved_on(
         )
         done = await advise(r, "--profile", profile, "--candidate", "prefill_decode", "--apply")
         assert done.exit_code == 1 and "generation" in done.output.splitlines()[-1]
+        document = json.loads(done.stdout.splitlines()[-1])
+        assert document["proposal"]["title"] == "prefill_decode (1P1D)"
+        assert document["applied"] is None and "microserve strategy show" in document["error"]
         assert {backend.role for backend in router.registry} == {"any"}
         assert router.revisions.candidate is None
+
+
+async def test_apply_beside_a_canary_is_refused_before_anything_runs(
+    route, fake, profile, monkeypatch
+):
+    async with route(*engines(fake)) as r:
+        record(r, prompt=2000)
+        router = r.server.router
+
+        async def not_asked(*asked: Any) -> Any:
+            raise AssertionError("it was asked")
+
+        monkeypatch.setattr(type(router.advisor), "advise", not_asked)
+        bound = router.catalog["cache_aware"].bind({})
+        router.rollout.activate("me", bound, rules=CanaryRules())
+        done = await advise(r, "--profile", profile, "--apply")
+        assert done.exit_code == 1 and "AssertionError" not in done.output
+        assert "generation 2 is a canary" in done.output
+        assert "`microserve strategy rollback`" in done.output
 
 
 @pytest.mark.parametrize(
@@ -120,5 +145,10 @@ async def test_mistakes_are_one_sentence(route, fake, flags, code, said):
 
 async def test_a_router_that_is_not_there():
     command = ["advise", "--url", "http://127.0.0.1:1"]
-    done = await asyncio.to_thread(CliRunner().invoke, cli, command)
+    runner = CliRunner()
+    done = await asyncio.to_thread(
+        lambda: runner.invoke(cli, command, auto_envvar_prefix="MICROSERVE")
+    )
     assert done.exit_code == 1 and "127.0.0.1:1" in done.output
+    assert "--url or MICROSERVE_ADVISE_URL sets the URL" in done.output
+    assert "`microserve up` starts one" in done.output

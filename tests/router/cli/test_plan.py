@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,15 @@ def test_high_affinity_places_each_phase_and_says_how_to_run_it():
         ranked = found["candidates"][phase]
         assert ranked == sorted(ranked, key=lambda one: -one["per_gpu"]) and len(ranked) > 3
         chosen = found[phase]
-        assert ranked[0]["candidate"] == f"tp={chosen['tp']} pp={chosen['pp']}"
-        assert chosen["instances"] * ranked[0]["goodput"] >= 20
+        gpus = [ceil(20 / one["goodput"]) * one["gpus"] for one in ranked if one["goodput"]]
+        (mine,) = (r for r in ranked if r["candidate"] == f"tp={chosen['tp']} pp={chosen['pp']}")
+        assert chosen["instances"] * mine["gpus"] == min(gpus)
+        assert chosen["instances"] * mine["goodput"] >= 20
     n, m = found["prefill"]["instances"], found["decode"]["instances"]
-    up = f"microserve up opt-13b --prefill {n} --decode {m} --strategy prefill_decode"
+    up = f"up '<folder or hub id of opt-13b>' --prefill {n} --decode {m} --strategy prefill_decode"
+    up = f"microserve {up}"
     assert found["commands"][0] == up and up in result.stdout
+    assert "replace <…> by a model that engines can load" in result.stdout
     assert found["attained"]["ttft"] >= 0.9 and found["attained"]["tpot"] >= 0.9
     assert found["strategy"] == {"name": "prefill_decode", "params": {}}
 
@@ -60,6 +65,24 @@ def test_low_affinity_keeps_a_pair_in_its_nodes_and_simulate_takes_its_fleet():
         assert flags in simulate
     simulated = CliRunner().invoke(cli, simulate.split()[1:], terminal_width=120)
     assert document(simulated)["runs"][0]["attained"] >= 0.9
+
+
+def test_the_star_is_where_the_fewest_gpus_suffice():
+    result = placement("opt-13b@a100", "--gpus-per-node", "4", "--rate", "10")
+    found = document(result)
+    assert found["gpus"] == 2 and found["candidates"]["joint"][0]["gpus"] == 3
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("★"))
+    assert "prefill tp=1 pp=1, decode tp=1 pp=1" in line
+    assert "as in DistServe, would take 1 x prefill tp=1 pp=2" in result.stdout
+
+
+@pytest.mark.parametrize("columns", ["80", "110", ""])
+def test_the_table_is_whole_at_any_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = placement("opt-13b@a100", "--gpus-per-node", "4", "--rate", "10").stdout.splitlines()
+    table = lines[: next(n for n, line in enumerate(lines) if line.startswith("Goodput per GPU"))]
+    assert "…" not in "".join(table) and "needs 1 GPU more" in " ".join(" ".join(table).split())
+    assert max(map(len, table)) <= int(columns or 1000)
 
 
 def test_a_profile_of_an_own_engine_is_one_instance(tmp_path: Path):

@@ -90,6 +90,30 @@ def test_seeds_show_the_spread(fleet):
     assert "±" in result.stdout
 
 
+@pytest.mark.parametrize("columns", ["80", "110", "200", ""])
+def test_a_table_has_all_of_it_at_any_width(fleet, monkeypatch, columns):
+    """Names are folded on narrow terminals; a pipe gets the whole table, without limit."""
+    monkeypatch.setenv("COLUMNS", columns)
+    long = "balanced:ratio=0.3333333333333333333333333333"
+    result = simulate("cache_aware:load_weight=0.25", "--compare", long, "data_parallel", "--fleet",
+                      fleet, "--rate", "30", "--seeds", "3", *FAST)  # fmt: skip
+    lines = result.stdout.splitlines()[:-1]
+    assert document(result)["simulate"][1] == long
+    assert max(map(len, lines)) <= int(columns or 1000)
+    assert "…" not in "".join(lines)
+    headings = " ".join(lines)
+    for heading in ("mean", "P99", "attained", "goodput/s", "KV peak", "put GB"):
+        assert heading in headings
+    starred = {line.split()[1] for line in lines if line.startswith("★")}
+    best = document(result)["best"][0]["strategy"]
+    assert starred and all(best.startswith(name) for name in starred)
+    assert sum("data_parallel" in line and "TTFT" in line for line in lines) == 1
+    if columns in ("200", ""):  # one line has it all
+        assert any(long in line and "TTFT" in line and "%" in line for line in lines)
+    names = "".join(line[3:].split("  ")[0] for line in lines)
+    assert "load_weight=0.25" in names and "3333333333" in names
+
+
 def test_a_single_run_shows_its_engines_and_deaths(fleet):
     result = simulate("data_parallel", "--fleet", fleet, "--rate", "5", "--kill", "engine-1@1.1",
                       *FAST)  # fmt: skip

@@ -69,7 +69,19 @@ def test_the_commands(router, tmp_path):
     assert (code, f"generation {generation + 1} is active, not 1" in said) == (1, True)
     code, said = strategy("use", "balanced", "--canary", "10", "--min-requests", "1000")
     assert said == f"generation {generation + 2}: balanced ratio=0.1, a canary\n"
-    assert "a canary with 10 %: 0 of 1000 ended" in strategy("show")[1]
+    running = (
+        f"generation {generation + 2}: balanced ratio=0.1 is a canary with 10 % of the requests"
+    )
+    for shown in (strategy("list"), strategy("show"), strategy("show", "balanced")):
+        assert f"{running} since 20" in shown[1], shown
+        assert "0 of 1000 requests ended, 0 failed, no verdict yet" in shown[1]
+        assert "`microserve strategy rollback` ends it" in shown[1]
+    assert "~ balanced" in strategy("list")[1]
+    assert "is a canary" not in strategy("show", "mine")[1]
+    code, said = strategy("use", "balanced", "--canary", "10")
+    assert code == 1 and "`microserve strategy rollback`" in said
+    code, said = strategy("show", "nobody")
+    assert code == 1 and "`microserve strategy load FILE` adds one" in said
     assert strategy("rollback")[1] == f"generation {generation + 1}: mine share=0.25\n"
     assert "data_parallel" in strategy("rollback")[1]
     file.write_text(SOURCE.replace("yield chunk", "yield chunk.text"))

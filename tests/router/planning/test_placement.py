@@ -59,8 +59,11 @@ def test_algorithm_1_is_the_best_of_all_divisions_for_each_phase(seed, nodes, pe
         chosen = choice.best
         assert Fraction(chosen.goodput) / chosen.candidate.gpus == best
         assert chosen.candidate.gpus == gpus and chosen.goodput == table[chosen.candidate]
-        assert choice.count * chosen.goodput >= rate * (1 - 1e-6)
-        assert (choice.count - 1) * chosen.goodput < rate
+        count = chosen.instances(rate)
+        assert count * chosen.goodput >= rate * (1 - 1e-6)
+        assert (count - 1) * chosen.goodput < rate
+        assert choice.gpus == min(each.gpus(rate) for each in choice.ranked if each.goodput)
+        assert choice.gpus == choice.count * choice.fewest.candidate.gpus
         assert len(choice.ranked) == len(divisions)
     assert placed.gpus == placed.prefill.gpus + placed.decode.gpus
 
@@ -89,7 +92,8 @@ def test_algorithm_2_is_the_best_of_all_pairs_that_share_nodes(seed, nodes, per_
     best, gpus = most_per_gpu([(goodput, pair.gpus) for pair, goodput in options.items()])
     assert Fraction(choice.best.goodput) / choice.best.candidate.gpus == best
     assert choice.best.candidate.gpus == gpus
-    assert choice.count == max(1, ceil(rate / choice.best.goodput - 1e-9))
+    assert choice.best.instances(rate) == max(1, ceil(rate / choice.best.goodput - 1e-9))
+    assert choice.gpus == min(each.gpus(rate) for each in choice.ranked if each.goodput)
 
 
 def test_a_rate_of_exactly_three_instances_takes_three():
@@ -185,8 +189,10 @@ def test_a_table_says_why_others_lost_and_where_fewer_gpus_suffice(rate, fewer):
     goodput = {Division(1, 1): 2.0, Division(4, 1): 9.0, Division(2, 1): 4.0, Division(8, 1): 0.0}
     choice = low_affinity(goodput, goodput.__getitem__, rate)  # type: ignore[arg-type]
     console = Console(record=True, width=120)
-    show_choice("a table", choice, rate, console)
+    show_choice("a table", choice, console)
     text = console.export_text()
-    assert text.index("★ tp=4") < text.index("11% less per GPU") < text.index("tp=8")
+    star, reason = ("★  tp=1", "needs 3 GPUs more") if fewer else ("★  tp=4", "11% less per GPU")
+    assert text.index(star) < text.index(reason) < text.index("tp=8")
+    assert text.count("★") == 1 and choice.gpus == (1 if fewer else 4)
     assert "misses the objectives even without load" in text
-    assert ("1 GPUs suffice with 1 x tp=1 pp=1" in text) == fewer
+    assert ("would take 1 x tp=4 pp=1: 4 GPUs, where 1 suffice for 2" in text) == fewer
