@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import pytest
 from e2e_deployment import Deployment, deployed
 from virtual_deployment import virtual_deployment
@@ -16,7 +19,6 @@ from engine.latency import FixedLatency, Profile, PutLatency
 NEW = 8
 POOL_PAGES = 512
 ROLES = ("prefill", "decode")
-# `auto`, and `adaptive` with it, divides by measured times; the two deployments differ in these.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "balanced": {"ratio": 0.3},
     "cache_aware": {},
@@ -100,3 +102,158 @@ def test_a_receipt_has_the_same_legs_in_simulation(mocks: Deployment, strategy: 
     assert len(simulated) == len(real) == len(prompts(salt))
     for number, (one, other) in enumerate(zip(simulated, real, strict=True)):
         assert one == other, number
+
+
+# The cases below run on engines with the model `tiny`.
+
+COLLAPSE = ("adaptive", "balanced", "prefill_decode")  # they prepare to receive
+ALONE = {**STRATEGIES, "balanced": {"ratio": "auto"}, "adaptive": {}}
+# `auto` divides by measured times, in which the two deployments differ, but not for the first
+# request of a revision. With a window of one request, `adaptive` delegates to `balanced` for a
+# prompt that is not cached, and to `cache_aware` for one that is.
+AT_FIRST: dict[str, dict[str, Any]] = {"balanced": {"ratio": "auto"}, "adaptive": {"window": 1}}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    flags = ("--prefill", "1", "--decode", "1", "--pool-pages", str(POOL_PAGES), "--threads", "1")
+    with deployed(tmp_path_factory.mktemp("pair"), "tiny", *flags) as deployment:
+        yield deployment
+
+
+def in_order() -> Callable[[str], str]:
+    """Return names for engines: 0 for the first that is asked for, 1 for the second.
+
+    Ties take turns, and what ran before on a deployment decides whose turn it is.
+    """
+    names: dict[str, str] = {}
+    return lambda engine: names.setdefault(engine, str(len(names)))
+
+
+def long_prompts(salt: int) -> list[list[int]]:
+    """Return prompts as `prompts` does; the first is so long that `auto` divides it."""
+    first = [(salt * i * i + 17 * i) % 200 + 1 for i in range(400)]
+    return [first, first, [*first, *range(1, 71)], [salt + 1] * 9]
+
+
+@contextmanager
+def without_prefill(deployment: Deployment) -> Iterator[None]:
+    """Leave the decode engine alone."""
+    (engine,) = (each["id"] for each in deployment.members() if each["role"] == "prefill")
+
+    def drain(draining: bool) -> None:
+        url = f"{deployment.url}/admin/engines/{engine}"
+        body = {"draining": draining}
+        httpx.patch(url, json=body, headers=deployment.admin, timeout=30).raise_for_status()
+
+    drain(True)
+    try:
+        yield
+    finally:
+        drain(False)
+
+
+def real_legs_of(
+    deployment: Deployment, strategy: str, params: dict[str, Any], asked: list[list[int]],
+    *, anew: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Run requests one by one; `anew`: each as the first one of a revision."""
+    receipts = []
+    for number, prompt in enumerate(asked):
+        if anew or not number:
+            deployment.use(strategy, **params)
+        answer = deployment.complete(prompt, greedy=NEW, model="tiny")
+        receipts.append(legs_of(deployment.receipt(answer["request_id"]), in_order()))
+    return receipts
+
+
+def virtual_legs_of(
+    roles: tuple[str, ...], strategy: str, params: dict[str, Any], asked: list[list[int]],
+    *, anew: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Run requests one by one; `anew`: each as the first one of a revision."""
+    receipts = []
+
+    @in_virtual_time
+    async def run() -> None:
+        engines = {role: (role, PROFILE) for role in roles}
+        async with virtual_deployment(engines, strategy, **params) as deployment:
+            for prompt in asked:
+                if anew:
+                    deployment.use(strategy, **params)
+                _, receipt = await deployment.complete(prompt, NEW)
+                await asyncio.sleep(1)
+                receipts.append(legs_of(receipt.describe(), in_order()))
+            await deployment.check_at_rest()
+
+    run()
+    return receipts
+
+
+@pytest.mark.parametrize("strategy", AT_FIRST)
+def test_requests_that_are_divided_by_measurements_have_the_same_legs(
+    pair: Deployment, strategy: str
+):
+    params, asked = AT_FIRST[strategy], long_prompts(23 + list(AT_FIRST).index(strategy))
+    anew = strategy == "balanced"
+    simulated = virtual_legs_of(ROLES, strategy, params, asked[:3], anew=anew)
+    real = real_legs_of(pair, strategy, params, asked[:3], anew=anew)
+    for number, (one, other) in enumerate(zip(simulated, real, strict=True)):
+        assert one == other, number
+    divided = [leg["call"] for leg in real[0]["legs"]]
+    assert divided == ["prep_recv", "remote_send", "start_generate"]
+    computed = real[0]["legs"][1]["computed_tokens"]
+    assert 0 < computed < len(asked[0]) - 16  # the decode engine has its share
+
+
+@pytest.mark.parametrize("strategy", ALONE)
+def test_a_lone_engine_has_the_same_collapsed_legs(pair: Deployment, strategy: str):
+    params, asked = ALONE[strategy], long_prompts(53 + list(ALONE).index(strategy))
+    simulated = virtual_legs_of(("decode",), strategy, params, asked)
+    with without_prefill(pair):
+        real = real_legs_of(pair, strategy, params, asked)
+    for number, (one, other) in enumerate(zip(simulated, real, strict=True)):
+        assert one == other, number
+    legs = [leg for receipt in real for leg in receipt["legs"]]
+    assert {leg["engine"] for leg in legs} == {"0"}
+    assert any(leg["collapsed"] for leg in legs) == (strategy in COLLAPSE)
+
+
+def test_a_prefix_moves_off_an_engine_with_a_stream_by_the_same_legs(pair: Deployment):
+    """`migrate` copies what a running request has cached, and generates on the other engine."""
+    first, _, longer, _ = long_prompts(83)
+    params, receipts = {"overload": 0}, list[dict[str, Any]]()
+
+    @in_virtual_time
+    async def simulate() -> None:
+        engines = {role: (role, PROFILE) for role in ROLES}
+        async with virtual_deployment(engines, "migrate", **params) as deployment:
+            _, before = await deployment.complete(first, NEW)
+            await asyncio.sleep(1)
+            stream = asyncio.create_task(deployment.complete(first, 3000))
+            await asyncio.sleep(0.5)  # some hundred steps
+            _, moved = await deployment.complete(longer, NEW)
+            stream.cancel()
+            await asyncio.wait([stream])
+            await deployment.check_at_rest()
+            name = in_order()
+            receipts.extend(legs_of(each.describe(), name) for each in (before, moved))
+
+    simulate()
+    pair.use("migrate", **params)
+    before = pair.complete(first, greedy=NEW, model="tiny")
+    body = {
+        "model": "tiny", "prompt": first, "max_tokens": 3000, "temperature": 0,
+        "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=120) as stream:
+        lines = (line for line in stream.iter_lines() if line)
+        assert "error" not in json.loads(next(lines).removeprefix("data: "))
+        moved = pair.complete(longer, greedy=NEW, model="tiny")
+    name = in_order()
+    real = [legs_of(pair.receipt(answer["request_id"]), name) for answer in (before, moved)]
+    assert receipts == real
+    calls = [(leg["call"], leg["engine"]) for leg in real[1]["legs"]]
+    assert calls == [
+        ("prep_recv", "1"), ("remote_send", "0"), ("commit", "1"), ("start_generate", "1"),
+    ]  # fmt: skip
