@@ -35,13 +35,14 @@ test-fast: $(VENV)/test.stamp  ## run the tests that need neither a second nor a
 test-thorough: $(VENV)/test.stamp  ## run the further cases of the tests that take long
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m thorough $(PYTEST)
 
-check: $(VENV)/test.stamp  ## check style, types, layers and dependencies
+check: $(VENV)/test.stamp  ## check style, types, layers, dependencies and the figures of documents
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
 	@$(RUN) -c "from importlinter.cli import lint_imports_command as lint; lint()"
 	@$(RUN) -m deptry .
 	@$(RUN) tests/docs/recipes.py
+	@$(RUN) tests/docs/measured.py
 
 conformance: $(VENV)/test.stamp  ## hold every strategy against one engine, on the real model too (1 h)
 	@$(RUN) -m pytest tests/conformance -m conformance
