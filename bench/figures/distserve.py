@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from bench.figures.claims import Answer, Claim, Panel, Part, by_effect, by_places, by_size
-from bench.figures.runs import OURS, PAPER, Arm
+from bench.figures.claims import Answer, Claim, Panel, Part, by_places, by_size
 from engine.protocol import BadRequest
 from router.planning import (
     Arrival,
@@ -32,18 +31,23 @@ from router.planning import (
     node_pairs,
     prefill_ends,
 )
-from router.simulation import Experiment, read_fleet, run_experiment, summarize
-from router.strategy import Bound
 from router.telemetry import Slo
-from router.workload import WorkloadConfig
-from strategies.data_parallel import data_parallel
-from strategies.prefill_decode import prefill_decode
 
-__all__ = ["figure_1", "figure_4", "figure_10", "placements", "simulator"]
+__all__ = [
+    "DATA",
+    "DEVICE",
+    "INPUT",
+    "MODEL",
+    "OUTPUT",
+    "figure_4",
+    "placements",
+    "sample",
+    "sample_fixed",
+    "simulator",
+]
 
 MODEL, DEVICE = "opt-13b", "a100"
 TARGET = 0.9
-SLO_1 = Slo(400.0, 40.0)  # of Figure 1
 INPUT, OUTPUT = 512, 64  # likewise
 SEEDS = (0, 1, 2)
 MOST, PRECISION = 5.0, 0.25  # requests/s per GPU: simdistserve's bisection
@@ -198,73 +202,11 @@ def placements() -> Part:
             "Its coefficients are not public.",
         ),
         Claim(
-            "Figures 8, 9", "attainment over rate and over the objectives' scale, against vLLM",
-            nothing, "The baseline's version of vLLM has no public times; `--slo-scale` of "
-            "`microserve simulate` makes such curves.",
+            "Figures 8, 9", "the other models and data sets, and DeepSpeed-MII", nothing,
+            "The baselines' versions have no public times.",
         ),
     ]  # fmt: skip
     return Part({"rows": rows}, claims)
-
-
-def figure_1(requests: int = 500) -> Part:
-    """OPT-13B, 512 in and 64 out: one GPU for both phases, for one of them, and two for prefill."""
-    rate_512 = sample_fixed(requests)
-    measured = measured_model(MODEL, DEVICE)
-    one = fitting_instances(measured, nodes=1, gpus_per_node=1)[Division(1, 1)]
-    evaluator = Evaluator(rate_512, SLO_1, TARGET, True, max_tokens=INPUT, max_batch=256)
-    prefill, decode = evaluator.prefill(one), evaluator.decode(one)
-    together, apart = {}, {}
-    for arm in (PAPER, OURS):
-        together[arm.name] = sustained(data_parallel.bind({}), 1, 0, arm, requests)
-        apart[arm.name] = sustained(prefill_decode.bind({}), 3, 2, arm, requests) / 3
-    both = (PAPER.name, OURS.name)
-    claims = [
-        Claim(
-            "Figure 1", "one GPU for both phases: 1.6 requests/s",
-            {arm: Answer(f"{together[arm]:.1f}", by_size(1.6, together[arm])) for arm in both},
-            "90 % within TTFT 0.4 s, and 90 % within TPOT 0.04 s. Pacing keeps TPOT and spends "
-            "TTFT, which fails here: that our default meets the paper's figure is chance.",
-        ),
-        Claim("Figure 1", "one for prefill alone: 5.6",
-              {PAPER.name: Answer(f"{prefill:.1f}", by_size(5.6, prefill))},
-              "DistServe's own coefficients give 73 ms for a prompt, so 13.7 per second at most."),
-        Claim("Figure 1", "one for decode alone: 10",
-              {PAPER.name: Answer(f"{decode:.1f}", by_size(10.0, decode))},
-              "By its coefficients, 64 sequences decode in 33 ms (after 256 tokens)."),
-        Claim(
-            "Figure 1", "two for prefill and one for decode: 3.3 per GPU",
-            {arm: Answer(f"{apart[arm]:.1f}", by_size(3.3, apart[arm])) for arm in both},
-            "`prefill_decode` on virtual engines.",
-        ),
-        Claim(
-            "Figure 1", "2.1 times as much per GPU by disaggregation",
-            {
-                arm: Answer(
-                    f"{apart[arm] / together[arm]:.1f}×",
-                    by_effect(1.1, apart[arm] / together[arm] - 1),
-                )
-                for arm in both
-            },
-            "All absolute rates are higher than the paper's. So are its own coefficients' rates.",
-        ),
-    ]  # fmt: skip
-    data = {"prefill": prefill, "decode": decode, "together": together, "per_gpu_apart": apart}
-    return Part(data, claims)
-
-
-def sustained(bound: Bound, engines: int, prefill: int, arm: Arm, requests: int) -> float:
-    """Return the highest rate at which both objectives of Figure 1 are attained, by bisection."""
-    fleet = read_fleet(
-        f"{engines}x{MODEL}@{DEVICE}", prefill=prefill, decode=engines - prefill if prefill else 0,
-        flags=arm.flags,
-    )  # fmt: skip
-
-    def passes(rate: float) -> bool:
-        config = WorkloadConfig("fixed", input=INPUT, output=OUTPUT, rate=rate)
-        outcome = run_experiment(Experiment(bound, fleet, config, requests))
-        return bool(summarize(outcome, SLO_1, separate=True)["attained"] >= TARGET)
-
-    return highest_rate(passes, 16.0 * engines, 0.1)
 
 
 def sample_fixed(requests: int) -> Sample:
@@ -306,34 +248,6 @@ def figure_4(requests: int = 20_000) -> Part:
     shown = {name: [(r, ms) for r, ms in line if ms < 1000] for name, line in lines.items()}
     panel = Panel("OPT-13B, 512 tokens, 2 GPUs", "requests/s", "mean TTFT (ms)", shown)
     return Part({"mean_ttft_ms": lines}, claims, {"distserve-figure-4": [panel]})
-
-
-def figure_10(requests: int = 300) -> Part:
-    """How much of all latency is the transfer of KV between the phases."""
-    rows: list[dict[str, Any]] = []
-    for spec in ("opt-13b@a100", "opt-66b@a100:tp4"):
-        fleet = read_fleet(f"2x{spec}", prefill=1, decode=1, flags=PAPER.flags)
-        config = WorkloadConfig("sharegpt", rate=1.0)
-        outcome = run_experiment(
-            Experiment(prefill_decode.bind({}), fleet, config, requests), keep_legs=True
-        )
-        put = sum(leg.put_ms for record in outcome.records for leg in record.legs)
-        total = sum(1e3 * record.end_s for record in outcome.records)
-        rows.append({"engines": spec, "waiting for puts (ms)": put, "of latency": put / total})
-    claims = [
-        Claim(
-            "Figure 10", "transfers take less than 0.1 % of the total latency",
-            {
-                "ours": Answer(
-                    ", ".join(f"{100 * row['of latency']:.4f} %" for row in rows),
-                    by_places(row["of latency"] < 1e-3 for row in rows),
-                )
-            },
-            "OPT-13B, and OPT-66B with tp 4, over NVLink as its data sheet has it. Only the time "
-            "when nothing but puts was left counts: they overlap the computation.",
-        )
-    ]  # fmt: skip
-    return Part({"rows": rows}, claims)
 
 
 def _prefill(pair: str) -> str:

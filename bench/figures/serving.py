@@ -17,6 +17,7 @@ from bench.figures.runs import (
     CHUNKS,
     OURS,
     PAPER,
+    Arm,
     Size,
     Sweep,
     balance,
@@ -26,7 +27,7 @@ from bench.figures.runs import (
 )
 from router.workload import WorkloadConfig
 
-__all__ = ["FULL", "figure_10", "figure_11", "figure_13", "run_lengths"]
+__all__ = ["FULL", "figure_10", "figure_11", "figure_13", "run_lengths", "token_budgets"]
 
 FULL = Size(requests=400, seeds=3)
 LENGTHS = (100, 200, 400, 1600)  # requests of a point, to see what their number decides
@@ -36,6 +37,7 @@ RATES_10 = (1.0, 3.0, 5.0, 7.0)
 RATES_11 = (0.5, 1.0, 1.5, 2.0, 2.5)
 RATES_5000 = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
 RATIOS = (0.1, 0.2, 0.3)
+BUDGETS = (512, 1024, 2048, 8192)  # of a step, in tokens
 RATIO = 0.2  # of Figures 10 and 11
 Sweeps = dict[str, Sweep]  # by arm
 PAIRS = [data_parallel_pair, one_prefill(1), balance(RATIO, BALANCE)]
@@ -173,6 +175,22 @@ def run_lengths(lengths: Sequence[int] = LENGTHS, rate: float = RATES_11[-1]) ->
                 for name in (P1D1, BALANCE)
             }
         )
+    return Part({"rows": rows}, [])
+
+
+def token_budgets(budgets: Sequence[int] = BUDGETS, size: Size = FULL) -> Part:
+    """Figure 11 with other numbers of prompt tokens in a step, which the paper does not say."""
+    rows = []
+    for budget in budgets:
+        arm = Arm(f"budget {budget}", {"token_budget": budget, "decode_slowdown": 0.0})
+        one = sweep(PAIRS, arm, WorkloadConfig("paper"), RATES_11[2:], size)
+        row: dict[str, Any] = {"tokens in a step": budget}
+        for kind, label in (("mean", "mean JCT"), ("p99", "P99 JCT")):
+            for name in (P1D1, BALANCE):
+                ratios = one.ratios(name, DP, kind)
+                rate = min(ratios, key=lambda each: ratios[each])
+                row[f"{name}, {label}"] = f"{_percent(ratios[rate])} at {rate:g}/s"
+        rows.append(row)
     return Part({"rows": rows}, [])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.figures import dejavu, distserve, infinite_llm, migration, serving
+from bench.figures import dejavu, distserve, distserve_load, infinite_llm, migration, serving
 from bench.figures.__main__ import PAPERS
 from bench.figures.claims import Part, by_effect, by_places, rounded
 from bench.figures.code_lines import count_lines
@@ -91,7 +91,8 @@ def test_verdicts_on_statements():
         lambda: dejavu.makespans((2, 4), 64),
         lambda: dejavu.latency(80),
         lambda: distserve.figure_4(200),
-        lambda: distserve.figure_10(6),
+        lambda: distserve_load.figure_10(6),
+        lambda: distserve_load.figure_8(12, (1.0,)),
     ],
 )
 def test_a_small_run_answers_each_claim_and_draws_each_picture(compute, tmp_path: Path):
