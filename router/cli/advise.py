@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
@@ -26,12 +28,14 @@ from router.cli.admin_client import (
 )
 from router.cli.options import GroupedCommand, Number, option, read_params
 from router.cli.preflight import Mistake
+from router.cli.signals import cleared_on_sigterm, on_signal
 from router.cli.workload_options import POSITIVE
 
 __all__ = ["advise"]
 
 CALL_S = 60.0
 SILENCE_S = 900.0  # of the router, longer than one candidate may take
+MOST_EVENT = 16 << 20  # bytes
 PERCENT = Number(float, 1e-6, 100.0)
 
 
@@ -71,7 +75,11 @@ def advise(url: str, admin_key: str, ca: str, **options: Any) -> None:
         if options["apply"]:
             _check_canary(client)
         advice = _ask(client, body)
-        _show(advice)
+        try:
+            _show(advice)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            message = f"{url}: what the router answers is no advice: {error!r}"
+            raise click.ClickException(message) from None
         if options["apply"] and not advice["keep"]:
             try:
                 applied = _apply(client, advice, options)
@@ -123,10 +131,7 @@ def _ask(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
             if reply.is_error:
                 reply.read()
                 raise click.ClickException(problem_of(reply.json()))
-            for line in reply.iter_lines():
-                if not line.startswith("data: "):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
+            for event in _events(reply):
                 if "progress" in event:
                     show(event["progress"])
                 elif "advice" in event:
@@ -134,9 +139,31 @@ def _ask(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
                     return advice
                 else:
                     raise click.ClickException(problem_of(event))
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+    except (
+        httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, RecursionError,
+    ) as error:  # fmt: skip
         raise unreachable(str(client.base_url), error) from None
     raise click.ClickException(f"{client.base_url}: the router ended its answer early")
+
+
+def _events(reply: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stream. Raises `ValueError` for one that is too long, late or none."""
+    line, since = bytearray(), time.monotonic()
+    for piece in reply.iter_bytes():
+        line += piece
+        while (end := line.find(b"\n")) >= 0:
+            data = bytes(line[:end])
+            del line[: end + 1]
+            if data.startswith(b"data: "):
+                event = json.loads(data.removeprefix(b"data: "))
+                if not isinstance(event, dict):
+                    raise ValueError("the router sends events that are no objects")
+                yield event
+                since = time.monotonic()
+        if len(line) > MOST_EVENT:
+            raise ValueError(f"the router sends an event of more than {MOST_EVENT} bytes")
+        if time.monotonic() - since > SILENCE_S:
+            raise ValueError(f"the router sent no event for {SILENCE_S:g} s")
 
 
 @contextmanager
@@ -145,9 +172,12 @@ def _progress() -> Iterator[Any]:
     columns = (
         TextColumn("{task.completed} of {task.total}"),
         BarColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with (
+        Progress(*columns, console=Console(stderr=True), transient=True) as progress,
+        cleared_on_sigterm(),
+    ):
         bars: list[TaskID] = []
 
         def show(told: dict[str, Any]) -> None:
@@ -215,14 +245,14 @@ def _apply(client: httpx.Client, advice: dict[str, Any], options: dict[str, Any]
             "roles change at once, also for requests under the present strategy: "
             + ", ".join(f"{id} to {role}" for id, role in roles.items())
         )
-    changed: list[str] = []
+    if gone := [id for id in roles if id not in before]:
+        raise click.ClickException(f"engine {gone[0]} has gone since: ask again")
     current = next(row for row in advice["ranking"] if row["current"])
     same = (proposal["name"], proposal["params"]) == (current["name"], current["params"])
     applied: dict[str, Any] = {"roles": roles, "generation": None, "canary": None}
-    try:
+    with _restored(client, before) as change:
         for id, role in roles.items():
-            call_admin(client, "PATCH", f"/admin/engines/{quote(id)}", {"role": role})
-            changed.append(id)
+            change(id, role)
         if same:
             click.echo(f"{proposal['name']} runs already, with these parameters")
             return applied
@@ -236,11 +266,44 @@ def _apply(client: httpx.Client, advice: dict[str, Any], options: dict[str, Any]
                 "if_generation": advice["generation"],
             },
         )  # fmt: skip
-    except click.ClickException:
-        for id in changed:
-            call_admin(client, "PATCH", f"/admin/engines/{quote(id)}", {"role": before[id]})
-        raise
     click.echo(
         f"generation {state['generation']} is a canary with {options['canary']:g} % of the requests"
     )
     return {**applied, "generation": state["generation"], "canary": rules}
+
+
+@contextmanager
+def _restored(
+    client: httpx.Client, before: dict[str, str]
+) -> Iterator[Callable[[str, str], object]]:
+    """Yield a function that changes an engine's role.
+
+    Leaving early gives the engines their roles back, also by Ctrl-C and SIGTERM.
+    """
+    changed: list[str] = []
+
+    def change(id: str, role: str) -> None:
+        changed.append(id)  # first: the reply to the change may be lost
+        call_admin(client, "PATCH", f"/admin/engines/{quote(id)}", {"role": role})
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    with on_signal(signal.SIGTERM, end):
+        try:
+            yield change
+        except BaseException:
+            with (
+                on_signal(signal.SIGTERM, signal.SIG_IGN),
+                on_signal(signal.SIGINT, signal.SIG_IGN),
+            ):
+                for id in changed:
+                    _give_back(client, id, before[id])
+            raise
+
+
+def _give_back(client: httpx.Client, id: str, role: str) -> None:
+    try:
+        call_admin(client, "PATCH", f"/admin/engines/{quote(id)}", {"role": role})
+    except click.ClickException as error:
+        click.echo(f"engine {id} does not become {role} again: {error.message}", err=True)

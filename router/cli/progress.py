@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from router.cli.signals import cleared_on_sigterm
+
 __all__ = ["Bar", "progress"]
 
 SHOW_AFTER_S, SHOW_EVERY_S = 1.0, 0.1
@@ -56,7 +58,8 @@ class Bar:
 def progress(total: int, what: str, *, look_every: int = 1) -> Iterator[Bar]:
     """Show a bar while the context is open."""
     bar = Bar(total, what, look_every)
-    try:
-        yield bar
-    finally:
-        bar.close()
+    with cleared_on_sigterm():
+        try:
+            yield bar
+        finally:
+            bar.close()

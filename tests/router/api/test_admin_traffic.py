@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from raw_server import HEAD, RawServer
 
 from router.cli import cli
 from router.workload import WorkloadConfig, open_workload
@@ -94,3 +96,24 @@ async def test_the_command_saves_a_trace(route, fake, tmp_path: Path):
 def test_a_bad_command_line_is_refused(flags: tuple[str, ...]):
     done = CliRunner().invoke(cli, ["traffic", *flags])
     assert done.exit_code == 2 and "Error" in done.output
+
+
+@pytest.mark.parametrize(
+    ("answer", "again", "said"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}\n", None, "peer closed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", None, "no request has ended yet"),
+        (HEAD, b"1000\r\n" + b"{}\n\n" * 1024 + b"\r\n", "sends more than 65536 bytes"),
+    ],
+)
+async def test_a_file_is_replaced_only_by_a_whole_recording(
+    tmp_path, monkeypatch, answer, again, said
+):
+    monkeypatch.setattr(import_module("router.cli.traffic"), "MOST_BYTES", 1 << 16)
+    file = tmp_path / "traffic.jsonl"
+    file.write_text("mine\n")
+    async with RawServer(answer, again).serving() as server:
+        command = ["traffic", "--url", server.url, "-o", str(file)]
+        done = await asyncio.to_thread(CliRunner().invoke, cli, command)
+    assert done.exit_code == 1 and said in done.stderr
+    assert file.read_text() == "mine\n" and list(tmp_path.iterdir()) == [file]
