@@ -30,6 +30,8 @@ LEAST_REQUESTS = 20
 # The latest requests that are run for each seed: enough per engine, and few enough to wait for.
 PER_ENGINE, FEWEST, MOST = 200, 400, 2000
 FIT_S = 60.0
+# Of what a process tells. The engines of a fitted fleet have a profile each.
+FLEET_BYTES, RUNS_BYTES = 8 << 20, 64 << 10
 WALL_S, CPU_S = 600.0, 120.0  # of one candidate, with all its seeds
 NICE = 19
 PIECE = 1 << 16
@@ -146,7 +148,7 @@ class Advisor:
     ) -> dict[str, Any]:
         """Return the virtual fleet. Raises `Conflict` for an engine of unknown speed."""
         job = {"engines": await engine_facts(backends), "profile": profile}
-        ended = await _confined("fit", job, FIT_S, FIT_S)
+        ended = await _confined("fit", job, FIT_S, FIT_S, most=FLEET_BYTES)
         if not isinstance(ended.verdict, dict):
             raise Internal(f"the engines' steps could not be fitted: {_ending(ended, FIT_S)}")
         if error := ended.verdict.get("error"):
@@ -173,12 +175,17 @@ class Advisor:
 
 
 async def _confined(
-    function: str, job: dict[str, Any], wall_s: float, cpu_s: float, *fds: int
+    function: str,
+    job: dict[str, Any],
+    wall_s: float,
+    cpu_s: float,
+    *fds: int,
+    most: int = RUNS_BYTES,
 ) -> Ended:
     environment = {**bare_environment(), **ONE_THREAD}
     return await run_confined(
         f"{WORKER}:{function}", job, timeout_s=wall_s, cpu_s=cpu_s, nice=NICE,
-        environment=environment, fds=fds,
+        environment=environment, fds=fds, verdict_bytes=most,
     )  # fmt: skip
 
 

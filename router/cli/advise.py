@@ -28,7 +28,7 @@ from router.cli.admin_client import (
 )
 from router.cli.options import GroupedCommand, Number, option, read_params
 from router.cli.preflight import Mistake
-from router.cli.signals import cleared_on_sigterm, on_signal
+from router.cli.progress import cleared_on_sigterm, on_signal
 from router.cli.workload_options import POSITIVE
 
 __all__ = ["advise"]

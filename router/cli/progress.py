@@ -1,18 +1,23 @@
-"""A progress bar on standard error, for what takes longer than a second."""
+"""A progress bar on standard error, for what takes longer than a second, and what signals do."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from router.cli.signals import cleared_on_sigterm
+__all__ = ["Bar", "cleared_on_sigterm", "on_signal", "progress"]
 
-__all__ = ["Bar", "progress"]
-
+CLEAR = b"\r\x1b[2K\x1b[?25h"  # the line; and shows the cursor
+Handler = Callable[[int, FrameType | None], object] | int
 SHOW_AFTER_S, SHOW_EVERY_S = 1.0, 0.1
 
 
@@ -63,3 +68,30 @@ def progress(total: int, what: str, *, look_every: int = 1) -> Iterator[Bar]:
             yield bar
         finally:
             bar.close()
+
+
+@contextmanager
+def on_signal(number: int, handler: Handler) -> Iterator[None]:
+    """Handle a signal while the context is open. Does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextmanager
+def cleared_on_sigterm() -> Iterator[None]:
+    """Clear the line of a progress bar, and show the cursor, before SIGTERM ends this process."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        if sys.stderr.isatty():
+            os.write(2, CLEAR)  # not by rich, which may be in the middle of its own output
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    with on_signal(signal.SIGTERM, end):
+        yield

@@ -35,7 +35,6 @@ from router.confinement.limits import end_descendants, limit_resources
 __all__ = ["main"]
 
 TAIL_BYTES = 8192  # of what the worker prints
-VERDICT_BYTES = 1 << 16
 END_S = 5.0
 PIECE = 1 << 16
 
@@ -43,10 +42,10 @@ PIECE = 1 << 16
 def main() -> None:
     """Read the order from standard input, and write the report to standard output.
 
-    The order is a line of JSON: `entry`, `job`, `timeout_s`, `cpu_s`, `nice` and `namespaces`, as
-    of `run_confined`. The report is JSON: the worker's `verdict` (null if it gave none), its
-    `exitcode` (negative: the signal that ended it; null: it took too long), and the `tail` of what
-    it printed.
+    The order is a line of JSON: `entry`, `job`, `timeout_s`, `cpu_s`, `nice`, `namespaces` and
+    `verdict_bytes`, as of `run_confined`. The report is JSON: the worker's `verdict` (null if it
+    gave none), its `exitcode` (negative: the signal that ended it; null: it took too long), and the
+    `tail` of what it printed.
     """
     order = json.loads(_line(0))
     os.nice(order["nice"])
@@ -70,6 +69,7 @@ class _Worker:
         # Text that the module prints, or writes to a descriptor by chance, is no verdict.
         self._nonce = secrets.token_hex(16)
         self._confined = confined
+        self._most = int(order["verdict_bytes"])
         pipes = [os.pipe() for _ in range(3)]
         readers, writers = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
         self._pid = os.fork()
@@ -115,6 +115,8 @@ class _Worker:
             with suppress(BlockingIOError):
                 while self._read(fd):
                     pass
+        if len(self._verdict) > self._most:
+            self._tail += b"\nits result has more than %d bytes" % self._most
         return {
             "verdict": self._said(),
             "exitcode": None if late else self._exitcode(status),
@@ -127,14 +129,14 @@ class _Worker:
         if fd == self._output:
             self._tail = (self._tail + piece)[-TAIL_BYTES:]
         elif fd == self._result:
-            self._verdict = (self._verdict + piece)[: VERDICT_BYTES + 1]
+            self._verdict = (self._verdict + piece)[: self._most + 1]
         else:
             self._status = (self._status + piece)[:16]
         return bool(piece)
 
     def _said(self) -> Any:
         nonce, _, text = self._verdict.partition(b"\n")
-        if len(self._verdict) > VERDICT_BYTES or nonce != self._nonce.encode():
+        if len(self._verdict) > self._most or nonce != self._nonce.encode():
             return None
         with suppress(ValueError):
             return json.loads(text)

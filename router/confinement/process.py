@@ -17,7 +17,7 @@ __all__ = ["Ended", "run_confined"]
 START_S = 30.0  # for the process to import the router, on a busy machine
 END_S = 10.0  # for the process to end what it has started
 TAIL = 2000  # characters of its output that are kept
-REPORT_BYTES = 1 << 20
+VERDICT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,20 @@ async def run_confined(
     environment: Mapping[str, str] | None = None,
     namespaces: bool = True,
     fds: Collection[int] = (),
+    verdict_bytes: int = VERDICT_BYTES,
 ) -> Ended:
     """Call `entry` with `job` in a process of its own; both are JSON.
 
     `entry` is `MODULE:FUNCTION`. It may take `timeout_s` seconds, and `cpu_s` seconds of CPU time,
     by default as many. `environment` is by default only what Python needs, so it has no keys.
     Without `namespaces` it does not use the kernel's. The process inherits the descriptors `fds`,
-    under their numbers. Cancellation ends it, with all that it has started.
+    under their numbers. A result of more than `verdict_bytes` bytes of JSON is none, as the end of
+    the output says then. Cancellation ends it, with all that it has started.
     """
     order = {
         "entry": entry, "job": dict(job), "timeout_s": timeout_s, "nice": nice,
         "cpu_s": (timeout_s if cpu_s is None else cpu_s) + 1, "namespaces": namespaces,
+        "verdict_bytes": verdict_bytes,
     }  # fmt: skip
     process = await asyncio.create_subprocess_exec(
         *module_command("router.confinement.guard"),
@@ -63,7 +66,9 @@ async def run_confined(
     )  # fmt: skip
     try:
         async with asyncio.timeout(START_S + timeout_s + END_S):
-            out, errors = await _ask(process, json.dumps(order).encode() + b"\n")
+            data = json.dumps(order).encode() + b"\n"
+            # The tail of the output takes up to six bytes a character as JSON.
+            out, errors = await _ask(process, data, verdict_bytes + (1 << 17))
     except TimeoutError:
         return Ended(None, None)
     finally:
@@ -75,16 +80,15 @@ async def run_confined(
     return Ended(report["verdict"], report["exitcode"], report["tail"][-TAIL:].strip())
 
 
-async def _ask(process: Process, order: bytes) -> tuple[str, str]:
-    """Write the order; return the process's report, and the end of its standard error."""
+async def _ask(process: Process, order: bytes, most: int) -> tuple[str, str]:
+    """Write the order; return the process's report, of `most` bytes at most, and the end of its
+    standard error."""
     if process.stdin is None:
         return "", ""
     with suppress(ConnectionError):  # it has failed already, and says why
         process.stdin.write(order)
         await process.stdin.drain()
-    return await asyncio.gather(
-        _tail(process.stdout, REPORT_BYTES), _tail(process.stderr, 4 * TAIL)
-    )
+    return await asyncio.gather(_tail(process.stdout, most), _tail(process.stderr, 4 * TAIL))
 
 
 async def _tail(stream: asyncio.StreamReader | None, most: int) -> str:

@@ -9,6 +9,8 @@ import pytest
 
 from engine.latency import FittedLatency, StepWork, find_profile, profile_fields
 from engine.protocol import BadRequest
+from router.advice.advisor import FLEET_BYTES, _confined
+from router.advice.engine_facts import MOST_ENGINES
 from router.advice.fleet import ASSUMED_PUT, fit_fleet, virtual_fleet
 from router.advice.worker import shaken
 
@@ -92,6 +94,14 @@ def test_a_given_profile_is_for_engines_of_unknown_speed():
     assert (engine.profile.step, engine.profile.put) == (given.step, given.put)
     assert engine.profile.layers == 4 and engine.profile.model == "m"  # the rest is the engine's
     assert "engine a: it did not tell; those of the given profile are used" in told["notes"]
+
+
+@pytest.mark.processes
+async def test_a_fleet_of_as_many_engines_as_there_may_be_is_fitted():
+    """Its process tells each engine with a profile of its own."""
+    many = [facts(f"engine-{n}", steps(256), problem="x" * 200) for n in range(MOST_ENGINES)]
+    ended = await _confined("fit", {"engines": many, "profile": GIVEN}, 60, 60, most=FLEET_BYTES)
+    assert len(ended.verdict["fleet"]) == MOST_ENGINES
 
 
 @pytest.mark.parametrize(

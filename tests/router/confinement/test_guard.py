@@ -15,6 +15,7 @@ import pytest
 from waiting import until
 
 from engine.protocol import BadRequest
+from router.confinement import run_confined
 from router.dry_run.dry_run_process import dry_run_source
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -116,7 +117,7 @@ async def test_a_dry_run_ends_with_its_router(lock):
     }  # fmt: skip
     order = {
         "entry": "router.dry_run.worker:try_out", "job": job, "timeout_s": 600, "cpu_s": 600,
-        "nice": 0, "namespaces": False,
+        "nice": 0, "namespaces": False, "verdict_bytes": 1 << 16,
     }  # fmt: skip
     with subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-m", "router.confinement.guard"],
@@ -196,3 +197,12 @@ def test_hidden_memory_is_refused_to_processes_of_the_same_user(how, wanted):
 def _namespaces_work() -> bool:
     source = "from router.base import enter_namespaces as e; import sys; sys.exit(not e())"
     return subprocess.run([sys.executable, "-c", source], check=False).returncode == 0
+
+
+async def test_a_result_has_a_bound_that_the_caller_sets():
+    job = {"x": "y" * 100_000}
+    ended = await run_confined("builtins:str", job, timeout_s=60.0)
+    assert (ended.verdict, ended.exitcode) == (None, 0)
+    assert ended.tail == "its result has more than 65536 bytes"
+    ended = await run_confined("builtins:str", job, timeout_s=60.0, verdict_bytes=1 << 20)
+    assert ended.verdict == str(job)
