@@ -38,7 +38,8 @@ def traffic(url: str, admin_key: str, ca: str, output: Path, minutes: float | No
     params = {} if minutes is None else {"minutes": minutes}
     # A device, such as /dev/stdout, cannot be replaced.
     direct = output.exists() and not output.is_file()
-    partial = output if direct else output.with_name(f".{output.name}.{os.getpid()}")
+    file_path = output.resolve()  # a link stays
+    partial = output if direct else file_path.with_name(f".{output.name}.{os.getpid()}")
     try:
         with (
             admin_client(url, admin_key, ca) as client,
@@ -52,7 +53,7 @@ def traffic(url: str, admin_key: str, ca: str, output: Path, minutes: float | No
         if not count:
             raise click.ClickException(f"{url}: no request has ended yet that is recent enough")
         if not direct:
-            partial.replace(output)
+            partial.replace(file_path)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise unreachable(url, error) from None
     except OSError as error:
