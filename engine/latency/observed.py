@@ -3,6 +3,10 @@
 They compute prompts, decodes, or both. All coefficients are fitted together, by least squares on
 the relative error, and none is negative. A coefficient that explains next to nothing is zero. Steps
 far above the model are left out of a second fit: then something else held the process up.
+
+In the second fit the error is relative to the model's time. Relative to the measured time, as in
+`fit_latency`, the fastest of scattered steps count most: that finds steps that were held up, but is
+below the mean of the others.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ SPAN = 2  # the most tokens (or decodes) of a step, over the fewest
 PARSIMONY = 0.99  # a further coefficient must lower the squared error below this share
 FAR, NEAR = 4.0, 0.1  # a step is far above the model beyond 4 times the median error, and 10 %
 COLUMNS = 6
+ROUNDS = 3  # of a fit: the error of each is relative to the model before
 
 
 def fit_observed(measured: Sequence[Measured]) -> tuple[FittedLatency, Fit]:
@@ -33,12 +38,11 @@ def fit_observed(measured: Sequence[Measured]) -> tuple[FittedLatency, Fit]:
     """
     _check_span("prompt tokens", [m.work.prompt_tokens for m in measured if m.work.prompt_tokens])
     _check_span("sequences that decode", [m.work.decodes for m in measured if m.work.decodes])
-    model = _fit(measured)
+    model = _fit(measured, rounds=0)
     ratios = [(m.seconds - model.seconds(m.work)) / model.seconds(m.work) for m in measured]
     limit = max(NEAR, FAR * float(np.median(np.abs(ratios))))
     kept = [m for m, ratio in zip(measured, ratios, strict=True) if ratio <= limit]
-    if len(kept) < len(measured):
-        model = _fit(kept)
+    model = _fit(kept, ROUNDS)
     prompts = [m for m in kept if m.work.prompt_tokens]
     decodes = [m for m in kept if m.work.decodes]
     alone = [m for m in decodes if not m.work.prompt_tokens]
@@ -55,34 +59,47 @@ def _check_span(what: str, sizes: Sequence[int]) -> None:
         )
 
 
-def _fit(measured: Sequence[Measured]) -> FittedLatency:
+def _fit(measured: Sequence[Measured], rounds: int) -> FittedLatency:
     # A step with both pays the larger constant. Which one that is, the smaller error tells.
-    (best, least), (other, error) = (_solve(_rows(measured, larger)) for larger in (0, 3))
+    (best, least), (other, error) = (_rounds(measured, larger, rounds) for larger in (0, 3))
     a, b, c, d, e, f = map(float, other if error < least else best)
     decode: Coefficients = (d, e, f)
     return FittedLatency((a, b, c), decode, decode, large_batch=1)
 
 
+def _rounds(measured: Sequence[Measured], larger: int, rounds: int) -> tuple[Matrix, float]:
+    """Return the coefficients and the squared error.
+
+    That is relative to the model's time after some rounds, and to the measured one without.
+    """
+    rows = _rows(measured, larger)
+    times = np.array([seconds * 1e3 for _, seconds in measured])
+    found, error = _solve(rows / times[:, None], np.ones(len(times)))
+    for _ in range(rounds):
+        expected = np.maximum(rows @ found, times.min())
+        found, error = _solve(rows / expected[:, None], times / expected)
+    return found, error
+
+
 def _rows(measured: Sequence[Measured], larger: int) -> Matrix:
-    """Return the terms of each step over its milliseconds, so that each row aims at 1."""
+    """Return the terms of each step."""
     rows = np.zeros((len(measured), COLUMNS))
-    for row, (work, seconds) in zip(rows, measured, strict=True):
+    for row, (work, _) in zip(rows, measured, strict=True):
         both = bool(work.prompt_tokens and work.decodes)
         if work.prompt_tokens:
             row[:3] = (not both or larger == 0, work.prompt_tokens, work.prompt_squares)
         if work.decodes:
             row[3:] = (not both or larger == 3, work.context, work.decodes)
-        row /= seconds * 1e3
     return rows
 
 
-def _solve(rows: Matrix) -> tuple[Matrix, float]:
-    """Return x >= 0 that minimises |rows·x - 1|² with few elements above 0, and that error."""
+def _solve(rows: Matrix, aims: Matrix) -> tuple[Matrix, float]:
+    """Return x >= 0 that minimises |rows·x - aims|² with few elements above 0, and that error."""
     scale = np.abs(rows).max(axis=0)
     scale[scale == 0] = 1.0
     scaled = rows / scale
-    squares, targets = scaled.T @ scaled, scaled.sum(axis=0)
-    best, least = np.zeros(COLUMNS), float(len(rows))
+    squares, targets = scaled.T @ scaled, scaled.T @ aims
+    best, least = np.zeros(COLUMNS), float(np.square(aims).sum())
     for size in range(1, COLUMNS + 1):
         found, error = best, least * PARSIMONY
         for columns in map(list, combinations(range(COLUMNS), size)):
@@ -92,7 +109,7 @@ def _solve(rows: Matrix) -> tuple[Matrix, float]:
             solved = np.linalg.solve(part, targets[columns])
             if solved.min() < 0:
                 continue
-            left = float(np.square(scaled[:, columns] @ solved - 1).sum())
+            left = float(np.square(scaled[:, columns] @ solved - aims).sum())
             if left < error:
                 found, error = np.zeros(COLUMNS), left
                 found[columns] = solved

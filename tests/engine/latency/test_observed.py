@@ -63,6 +63,15 @@ def test_noise_averages_out():
     assert 0.05 < fit.prefill.median < 0.15
 
 
+def test_scattered_steps_are_fitted_by_their_mean():
+    """As of a small model on a busy host, where steps differ by half for no reason that is told."""
+    source, work = random.Random(9), steps(600)
+    scattered = [Measured(w, TRUE.seconds(w) * source.lognormvariate(0.0, 0.5)) for w in work]
+    model, _ = fit_observed(scattered)
+    total = sum(seconds for _, seconds in scattered)
+    assert 0.85 < sum(model.seconds(w) for w in work) / total < 1.1
+
+
 def test_steps_in_which_the_process_stood_still_do_not_count():
     measured = timed(TRUE, steps(120))
     for at in range(0, 120, 10):
