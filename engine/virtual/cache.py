@@ -147,7 +147,11 @@ class VirtualCache:
 
         Nothing is evicted yet: whoever comes before these steps finds the prefixes.
         """
-        return self._wanted(chunks, times) <= self.bookkeeping.pages.available
+        pages = self.bookkeeping.pages
+        missing = self._wanted(chunks, times) - pages.pool.free
+        return missing <= 0 or (
+            missing <= pages.prefix.evictable and pages.prefix.can_evict(missing)
+        )
 
     def has_free(self, chunks: Sequence[Chunk], times: int) -> bool:
         """Say if a step can be computed `times` times without eviction."""
@@ -156,8 +160,7 @@ class VirtualCache:
     def make_room(self, chunks: Sequence[Chunk], times: int) -> int:
         """Make free the pages that a step takes if it is computed `times` times.
 
-        Evicts what these steps would evict one by one. Returns for how many of them there is room:
-        `times`, unless what seemed evictable continues a page that is in use.
+        Evicts what these steps would evict one by one. Returns for how many of them there is room.
         """
         manager = self.bookkeeping.pages
         while times > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
@@ -90,6 +90,11 @@ class LeafQueue(Generic[L]):
         for page in self._pool.unblocked:
             self.unpark(page)
         self._pool.unblocked.clear()
+
+    def __iter__(self) -> Iterator[L]:
+        """All leaves, in no order; the caller changes none meanwhile."""
+        yield from (node for _, _, node in self._heap if node.evictable)
+        yield from (node for node in self._parked.values() if node.evictable and not node.queued)
 
     def prune(self) -> None:
         """Drop nodes that have ceased to be leaves. Takes O(leaves)."""

@@ -158,6 +158,27 @@ class PrefixTree:
             self._tell((), went)
         return freed
 
+    def can_evict(self, wanted: int) -> bool:
+        """Say if `evict` would free `wanted` pages. Ends as soon as it has found so many."""
+        found = 0
+        gone: dict[_Node, int] = {}  # children that would be evicted, by parent
+        for leaf in self._leaves:
+            node = leaf
+            while found < wanted and node.parent is not None:
+                keep = len(node.pages)
+                while keep and self._pool.can_evict(node.pages[keep - 1]):
+                    keep -= 1
+                found += len(node.pages) - keep
+                if keep:
+                    break
+                node = node.parent
+                gone[node] = gone.get(node, 0) + 1
+                if gone[node] < len(node.children):
+                    break
+            if found >= wanted:
+                return True
+        return found >= wanted
+
     def follow(self, name: Namer, tell: Tell) -> list[PageName]:
         """Return the names of all pages; call `tell` for those that enter and leave from now on.
 

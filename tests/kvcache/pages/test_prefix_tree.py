@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -437,3 +438,26 @@ def test_any_history_agrees_with_a_set_of_prefixes(
         if follower is not None:
             assert follower.known == {"".join(f"{t}." for t in prefix) for prefix in known}
         tree.check()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_how_many_pages_can_be_evicted_is_known_before(seed: int):
+    source, tree, held = random.Random(seed), Tree(), list[PageId]()
+    for _ in range(60):
+        tokens = [source.randrange(2) for _ in range(SIZE * source.randrange(1, 7))]
+        match source.randrange(9):
+            case 0 if held:
+                tree.pool.drop([held.pop(source.randrange(len(held)))])
+            case 1 | 2 if pages := tree.cache.match(tokens):
+                page = source.choice(pages[-2:])  # also one that others in the tree continue
+                tree.pool.share([page])
+                held.append(page)
+            case 3:
+                tree.cache.evict(source.randrange(1, 4))
+            case 4:
+                source.choice([tree.cache.pin, tree.cache.unpin])(tokens[: 2 * SIZE])
+            case _ if tree.pool.free >= len(tokens) // SIZE:
+                tree.keep(tokens)
+    count = sum(tree.cache.can_evict(wanted) for wanted in range(1, 32))
+    assert not tree.cache.can_evict(count + 1) and tree.cache.can_evict(count)
+    assert tree.cache.evict(31) == count
