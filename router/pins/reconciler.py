@@ -37,7 +37,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CHECK_S = 60.0  # between two questions to an engine whether it still has a copy pinned
-CALLS = 16  # at a time, beside those that make copies
+CALLS = 16  # to an engine at a time, beside the one that makes a copy
 KNOWN_S = 1.0  # longest wait for what engines have cached
 Fleet = list[tuple[Backend, int, bool]]
 
@@ -58,7 +58,9 @@ class Reconciler:
         self._clock = asyncio.get_running_loop().time
         self._wake = asyncio.Event()
         self._fleet: Fleet = []
-        self._calls = asyncio.Semaphore(CALLS)
+        self._calls: weakref.WeakKeyDictionary[Backend, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
         # Held while a copy is made there.
         self._locks: weakref.WeakKeyDictionary[Backend, asyncio.Lock] = weakref.WeakKeyDictionary()
 
@@ -166,7 +168,7 @@ class Reconciler:
         for backend, copy in list(pin.placed.items()):
             if pin.wanted and pin.complete(backend) and backend.status == "up":
                 try:
-                    async with self._calls:
+                    async with self._calls_to(backend):
                         copy.tokens = await self._bounded(
                             pinned_at(self._runtime, request, backend)
                         )
@@ -227,8 +229,9 @@ class Reconciler:
 
         Engines that have been removed are told once.
         """
+        release_s = self._runtime.config.release_timeout_s
         try:
-            async with self._calls, asyncio.timeout(self._runtime.config.release_timeout_s):
+            async with self._calls_to(backend), asyncio.timeout(release_s):
                 await unpin_at(self._runtime, pin.tokens.tolist(), backend)
         except (MicroserveError, TimeoutError) as error:
             known = any(each is backend for each in self._registry)
@@ -237,6 +240,9 @@ class Reconciler:
                 return False
         pin.placed.pop(backend, None)
         return True
+
+    def _calls_to(self, backend: Backend) -> asyncio.Semaphore:
+        return self._calls.setdefault(backend, asyncio.Semaphore(CALLS))
 
     async def _known(self) -> None:
         """Wait until the engines have said what they have cached, for a while."""

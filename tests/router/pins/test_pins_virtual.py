@@ -9,7 +9,7 @@ from pinned_fleet import PAGE, PAGES, pinned_fleet, prefix
 from virtual_time import in_virtual_time
 
 from engine.protocol import BadRequest, NoCapacity, Pin, StartGenerate
-from router.base import EngineUnreachable, NotFound
+from router.base import EngineUnreachable, NotFound, RouterConfig
 from router.pins import pins, reconciler
 from router.simulation.fleet import VirtualCalls
 
@@ -353,6 +353,31 @@ async def test_the_calls_at_a_time_are_bounded(monkeypatch):
             fleet.pins.unpin(pin)
         await fleet.until(lambda: not list(fleet.pins))
         assert most == reconciler.CALLS < len(table)
+
+
+@in_virtual_time
+async def test_an_engine_that_does_not_answer_holds_up_no_other(monkeypatch):
+    async with pinned_fleet("a", "b") as fleet:
+        table = {
+            name: [fleet.pins.pin(prefix(1), engine=name) for _ in range(2 * reconciler.CALLS)]
+            for name in "ab"
+        }
+        await fleet.until(lambda: all(p.state == "pinned" for p in [*table["a"], *table["b"]]))
+        unpin, silent = VirtualCalls.unpin, fleet.backend("a").url
+
+        async def hanging(self, body, headers):
+            if self.url == silent:
+                await asyncio.sleep(1e5)
+            return await unpin(self, body, headers)
+
+        monkeypatch.setattr(VirtualCalls, "unpin", hanging)
+        for pin in [*table["a"], *table["b"]]:
+            fleet.pins.unpin(pin)
+        await asyncio.sleep(RouterConfig().release_timeout_s / 2)
+        assert not fleet.pinned("b")
+        assert fleet.pinned("a") == 2 * reconciler.CALLS
+        monkeypatch.setattr(VirtualCalls, "unpin", unpin)
+        await fleet.until(lambda: not list(fleet.pins))
 
 
 @in_virtual_time
