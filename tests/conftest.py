@@ -20,6 +20,8 @@ from engine.kernels.cpu_features import mkl_mode
 # A shell ignores SIGINT in background jobs, and child processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tables of commands are as wide as it says; pytest-xdist gives its workers that of a terminal.
+os.environ.pop("COLUMNS", None)
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several test processes with a thread per core each would wait for each other's threads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
