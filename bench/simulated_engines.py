@@ -20,7 +20,7 @@ last run over that of the first one. `others_cpu` is the number of cores that ot
 with more than a few hundredths, a run says little.
 
 Run: `make bench-simulated-engines`, or `python -m bench.simulated_engines [--save]
-[--requests 60] [--repeats 2]`.
+[--requests 120] [--repeats 2]`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ FIGURES = ("ttft", "tpot", "jct")
 def main() -> None:
     """Measure, simulate, print the table, publish the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=60, help="of each run")
+    parser.add_argument("--requests", type=int, default=120, help="of each run")
     parser.add_argument("--repeats", type=int, default=2, help="real runs of the same requests")
     parser.add_argument("--save", action="store_true")
     flags = parser.parse_args()
@@ -95,6 +95,7 @@ def main() -> None:
         {
             "within_aim": sum(error <= AIM for error in errors), "figures": len(errors),
             "largest_error": max(errors), "median_error": statistics.median(errors), "aim": AIM,
+            "requests": flags.requests, "repeats": flags.repeats,
             "call_ms": 1e3 * real["call_s"], "others_cpu": max(real["others_cpu"]), "runs": runs,
             "profiles": [
                 {"step": asdict(profile.step), "put": asdict(profile.put), "residuals": residuals}

@@ -39,6 +39,8 @@ __all__ = [
     "INPUT",
     "MODEL",
     "OUTPUT",
+    "SEEDS",
+    "Planner",
     "figure_4",
     "placements",
     "sample",

@@ -46,13 +46,7 @@ def workload_options(*others: str) -> Callable[[F], F]:
         option("--speed", type=POSITIVE, default=1.0, show_default=True, group="Arrivals",
                help="trace: factor by which arrivals are faster"),
     ]  # fmt: skip
-
-    def add(command: F) -> F:
-        for each in reversed(options):
-            command = each(command)
-        return command
-
-    return add
+    return _all_of(options)
 
 
 def goodput_options(joint: str, *, least: float, target: float, required: bool) -> Callable[[F], F]:
@@ -73,6 +67,11 @@ def goodput_options(joint: str, *, least: float, target: float, required: bool) 
         option("--slo-target", type=Number(float, least, 1.0), default=target, show_default=True,
                group="Goodput", help="share of requests that shall attain them"),
     ]  # fmt: skip
+    return _all_of(options)
+
+
+def _all_of(options: list[Callable[[F], F]]) -> Callable[[F], F]:
+    """Return a decorator that adds all options, in their order."""
 
     def add(command: F) -> F:
         for each in reversed(options):

@@ -18,6 +18,7 @@ from engine.latency import FixedLatency, Profile, PutLatency
 
 NEW = 8
 POOL_PAGES = 512
+LONG = 400  # tokens of a prompt that `auto` divides
 ROLES = ("prefill", "decode")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "balanced": {"ratio": 0.3},
@@ -34,9 +35,9 @@ PROFILE = Profile(
 )  # fmt: skip
 
 
-def prompts(salt: int) -> list[list[int]]:
+def prompts(salt: int, tokens: int = 100) -> list[list[int]]:
     """Return a prompt, the same again, one that extends it, and one that is shorter than a page."""
-    first = [(salt * i * i + 17 * i) % 200 + 1 for i in range(100)]
+    first = [(salt * i * i + 17 * i) % 200 + 1 for i in range(tokens)]
     return [first, first, [*first, *range(1, 71)], [salt + 1] * 9]
 
 
@@ -67,28 +68,50 @@ def legs_of(receipt: dict[str, Any], role_of: Callable[[str], str]) -> dict[str,
     return {"legs": legs, **{name: receipt[name] for name in ("fallbacks", "retries")}}
 
 
-def real_legs(deployment: Deployment, strategy: str, salt: int) -> list[dict[str, Any]]:
-    roles = {member["id"]: member["role"] for member in deployment.members()}
-    assert sorted(roles.values()) == sorted(ROLES)
-    deployment.use(strategy, **STRATEGIES[strategy])
+def in_order() -> Callable[[str], str]:
+    """Return names for engines: 0 for the first that is asked for, 1 for the second.
+
+    Ties take turns, and what ran before on a deployment decides whose turn it is.
+    """
+    names: dict[str, str] = {}
+    return lambda engine: names.setdefault(engine, str(len(names)))
+
+
+Names = Callable[[], Callable[[str], str]]  # of a receipt's engines
+
+
+def real_legs(
+    deployment: Deployment, strategy: str, params: dict[str, Any], asked: list[list[int]],
+    *, names: Names = in_order, anew: bool = False, model: str = "tiny",
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Run requests one by one; `anew`: each as the first one of a revision."""
     receipts = []
-    for prompt in prompts(salt):
-        answer = deployment.complete(prompt, greedy=NEW, model="mock")
-        receipts.append(legs_of(deployment.receipt(answer["request_id"]), roles.__getitem__))
+    deployment.use(strategy, **params)
+    for prompt in asked:
+        if anew:
+            deployment.use(strategy, **params)
+        answer = deployment.complete(prompt, greedy=NEW, model=model)
+        receipts.append(legs_of(deployment.receipt(answer["request_id"]), names()))
     return receipts
 
 
-def virtual_legs(strategy: str, salt: int) -> list[dict[str, Any]]:
+def virtual_legs(
+    roles: tuple[str, ...], strategy: str, params: dict[str, Any], asked: list[list[int]],
+    *, names: Names = in_order, anew: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Run requests one by one; `anew`: each as the first one of a revision."""
     receipts = []
 
     @in_virtual_time
     async def run() -> None:
-        engines = {role: (role, PROFILE) for role in ROLES}
-        async with virtual_deployment(engines, strategy, **STRATEGIES[strategy]) as deployment:
-            for prompt in prompts(salt):
+        engines = {role: (role, PROFILE) for role in roles}
+        async with virtual_deployment(engines, strategy, **params) as deployment:
+            for prompt in asked:
+                if anew:
+                    deployment.use(strategy, **params)
                 _, receipt = await deployment.complete(prompt, NEW)
                 await asyncio.sleep(1)
-                receipts.append(legs_of(receipt.describe(), str))
+                receipts.append(legs_of(receipt.describe(), names()))
             await deployment.check_at_rest()
 
     run()
@@ -98,8 +121,12 @@ def virtual_legs(strategy: str, salt: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_receipt_has_the_same_legs_in_simulation(mocks: Deployment, strategy: str):
     salt = 3 + list(STRATEGIES).index(strategy)
-    simulated, real = virtual_legs(strategy, salt), real_legs(mocks, strategy, salt)
-    assert len(simulated) == len(real) == len(prompts(salt))
+    params, asked = STRATEGIES[strategy], prompts(salt)
+    roles = {member["id"]: member["role"] for member in mocks.members()}
+    assert sorted(roles.values()) == sorted(ROLES)
+    simulated = virtual_legs(ROLES, strategy, params, asked, names=lambda: str)
+    real = real_legs(mocks, strategy, params, asked, names=lambda: roles.__getitem__, model="mock")
+    assert len(simulated) == len(real) == len(asked)
     for number, (one, other) in enumerate(zip(simulated, real, strict=True)):
         assert one == other, number
 
@@ -121,21 +148,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         yield deployment
 
 
-def in_order() -> Callable[[str], str]:
-    """Return names for engines: 0 for the first that is asked for, 1 for the second.
-
-    Ties take turns, and what ran before on a deployment decides whose turn it is.
-    """
-    names: dict[str, str] = {}
-    return lambda engine: names.setdefault(engine, str(len(names)))
-
-
-def long_prompts(salt: int) -> list[list[int]]:
-    """Return prompts as `prompts` does; the first is so long that `auto` divides it."""
-    first = [(salt * i * i + 17 * i) % 200 + 1 for i in range(400)]
-    return [first, first, [*first, *range(1, 71)], [salt + 1] * 9]
-
-
 @contextmanager
 def without_prefill(deployment: Deployment) -> Iterator[None]:
     """Leave the decode engine alone."""
@@ -153,51 +165,14 @@ def without_prefill(deployment: Deployment) -> Iterator[None]:
         drain(False)
 
 
-def real_legs_of(
-    deployment: Deployment, strategy: str, params: dict[str, Any], asked: list[list[int]],
-    *, anew: bool = False,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Run requests one by one; `anew`: each as the first one of a revision."""
-    receipts = []
-    for number, prompt in enumerate(asked):
-        if anew or not number:
-            deployment.use(strategy, **params)
-        answer = deployment.complete(prompt, greedy=NEW, model="tiny")
-        receipts.append(legs_of(deployment.receipt(answer["request_id"]), in_order()))
-    return receipts
-
-
-def virtual_legs_of(
-    roles: tuple[str, ...], strategy: str, params: dict[str, Any], asked: list[list[int]],
-    *, anew: bool = False,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Run requests one by one; `anew`: each as the first one of a revision."""
-    receipts = []
-
-    @in_virtual_time
-    async def run() -> None:
-        engines = {role: (role, PROFILE) for role in roles}
-        async with virtual_deployment(engines, strategy, **params) as deployment:
-            for prompt in asked:
-                if anew:
-                    deployment.use(strategy, **params)
-                _, receipt = await deployment.complete(prompt, NEW)
-                await asyncio.sleep(1)
-                receipts.append(legs_of(receipt.describe(), in_order()))
-            await deployment.check_at_rest()
-
-    run()
-    return receipts
-
-
 @pytest.mark.parametrize("strategy", AT_FIRST)
 def test_requests_that_are_divided_by_measurements_have_the_same_legs(
     pair: Deployment, strategy: str
 ):
-    params, asked = AT_FIRST[strategy], long_prompts(23 + list(AT_FIRST).index(strategy))
+    params, asked = AT_FIRST[strategy], prompts(23 + list(AT_FIRST).index(strategy), LONG)
     anew = strategy == "balanced"
-    simulated = virtual_legs_of(ROLES, strategy, params, asked[:3], anew=anew)
-    real = real_legs_of(pair, strategy, params, asked[:3], anew=anew)
+    simulated = virtual_legs(ROLES, strategy, params, asked[:3], anew=anew)
+    real = real_legs(pair, strategy, params, asked[:3], anew=anew)
     for number, (one, other) in enumerate(zip(simulated, real, strict=True)):
         assert one == other, number
     divided = [leg["call"] for leg in real[0]["legs"]]
@@ -208,10 +183,10 @@ def test_requests_that_are_divided_by_measurements_have_the_same_legs(
 
 @pytest.mark.parametrize("strategy", ALONE)
 def test_a_lone_engine_has_the_same_collapsed_legs(pair: Deployment, strategy: str):
-    params, asked = ALONE[strategy], long_prompts(53 + list(ALONE).index(strategy))
-    simulated = virtual_legs_of(("decode",), strategy, params, asked)
+    params, asked = ALONE[strategy], prompts(53 + list(ALONE).index(strategy), LONG)
+    simulated = virtual_legs(("decode",), strategy, params, asked)
     with without_prefill(pair):
-        real = real_legs_of(pair, strategy, params, asked)
+        real = real_legs(pair, strategy, params, asked)
     for number, (one, other) in enumerate(zip(simulated, real, strict=True)):
         assert one == other, number
     legs = [leg for receipt in real for leg in receipt["legs"]]
@@ -221,7 +196,7 @@ def test_a_lone_engine_has_the_same_collapsed_legs(pair: Deployment, strategy: s
 
 def test_a_prefix_moves_off_an_engine_with_a_stream_by_the_same_legs(pair: Deployment):
     """`migrate` copies what a running request has cached, and generates on the other engine."""
-    first, _, longer, _ = long_prompts(83)
+    first, _, longer, _ = prompts(83, LONG)
     params, receipts = {"overload": 0}, list[dict[str, Any]]()
 
     @in_virtual_time
