@@ -13,7 +13,8 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
-	bench-changing-traffic bench-simulated-engines bench-simulation figures peers clean
+	bench-changing-traffic bench-simulated-engines bench-simulation bench-layers \
+	bench-receiving figures peers clean
 
 ##@ Try it
 
@@ -85,7 +86,13 @@ bench-aiperf: $(VENV)/demo.stamp .peers/aiperf/stamp  ## the router under NVIDIA
 bench-disagg: $(VENV)/demo.stamp  ## disaggregation and replication of KV, against one engine
 	@$(RUN) -m bench.disagg $(DISAGG_FLAGS)
 
-bench-balance: $(VENV)/demo.stamp  ## strategies under load, up to an hour (BALANCE_FLAGS=--mock: simulated engines)
+bench-layers: $(VENV)/demo.stamp .peers/nixl/stamp  ## a layer's computation, its put, and NIXL's transfer
+	@$(RUN) -m bench.layers
+
+bench-receiving: $(VENV)/demo.stamp  ## what puts do to the decodes of the engine that receives them
+	@$(RUN) -m bench.receiving
+
+bench-balance: $(VENV)/demo.stamp .peers/vllm/stamp  ## strategies under load, over an hour, with vLLM beside (BALANCE_FLAGS=--mock: simulated engines)
 	@$(RUN) -m bench.balance $(BALANCE_FLAGS)
 
 bench-engine: $(VENV)/demo.stamp .peers/vllm/stamp  ## tokens per second, against vLLM on the same cores

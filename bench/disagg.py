@@ -16,6 +16,9 @@ repeats' own ratios. So other load on the machine affects both sides.
   migrated (`prep_recv`, `remote_send`, `commit`) and 500 are computed. Theory: migration is flat
   except for attention over the longer context; computing is linear or worse (Figure 12; the paper
   has 1.7 at 1000).
+- `owner_vs_recompute`: the same with the paper's own flow for that figure. The engine that has the
+  context computes the new tokens and sends all; the other one generates (`prep_recv`,
+  `remote_send`, `start_generate`).
 - `overlap_share`: a send of such a prompt puts the cached pages while it computes the first chunk
   of the 500 tokens, and puts these layer by layer. Table 3 gives the time of a layer's transfer
   over that of its computation; a transfer shorter than the computation is hidden. Here the share is
@@ -35,9 +38,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -45,9 +46,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
-
 from bench.deployment import cpu_s, deployed
+from bench.engine_calls import Engine, send, source, tokens, unused_id
 from bench.report import publish, spread, table
 
 FLAGS = ("smollm2", "--engines", "2", "--pool-pages", "2048")
@@ -57,44 +57,8 @@ NEW = 500
 PAGE = 16  # tokens; only full pages are cached and migrated
 MIRRORED = {"prompt": 32, "output": 96, "every": 16}
 TIMES = 3  # repetitions of the short measurements within a repeat
-ids = itertools.count()
-source = random.Random(0)
 
 Sample = dict[str, float]
-
-
-class Engine:
-    """Makes the microserving calls to one engine process."""
-
-    def __init__(self, url: str, pid: int, key: str) -> None:
-        self.pid = pid
-        headers = {"Authorization": f"Bearer {key}"}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=600)
-
-    def call(self, name: str, **body: Any) -> dict[str, Any]:
-        reply = self._http.post(f"/microserving/{name}", json=body)
-        if reply.status_code != 200:
-            raise SystemExit(f"{name}: {reply.text}")
-        answer: dict[str, Any] = reply.json()
-        return answer
-
-    def generate(self, prompt: list[int], count: int, **fields: Any) -> list[float]:
-        """Return the arrival time of each token, in ms since the call."""
-        body = {
-            "request_id": _id(), "prompt": prompt, "max_tokens": count, "temperature": 0,
-            "ignore_eos": True, **fields,
-        }  # fmt: skip
-        times: list[float] = []
-        began = time.perf_counter()
-        with self._http.stream("POST", "/microserving/start_generate", json=body) as reply:
-            for line in reply.iter_lines():
-                if line.startswith("data: "):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise SystemExit(f"start_generate: {event}")
-                    now = (time.perf_counter() - began) * 1e3
-                    times += [now] * len(event.get("token_ids", ()))
-        return times
 
 
 def main() -> None:
@@ -114,7 +78,7 @@ def main() -> None:
         pids = deployment.pids[1:]
         pair = [Engine(url, pid, key) for url, pid in zip(deployment.engines, pids, strict=True)]
         for engine in pair:
-            engine.generate(_tokens(100), 4)  # warm
+            engine.generate(tokens(100), 4)  # warm
         for one, other in itertools.islice(itertools.cycle((pair, pair[::-1])), repeats):
             for _ in range(TIMES):
                 firsts.append(_note("ttft", first_token(one, other)))
@@ -132,6 +96,10 @@ def main() -> None:
             "ttft_1p1d_vs_single": ratio(firsts, "split", "single"),
             "migrate_vs_recompute": {
                 str(length): ratio(samples, "recompute", "migrate")
+                for length, samples in moves.items()
+            },
+            "owner_vs_recompute": {
+                str(length): ratio(samples, "recompute", "owner")
                 for length, samples in moves.items()
             },
             "replication_tpot": ratio(mirrors, "mirrored", "alone"),
@@ -159,57 +127,50 @@ def main() -> None:
 def first_token(sender: Engine, receiver: Engine) -> Sample:
     """Return the time to first token, disaggregated and not (ms)."""
     with timed(sender, receiver) as single:
-        receiver.generate(_tokens(TTFT_TOKENS), 1)
-    prompt, request_id = _tokens(TTFT_TOKENS), _id()
-    end = len(prompt) - 1
+        receiver.generate(tokens(TTFT_TOKENS), 1)
     with timed(sender, receiver) as split:
-        lease, _ = send(sender, receiver, request_id, prompt, end)
-        receiver.generate(prompt, 1, request_id=request_id, begin=end, lease_id=lease["lease_id"])
+        disaggregated(sender, receiver, tokens(TTFT_TOKENS))
     return _named(single=single, split=split)
 
 
-def send(
-    sender: Engine, receiver: Engine, request_id: str, prompt: list[int], end: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Call `prep_recv` and `remote_send` for what the receiver lacks. Return both replies."""
-    lease = receiver.call("prep_recv", request_id=request_id, prompt=prompt, end=end)
-    sent = sender.call(
-        "remote_send",
-        request_id=request_id,
-        prompt=prompt,
-        begin=lease["match_len"],
-        end=end,
-        kv_addr=lease["kv_addr"],
-    )
-    return lease, sent
+def disaggregated(sender: Engine, receiver: Engine, prompt: list[int]) -> None:
+    """Generate a token on the receiver; the sender computes the prompt up to its last token."""
+    request_id, end = unused_id(), len(prompt) - 1
+    lease, _ = send(sender, receiver, request_id, prompt, end)
+    receiver.generate(prompt, 1, request_id=request_id, begin=end, lease_id=lease["lease_id"])
 
 
 def moved(sender: Engine, receiver: Engine, length: int) -> Sample:
     """Return the times of one prompt length (ms).
 
-    These are the times of computing all, of migrating the cached part and computing the rest, and
-    of two sends: one computes the new tokens, the other has all cached.
+    These are the times of computing all, of migrating the cached part and computing the rest, of
+    the owner of the cached part computing the rest and sending all, and of two sends: one computes
+    the new tokens, the other has all cached.
     """
-    context = _tokens(length - NEW)
+    context = tokens(length - NEW)
     with timed(sender, receiver) as recompute:  # the prompt is cached there from now on
-        sender.generate(context + _tokens(NEW), 1)
+        sender.generate(context + tokens(NEW), 1)
     # A send that computes, then one with everything cached. Neither result is kept.
-    prompt = context + _tokens(NEW)
+    prompt = context + tokens(NEW)
     replies = []
     for _ in range(2):
-        request_id = _id()
+        request_id = unused_id()
         lease, sent = send(sender, receiver, request_id, prompt, length // PAGE * PAGE)
         receiver.call("release", lease_id=lease["lease_id"])
         replies.append(sent)
     computing, cached = replies
     if not 0 < computing["computed_tokens"] <= NEW + PAGE or cached["computed_tokens"]:
         raise SystemExit(f"not cached as it should be: {replies}")
-    prompt, request_id = context + _tokens(NEW), _id()
+    prompt, request_id = context + tokens(NEW), unused_id()
     with timed(sender, receiver) as migrate:
         lease, sent = send(sender, receiver, request_id, prompt, len(context) // PAGE * PAGE)
         receiver.call("commit", lease_id=lease["lease_id"])
         receiver.generate(prompt, 1)
-    return _named(recompute=recompute, migrate=migrate) | {
+    context = tokens(length - NEW)  # the receiver has the other one now
+    sender.generate(context, 1)
+    with timed(sender, receiver) as owner:
+        disaggregated(sender, receiver, context + tokens(NEW))
+    return _named(recompute=recompute, migrate=migrate, owner=owner) | {
         "migrate_put": sent["ms"],
         "put_alone": cached["ms"],
         "put_exposed": computing["put_ms"],
@@ -223,12 +184,12 @@ def mirrored(runner: Engine, replica: Engine) -> Sample:
     kinds = ["alone", "mirrored"]
     source.shuffle(kinds)
     for kind in kinds:
-        prompt = _tokens(MIRRORED["prompt"])
+        prompt = tokens(MIRRORED["prompt"])
         fields: dict[str, Any] = {}
         lease = None
         if kind == "mirrored":
             lease = replica.call(
-                "prep_recv", request_id=_id(), prompt=prompt, end=len(prompt),
+                "prep_recv", request_id=unused_id(), prompt=prompt, end=len(prompt),
                 reserve=MIRRORED["output"],
             )  # fmt: skip
             fields["mirror"] = {"kv_addr": lease["kv_addr"], "every": MIRRORED["every"]}
@@ -279,16 +240,35 @@ def show(firsts: list[Sample], moves: dict[int, list[Sample]], mirrors: list[Sam
             str(length),
             *(
                 f"{statistics.median(sample[name] for sample in samples):.0f}"
-                for name in ("recompute", "migrate", "migrate_put", "put_alone", "put_exposed")
+                for name in (
+                    "recompute",
+                    "migrate",
+                    "owner",
+                    "migrate_put",
+                    "put_alone",
+                    "put_exposed",
+                )
             ),
             f"{ratio(samples, 'recompute', 'migrate'):.2f}",
+            f"{ratio(samples, 'recompute', 'owner'):.2f}",
             f"{statistics.median(map(overlap, samples)):.2f}",
         ]
         for length, samples in moves.items()
     ]
     table(
         f"Figure 12 and Table 3: {NEW} tokens new, ms, medians of {len(firsts) // TIMES}",
-        ["tokens", "recompute", "migrate", "of it put", "put all", "exposed", "ratio", "overlap"],
+        [
+            "tokens",
+            "recompute",
+            "migrate",
+            "owner",
+            "of it put",
+            "put all",
+            "exposed",
+            "migrate ratio",
+            "owner ratio",
+            "overlap",
+        ],
         rows,
     )
     rows = [
@@ -300,15 +280,6 @@ def show(firsts: list[Sample], moves: dict[int, list[Sample]], mirrors: list[Sam
         )
     ]  # fmt: skip
     table("Two places against one, ms", ["", "one", "two", "ratio"], rows)
-
-
-def _tokens(count: int) -> list[int]:
-    """Return a prompt that is in no cache."""
-    return [source.randrange(1000, 40000) for _ in range(count)]
-
-
-def _id() -> str:
-    return f"disagg-{next(ids)}"
 
 
 def _note(what: str, sample: Sample) -> Sample:

@@ -30,17 +30,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +46,8 @@ import httpx
 import torch
 
 from bench import peer_vllm
+from bench.deployment import cpu_s
+from bench.processes import free_port, running, stopped_server
 from bench.report import only_save, publish, spread, table
 from bench.streams import post_stream
 from engine.models import load_model
@@ -110,14 +109,9 @@ class Server:
         ids: list[int] = (event if self.name == "ours" else event["choices"][0])["token_ids"]
         return ids or []
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> AbstractContextManager[None]:
         """Let this server's processes run during the body, and stop them afterwards."""
-        os.killpg(self.process.pid, signal.SIGCONT)
-        try:
-            yield
-        finally:
-            os.killpg(self.process.pid, signal.SIGSTOP)
+        return running(self.process)
 
 
 _numbers = itertools.count()
@@ -189,14 +183,9 @@ async def seconds(server: Server) -> tuple[float, float]:
 
 def idle(pid: int) -> float:
     """Return the CPU seconds per second of an idle process."""
-    before = _cpu_s(pid)
+    before = cpu_s(pid)
     time.sleep(IDLE_S)
-    return round((_cpu_s(pid) - before) / IDLE_S, 4)
-
-
-def _cpu_s(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return round((cpu_s(pid) - before) / IDLE_S, 4)
 
 
 def memory(pid: int) -> dict[str, int]:
@@ -254,14 +243,14 @@ def servers() -> Iterator[list[Server]]:
     """Start our engine and, if it is installed, vLLM. Both are stopped until their turns."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / MODEL
-        port = _free_port()
+        port = free_port()
         engine = [sys.executable, "-m", "engine", MODEL, "--port", str(port), "--dtype", DTYPE]
         pool = ["--pool-pages", str(POOL_PAGES)]
         sides = [stack.enter_context(_started("ours", [*engine, *pool], port))]
         sides[0].path = "/microserving/start_generate"
         if peer_vllm.PYTHON.exists():
             peer_vllm.save_folder(MODEL, folder)
-            port = _free_port()
+            port = free_port()
             command = peer_vllm.serve(folder, port, CONTEXT)
             sides.append(stack.enter_context(_started("vllm", command, port)))
         yield sides
@@ -269,31 +258,10 @@ def servers() -> Iterator[list[Server]]:
 
 @contextmanager
 def _started(name: str, command: list[str], port: int) -> Iterator[Server]:
-    """Start a server in a process group of its own, and stop it as soon as it answers."""
-    with tempfile.TemporaryFile() as log, subprocess.Popen(
-        command, stdout=log, stderr=log, env=peer_vllm.environment(), start_new_session=True
-    ) as process:  # fmt: skip
-        try:
-            server = Server(name, process, f"http://127.0.0.1:{port}", "/v1/completions")
-            asyncio.run(_ready(server))
-            os.killpg(process.pid, signal.SIGSTOP)
-            yield server
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-async def _ready(server: Server) -> None:
-    give_up = time.monotonic() + START_S
-    async with httpx.AsyncClient() as http:
-        while True:
-            try:
-                if (await http.get(server.url + "/health")).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            if server.process.poll() is not None or time.monotonic() > give_up:
-                raise RuntimeError(f"{server.name} did not get ready")
-            await asyncio.sleep(0.2)
+    """Start a server, which is stopped until its turn."""
+    url, env = f"http://127.0.0.1:{port}", peer_vllm.environment()
+    with stopped_server(command, url, env=env, within_s=START_S) as process:
+        yield Server(name, process, url, "/v1/completions")
 
 
 def show(sides: list[Server], overhead: list[float], extra: dict[str, Any]) -> None:
@@ -319,13 +287,6 @@ def show(sides: list[Server], overhead: list[float], extra: dict[str, Any]) -> N
             "repeats": REPEATS,
         },
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

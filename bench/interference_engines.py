@@ -37,7 +37,7 @@ class Stream:
 
 
 class Engines:
-    """An engine that computes, and one that only receives."""
+    """An engine whose decodes are measured, which is the sender of `send`, and another one."""
 
     def __init__(self, sender: str, receiver: str, key: str) -> None:
         self._sender = HttpClient(sender, api_key=key)
@@ -45,6 +45,7 @@ class Engines:
         self._numbers = itertools.count()
         self._draw = random.Random(0)
         self._text: list[int] = []
+        self._cached: list[int] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -73,6 +74,8 @@ class Engines:
             disturb.append(lambda: self.first_token(self.random(LONG)))
         if name in ("sends", "both"):
             disturb.append(self.send)
+        if name in ("calls", "puts", "receives"):
+            disturb.append(lambda: self.receive(name))
         took: list[float] = []
         async with self.decoding() as streams, asyncio.TaskGroup() as group:
             computed, began = await self._computed(), time.perf_counter()
@@ -95,6 +98,7 @@ class Engines:
             "tpot_p99_ms": statistics.quantiles(gaps, n=100)[98],
             "tpot_max_ms": max(gaps),
             "prompt_tokens_per_s": computed / (ended - began),
+            "seconds": ended - began,
         }, took
 
     async def behind(self, *, decodes: bool) -> float:
@@ -124,12 +128,28 @@ class Engines:
 
     async def send(self) -> None:
         """Compute `LONG` tokens, put their KV to the other engine, and release it there."""
-        prompt, request_id = self.random(LONG), f"bench-{next(self._numbers)}"
-        asked = {"request_id": request_id, "prompt": prompt}
-        lease = await self._call(self._receiver, "prep_recv", **asked, end=LONG)
-        where = {"begin": lease["match_len"], "end": LONG, "kv_addr": lease["kv_addr"]}
-        await self._call(self._sender, "remote_send", **asked, **where)
-        await self._call(self._receiver, "release", lease_id=lease["lease_id"])
+        await self._put(self._sender, self._receiver, self.random(LONG))
+
+    async def receive(self, what: str) -> None:
+        """Let the other engine put the KV of `LONG` tokens to the measured one; release it there.
+
+        `what`: "receives" computes them before, "puts" has them cached from the second time on,
+        and "calls" prepares and releases without a put.
+        """
+        if not self._cached:
+            self._cached = self.random(LONG)
+        prompt = self.random(LONG) if what == "receives" else self._cached
+        await self._put(self._receiver, self._sender, prompt, puts=what != "calls")
+
+    async def _put(
+        self, sender: HttpClient, receiver: HttpClient, prompt: list[int], *, puts: bool = True
+    ) -> None:
+        asked = {"request_id": f"bench-{next(self._numbers)}", "prompt": prompt}
+        lease = await self._call(receiver, "prep_recv", **asked, end=LONG)
+        if puts:
+            where = {"begin": lease["match_len"], "end": LONG, "kv_addr": lease["kv_addr"]}
+            await self._call(sender, "remote_send", **asked, **where)
+        await self._call(receiver, "release", lease_id=lease["lease_id"])
 
     @asynccontextmanager
     async def decoding(self) -> AsyncIterator[list[Stream]]:

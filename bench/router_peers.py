@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.processes import free_port, tree_cpu_s, tree_rss_mb, wait_until_healthy
+
 __all__ = ["Deployment", "Process", "deployed"]
 
 VLLM_ROUTER = Path(__file__).parent.parent / ".peers" / "vllm-router" / "bin" / "vllm-router"
 START_S = 60.0
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +26,12 @@ class Process:
     pid: int
 
     def cpu_s(self) -> float:
-        """Return user and system seconds so far, including children that have ended.
-
-        The kernel counts ticks of 10 ms usually, so measure over a second of CPU at least.
-        """
-        return sum(_cpu_s(pid) for pid in _tree(self.pid))
+        """Return user and system seconds so far, including children that have ended."""
+        return tree_cpu_s(self.pid)
 
     def rss_mb(self) -> float:
         """Return resident memory in MB (10⁶ bytes). A shared page counts for each process."""
-        pages = sum(int(_stat(pid)[21]) for pid in _tree(self.pid))
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return tree_rss_mb(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +61,11 @@ def deployed(
             ours += ["--engine", url]
         theirs = None
         if peer and VLLM_ROUTER.exists():
-            port = _free_port()
+            port = free_port()
             command = [
                 str(VLLM_ROUTER), "--host", "127.0.0.1", "--port", str(port), "--worker-urls",
                 *urls, "--policy", "round_robin", "--log-level", "error",
-                "--prometheus-port", str(_free_port()),
+                "--prometheus-port", str(free_port()),
             ]  # fmt: skip
             theirs = stack.enter_context(_started(command, url=f"http://127.0.0.1:{port}"))
         yield Deployment(workers, stack.enter_context(_started(ours)), theirs)
@@ -93,7 +85,7 @@ def _started(command: Sequence[str], url: str = "") -> Iterator[Process]:
             if not line:
                 raise SystemExit(f"{command} has ended with {process.wait()}")
             url = line.split()[-1]
-        _wait_until_healthy(url, process)
+        wait_until_healthy(url, process, START_S)
         yield Process(url, process.pid)
     finally:
         process.terminate()
@@ -104,43 +96,3 @@ def _started(command: Sequence[str], url: str = "") -> Iterator[Process]:
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    give_up = time.monotonic() + START_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            if process.poll() is not None or time.monotonic() > give_up:
-                raise SystemExit(f"{url} does not answer") from None
-            time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _tree(pid: int) -> list[int]:
-    """Return a process and its descendants."""
-    children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
-    return [pid, *(below for child in children for below in _tree(child))]
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` from the third on, so that `[n]` is field n + 3."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return re.split(r"\) ", text, maxsplit=1)[1].split()
-
-
-def _cpu_s(pid: int) -> float:
-    fields = _stat(pid)
-    return sum(int(ticks) for ticks in fields[11:15]) / TICKS  # utime, stime, cutime, cstime

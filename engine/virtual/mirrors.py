@@ -35,7 +35,9 @@ class VirtualMirror(GenerationMirror):
         """Wait until nothing is in flight, then continue with more room."""
         if self._mirror is None:
             raise LeaseExpired("the mirror is not open")
-        await asyncio.wait((asyncio.wrap_future(self._paused(self._mirror, kv_addr)),))
+        paused = asyncio.wrap_future(self._paused(self._mirror, kv_addr))
+        await asyncio.wait((paused,))
+        paused.exception()  # a put that failed is known to the mirror, which `extend` asks
         self.extend(kv_addr)
 
 

@@ -10,7 +10,7 @@ import httpx
 
 from router.cli.options import CA_HELP, option, read_ca
 
-__all__ = ["admin_client", "admin_options", "call_admin", "problem_of", "unreachable"]
+__all__ = ["NoAnswer", "admin_client", "admin_options", "call_admin", "problem_of", "unreachable"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S = 60.0
@@ -47,11 +47,18 @@ def call_admin(client: httpx.Client, method: str, path: str, body: Any = None) -
     return reply
 
 
+class NoAnswer(click.ClickException):
+    """A call got no answer that can be read; it may have had its effect."""
+
+
 def unreachable(url: str, error: Exception) -> click.ClickException:
-    """Return the error for a call that got no answer; it says how to give another URL."""
+    """Return the error for a call that got no answer.
+
+    If there was no connection, it says how to give another URL. Otherwise it is `NoAnswer`.
+    """
     said = f"{url}: {error or type(error).__name__}"
     if not isinstance(error, httpx.ConnectError):
-        return click.ClickException(said)
+        return NoAnswer(said)
     context = click.get_current_context(silent=True)
     while context is not None and "url" not in (p.name for p in context.command.params):
         context = context.parent

@@ -20,6 +20,7 @@ from engine.latency import find_profile, profile_fields
 from engine.protocol import MicroserveError
 from router.base import print_table, table_console, table_of
 from router.cli.admin_client import (
+    NoAnswer,
     admin_client,
     admin_options,
     call_admin,
@@ -259,13 +260,16 @@ def _apply(client: httpx.Client, advice: dict[str, Any], options: dict[str, Any]
         rules = {"percent": options["canary"], "min_requests": options["min_requests"]}
         if options["max_ttft_p99_ms"] is not None:
             rules["max_ttft_p99_ms"] = options["max_ttft_p99_ms"]
-        state = call_admin(
-            client, "PUT", "/admin/strategy",
-            {
-                "name": proposal["name"], "params": proposal["params"], "canary": rules,
-                "if_generation": advice["generation"],
-            },
-        )  # fmt: skip
+        body = {
+            "name": proposal["name"], "params": proposal["params"], "canary": rules,
+            "if_generation": advice["generation"],
+        }  # fmt: skip
+        try:
+            state = call_admin(client, "PUT", "/admin/strategy", body)
+        except NoAnswer as error:
+            raise click.ClickException(
+                f"{error.message}: the canary may run nevertheless, see `microserve strategy show`"
+            ) from None
     click.echo(
         f"generation {state['generation']} is a canary with {options['canary']:g} % of the requests"
     )

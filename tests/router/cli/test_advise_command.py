@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from click.testing import CliRunner, Result
@@ -105,6 +108,41 @@ async def test_roles_become_what_they_were_if_the_strategy_has_moved_on(
         assert document["applied"] is None and "microserve strategy show" in document["error"]
         assert {backend.role for backend in router.registry} == {"any"}
         assert router.revisions.candidate is None
+
+
+@asynccontextmanager
+async def without_reply(url: str, to: bytes) -> AsyncIterator[str]:
+    """Yield the URL of a proxy that closes the connection in place of a reply to these calls."""
+    parts = urlsplit(url)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        their_reader, their_writer = await asyncio.open_connection(parts.hostname, parts.port)
+        try:
+            while asked := await reader.read(1 << 20):
+                their_writer.write(asked)
+                answer = await their_reader.read(1 << 20)
+                if asked.startswith(to):
+                    return
+                writer.write(answer)
+        finally:
+            their_writer.close()
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def test_a_canary_that_may_have_started_is_said_to(route, fake, profile):
+    async with (
+        route(*engines(fake)) as r,
+        without_reply(r.server.url, b"PUT /admin/strategy") as url,
+    ):
+        record(r, prompt=2000)
+        asked = ("--profile", profile, "--candidate", "prefill_decode", "--apply", "--url", url)
+        done = await advise(r, *asked)
+        assert done.exit_code == 1
+        assert "the canary may run nevertheless" in done.output.splitlines()[-1]
+        assert r.server.router.revisions.candidate is not None  # it does
 
 
 async def test_apply_beside_a_canary_is_refused_before_anything_runs(
