@@ -23,6 +23,7 @@ from bench.figures import (
     distserve_load,
     infinite_llm,
     migration,
+    real_engines,
     serving,
 )
 from bench.figures.claims import Part, rounded
@@ -39,6 +40,8 @@ PAPERS: Mapping[str, Mapping[str, Callable[[], Part]]] = {
         "figure-12": migration.figure_12,
         "figure-13": serving.figure_13,
         "table-3": migration.table_3,
+        "real-engines-load": real_engines.under_load,
+        "real-engines-moves": real_engines.moves,
         "programmability": code_lines.programmability,
     },
     "distserve": {

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.figures import dejavu, distserve, distserve_load, infinite_llm, migration, serving
+from bench.figures import (
+    dejavu,
+    distserve,
+    distserve_load,
+    infinite_llm,
+    migration,
+    real_engines,
+    serving,
+)
 from bench.figures.__main__ import PAPERS
 from bench.figures.claims import Part, by_effect, by_places, rounded
 from bench.figures.code_lines import count_lines
@@ -43,6 +51,8 @@ def test_every_picture_exists_and_is_shown():
     [
         ("figure-12", "microserving", migration.figure_12),
         ("table-3", "microserving", migration.table_3),
+        ("real-engines-load", "microserving", real_engines.under_load),
+        ("real-engines-moves", "microserving", real_engines.moves),
         ("dejavu-tables-2-3", "dejavu", dejavu.splits),
         ("dejavu-table-6", "dejavu", dejavu.table_6),
         ("infinite-llm-table-1", "infinite-llm", infinite_llm.table_1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 from virtual_engines import (
@@ -25,6 +26,7 @@ from engine.protocol import (
     BadRange,
     BadRequest,
     DuplicateRequest,
+    Extend,
     LeaseExpired,
     Mirror,
     MirrorGeneration,
@@ -221,6 +223,32 @@ async def test_a_running_generation_can_be_mirrored_later():
         engines["a"].mirror(MirrorGeneration(request_id="x", kv_addr=lease.kv_addr, every=1))
     engines["b"].release(Release(request_id="m"))
     await engines.rest()
+
+
+class DiesWhenExtended(Engines):
+    """An engine that grants a mirror more room, and dies."""
+
+    async def _extend(self, url: str, call: Extend) -> str:
+        kv_addr = await super()._extend(url, call)
+        self[url.removeprefix("virtual://")].die()
+        return kv_addr
+
+
+@in_virtual_time
+async def test_a_mirror_whose_peer_dies_while_it_gets_more_room_stops_alone():
+    engines, problems = DiesWhenExtended("a", "b"), list[str]()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: problems.append(context["message"]))
+    lease = engines["b"].prep_recv(receive("m", PROMPT, 401, reserve=16))
+    mirror = Mirror(kv_addr=lease.kv_addr, every=4)
+    stream = await engines["a"].start_generate(generate("x", PROMPT, 300, mirror=mirror))
+    read = await events(stream)
+    assert [token for event in read for token in event.token_ids] == output_tokens(PROMPT, 300)
+    assert read[-1].mirror is not None and read[-1].mirror.stopped == "peer_unreachable"
+    assert not engines["b"].alive
+    await engines.rest()
+    gc.collect()
+    assert problems == []  # no exception that nobody has read
 
 
 @in_virtual_time
