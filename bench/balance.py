@@ -24,9 +24,8 @@ that other load on the machine affects all of them:
 - `vLLM`: two servers of vLLM, which get requests in turn (data parallel). Without its environment
   (`make peers`) the arm is left out.
 
-Published of each run: mean, P90 and P99 of JCT (job completion time), TTFT and TPOT as medians over
-the repeats with the spread, P99 also over all repeats together (`jct_p99_all_ms`), and the cores
-that each engine used. `over_data_parallel`: mean and P99 JCT over those of data parallel in the
+Published of each run: mean and P99 of JCT (job completion time), TTFT and TPOT as medians over the
+repeats with the spread. `over_data_parallel`: mean and P99 JCT over those of data parallel in the
 same arm and repeat. `auto_vs_best_fixed`: mean JCT of `auto` over that of the arm's best fixed
 ratio for that workload and rate (0, which is 1P1D, 0.1, 0.2, 0.3), chosen in hindsight by its
 median.
@@ -38,7 +37,7 @@ and vLLM is left out. This shows how requests queue on a machine whose cores are
 engines would show nothing. It is published under another name.
 
 Run: `make bench-balance`, or `python -m bench.balance [--save] [--requests 36] [--repeats 3]
-[--figure 11] [--mock] [--from 3]`, which gives the arrivals of the repeats after the first three.
+[--figure 11] [--mock] [--runs FILE]`. With a file, the bench goes on where an earlier one failed.
 """
 
 from __future__ import annotations
@@ -51,9 +50,11 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from bench.balance_arms import STRATEGIES, Arm, Ours, check, our_arm, vllm_arm
@@ -77,6 +78,7 @@ OUR_ARMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "paced": (("data parallel", "1P1D", "balanced 0.2", "balanced auto"), ()),
 }
 FIXED = ("1P1D", "balanced 0.1", "balanced 0.2", "balanced 0.3")
+WARM = 6  # requests before the first run of an arm
 FULL = 24  # concurrent requests when measuring the saturated throughput
 BASE = "data parallel"
 TIMES = {
@@ -95,14 +97,14 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--requests", type=int, default=36)
     options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--from", type=int, default=0, dest="first", metavar="REPEAT")
+    options.add_argument("--runs", type=Path, metavar="FILE", help="keep each run in this file")
     options.add_argument("--figure", choices=sorted(WORKLOADS), help="only this one")
     options.add_argument("--mock", action="store_true", help="engines that sleep instead")
     options.add_argument("--save", action="store_true")
     given = options.parse_args()
     began = time.monotonic()
     model = MOCK if given.mock else MODEL
-    repeats = range(given.first, given.first + given.repeats)
+    kept = Kept(given.runs)
     figures = [given.figure] if given.figure else list(WORKLOADS)
     with ExitStack() as stack:
         arms: dict[str, Arm] = {
@@ -112,7 +114,7 @@ def main() -> None:
         if not given.mock and (vllm := stack.enter_context(vllm_arm(MODEL[0]))):
             arms["vLLM"] = vllm
         runs = {
-            figure: asyncio.run(measure(arms, figure, given.requests, repeats))
+            figure: asyncio.run(measure(arms, figure, given.requests, given.repeats, kept))
             for figure in figures
         }
     others = [
@@ -141,20 +143,48 @@ def main() -> None:
         },
         *(["--mock"] if given.mock else []),
         *([f"--figure {given.figure}"] if given.figure else []),
-        *([f"--from {given.first}"] if given.first else []),
     )
 
 
+class Kept:
+    """The rates and runs of a file, to which each new one is added. Without a file: none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._found: dict[tuple[str, ...], Any] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                key, value = json.loads(line)
+                self._found[tuple(key)] = value
+
+    async def get(self, *key: str, measure: Callable[[], Awaitable[Any]]) -> Any:
+        """Return what is kept under a key, or measure and keep it."""
+        if key not in self._found:
+            self._found[key] = value = await measure()
+            line = json.dumps([key, value])
+            print(line, file=sys.stderr)
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(line + "\n")
+        return self._found[key]
+
+
 async def measure(
-    arms: Mapping[str, Arm], figure: str, count: int, repeats: Sequence[int]
+    arms: Mapping[str, Arm], figure: str, count: int, repeats: int, kept: Kept
 ) -> dict[str, Runs]:
     """Return all runs of a figure's workload by rate (requests per second and engine)."""
     workload = WORKLOADS[figure]
     ours = arms["unpaced"]
     assert isinstance(ours, Ours)
-    most = await ours.saturate("1P1D", list(_requests(workload, 3 * FULL)), FULL)
-    rates = [round(share * most / 2, 3) for share in SHARES]
-    print(f"figure {figure}: 1P1D does {most:.2f} requests/s at most", file=sys.stderr)
+    for arm in arms.values():
+        warm = replace(workload, rate=1.0, seed=WARM)
+        check(await arm.run(arm.strategies[0], list(_requests(warm, WARM))))
+
+    async def rates_of_1p1d() -> list[float]:
+        most = await ours.saturate("1P1D", list(_requests(workload, 3 * FULL)), FULL)
+        return [round(share * most / 2, 3) for share in SHARES]
+
+    rates = await kept.get(figure, "rates", measure=rates_of_1p1d)
     runs: dict[str, Runs] = {
         f"{rate:g}/s": {
             name: {strategy: [] for strategy in arm.strategies} for name, arm in arms.items()
@@ -162,42 +192,30 @@ async def measure(
         for rate in rates
     }
     pairs = [(arm, strategy) for arm, each in arms.items() for strategy in each.strategies]
-    for repeat, (index, rate) in itertools.product(repeats, enumerate(rates)):
+    for repeat, (index, rate) in itertools.product(range(repeats), enumerate(rates)):
+        drawn = replace(workload, seed=1000 * repeat + index, rate=2 * rate)
         random.Random(f"{repeat} {figure} {index}").shuffle(pairs)
         for name, strategy in pairs:
-            drawn = replace(workload, seed=1000 * repeat + index, rate=2 * rate)
-            run = await _run(arms[name], strategy, list(_requests(drawn, count)))
+            run = await kept.get(
+                figure, f"{rate:g}/s", name, strategy, str(repeat),
+                measure=partial(_run, arms[name], strategy, drawn, count),
+            )  # fmt: skip
             runs[f"{rate:g}/s"][name][strategy].append(run)
-            shown = {
-                key: round(run[key], 2)
-                for key in run
-                if key.endswith(("mean_ms", "p99_ms", "_cpu"))
-            }
-            print(f"{figure} {rate:g}/s {name} {strategy}: {json.dumps(shown)}", file=sys.stderr)
     return runs
 
 
-async def _run(arm: Arm, strategy: str, requests: list[LoadRequest]) -> Run:
-    began, engines, used, machine = (
-        time.perf_counter(),
-        arm.engines_s(),
-        arm.cpu_s(),
-        machine_cpu_s(),
-    )
+async def _run(arm: Arm, strategy: str, workload: WorkloadConfig, count: int) -> Run:
+    requests = list(_requests(workload, count))
+    began, used, machine = time.perf_counter(), arm.cpu_s(), machine_cpu_s()
     outcomes = await arm.run(strategy, requests)
     took = time.perf_counter() - began
     others_s = machine_cpu_s() - machine - (arm.cpu_s() - used)
     check(outcomes)
-    run: Run = {
-        "others_cpu": others_s / took,
-        "cores": [(now - then) / took for now, then in zip(arm.engines_s(), engines, strict=True)],
-        "jcts_ms": [1e3 * outcome.end_s for outcome in outcomes],
-    }
+    run: Run = {"others_cpu": round(others_s / took, 2)}
     for name, read in TIMES.items():
         values = [1e3 * value for value in map(read, outcomes) if value is not None]
-        run[f"{name}_mean_ms"] = statistics.fmean(values)
-        for percent in (90, 99):
-            run[f"{name}_p{percent}_ms"] = percentile(values, percent) or 0.0
+        run[f"{name}_mean_ms"] = round(statistics.fmean(values), 2)
+        run[f"{name}_p99_ms"] = round(percentile(values, 99) or 0.0, 2)
     return run
 
 
@@ -216,13 +234,9 @@ def summarize(arms: Runs) -> dict[str, dict[str, Any]]:
     for arm, strategies in arms.items():
         found[arm] = {}
         for name, runs in strategies.items():
-            times = [f"{time}_{of}_ms" for time in TIMES for of in ("mean", "p90", "p99")]
-            pooled = sorted(itertools.chain.from_iterable(run["jcts_ms"] for run in runs))
-            cores = zip(*(run["cores"] for run in runs), strict=True)
+            times = [f"{time}_{of}_ms" for time in TIMES for of in ("mean", "p99")]
             found[arm][name] = {
                 **{key: spread([run[key] for run in runs]) for key in times},
-                "jct_p99_all_ms": percentile(pooled, 99),
-                "cores": [round(statistics.median(each), 3) for each in cores],
                 "over_data_parallel": {
                     of: _over(runs, strategies[BASE], f"jct_{of}_ms") for of in ("mean", "p99")
                 },
@@ -252,17 +266,15 @@ def show(figure: str, by_rate: Mapping[str, Mapping[str, Mapping[str, Any]]]) ->
             rows.append([
                 " ".join((rate, *key)) + (" *" if key == least else ""),
                 *(f"{one[f'{time}_mean_ms']['median']:.0f}" for time in TIMES),
-                f"{one['jct_p99_all_ms']:.0f}",
+                f"{one['jct_p99_ms']['median']:.0f}",
                 *(f"{ratios[of]['median']:.2f} ({ratios[of]['min']:.2f}-{ratios[of]['max']:.2f})"
                   for of in ("mean", "p99")),
-                " ".join(f"{cores:.2f}" for cores in one["cores"]),
             ])  # fmt: skip
     workload = WORKLOADS[figure]
     table(
         f"Figure {figure}: {workload.input} in / {workload.output} out, ms, medians of repeats; "
         "* least mean JCT",
-        ["rate per engine, arm, strategy", "JCT", "TTFT", "TPOT", "P99 JCT", "over DP", "P99",
-         "cores"],
+        ["rate per engine, arm, strategy", "JCT", "TTFT", "TPOT", "P99 JCT", "over DP", "P99"],
         rows,
     )  # fmt: skip
 

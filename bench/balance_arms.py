@@ -50,10 +50,6 @@ class Arm(Protocol):
         """Send each request at its time."""
         ...
 
-    def engines_s(self) -> list[float]:
-        """Return the CPU seconds so far of each engine."""
-        ...
-
     def cpu_s(self) -> float:
         """Return the CPU seconds so far of the arm and of this process."""
         ...
@@ -90,9 +86,6 @@ class Ours:
             yield Target(client, self.model, BODY)
         finally:
             client.close()
-
-    def engines_s(self) -> list[float]:
-        return [cpu_s(pid) for pid in self.deployment.pids[1:]]
 
     def cpu_s(self) -> float:
         return self.deployment.cpu_s()
@@ -133,11 +126,8 @@ class Vllm:
                 client.close()
         return [outcome for half in halves for outcome in half]
 
-    def engines_s(self) -> list[float]:
-        return [tree_cpu_s(server.pid) for server in self.servers]
-
     def cpu_s(self) -> float:
-        return sum(self.engines_s()) + cpu_s(os.getpid())
+        return sum(tree_cpu_s(server.pid) for server in self.servers) + cpu_s(os.getpid())
 
 
 @contextmanager
