@@ -172,14 +172,20 @@ def moves() -> Part:
     phases = newest("receiving", "phases")
     growth = [times[n]["owner"]["median"] for n in ("1000", "5000")]
     whole = [times[n]["recompute"]["median"] for n in ("1000", "3000", "5000")]
-    shares = {int(n): 100 * one["share"]["median"] for n, one in layers.items()}
-    nixl = [
-        100 * one["nixl_ms"]["median"] / one["compute_ms"]["median"]
-        for one in layers.values()
-        if "nixl_ms" in one
-    ]
+
+    def shares(kind: str) -> list[float]:
+        return [
+            100 * one[kind]["median"] / one["compute_ms"]["median"]
+            for one in layers.values()
+            if kind in one
+        ]
+
+    puts_share, nixl = shares("put_ms"), shares("nixl_ms")
     hidden = [one["hidden"]["median"] for one in layers.values()]
-    close = [abs(shares[n] - paper) <= 0.25 * paper for n, paper in TABLE_3.items()]
+    close = [
+        abs(share - paper) <= 0.25 * paper
+        for share, paper in zip(puts_share, TABLE_3.values(), strict=True)
+    ]
     puts = phases["puts"]
     claims = [
         Claim("Figure 12", "1000 tokens, 500 of them cached on the sender: 1.7× faster",
@@ -197,7 +203,7 @@ def moves() -> Part:
                               by_places([whole[2] - whole[1] > 0.8 * (whole[1] - whole[0])]))},
               "1000, 3000 and 5000 tokens."),
         Claim("Table 3", "putting takes 15.8 / 38.3 / 55.4 % of computing, per layer",
-              {"real": Answer(" / ".join(f"{share:.1f}" for share in shares.values()) + " %"
+              {"real": Answer(" / ".join(f"{share:.1f}" for share in puts_share) + " %"
                               + (" (over NIXL " + " / ".join(f"{share:.1f}" for share in nixl)
                                  + " %)" if nixl else ""), by_places(close))},
               "SmolLM2 in bfloat16 over shared memory. A core computes slowly and copies fast."),
