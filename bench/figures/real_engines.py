@@ -30,7 +30,8 @@ def newest(bench: str, part: str, key: str = "") -> Any:
     for path in RESULTS.glob(f"{bench}*.json"):
         document = json.loads(path.read_text())
         value = document.get(part)
-        if document["bench"] == bench and value is not None and (not key or key in value):
+        real = document["bench"] == bench and "--mock" not in document["command"]
+        if real and value is not None and (not key or key in value):
             found.append((document["date"], value[key] if key else value))
     if not found:
         raise FileNotFoundError(f"no result of bench-{bench} has {part} {key}".rstrip())
