@@ -187,7 +187,7 @@ def moves() -> Part:
         abs(share - paper) <= 0.25 * paper
         for share, paper in zip(puts_share, TABLE_3.values(), strict=True)
     ]
-    puts = phases["puts"]
+    puts, receives = phases["puts"], phases["receives"]
     claims = [
         Claim("Figure 12", "1000 tokens, 500 of them cached on the sender: 1.7× faster",
               {"real": Answer(f"{owner['1000']:.2f}× ({owner['3000']:.1f}×, {owner['5000']:.1f}× "
@@ -213,14 +213,26 @@ def moves() -> Part:
                               by_places(share > 0.8 for share in hidden))},
               "Share of a send's time with everything cached that a computing send hides."),
         Claim("§3.6", "a transfer does not affect the ongoing requests of the receiver",
-              {"real": Answer(f"TPOT × {puts['tpot_p50']['median']:.2f} (P99 × "
-                              f"{puts['tpot_p99']['median']:.2f}) at "
-                              f"{puts['put_mb_per_s']['median'] / 1000:.1f} GB/s",
-                              by_places([puts["tpot_p50"]["median"] < 1.05,
-                                         puts["tpot_p99"]["median"] < 1.05]))},
-              "16 decodes; puts one after the other, calls included. Counted as none: below 5 %."),
+              {"real": Answer(
+                  f"TPOT × {_p50(receives):.2f} (P99 × {_p99(receives):.2f}) with prompts that the "
+                  f"sender computes, × {_p50(puts):.2f} (× {_p99(puts):.2f}) with cached ones",
+                  by_places(r < 1.05 for one in (receives, puts) for r in (_p50(one), _p99(one))),
+              )},
+              "16 decodes on the receiver. Prompts of 3000 tokens, one after the other; calls "
+              f"included. The cached ones arrive at {puts['put_mb_per_s']['median'] / 1000:.1f} "
+              "GB/s, through the memory that the decodes need too. Counted as none: below 5 %."),
     ]  # fmt: skip
     return Part({"layers": layers, "phases": phases, "times": times}, claims)
+
+
+def _p50(phase: Mapping[str, Any]) -> float:
+    ratio: float = phase["tpot_p50"]["median"]
+    return ratio
+
+
+def _p99(phase: Mapping[str, Any]) -> float:
+    ratio: float = phase["tpot_p99"]["median"]
+    return ratio
 
 
 def _spread(ratio: Mapping[str, float]) -> str:
