@@ -11,8 +11,8 @@ the decode engine is (Figure 10); nothing can be moved there, and data parallel 
 rule of `auto`, which learns from scratch in each run here.
 
 How: SmolLM2 in bfloat16. Lengths are normal with the paper's deviation of 5 tokens. Figure 11 has
-384 tokens in and 80 out: their prefill takes about a fifth of their decode, as in the paper (3000
-and 100). Figure 10 has 26 in and 32 out (the paper: about 200 and 260). Open loop, Poisson
+384 tokens in and 80 out, so that the times of prefill and decode are to each other about as in the
+paper (3000 and 100: 1 to 4.5). Figure 10 has 26 in and 32 out (the paper: about 200 and 260). Open loop, Poisson
 arrivals, at `SHARES` of the throughput of 1P1D when it is full, that is of its weaker stage. Rates
 are requests per second and engine, as the paper's are per GPU. Three arms get the same arrivals
 and lengths, and prompts that are in no cache; they alternate in a different order each time, so
