@@ -12,11 +12,11 @@ rule of `auto`, which learns from scratch in each run here.
 
 How: SmolLM2 in bfloat16. Lengths are normal with the paper's deviation of 5 tokens. Figure 11 has
 384 tokens in and 80 out, so that the times of prefill and decode are to each other about as in the
-paper (3000 and 100: 1 to 4.5). Figure 10 has 26 in and 32 out (the paper: about 200 and 260). Open loop, Poisson
-arrivals, at `SHARES` of the throughput of 1P1D when it is full, that is of its weaker stage. Rates
-are requests per second and engine, as the paper's are per GPU. Three arms get the same arrivals
-and lengths, and prompts that are in no cache; they alternate in a different order each time, so
-that other load on the machine affects all of them:
+paper (3000 and 100: 1 to 4.5). Figure 10 has 26 in and 32 out (the paper: about 200 and 260). Open
+loop, Poisson arrivals, at `SHARES` of the throughput of 1P1D when it is full, that is of its weaker
+stage. Rates are requests per second and engine, as the paper's are per GPU. Three arms get the same
+arrivals and lengths, and prompts that are in no cache; they alternate in a different order each
+time, so that other load on the machine affects all of them:
 
 - `unpaced`: `--decode-slowdown 0`. Prompts delay decodes as they do in the paper's engine.
 - `paced`: our default, which limits how much prompts delay the decodes of the same engine; without
