@@ -16,7 +16,10 @@ from bench.figures.page import RESULTS
 __all__ = ["moves", "under_load"]
 
 DP, P1D1, BALANCE, AUTO = "data parallel", "1P1D", "balanced 0.2", "balanced auto"
-SETTINGS = {"no pacing": "unpaced", "our default": "paced"}  # the arms of `bench-balance`
+SETTINGS = {
+    "real, no pacing": "unpaced",
+    "real, our default": "paced",
+}  # the arms of `bench-balance`
 TABLE_3 = {1000: 15.8, 3000: 38.3, 5000: 55.4}
 Rates = Mapping[str, Mapping[str, Any]]  # what was measured at each rate, by strategy
 
@@ -131,8 +134,11 @@ def _figure_11(by_rate: Mapping[str, Any]) -> list[Claim]:
               each(tpot), "1P1D and balance, at every rate."),
         Claim("Figure 11", "1P1D degrades at the highest rate, through TTFT (against data "
               f"parallel, from {before} to {top})", each(reversal),
-              "The highest rate is 95 % of what the prefill engine can do."),
-        Claim("Figure 11", "there 1P1D-balance keeps a low JCT", each(kept), ""),
+              "The highest rate is 95 % of what the prefill engine can do. Data parallel is near "
+              "its own limit there too."),
+        Claim("Figure 11", "there 1P1D-balance keeps a low JCT", each(kept),
+              "A core that decodes has little time left for prefills: what it takes over delays "
+              "its decodes."),
     ]  # fmt: skip
 
 
