@@ -7,7 +7,7 @@ How: `microserve simulate` as a user runs it, in a process of its own on one cor
 requests of `OUTPUT` output tokens each, for each of `SETTINGS`. A longer prompt takes more steps,
 because a step takes few prompt tokens beside its decodes. A higher rate makes larger batches.
 
-Run: `make bench-simulation`, or `python -m bench.simulation [--save]`. It takes about six minutes.
+Run: `make bench-simulation`, or `python -m bench.simulation [--save]`. It takes about ten minutes.
 """
 
 from __future__ import annotations
