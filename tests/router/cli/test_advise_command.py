@@ -117,19 +117,26 @@ async def without_reply(url: str, to: bytes) -> AsyncIterator[str]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         their_reader, their_writer = await asyncio.open_connection(parts.hostname, parts.port)
-        try:
-            while asked := await reader.read(1 << 20):
-                their_writer.write(asked)
-                answer = await their_reader.read(1 << 20)
-                if asked.startswith(to):
-                    return
-                writer.write(answer)
-        finally:
-            their_writer.close()
+        cut = asyncio.Event()
+
+        async def answer() -> None:
+            while (said := await their_reader.read(1 << 16)) and not cut.is_set():
+                writer.write(said)
             writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(answer())
+            while asked := await reader.read(1 << 16):
+                if asked.startswith(to):
+                    cut.set()
+                their_writer.write(asked)
+            their_writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
 
 
 async def test_a_canary_that_may_have_started_is_said_to(route, fake, profile):
