@@ -50,18 +50,19 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.balance_arms import STRATEGIES, Arm, Ours, check, our_arm, vllm_arm
-from bench.deployment import machine_cpu_s
+from bench.balance_arms import STRATEGIES, Arm, Ours, our_arm, vllm_arm
+from bench.processes import machine_cpu_s
+from bench.real_load import TIMES, check, unseen_requests
 from bench.report import publish, spread, table
 from router.telemetry import percentile
-from router.workload import LoadRequest, WorkloadConfig, open_workload
+from router.workload import WorkloadConfig
 
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
 MODEL = ("smollm2", "--dtype", "bfloat16")
@@ -81,12 +82,7 @@ FIXED = ("1P1D", "balanced 0.1", "balanced 0.2", "balanced 0.3")
 WARM = 6  # requests before the first run of an arm
 FULL = 24  # concurrent requests when measuring the saturated throughput
 BASE = "data parallel"
-TIMES = {
-    "jct": lambda outcome: outcome.end_s,
-    "ttft": lambda outcome: outcome.first_token_s,
-    "tpot": lambda outcome: outcome.per_token_s,
-}
-fresh = itertools.count(1)
+SHOWN = ("jct", "ttft", "tpot")
 
 Run = dict[str, Any]  # the figures of one strategy with one set of arrivals
 Runs = dict[str, dict[str, list[Run]]]  # by arm and strategy: a run of each repeat
@@ -178,10 +174,10 @@ async def measure(
     assert isinstance(ours, Ours)
     for arm in arms.values():
         warm = replace(workload, rate=1.0, seed=WARM)
-        check(await arm.run(arm.strategies[0], list(_requests(warm, WARM))))
+        check(await arm.run(arm.strategies[0], list(unseen_requests(warm, WARM))))
 
     async def rates_of_1p1d() -> list[float]:
-        most = await ours.saturate("1P1D", list(_requests(workload, 3 * FULL)), FULL)
+        most = await ours.saturate("1P1D", list(unseen_requests(workload, 3 * FULL)), FULL)
         return [round(share * most / 2, 3) for share in SHARES]
 
     rates = await kept.get(figure, "rates", measure=rates_of_1p1d)
@@ -205,7 +201,7 @@ async def measure(
 
 
 async def _run(arm: Arm, strategy: str, workload: WorkloadConfig, count: int) -> Run:
-    requests = list(_requests(workload, count))
+    requests = list(unseen_requests(workload, count))
     began, used, machine = time.perf_counter(), arm.cpu_s(), machine_cpu_s()
     outcomes = await arm.run(strategy, requests)
     took = time.perf_counter() - began
@@ -217,15 +213,6 @@ async def _run(arm: Arm, strategy: str, workload: WorkloadConfig, count: int) ->
         run[f"{name}_mean_ms"] = round(statistics.fmean(values), 2)
         run[f"{name}_p99_ms"] = round(percentile(values, 99) or 0.0, 2)
     return run
-
-
-def _requests(workload: WorkloadConfig, count: int) -> Iterator[LoadRequest]:
-    """Yield requests whose prompts are in no cache: their first tokens differ from all others'."""
-    number = next(fresh)
-    for index, request in enumerate(itertools.islice(open_workload(workload).requests, count)):
-        prompt = list(request.body["prompt"])
-        prompt[:3] = [10 + number % 290, 10 + number // 290, 10 + index]
-        yield replace(request, body={**request.body, "prompt": prompt})
 
 
 def summarize(arms: Runs) -> dict[str, dict[str, Any]]:
@@ -265,7 +252,7 @@ def show(figure: str, by_rate: Mapping[str, Mapping[str, Mapping[str, Any]]]) ->
             ratios = one["over_data_parallel"]
             rows.append([
                 " ".join((rate, *key)) + (" *" if key == least else ""),
-                *(f"{one[f'{time}_mean_ms']['median']:.0f}" for time in TIMES),
+                *(f"{one[f'{time}_mean_ms']['median']:.0f}" for time in SHOWN),
                 f"{one['jct_p99_ms']['median']:.0f}",
                 *(f"{ratios[of]['median']:.2f} ({ratios[of]['min']:.2f}-{ratios[of]['max']:.2f})"
                   for of in ("mean", "p99")),

@@ -10,26 +10,25 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.deployment import Deployment, cpu_s, deployed
+from bench.deployment import Deployment, deployed
 from bench.peer_vllm import PYTHON, environment, save_folder, serve
-from bench.processes import free_port, running, stopped_server, tree_cpu_s
+from bench.processes import cpu_s, free_port, running, stopped_server, tree_cpu_s
+from bench.real_load import BODY, throughput
 from router.engines.http_client import HttpClient
-from router.load.client import Outcome, Target, closed_loop, open_loop
+from router.load.client import Outcome, Target, open_loop
 from router.workload import LoadRequest
 
-__all__ = ["STRATEGIES", "Arm", "Ours", "Vllm", "check", "our_arm", "vllm_arm"]
+__all__ = ["STRATEGIES", "Arm", "Ours", "Vllm", "our_arm", "vllm_arm"]
 
 CONNECT_S, START_S = 30.0, 600.0
 CONTEXT = 1024  # tokens, of vLLM's sequences
-WORD = "260"  # of all answers: its text is never held back, as that of half a character is
-BODY = {"ignore_eos": True, "temperature": 0, "logit_bias": {WORD: 100}}
+GREEDY = {**BODY, "temperature": 0}
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "data parallel": ("data_parallel", {}),
     "1P1D": ("prefill_decode", {}),
@@ -70,12 +69,8 @@ class Ours:
     async def saturate(self, strategy: str, requests: Sequence[LoadRequest], most: int) -> float:
         """Send the requests, `most` of them at a time; return requests per second."""
         with self._target(strategy) as target:
-            await closed_loop(target, iter(requests[:most]), most)  # warm
-            began = time.perf_counter()
-            outcomes = await closed_loop(target, iter(requests[most:]), most)
-            took = time.perf_counter() - began
-        check(outcomes)
-        return len(outcomes) / took
+            await throughput(target, iter(requests[:most]), most)  # warm
+            return await throughput(target, iter(requests[most:]), most)
 
     @contextmanager
     def _target(self, strategy: str) -> Iterator[Target]:
@@ -83,7 +78,7 @@ class Ours:
         self.deployment.use(name, **params)
         client = HttpClient(self.deployment.url, connect_timeout_s=CONNECT_S)
         try:
-            yield Target(client, self.model, BODY)
+            yield Target(client, self.model, GREEDY)
         finally:
             client.close()
 
@@ -112,7 +107,7 @@ class Vllm:
     async def run(self, strategy: str, requests: Sequence[LoadRequest]) -> list[Outcome]:
         assert strategy in self.strategies
         clients = [HttpClient(url, connect_timeout_s=CONNECT_S) for url in self.urls]
-        targets = [Target(client, "peer", BODY) for client in clients]
+        targets = [Target(client, "peer", GREEDY) for client in clients]
         try:
             with running(*self.servers):
                 halves = await asyncio.gather(
@@ -150,9 +145,3 @@ def vllm_arm(model: str) -> Iterator[Vllm | None]:
             server = stopped_server(command, urls[-1], env=env, within_s=START_S)
             servers.append(stack.enter_context(server))
         yield Vllm(servers, urls)
-
-
-def check(outcomes: Sequence[Outcome]) -> None:
-    """Raise `SystemExit` if a request failed."""
-    if wrong := [outcome for outcome in outcomes if not outcome.ok]:
-        raise SystemExit(f"{len(wrong)} requests failed: {wrong[0].status} {wrong[0].error}")

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import httpx
 
-__all__ = ["Deployment", "cpu_s", "deployed", "machine_cpu_s"]
+from bench.processes import cpu_s
 
-TICKS = os.sysconf("SC_CLK_TCK")
+__all__ = ["Deployment", "deployed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +68,3 @@ def deployed(*arguments: str) -> Iterator[Deployment]:
         finally:
             up.terminate()
             up.wait()
-
-
-def machine_cpu_s() -> float:
-    """Return the CPU seconds used so far by all processes of this machine."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    user, nice, system, _, _, irq, softirq = map(int, fields[:7])
-    return (user + nice + system + irq + softirq) / TICKS
-
-
-def cpu_s(pid: int) -> float:
-    """Return the CPU seconds used so far by a process, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS

@@ -46,8 +46,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bench.deployment import cpu_s, deployed
+from bench.deployment import deployed
 from bench.engine_calls import Engine, send, source, tokens, unused_id
+from bench.processes import cpu_s
 from bench.report import publish, spread, table
 
 FLAGS = ("smollm2", "--engines", "2", "--pool-pages", "2048")

@@ -46,8 +46,7 @@ import httpx
 import torch
 
 from bench import peer_vllm
-from bench.deployment import cpu_s
-from bench.processes import free_port, running, stopped_server
+from bench.processes import cpu_s, free_port, running, stopped_server
 from bench.report import only_save, publish, spread, table
 from bench.streams import post_stream
 from engine.models import load_model

@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 __all__ = [
+    "cpu_s",
     "free_port",
+    "machine_cpu_s",
     "running",
     "stopped_server",
     "tree_cpu_s",
@@ -77,6 +79,18 @@ def running(*servers: subprocess.Popen[bytes]) -> Iterator[None]:
     finally:
         for server in servers:
             os.killpg(server.pid, signal.SIGSTOP)
+
+
+def machine_cpu_s() -> float:
+    """Return the CPU seconds used so far by all processes of this machine."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _, _, irq, softirq = map(int, fields[:7])
+    return (user + nice + system + irq + softirq) / TICKS
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU seconds used so far by a process, user and system."""
+    return sum(map(int, _stat(pid)[11:13])) / TICKS
 
 
 def tree_cpu_s(pid: int) -> float:

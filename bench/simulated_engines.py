@@ -31,23 +31,25 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import httpx
 
-from bench.deployment import Deployment, deployed, machine_cpu_s
+from bench.deployment import Deployment, deployed
+from bench.processes import machine_cpu_s
+from bench.real_load import BODY, TIMES, check, throughput, unseen_requests
 from bench.report import publish, table
 from engine.latency import Measured, Profile, PutLatency, StepWork, fit_observed, fit_put
 from engine.protocol import EngineConfig
 from router.engines import HttpClient, Role
-from router.load.client import Outcome, Target, closed_loop, open_loop
+from router.load.client import Outcome, Target, open_loop
 from router.rollout import Catalog
 from router.simulation import Experiment, SimulatedEngine, run_experiment
 from router.simulation.experiment import RequestRecord
 from router.telemetry import percentile
-from router.workload import LoadRequest, WorkloadConfig, open_workload
+from router.workload import WorkloadConfig, open_workload
 
 MODEL = ("smollm2", "--dtype", "bfloat16")
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
@@ -60,10 +62,8 @@ SHARES = (0.3, 0.5, 0.7)  # of data parallel's throughput
 FULL = 24  # concurrent requests when that throughput is measured
 MIX = ((512, 12), (48, 48), (192, 32))  # tokens of the prompts and answers
 CONCURRENT = (FULL, 3)  # requests of the mix at a time
-WORD = "260"  # of all answers: its text is never held back, as that of half a character is
 AIM = 0.15
 CONNECT_S = 30.0
-FIGURES = ("ttft", "tpot", "jct")
 
 
 def main() -> None:
@@ -84,12 +84,12 @@ def main() -> None:
         + [f"{run[figure][statistic][key]:.4g}" for key in ("real_ms", "simulated_ms")]
         + [f"{run[figure][statistic]['error']:+.1%}", f"{run[figure][statistic]['repeat']:+.1%}"]
         for run in runs
-        for figure in FIGURES
+        for figure in TIMES
         for statistic in ("mean", "p99")
     ]
     heads = ["strategy", "rate", "figure", "of", "real ms", "simulated ms", "error", "repeat"]
     table("simulations against real engines", heads, rows)
-    errors = [abs(r[f][s]["error"]) for r in runs for f in FIGURES for s in ("mean", "p99")]
+    errors = [abs(r[f][s]["error"]) for r in runs for f in TIMES for s in ("mean", "p99")]
     publish(
         "simulated_engines",
         {
@@ -108,7 +108,7 @@ def main() -> None:
 async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[str, Any]:
     """Return the real runs, the engines' profiles, and the time of a call."""
     client = HttpClient(deployment.url, connect_timeout_s=CONNECT_S)
-    target = Target(client, MODEL[0], {"ignore_eos": True, "logit_bias": {WORD: 100}})
+    target = Target(client, MODEL[0], dict(BODY))
     try:
         for strategy, (number, (tokens_in, tokens_out)), most_at_once in itertools.product(
             ("data_parallel", "prefill_decode"), enumerate(MIX), CONCURRENT
@@ -127,11 +127,10 @@ async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[s
             rate = round(share * most, 3)
             deployment.use(strategy, **STRATEGIES[strategy])
             began, all_s, ours_s = time.perf_counter(), machine_cpu_s(), deployment.cpu_s()
-            outcomes = await open_loop(target, scheduled(rate, requests))
+            outcomes = await open_loop(target, unseen_requests(workload_at(rate), requests))
             others_s = machine_cpu_s() - all_s - (deployment.cpu_s() - ours_s)
             others.append(max(0.0, others_s / (time.perf_counter() - began)))
-            if failed := [one.error for one in outcomes if not one.ok]:
-                raise SystemExit(f"{len(failed)} requests failed: {failed[0]}")
+            check(outcomes)
             runs.setdefault((strategy, rate), []).append(outcomes)
             print(
                 f"real run {repeat}: {strategy} at {rate:g}/s, others_cpu {others[-1]:.2f}",
@@ -153,25 +152,7 @@ async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[s
 async def full(target: Target, workload: WorkloadConfig, concurrency: int, count: int) -> float:
     """Run `count` requests, `concurrency` of them at a time; return requests per second."""
     requests = itertools.islice(open_workload(workload).requests, count)
-    began = time.perf_counter()
-    outcomes = await closed_loop(target, requests, concurrency)
-    if failed := [one.error for one in outcomes if not one.ok]:
-        raise SystemExit(f"{len(failed)} requests failed: {failed[0]}")
-    return len(outcomes) / (time.perf_counter() - began)
-
-
-def scheduled(rate: float, count: int) -> Iterator[LoadRequest]:
-    """Return the requests of a run, whose prompts are in no cache."""
-    fresh = next(seeds)
-    requests = open_workload(workload_at(rate)).requests
-    for number, request in enumerate(itertools.islice(requests, count)):
-        prompt = list(request.body["prompt"])
-        # The first page differs, so nothing of an earlier run is shared.
-        prompt[:3] = [10 + fresh % 290, 10 + number % 290, 10 + number // 290]
-        yield replace(request, body={**request.body, "prompt": prompt})
-
-
-seeds = itertools.count(1)
+    return await throughput(target, requests, concurrency)
 
 
 def workload_at(rate: float) -> WorkloadConfig:
@@ -233,8 +214,8 @@ def compare(
 ) -> dict[str, Any]:
     """Return each figure of the real runs (their mean), of the simulation, and their difference."""
     run: dict[str, Any] = {"strategy": name, "params": STRATEGIES[name], "rate": rate}
-    for figure in FIGURES:
-        of = VALUES[figure]
+    for figure in TIMES:
+        of = TIMES[figure]
         real = [values(map(of, outcomes)) for outcomes in repeats]
         ours = values(map(of, simulated))
         run[figure] = {
@@ -247,13 +228,6 @@ def compare(
             for statistic in ("mean", "p99")
         }  # fmt: skip
     return run
-
-
-VALUES: dict[str, Callable[[Any], float | None]] = {
-    "ttft": lambda one: one.first_token_s,
-    "tpot": lambda one: one.per_token_s,
-    "jct": lambda one: one.end_s,
-}
 
 
 def values(all_of: Iterable[float | None]) -> dict[str, float]:
