@@ -11,11 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Int8Linear", "Linear", "OneDnnLinear", "PackedLinear", "empty_weight", "pack"]
+__all__ = [
+    "Int8Linear",
+    "Linear",
+    "OneDnnLinear",
+    "PackedLinear",
+    "WidenedLinear",
+    "empty_weight",
+    "pack",
+]
 
 log = logging.getLogger(__name__)
 
-DEQUANTIZED = 1 << 22  # the most int8 weights that are converted to bfloat16 at a time
+CONVERTED = 1 << 22  # the most weights whose dtype is converted at a time
 
 
 class Linear(nn.Module):
@@ -82,6 +90,25 @@ class OneDnnLinear(Linear):
         raise TypeError("a weight in oneDNN's layout has no accessible rows")
 
 
+class WidenedLinear(Linear):
+    """A bfloat16 `Linear` on a CPU without bfloat16 products: it multiplies in float32.
+
+    There torch's products of several rows take up to eight times as long in bfloat16. The weight
+    is stored in bfloat16, and each product converts it, a block at a time.
+    """
+
+    def __init__(self, plain: Linear) -> None:
+        nn.Module.__init__(self)
+        self.weight = plain.weight
+        self.bias = plain.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:  # torch's own product reads the weight once
+            return super().forward(x)
+        out = _converted_product(x, self.weight, torch.float32)
+        return (out if self.bias is None else out.add_(self.bias)).to(x.dtype)
+
+
 def pack(plain: Linear) -> Linear:
     """Return `plain`, a bfloat16 layer, in the form whose products are fastest on this CPU."""
     try:
@@ -91,7 +118,17 @@ def pack(plain: Linear) -> Linear:
             return PackedLinear(plain)
     except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
         _warn_once(f"matrix products with few rows are slow here: {error}")
-    return OneDnnLinear(plain)
+    if onednn_multiplies_bf16():
+        return OneDnnLinear(plain)
+    _warn_once(
+        "this processor does not multiply bfloat16: float32 is faster, and takes more memory"
+    )
+    return WidenedLinear(plain)
+
+
+def onednn_multiplies_bf16() -> bool:
+    """Return whether this torch has oneDNN and it multiplies bfloat16 on this processor."""
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Int8Linear(Linear):
@@ -125,11 +162,17 @@ class Int8Linear(Linear):
         return self.weight[indices] * self.scale[indices, None]
 
     def _dequantized_product(self, x: Tensor) -> Tensor:
-        """Multiply block by block with the weight in bfloat16, which represents int8 exactly."""
-        size = max(1, DEQUANTIZED // self.weight.shape[1])
-        parts = [F.linear(x, block.to(x.dtype)) for block in torch.split(self.weight, size)]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return out.mul_(self.scale)
+        """Multiply with the weight in bfloat16, which represents int8 exactly, or in float32."""
+        dtype = torch.bfloat16 if onednn_multiplies_bf16() else torch.float32
+        return _converted_product(x, self.weight, dtype).mul_(self.scale).to(x.dtype)
+
+
+def _converted_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x · weightᵀ computed in `dtype`; convert `weight` a block at a time."""
+    size = max(1, CONVERTED // weight.shape[1])
+    x = x.to(dtype)
+    parts = [F.linear(x, block.to(dtype)) for block in torch.split(weight, size)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class FewRowsKernel(NamedTuple):

@@ -111,7 +111,7 @@ def _build(
         with torch.inference_mode():
             if quantization == "int8":
                 transformer.quantize()
-            elif torch._C._has_mkldnn:
+            else:
                 transformer.pack()
         ops_for(dtype, device)
     _trim_heap()

@@ -90,7 +90,7 @@ def test_a_large_weight_is_widened_in_blocks(monkeypatch: pytest.MonkeyPatch):
     int8 = Int8Linear(linear(random(100, 64)))
     x = random(70, 64, seed=1).bfloat16()
     whole = int8(x)
-    monkeypatch.setattr("engine.models.linear.DEQUANTIZED", 7 * 64)
+    monkeypatch.setattr("engine.models.linear.CONVERTED", 7 * 64)
     torch.testing.assert_close(int8(x), whole, atol=0, rtol=2**-7)
 
 
