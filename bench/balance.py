@@ -10,13 +10,14 @@ the decode engine is (Figure 10); nothing can be moved there, and data parallel 
 `balanced` moves a part of each prefill to the decode engine. `strategies/controller.py` has the
 rule of `auto`, which learns from scratch in each run here.
 
-How: SmolLM2 in bfloat16. Lengths are normal with the paper's deviation of 5 tokens. Figure 11 has
-384 tokens in and 80 out, so that the times of prefill and decode are to each other about as in the
-paper (3000 and 100: 1 to 4.5). Figure 10 has 26 in and 32 out (the paper: about 200 and 260). Open
-loop, Poisson arrivals, at `SHARES` of the throughput of 1P1D when it is full, that is of its weaker
-stage. Rates are requests per second and engine, as the paper's are per GPU. Three arms get the same
-arrivals and lengths, and prompts that are in no cache; they alternate in a different order each
-time, so that other load on the machine affects all of them:
+How: SmolLM2 in bfloat16, or in the dtype that `--dtype` says. Lengths are normal with the paper's
+deviation of 5 tokens. Figure 11 has 384 tokens in and 80 out, so that the times of prefill and
+decode are to each other about as in the paper (3000 and 100: 1 to 4.5). Figure 10 has 26 in and 32
+out (the paper: about 200 and 260). Open loop, Poisson arrivals, at `SHARES` of the throughput of
+1P1D when it is full, that is of its weaker stage. Rates are requests per second and engine, as the
+paper's are per GPU. Three arms get the same arrivals and lengths, and prompts that are in no cache;
+they alternate in a different order each time, so that other load on the machine affects all of
+them:
 
 - `unpaced`: `--decode-slowdown 0`. Prompts delay decodes as they do in the paper's engine.
 - `paced`: our default, which limits how much prompts delay the decodes of the same engine; without
@@ -37,7 +38,8 @@ and vLLM is left out. This shows how requests queue on a machine whose cores are
 engines would show nothing. It is published under another name.
 
 Run: `make bench-balance`, or `python -m bench.balance [--save] [--requests 36] [--repeats 3]
-[--figure 11] [--mock] [--runs FILE]`. With a file, the bench goes on where an earlier one failed.
+[--figure 11] [--dtype float32] [--mock] [--runs FILE]`. With a file, the bench goes on where an
+earlier one failed.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ from router.telemetry import percentile
 from router.workload import WorkloadConfig
 
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
-MODEL = ("smollm2", "--dtype", "bfloat16")
+MODEL = "smollm2"
 # The times of SmolLM2 on a quiet core of an AMD EPYC.
 MOCK = ("mock", "--step-ms", "36", "--prefill-tokens-per-ms", "0.7")
 WORKLOADS = {
@@ -94,12 +96,13 @@ def main() -> None:
     options.add_argument("--requests", type=int, default=36)
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--runs", type=Path, metavar="FILE", help="keep each run in this file")
+    options.add_argument("--dtype", default="bfloat16")
     options.add_argument("--figure", choices=sorted(WORKLOADS), help="only this one")
     options.add_argument("--mock", action="store_true", help="engines that sleep instead")
     options.add_argument("--save", action="store_true")
     given = options.parse_args()
     began = time.monotonic()
-    model = MOCK if given.mock else MODEL
+    model = MOCK if given.mock else (MODEL, "--dtype", given.dtype)
     kept = Kept(given.runs)
     figures = [given.figure] if given.figure else list(WORKLOADS)
     with ExitStack() as stack:
@@ -107,7 +110,7 @@ def main() -> None:
             name: stack.enter_context(our_arm(model, strategies, *ENGINES, *flags))
             for name, (strategies, flags) in OUR_ARMS.items()
         }
-        if not given.mock and (vllm := stack.enter_context(vllm_arm(MODEL[0]))):
+        if not given.mock and (vllm := stack.enter_context(vllm_arm(MODEL, given.dtype))):
             arms["vLLM"] = vllm
         runs = {
             figure: asyncio.run(measure(arms, figure, given.requests, given.repeats, kept))

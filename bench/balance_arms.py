@@ -126,7 +126,7 @@ class Vllm:
 
 
 @contextmanager
-def vllm_arm(model: str) -> Iterator[Vllm | None]:
+def vllm_arm(model: str, dtype: str) -> Iterator[Vllm | None]:
     """Run two servers of vLLM; `None` without the peer's environment (`make peers`)."""
     if not PYTHON.exists():
         print("without vLLM: `make peers` has not run", file=sys.stderr)
@@ -140,7 +140,7 @@ def vllm_arm(model: str) -> Iterator[Vllm | None]:
         for number in range(2):
             port, core = free_port(), cores[number % len(cores)]
             urls.append(f"http://127.0.0.1:{port}")
-            command = serve(folder, port, CONTEXT)
+            command = serve(folder, port, CONTEXT, dtype)
             env = environment() | {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
             server = stopped_server(command, urls[-1], env=env, within_s=START_S)
             servers.append(stack.enter_context(server))

@@ -49,12 +49,12 @@ def save_folder(model: str, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
 
 
-def serve(folder: Path, port: int, context: int) -> list[str]:
-    """Return the command of its OpenAI-style server: bfloat16, all cores, compiled, by default."""
+def serve(folder: Path, port: int, context: int, dtype: str = "bfloat16") -> list[str]:
+    """Return the command of its OpenAI-style server: all cores, compiled, by default."""
     return [
         *(str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
         *("--served-model-name", "peer", "--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", "bfloat16", "--max-model-len", str(context), "--max-num-seqs", "64"),
+        *("--dtype", dtype, "--max-model-len", str(context), "--max-num-seqs", "64"),
     ]
 
 

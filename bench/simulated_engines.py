@@ -15,12 +15,12 @@ text comes a token late now and then: half a character is held back, which a sim
 know.
 
 Real runs differ from each other: their engines, the router and the client share two cores. A real
-figure is the mean of its runs (`--repeats`) of the same requests. `repeat` is the figure of the
+figure is the median of its runs (`--repeats`) of the same requests. `repeat` is the figure of the
 last run over that of the first one. `others_cpu` is the number of cores that other processes used:
 with more than a few hundredths, a run says little.
 
 Run: `make bench-simulated-engines`, or `python -m bench.simulated_engines [--save]
-[--requests 120] [--repeats 2]`.
+[--requests 60] [--repeats 3] [--dtype float32]`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from router.simulation.experiment import RequestRecord
 from router.telemetry import percentile
 from router.workload import WorkloadConfig, open_workload
 
-MODEL = ("smollm2", "--dtype", "bfloat16")
+MODEL = "smollm2"
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "4096")
 POOL_TOKENS = 4096 * 16
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -69,11 +69,12 @@ CONNECT_S = 30.0
 def main() -> None:
     """Measure, simulate, print the table, publish the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=120, help="of each run")
-    parser.add_argument("--repeats", type=int, default=2, help="real runs of the same requests")
+    parser.add_argument("--requests", type=int, default=60, help="of each run")
+    parser.add_argument("--repeats", type=int, default=3, help="real runs of the same requests")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--save", action="store_true")
     flags = parser.parse_args()
-    with deployed(*MODEL, *ENGINES) as deployment:
+    with deployed(MODEL, "--dtype", flags.dtype, *ENGINES) as deployment:
         real = asyncio.run(measure(deployment, flags.requests, flags.repeats))
     runs = []
     for (name, rate), repeats in real["runs"].items():
@@ -108,7 +109,7 @@ def main() -> None:
 async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[str, Any]:
     """Return the real runs, the engines' profiles, and the time of a call."""
     client = HttpClient(deployment.url, connect_timeout_s=CONNECT_S)
-    target = Target(client, MODEL[0], dict(BODY))
+    target = Target(client, MODEL, dict(BODY))
     try:
         for strategy, (number, (tokens_in, tokens_out)), most_at_once in itertools.product(
             ("data_parallel", "prefill_decode"), enumerate(MIX), CONCURRENT
@@ -212,7 +213,7 @@ def simulate(
 def compare(
     name: str, rate: float, repeats: Sequence[Sequence[Outcome]], simulated: Sequence[RequestRecord]
 ) -> dict[str, Any]:
-    """Return each figure of the real runs (their mean), of the simulation, and their difference."""
+    """Return each figure: the real runs' median, the simulation's, and the difference."""
     run: dict[str, Any] = {"strategy": name, "params": STRATEGIES[name], "rate": rate}
     for figure in TIMES:
         of = TIMES[figure]
@@ -220,7 +221,7 @@ def compare(
         ours = values(map(of, simulated))
         run[figure] = {
             statistic: {
-                "real_ms": 1e3 * (of_runs := statistics.fmean(one[statistic] for one in real)),
+                "real_ms": 1e3 * (of_runs := statistics.median(one[statistic] for one in real)),
                 "simulated_ms": 1e3 * ours[statistic],
                 "error": ours[statistic] / of_runs - 1,
                 "repeat": real[-1][statistic] / real[0][statistic] - 1,
