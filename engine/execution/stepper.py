@@ -201,8 +201,7 @@ class Stepper:
         work = timings.work_of(plan, self._cache.length) if timings is not None else None
         try:
             outputs = self._compute(plan)
-            for seconds in durations or (self.clock() - began,):
-                self._scheduler.record_step(seconds)
+            self._scheduler.record_steps(durations or (self.clock() - began,))
             if timings is not None and work is not None:
                 timings.add_step(work, self.clock() - began)
         except Exception as error:  # must not end the stepper, whatever it is
@@ -240,6 +239,7 @@ class Stepper:
         first = generation.generated == 0
         if first or (self._cache.persistent and len(generation.tokens) % self._page_size == 0):
             self._cache.publish(generation.seq_id, generation.tokens)
+            self._scheduler.published(generation)
         if first:
             self.parallel_sampling.prompt_computed(generation)
         tokens, count = generation.tokens, 1

@@ -92,12 +92,12 @@ class ChunkBudget:
         """Learn that a step of `decodes` decodes and `tokens` prompt tokens took `seconds`."""
         if not self._slowdown:
             return
+        if not tokens:
+            self.record_decodes(decodes, (seconds,))
+            return
         self._step += 1
         estimate, self._estimate = self._estimate, None
         allowed, self._allowed = self._allowed, 0
-        if not tokens:
-            self._decode_steps.append(_DecodeStep(self._step, decodes, seconds))
-            return
         self._probes_left = min(self._probes_left + 1 / PROBE_EVERY, PROBES)
         if estimate is not None and estimate[0] == decodes:
             decode_s = estimate[1]
@@ -112,6 +112,15 @@ class ChunkBudget:
         self._prompt_seconds = self._prompt_seconds * decay + prompt_s * weight
         self._prompt_tokens = self._prompt_tokens * decay + tokens * weight
 
+    def record_decodes(self, decodes: int, durations: Sequence[float]) -> None:
+        """Learn how long, in seconds, steps of `decodes` decodes and no prompt tokens took."""
+        if not self._slowdown:
+            return
+        self._estimate, self._allowed = None, 0
+        steps = enumerate(durations, self._step + 1)
+        self._decode_steps += [_DecodeStep(step, decodes, seconds) for step, seconds in steps]
+        self._step += len(durations)
+
     def _similar(self, decodes: int) -> list[_DecodeStep]:
         """Return the recent steps with about as many decodes and no prompt tokens."""
         after, least, most = self._step - MAX_AGE, decodes / SIMILAR, decodes * SIMILAR
@@ -122,12 +131,19 @@ class ChunkBudget:
 
     def _decode_seconds(self, decodes: int, similar: Sequence[_DecodeStep]) -> float:
         """Estimate the time of the decodes alone, rather too low. 0 if nothing is known."""
+        if similar:
+            return _lower_quartile([_least(decodes, step) for step in similar])
         batches: dict[int, list[float]] = {}
-        for _, count, seconds in similar or self._decode_steps:
-            least = seconds if decodes >= count else seconds * (decodes / count)
-            batches.setdefault(0 if similar else count, []).append(least)
+        for step in self._decode_steps:
+            batches.setdefault(step.decodes, []).append(_least(decodes, step))
         known = [_lower_quartile(times) for times in batches.values() if len(times) > 1]
         return max(known, default=min(itertools.chain(*batches.values()), default=0.0))
+
+
+def _least(decodes: int, step: _DecodeStep) -> float:
+    """Return the least time of `decodes` decodes to expect after a measured step."""
+    share = decodes / step.decodes if decodes < step.decodes else 1.0
+    return step.seconds * share
 
 
 def _lower_quartile(times: list[float]) -> float:

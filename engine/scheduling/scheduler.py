@@ -120,8 +120,7 @@ class Scheduler:
         elif job in self.running:
             self.running.remove(job)
             self._untouched.discard(job)
-            if job in self._unpublished:
-                self._unpublished.remove(job)
+            self.published(job)
         elif job in self.waiting:
             self.waiting.remove(job)
             self._swapped.remove(job)
@@ -135,14 +134,15 @@ class Scheduler:
         self._admit()
         decodes: list[tuple[Job, Chunk]] = []
         prefills: list[Generation] = []
-        length_of = self._cache.length
+        length_of, page_size = self._cache.length, self._cache.page_size
         for generation in list(self.running):
             if not generation.started:  # preempted for one before it
                 continue
             length = length_of(generation.seq_id)
             if (missing := len(generation.tokens) - length) > 1:
                 prefills.append(generation)
-            elif missing == 1 and self._make_room(generation):
+            # The last page of a sequence has room unless it is full.
+            elif missing == 1 and (length % page_size or self._make_room(generation)):
                 last = generation.tokens[length:]
                 decodes.append((generation, Chunk(generation.seq_id, last, sample=True)))
         counts = self._prompts(prefills, len(decodes), waited)
@@ -156,9 +156,21 @@ class Scheduler:
         self._planned = len(decodes), sum(len(chunk.tokens) for _, chunk in prompts)
         return decodes + prompts
 
-    def record_step(self, seconds: float) -> None:
-        """Learn that the step planned last took `seconds`."""
-        self._chunk_budget.record(*self._planned, seconds)
+    def record_steps(self, durations: Sequence[float]) -> None:
+        """Learn how long, in seconds, the step planned last took each time that it was computed.
+
+        A step with prompts is computed once.
+        """
+        decodes, tokens = self._planned
+        if tokens:
+            self._chunk_budget.record(decodes, tokens, *durations)
+        else:
+            self._chunk_budget.record_decodes(decodes, durations)
+
+    def published(self, job: Generation) -> None:
+        """Note that the pages that the latest step has computed of a job are shared already."""
+        if job in self._unpublished:
+            self._unpublished.remove(job)
 
     def _publish(self) -> None:
         """Share the prompt pages that the latest step computed; tiers may copy them from now on."""

@@ -4,13 +4,13 @@ May import `engine.execution` without its threads, and the torch-free rooms belo
 Everything runs on one asyncio event loop, and the loop's clock is the only one.
 """
 
-from engine.virtual.engine import VOCAB, VirtualEngine
+from engine.virtual.engine import VirtualEngine
 from engine.virtual.loop import Standstill, VirtualLoop
 from engine.virtual.network import Transfer, VirtualNetwork
 from engine.virtual.put import Endpoint
 from engine.virtual.steps import Row
 from engine.virtual.stream import VirtualEvent, VirtualStream
-from engine.virtual.tokens import output_tokens
+from engine.virtual.tokens import VOCAB, output_tokens
 
 __all__ = [
     "VOCAB",

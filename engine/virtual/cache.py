@@ -13,7 +13,7 @@ from engine.virtual.put import Puts, VirtualPut
 from kvcache.bookkeeping import Bookkeeping
 from kvcache.errors import Internal
 from kvcache.lease import SLOTS, WORDS, Identity, Mirror, Put, ReceiveLease, Sender
-from kvcache.sequences import SendRange, StepDescription
+from kvcache.sequences import PageCopy, SendRange, StepDescription
 from kvcache.types import LeaseId, SeqId, SlotIndex, TokenPos
 
 __all__ = ["VirtualCache", "VirtualSlots"]
@@ -70,6 +70,7 @@ class VirtualCache:
         self._layers = range(puts.layers)
         self._puts: dict[int, VirtualPut] = {}  # by claim
         self._step: StepDescription | None = None
+        self._copies: list[PageCopy] = []  # of the decodes that have begun
         # The calls that bookkeeping answers as it is.
         self.add_sequence = sequences.add_sequence
         self.remove_sequence = sequences.remove_sequence
@@ -147,15 +148,17 @@ class VirtualCache:
 
         Nothing is evicted yet: whoever comes before these steps finds the prefixes.
         """
+        if self.has_free(chunks, times):
+            return True
         pages = self.bookkeeping.pages
         missing = self._wanted(chunks, times) - pages.pool.free
-        return missing <= 0 or (
-            missing <= pages.prefix.evictable and pages.prefix.can_evict(missing)
-        )
+        return missing <= pages.prefix.evictable and pages.prefix.can_evict(missing)
 
     def has_free(self, chunks: Sequence[Chunk], times: int) -> bool:
         """Say if a step can be computed `times` times without eviction."""
-        return self._wanted(chunks, times) <= self.bookkeeping.pages.pool.free
+        free = self.bookkeeping.pages.pool.free
+        most = len(chunks) * -(-times // self.page_size)
+        return most <= free or self._wanted(chunks, times) <= free
 
     def make_room(self, chunks: Sequence[Chunk], times: int) -> int:
         """Make free the pages that a step takes if it is computed `times` times.
@@ -163,19 +166,24 @@ class VirtualCache:
         Evicts what these steps would evict one by one. Returns for how many of them there is room.
         """
         manager = self.bookkeeping.pages
-        while times > 1:
+        while times > 1 and not self.has_free(chunks, times):
             missing = self._wanted(chunks, times) - manager.pool.free
-            if missing <= 0 or manager.prefix.evict(missing) == missing:
+            if manager.prefix.evict(missing) == missing:
                 break
             times -= 1
         return times
 
     def _wanted(self, chunks: Sequence[Chunk], times: int) -> int:
+        """Return the pages that a step takes if it is computed `times` times."""
         size, wanted = self.page_size, 0
         for chunk in chunks:
             sequence = self.sequences[chunk.seq_id]
             wanted += max(0, -(-(sequence.length + times) // size) - len(sequence.table))
         return wanted
+
+    def begin_decodes(self) -> None:
+        """Begin equal steps of decodes. They send nothing, so that no step has to be described."""
+        self._copies = self.sequences.take_copies()
 
     def begin_step(self, chunks: Sequence[Chunk], began: float, seconds: float) -> None:
         """Begin a step that takes `seconds`, and to send what it computes for sends."""
@@ -189,18 +197,18 @@ class VirtualCache:
                 put.signal(send.landed)
 
     def end_step(self, chunks: Sequence[Chunk], times: int) -> None:
-        """Count the step's tokens as present. `times` > 1: each decode has so many."""
-        step, self._step = self._step, None
-        if step is None:
-            raise Internal("a step ends that was not begun")
-        if times > 1:
-            for chunk in chunks:  # decodes send nothing, so no step needs to be described
-                sequence = self.sequences[chunk.seq_id]
-                self.sequences.grow(chunk.seq_id, sequence.length + times)
-                sequence.length = TokenPos(sequence.length + times)
-            self.sequences.copied(step.copies)
+        """Count the tokens of the step, or of `times` equal steps, as present."""
+        if (step := self._step) is not None:
+            self._step = None
+            self.sequences.finish_step(step)
             return
-        self.sequences.finish_step(step)
+        for chunk in chunks:
+            sequence = self.sequences[chunk.seq_id]
+            length = TokenPos(sequence.length + times)
+            self.sequences.grow(chunk.seq_id, length)
+            sequence.length = length
+        self.sequences.copied(self._copies)
+        self._copies = []
 
     # Show
 

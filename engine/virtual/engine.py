@@ -52,13 +52,13 @@ from engine.virtual.prefix_feed import VirtualPrefixFeed
 from engine.virtual.put import Endpoint, Puts
 from engine.virtual.steps import MOST_AT_ONCE, VirtualSteps
 from engine.virtual.stream import VirtualStream
+from engine.virtual.tokens import VOCAB
 from kvcache.lease import Identity
 from kvcache.types import EngineId, LeaseId, SeqId
 
-__all__ = ["SECRET", "VOCAB", "VirtualEngine"]
+__all__ = ["SECRET", "VirtualEngine"]
 
 SECRET = b"virtual"
-VOCAB = 1000
 NO_EOS: frozenset[int] = frozenset()  # outputs end by their length alone
 
 

@@ -54,12 +54,13 @@ class _JumpingSelector(selectors.BaseSelector):
         self._calls = 0  # without a look at what is real
         self._rounds, self._since = 0, 0.0  # calls since the clock was there
         self._real = selectors.DefaultSelector()
+        self._registered = 0
 
     def thread_ended(self, _: asyncio.Future[Any]) -> None:
         self.threads -= 1
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        sockets = len(self._real.get_map()) - 1  # without the one that the loop wakes itself with
+        sockets = self._registered - 1  # without the one that the loop wakes itself with
         if timeout is not None and not self.threads and not sockets:
             self._calls += 1
             if self._calls < REAL_EVERY:
@@ -86,10 +87,14 @@ class _JumpingSelector(selectors.BaseSelector):
             raise Standstill(f"no time passes {self.now:g} s after the start")
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._real.register(fileobj, events, data)
+        key = self._real.register(fileobj, events, data)
+        self._registered += 1
+        return key
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._real.unregister(fileobj)
+        key = self._real.unregister(fileobj)
+        self._registered -= 1
+        return key
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
         return self._real.get_map()

@@ -22,7 +22,7 @@ from engine.latency import StepLatency, StepWork
 from engine.sampling.sampled import Sampled
 from engine.scheduling import Chunk, Generation, Scheduler
 from engine.virtual.cache import VirtualCache
-from engine.virtual.tokens import output_state, token_at, tokens_from
+from engine.virtual.tokens import output_state, tokens_from
 from kvcache.types import SeqId
 
 __all__ = ["MOST_AT_ONCE", "VirtualSteps"]
@@ -226,7 +226,9 @@ class VirtualSteps:
         self._row = row = Row(step, chunks, self._now, first_s, growth_s, count, work)
         if count > 1:
             row.count = min(count, row.ended(self.stepper.sweep_due) + 1)
-        self._cache.begin_step(chunks, row.began, first_s)
+            self._cache.begin_decodes()
+        else:
+            self._cache.begin_step(chunks, row.began, first_s)
         self._wait_for(row)
 
     def _wait_for(self, row: Row) -> None:
@@ -308,7 +310,7 @@ class VirtualSteps:
                 sampling = job.sampling
                 state = output_state(job.tokens, job.prompt_len, sampling.seed, sampling.choice)
                 states[job.seq_id] = state
-            last = len(job.tokens) - job.prompt_len + times - 1
-            earlier = tokens_from(state, last - times + 1, last) if times > 1 else ()
-            sampled.append(Sampled(token_at(state, last), earlier=earlier))
+            produced = len(job.tokens) - job.prompt_len
+            *earlier, last = tokens_from(state, produced, produced + times)
+            sampled.append(Sampled(last, earlier=earlier))
         return sampled

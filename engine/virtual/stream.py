@@ -9,9 +9,12 @@ from typing import Literal
 
 from engine.execution.step_output import StepOutput
 from engine.protocol import Internal, MicroserveError, Mirrored, Usage
-from engine.scheduling import Generation
+from engine.scheduling import Generation, KVMirror
+from engine.virtual.tokens import VOCAB
 
 __all__ = ["VirtualEvent", "VirtualStream"]
+
+WORDS = [f"w{token} " for token in range(VOCAB)]
 
 
 @dataclass(slots=True)
@@ -27,7 +30,7 @@ class VirtualEvent:
     @property
     def text(self) -> str:
         """The text of token 7 is `w7 `."""
-        return "".join([f"w{token} " for token in self.token_ids])
+        return "".join([WORDS[token] for token in self.token_ids])
 
 
 class VirtualStream:
@@ -63,7 +66,9 @@ class VirtualStream:
         held = self._held
         held += output.sampled.earlier
         held.append(output.sampled.token)
-        mirrored = self._mirrored(last=output.finish is not None)
+        mirror = self.generation.mirror
+        last = output.finish is not None
+        mirrored = None if mirror is None else self._mirrored(mirror, last=last)
         if not (self._first or output.finish or mirrored or len(held) >= self._stream_tokens):
             return
         self._held = []
@@ -125,11 +130,8 @@ class VirtualStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _mirrored(self, *, last: bool) -> Mirrored | None:
-        """Return the mirror's progress, or None if there is none or it was reported before."""
-        mirror = self.generation.mirror
-        if mirror is None:
-            return None
+    def _mirrored(self, mirror: KVMirror, *, last: bool) -> Mirrored | None:
+        """Return the mirror's progress, or None if it was reported before."""
         stopped = mirror.stopped
         now = Mirrored.model_construct(
             lease_id=mirror.lease_id,

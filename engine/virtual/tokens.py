@@ -6,8 +6,9 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
-__all__ = ["output_state", "output_tokens", "token_at", "tokens_from"]
+__all__ = ["VOCAB", "output_state", "output_tokens", "tokens_from"]
 
+VOCAB = 1000
 # The range of random prompts: every vocabulary has these ids, and none of them ends an output.
 FIRST_ID, IDS = 10, 290
 TAIL = 64  # tokens of the prompt that the output depends on, beside its length
@@ -24,11 +25,6 @@ def tokens_from(state: int, begin: int, end: int) -> list[int]:
     """Return tokens `[begin, end)` of an output."""
     first = state + STRIDE * begin
     return [FIRST_ID + at % IDS for at in range(first, first + STRIDE * (end - begin), STRIDE)]
-
-
-def token_at(state: int, position: int) -> int:
-    """Return the token at one position of an output."""
-    return FIRST_ID + (state + STRIDE * position) % IDS
 
 
 def output_tokens(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -130,9 +131,7 @@ class PagePool:
 
         Raises `Internal` if they do not.
         """
-        counted = np.zeros_like(self.refs)
-        for pages in holders:
-            np.add.at(counted, list(pages), 1)
+        counted = self._count(chain.from_iterable(holders))
         if counted[SCRATCH_PAGE] or self.refs[SCRATCH_PAGE]:
             raise Internal("the scratch page is held")
         wrong = np.flatnonzero(counted != self.refs)
@@ -146,7 +145,10 @@ class PagePool:
             raise Internal("a page is free while it is being read")
         if self.evictable != np.count_nonzero(self._evictable & (self.refs == 1)):
             raise Internal("the count of evictable pages is wrong")
-        free = np.zeros_like(self.refs)
-        np.add.at(free, self._free, 1)
-        if not np.array_equal(free[1:], (self.refs[1:] == 0).astype(free.dtype)):
+        if not np.array_equal(self._count(self._free)[1:], self.refs[1:] == 0):
             raise Internal("the free list is not the set of pages without holders")
+
+    def _count(self, pages: Iterable[PageId]) -> IntArray:
+        """Return how often each page of the pool occurs in `pages`."""
+        ids = np.fromiter(pages, dtype=np.intp)
+        return np.bincount(ids, minlength=len(self.refs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,6 +24,18 @@ from kvcache.types import PageId, SeqId, TokenPos
 __all__ = ["SequenceTable"]
 
 
+class _OnDevice(dict[SeqId, PagedSequence]):
+    """The sequences on the device. Raises `Internal` for one that is unknown or swapped out."""
+
+    def __init__(self, swapped: Mapping[SeqId, SwappedSequence]) -> None:
+        self._swapped = swapped
+
+    def __missing__(self, seq_id: SeqId) -> PagedSequence:
+        if seq_id in self._swapped:
+            raise Internal(f"sequence {seq_id} is swapped out")
+        raise Internal(f"there is no sequence {seq_id}")
+
+
 class SequenceTable:
     """Sequences and their block tables. It touches no page: it describes steps and copies.
 
@@ -35,8 +47,8 @@ class SequenceTable:
         self.page_size = page_size
         self.swap_space: SwapSpace = NoSwapSpace()
         self._manager = manager
-        self._all: dict[SeqId, PagedSequence] = {}
         self._swapped: dict[SeqId, SwappedSequence] = {}
+        self._all = _OnDevice(self._swapped)
         # Both hold references to the pages of their copies: a device may execute a copy after its
         # sequences have ended.
         self._copies: list[PageCopy] = []  # not yet handed out
@@ -48,12 +60,7 @@ class SequenceTable:
 
     def __getitem__(self, seq_id: SeqId) -> PagedSequence:
         """A sequence on the device. Raises `Internal` if it is unknown or swapped out."""
-        try:
-            return self._all[seq_id]
-        except KeyError:
-            if seq_id in self._swapped:
-                raise Internal(f"sequence {seq_id} is swapped out") from None
-            raise Internal(f"there is no sequence {seq_id}") from None
+        return self._all[seq_id]
 
     def check_new(self, seq_id: SeqId) -> None:
         """Raise `Internal` if the sequence exists."""
@@ -67,7 +74,7 @@ class SequenceTable:
 
     def length(self, seq_id: SeqId) -> int:
         """Return the number of tokens whose KV the sequence has."""
-        return self[seq_id].length
+        return self._all[seq_id].length
 
     def add_sequence(self, seq_id: SeqId, tokens: Sequence[int] = ()) -> int:
         """Add a sequence with the longest cached prefix of `tokens`; return its length."""
@@ -80,7 +87,7 @@ class SequenceTable:
     def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
         """See `KVCache.fork_sequence`. Describes the copy of a partial last page."""
         self.check_new(child)
-        source = self[parent]
+        source = self._all[parent]
         if not 0 <= length <= source.length:
             raise BadRange(f"cannot fork at {length} of {source.length} tokens")
         full, rest = divmod(length, self.page_size)
@@ -97,12 +104,12 @@ class SequenceTable:
             swapped.abandon()
             self.swap_space.forget(swapped)
             return
-        self._manager.drop(self[seq_id].pages)
+        self._manager.drop(self._all[seq_id].pages)
         del self._all[seq_id]
 
     def pop(self, seq_id: SeqId, count: int) -> None:
         """See `KVCache.pop`."""
-        sequence = self[seq_id]
+        sequence = self._all[seq_id]
         if not 0 <= count <= sequence.length:
             raise BadRange(f"cannot pop {count} of {sequence.length} tokens")
         length = sequence.length - count
@@ -115,7 +122,7 @@ class SequenceTable:
 
     def grow(self, seq_id: SeqId, length: int, *, newcomer: bool = False) -> None:
         """See `KVCache.grow`."""
-        table = self[seq_id].table
+        table = self._all[seq_id].table
         missing = -(-length // self.page_size) - len(table)
         if missing > 0:
             leaving = self._manager.reserved if newcomer else 0
@@ -127,13 +134,13 @@ class SequenceTable:
 
     def publish(self, seq_id: SeqId, tokens: Sequence[int]) -> None:
         """See `KVCache.publish`."""
-        sequence = self[seq_id]
+        sequence = self._all[seq_id]
         full = min(len(tokens), sequence.length) // self.page_size
         self._manager.publish(tokens[: full * self.page_size], sequence.table.pages(0, full))
 
     def send(self, seq_id: SeqId, positions: SendRange | None) -> None:
         """Set the positions of a sequence that steps send; None: nothing further."""
-        self[seq_id].send = positions
+        self._all[seq_id].send = positions
 
     def sending(self, seq_id: SeqId) -> SendRange | None:
         """Return the positions that steps send; None: none, or no such sequence on the device."""
@@ -152,7 +159,7 @@ class SequenceTable:
         row = 0
         page_size = self.page_size
         for seq_id, count in zip(seq_ids, counts, strict=True):
-            sequence = self[seq_id]
+            sequence = self._all[seq_id]
             start, table = TokenPos(sequence.length), sequence.table
             end = TokenPos(start + count)
             if count < 1 or end > len(table) * page_size:
@@ -172,7 +179,7 @@ class SequenceTable:
     def finish_step(self, step: StepDescription) -> None:
         """Count the step's tokens as present."""
         for seq_id, span in zip(step.seq_ids, step.spans, strict=True):
-            self[seq_id].length = span.start + span.count
+            self._all[seq_id].length = span.start + span.count
         self.copied(step.copies)
 
     # Copies
@@ -201,7 +208,7 @@ class SequenceTable:
 
     def swap_out(self, seq_id: SeqId) -> Future[int]:
         """See `KVCache.swap_out`."""
-        sequence = self[seq_id]
+        sequence = self._all[seq_id]
         if sequence.send is not None:
             raise Internal(f"sequence {seq_id} is swapped out while it is sent")
         used = self._pages_for(sequence.length)

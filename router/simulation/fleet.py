@@ -43,8 +43,12 @@ TOKENIZER = (
 )
 
 
+# Copied for each call: pydantic takes long to make all these fields.
+PLAIN = StartGenerate(request_id="plain", prompt=[0])
+
+
 def _empty() -> dict[str, Any]:
-    """Return fields that pydantic would take long to make."""
+    """Return the fields that calls must not have in common."""
     return {"stop": [], "stop_token_ids": [], "logit_bias": {}, "output": []}
 
 
@@ -133,7 +137,7 @@ class VirtualCalls:
         return reply
 
     async def start_generate(self, body: dict[str, Any], headers: Headers) -> VirtualChunks:
-        call = StartGenerate.model_construct(**{**_empty(), **body})
+        call = PLAIN.model_copy(update={**_empty(), **body})
         if "mirror" in body:
             call.mirror = Mirror.model_construct(**body["mirror"])
         await self._travel()

@@ -105,14 +105,22 @@ def test_full_pages_are_shared_at_once_if_they_outlive_the_process(
     assert machine.cache.prefix_tokens == 64  # of 69 tokens
 
 
-def test_a_prompt_is_shared_with_its_first_token(new: Callable[..., Machine]):
+def test_a_prompt_is_shared_with_its_first_token(
+    new: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+):
     machine = new()
+    published, publish = [], machine.cache.publish
+    monkeypatch.setattr(
+        machine.cache, "publish", lambda *call: published.append(call) or publish(*call)
+    )
     machine.stepper.submit(job := generation(1, PROMPT, max_tokens=9))
     machine.stepper.step()
     assert machine.cache.prefix_tokens == 0
     machine.stepper.step()
     assert machine.tokens(job) == [100] and machine.cache.prefix_tokens == 96
     machine.run_until_idle()
+    # After 64 tokens, with the first token, and at the end; the next plan does not repeat it.
+    assert len(published) == 3
 
 
 def test_choices_run_together_from_the_first_token_on(new: Callable[..., Machine]):
@@ -162,7 +170,7 @@ def test_only_steps_that_were_computed_are_learned_from(
     new: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     machine, learned = new(), []
-    monkeypatch.setattr(machine.scheduler, "record_step", learned.append)
+    monkeypatch.setattr(machine.scheduler, "record_steps", learned.extend)
     machine.sampling_s = 0.5
     machine.stepper.submit(generation(1, PROMPT, max_tokens=2))
     machine.run_until_idle()

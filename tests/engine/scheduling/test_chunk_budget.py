@@ -252,6 +252,24 @@ def test_the_latest_measurement_must_be_recent():
     assert allowed(budget, 8) == 10  # but it is better than none
 
 
+@pytest.mark.parametrize("count", [1, 5, 100])
+def test_equal_steps_together_teach_what_they_teach_one_by_one(count: int):
+    together, alone = per_token_ms(), per_token_ms()
+    times = [random.Random(number).uniform(0.01, 0.02) for number in range(count)]
+    for _ in range(2):
+        together.record_decodes(8, times)
+        for seconds in times:
+            alone.record(8, 0, seconds)
+        together.record(8, 100, 0.2)
+        alone.record(8, 100, 0.2)
+    for decodes in (8, 9, 12, 3, 8):
+        for _ in range(70):  # also when the measurements age
+            allowed_now = together.tokens_allowed(decodes, 1, BUDGET)
+            assert allowed_now == alone.tokens_allowed(decodes, 1, BUDGET)
+            for budget in (together, alone):
+                budget.record(decodes, allowed_now, 0.05)
+
+
 def test_a_single_measurement_is_not_enough():
     budget = per_token_ms()
     budget.record(8, 0, 0.0105)

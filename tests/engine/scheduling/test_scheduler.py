@@ -184,7 +184,7 @@ def test_prompts_take_the_time_that_the_slowdown_allows(make: Make):
     def timed() -> dict[str, int]:
         """Run a step that takes 10 ms and 0.25 ms more for each prompt token."""
         done = step(scheduler, cache)
-        scheduler.record_step(0.01 + 0.00025 * sum(n for n in done.values() if n > 1))
+        scheduler.record_steps([0.01 + 0.00025 * sum(n for n in done.values() if n > 1)])
         return done
 
     scheduler.add(generation(1, range(100)))
@@ -205,12 +205,12 @@ def test_slow_prompts_always_progress(make: Make):
     step(scheduler, cache)
     for _ in range(3):
         step(scheduler, cache)
-        scheduler.record_step(0.001)
+        scheduler.record_steps([0.001])
     scheduler.add(generation(2, range(1000, 1500)))
     scheduler.add(send(cache, 3, list(range(2000, 2500))))
     for _ in range(20):
         assert step(scheduler, cache) == {"r1": 1, "r2": 2, "s3": 2}
-        scheduler.record_step(10.0)
+        scheduler.record_steps([10.0])
 
 
 def test_a_prior_job_overtakes_waiting_jobs(make: Make):

@@ -131,7 +131,7 @@ def test_a_chosen_prompt_that_makes_room_for_an_older_one_is_not_computed(
     assert step(scheduler, cache) == {"r1": 60, "r2": 38}
     assert scheduler.preemptions == 1
     assert not short.started and scheduler.waiting == [short]
-    scheduler.record_step(0.5)
+    scheduler.record_steps([0.5])
     assert learned == [(0, 98, 0.5)]
     assert step(scheduler, cache) == {"r1": 1, "r2": 42}
     for job in (oldest, older, short):
@@ -152,7 +152,7 @@ def test_a_chosen_decode_that_makes_room_for_a_prompt_is_not_computed(
     assert names(scheduler.running) == ["r2", "r3", "r1"]
     assert step(scheduler, cache) == {"r2": 1, "r3": 100}
     assert scheduler.waiting == [decode] and scheduler.preemptions == 1
-    scheduler.record_step(0.5)
+    scheduler.record_steps([0.5])
     assert learned == [(1, 100, 0.5)]
     for job in (decode, other, leased):
         finish(scheduler, cache, job)
