@@ -18,6 +18,7 @@
     ├── PeerUnreachable   502  the other engine cannot be reached
     ├── Draining          503  this engine takes no new work
     ├── Timeout           504  a deadline passed
+    ├── Unsupported       501  this engine cannot do that; others may
     └── Internal          500  a defect in this process; logged with its traceback
 
 The KV cache raises some of these, so the tree is in the lowest layer. `engine.protocol` exports it
@@ -48,6 +49,7 @@ __all__ = [
     "TooLarge",
     "Unauthorized",
     "UnknownLease",
+    "Unsupported",
 ]
 
 
@@ -160,6 +162,11 @@ class Draining(MicroserveError):
 class Timeout(MicroserveError):
     type = "timeout"
     status = 504
+
+
+class Unsupported(MicroserveError):
+    type = "unsupported"
+    status = 501
 
 
 class Internal(MicroserveError):

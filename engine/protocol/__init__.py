@@ -16,6 +16,7 @@ from engine.protocol.calls import (
     StartGenerate,
     Structure,
 )
+from engine.protocol.capabilities import ALL_CAPABILITIES, Capability
 from engine.protocol.config import EngineConfig
 from engine.protocol.flags import LONGEST_S, flag, seconds, secret
 from engine.protocol.limits import Limits, generation_begin, resolve_position, send_range
@@ -57,14 +58,17 @@ from kvcache.errors import (
     TooLarge,
     Unauthorized,
     UnknownLease,
+    Unsupported,
 )
 from kvcache.types import PageName
 
 __all__ = [
+    "ALL_CAPABILITIES",
     "LONGEST_S",
     "BadAddress",
     "BadRange",
     "BadRequest",
+    "Capability",
     "Commit",
     "Draining",
     "DuplicateRequest",
@@ -108,6 +112,7 @@ __all__ = [
     "TooLarge",
     "Unauthorized",
     "UnknownLease",
+    "Unsupported",
     "Usage",
     "bad_request",
     "error_body",

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
+from engine.protocol.capabilities import ALL_CAPABILITIES, Capability
 from engine.protocol.message import Count, FinishReason, Message, Role
 from kvcache.types import PageName
 
@@ -146,6 +147,7 @@ class ModelInfo(Message):
     kv_bytes_per_token: Count  # in all layers
     layers: int = Field(default=1, ge=1, lt=2**31)
     add_bos: bool = False
+    capabilities: list[Capability] = Field(default_factory=lambda: list(ALL_CAPABILITIES))
 
 
 class PageCounts(Message):
