@@ -4,6 +4,7 @@ from kvcache.lease.address import KVAddress
 from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, WORDS, ControlSlots
 from kvcache.lease.identity import Identity
 from kvcache.lease.put import PageTable, Put
+from kvcache.lease.receiver import LeasablePages, LeaseReceiver, LeaseSequences
 from kvcache.lease.sender import Mirror, Sender
 from kvcache.lease.table import ReceiveLease
 
@@ -17,6 +18,9 @@ __all__ = [
     "ControlSlots",
     "Identity",
     "KVAddress",
+    "LeasablePages",
+    "LeaseReceiver",
+    "LeaseSequences",
     "Mirror",
     "PageTable",
     "Put",

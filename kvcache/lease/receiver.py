@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from kvcache.errors import (
     BadAddress,
@@ -16,14 +17,67 @@ from kvcache.lease.address import KVAddress, page_runs, prompt_digest
 from kvcache.lease.control_slots import ControlSlots
 from kvcache.lease.identity import Identity
 from kvcache.lease.table import LeaseTable, ReceiveLease
-from kvcache.pages import PageManager
-from kvcache.sequences import SequenceTable
 from kvcache.shard import Shard
 from kvcache.types import LeaseId, PageId, SeqId
 
-__all__ = ["LeaseReceiver"]
+__all__ = ["LeasablePages", "LeaseReceiver", "LeaseSequences"]
 
 STALL_S = 1.0  # after a longer gap between sweeps, this process was stopped or starved
+
+
+class LeasablePages(Protocol):
+    """The pages of a pool. `kvcache.pages.PageManager` implements it; so may any other pool."""
+
+    reserved: int  # pages that newcomers leave available
+
+    @property
+    def total(self) -> int: ...
+    @property
+    def available(self) -> int:
+        """An upper bound of the pages that `take` can get."""
+        ...
+
+    def match(self, tokens: Sequence[int]) -> list[PageId]:
+        """Return the pages of the longest prefix of `tokens` in the prefix cache."""
+        ...
+
+    def take(self, count: int) -> list[PageId]:
+        """Take `count` pages, one reference each. Raises `NoCapacity`, changing nothing."""
+        ...
+
+    def share(self, pages: Sequence[PageId]) -> list[PageId]:
+        """Add a reference to each of `pages`; return a copy of the list."""
+        ...
+
+    def drop(self, pages: Sequence[PageId]) -> None:
+        """Drop a reference to each of `pages`."""
+        ...
+
+    def publish(self, tokens: Sequence[int], pages: Sequence[PageId]) -> None:
+        """Enter full pages into the prefix cache."""
+        ...
+
+
+class LeaseSequences(Protocol):
+    """What takes over the pages of a lease that starts. `SequenceTable` implements it."""
+
+    @property
+    def page_size(self) -> int: ...
+    def __len__(self) -> int:
+        """Sequences that may grow by a page at any time."""
+        ...
+
+    def check_new(self, seq_id: SeqId) -> None:
+        """Raise `Internal` if the sequence exists."""
+        ...
+
+    def put(self, seq_id: SeqId, pages: list[PageId], length: int) -> None:
+        """Add a sequence that owns the references to `pages` and has `length` tokens."""
+        ...
+
+    def copy_page(self, source: PageId, target: PageId, rows: int) -> None:
+        """Copy the first `rows` tokens of a page into another."""
+        ...
 
 
 class LeaseReceiver:
@@ -31,8 +85,8 @@ class LeaseReceiver:
 
     def __init__(
         self,
-        manager: PageManager,
-        sequences: SequenceTable,
+        manager: LeasablePages,
+        sequences: LeaseSequences,
         slots: ControlSlots,
         endpoint: Callable[[], str],
         shard: Shard | None,
@@ -55,7 +109,7 @@ class LeaseReceiver:
     ) -> tuple[ReceiveLease, str]:
         """See `KVCache.prep_recv`."""
         tokens = list(prompt[:end])
-        matched = self._manager.prefix.match(tokens)
+        matched = self._manager.match(tokens)
         begin = len(matched) * self._page_size
         wanted = self._pages_for(end + reserve) - len(matched)
         self._admit(wanted, wanted, "end")

@@ -12,7 +12,7 @@ from kvcache.errors import BadAddress, BadRange, Internal, MicroserveError, Stal
 from kvcache.lease.address import KVAddress, prompt_digest
 from kvcache.lease.identity import Identity
 from kvcache.lease.put import Put
-from kvcache.pages import PageManager
+from kvcache.lease.receiver import LeasablePages
 from kvcache.sequences import PagedSequence
 from kvcache.types import PageId, TokenPos
 
@@ -64,7 +64,7 @@ class Sender:
 
     def __init__(
         self,
-        manager: PageManager,
+        manager: LeasablePages,
         page_size: int,
         layers: int,
         opener: PutOpener,

@@ -1,7 +1,17 @@
 """The memory of pages: its layout, regions that peers can write, write rights, prefaulting."""
 
-from kvcache.memory.layout import KVLayout
+from kvcache.memory.block_layout import BlockLayout
+from kvcache.memory.layout import KVLayout, PoolLayout
 from kvcache.memory.prefault import Prefaulter
 from kvcache.memory.region import LocalRegion, Region, SharedRegion, Slots
 
-__all__ = ["KVLayout", "LocalRegion", "Prefaulter", "Region", "SharedRegion", "Slots"]
+__all__ = [
+    "BlockLayout",
+    "KVLayout",
+    "LocalRegion",
+    "PoolLayout",
+    "Prefaulter",
+    "Region",
+    "SharedRegion",
+    "Slots",
+]

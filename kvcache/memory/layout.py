@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 
 from kvcache.shard import Shard
 
-__all__ = ["KVLayout"]
+__all__ = ["KVLayout", "PoolLayout"]
+
+
+class PoolLayout(Protocol):
+    """What regions and transports need to know of a pool's layout."""
+
+    @property
+    def pages(self) -> int: ...
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def nbytes(self) -> int: ...
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return `memory`, `nbytes` bytes in one dimension of this dtype, in the pool's shape."""
+        ...
+
+    def of_peer(self, shard: Shard | None) -> Self:
+        """Return the layout of a peer with that part of the model, except for its pages."""
+        ...
+
+    def with_pages(self, pages: int) -> Self:
+        """Return the same layout with another number of pages."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +100,14 @@ class KVLayout:
         """Return `memory`, `nbytes` bytes in one dimension of this dtype, viewed as `shape`."""
         layers, pages, *page = self.shape
         return memory.view(pages, layers, *page).transpose(0, 1)
+
+    def of_peer(self, shard: Shard | None) -> KVLayout:
+        """Return the layout of a peer with that part of the model, except for its pages."""
+        return replace(self, shard=shard)
+
+    def with_pages(self, pages: int) -> KVLayout:
+        """Return the same layout with another number of pages."""
+        return replace(self, pages=pages)
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages for `tokens` tokens."""

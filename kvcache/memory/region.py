@@ -15,7 +15,6 @@ import mmap
 import os
 import struct
 import weakref
-from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol, Self
 
@@ -25,7 +24,7 @@ import torch
 
 from kvcache.errors import PeerUnreachable, StaleEpoch
 from kvcache.lease import SLOTS, WORDS, ControlSlots
-from kvcache.memory.layout import KVLayout
+from kvcache.memory.layout import PoolLayout
 from kvcache.memory.write_rights import WriteRights
 from kvcache.types import SlotIndex
 
@@ -45,7 +44,7 @@ POOL_AT: Final = HEADER_BYTES + SLOTS * WORDS * 8
 class Slots(ControlSlots, Protocol):
     """Control slots, with the layout of the pool behind them."""
 
-    layout: KVLayout
+    layout: PoolLayout
 
 
 class Region(Slots, Protocol):
@@ -61,7 +60,7 @@ class Region(Slots, Protocol):
 class LocalRegion:
     """Private memory, for peers in the same process."""
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: PoolLayout) -> None:
         self.layout = layout
         # Zeroed by the kernel at the first use. `torch.zeros` would start a team of threads here.
         memory = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -88,7 +87,7 @@ class SharedSlots:
     or with the last reference.
     """
 
-    def __init__(self, fd: int, layout: KVLayout) -> None:
+    def __init__(self, fd: int, layout: PoolLayout) -> None:
         """Map an open memfd and take over its descriptor. Use `create` or `attach`."""
         self.fd = fd
         self._close = weakref.finalize(self, os.close, fd)
@@ -100,7 +99,7 @@ class SharedSlots:
         self._rights = WriteRights(partial(_take_lock, fd), partial(_drop_lock, fd))
 
     @classmethod
-    def create(cls, layout: KVLayout, epoch: int) -> Self:
+    def create(cls, layout: PoolLayout, epoch: int) -> Self:
         """Create zeroed memory that only this user can read and write."""
         fd = os.memfd_create("microserve-kv", os.MFD_CLOEXEC)
         os.fchmod(fd, 0o600)
@@ -109,7 +108,7 @@ class SharedSlots:
         return cls(fd, layout)
 
     @classmethod
-    def attach(cls, pid: int, fd: int, epoch: int, like: KVLayout) -> Self:
+    def attach(cls, pid: int, fd: int, epoch: int, like: PoolLayout) -> Self:
         """Map a peer's memory. `like` is its layout except for the number of pages.
 
         Raises `PeerUnreachable` if the process or descriptor does not exist or belongs to another
@@ -124,7 +123,7 @@ class SharedSlots:
             magic, theirs, pages = struct.unpack("<QQQ", header.ljust(24, b"\0"))
             if magic != MAGIC or theirs != epoch:
                 raise StaleEpoch("the engine was restarted since the address was made")
-            layout = replace(like, pages=pages)
+            layout = like.with_pages(pages)
             if os.fstat(own).st_size < cls._size(layout):
                 raise StaleEpoch("the peer's memory has another layout")
         except OSError as error:  # the descriptor is not a memfd any more, but a pipe for example
@@ -147,14 +146,14 @@ class SharedSlots:
         self._close()
 
     @classmethod
-    def _size(cls, layout: KVLayout) -> int:
+    def _size(cls, layout: PoolLayout) -> int:
         return POOL_AT
 
 
 class SharedRegion(SharedSlots):
     """A memfd with the pool behind the slots, for the `shm` transport."""
 
-    def __init__(self, fd: int, layout: KVLayout) -> None:
+    def __init__(self, fd: int, layout: PoolLayout) -> None:
         super().__init__(fd, layout)
         flat = torch.frombuffer(
             self._map,
@@ -165,7 +164,7 @@ class SharedRegion(SharedSlots):
         self.pool = layout.view(flat)
 
     @classmethod
-    def _size(cls, layout: KVLayout) -> int:
+    def _size(cls, layout: PoolLayout) -> int:
         return POOL_AT + layout.nbytes
 
 

@@ -28,6 +28,8 @@ class TorchPageStore:
         Raises `BadRequest` for a page size that does not divide the attention block.
         """
         layout = region.layout
+        if not isinstance(layout, KVLayout):
+            raise Internal("a page store needs to know where heads and tokens are")
         if BLOCK % layout.page_size:
             raise BadRequest(f"page size {layout.page_size} does not divide {BLOCK}")
         self.layout = layout

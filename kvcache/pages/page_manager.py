@@ -41,6 +41,10 @@ class PageManager:
         self.lower_tier: LowerTier | None = None
         self.reserved = 0  # pages that newcomers leave available, for a sequence that waits
 
+    def match(self, tokens: Tokens) -> list[PageId]:
+        """Return the pages of the longest prefix of `tokens` in the prefix tree."""
+        return self.prefix.match(tokens)
+
     def take(self, count: int, *, leaving: int = 0) -> list[PageId]:
         """Take `count` pages, one reference each; evict cached ones where too few are free.
 

@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kvcache.errors import Internal, PeerUnreachable
 from kvcache.lease import KVAddress, Put
-from kvcache.memory import KVLayout, Region
+from kvcache.memory import PoolLayout, Region
 
 __all__ = ["Registered", "Transport", "strip_scheme"]
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 class Transport(Protocol):
     """Makes this engine's memory reachable and opens puts into that of others."""
 
-    def allocate(self, layout: KVLayout) -> Region:
+    def allocate(self, layout: PoolLayout) -> Region:
         """Make memory of a kind that peers can reach through this transport. It is the caller's."""
         ...
 

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.memory import KVLayout, Region, Slots
+from kvcache.memory import PoolLayout, Region, Slots
 from kvcache.transport.runs import Runs
 from kvcache.transport.target import HostTarget
 from kvcache.types import SlotIndex
@@ -33,7 +33,7 @@ class MappedSlots:
         self._slots = slots
 
     @property
-    def layout(self) -> KVLayout:
+    def layout(self) -> PoolLayout:
         return self._slots.layout
 
     def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:

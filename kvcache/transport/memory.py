@@ -6,7 +6,7 @@ from itertools import count
 
 from kvcache.errors import PeerUnreachable, StaleEpoch
 from kvcache.lease import KVAddress, Put
-from kvcache.memory import KVLayout, LocalRegion, Region
+from kvcache.memory import LocalRegion, PoolLayout, Region
 from kvcache.transport.base import Registered
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut
@@ -39,7 +39,7 @@ class MemoryTransport:
         self._endpoint = network.join(self)
         self._worker = Worker("put")
 
-    def allocate(self, layout: KVLayout) -> LocalRegion:
+    def allocate(self, layout: PoolLayout) -> LocalRegion:
         return LocalRegion(layout)
 
     def register(self, region: Region) -> None:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from kvcache.errors import BadRange, Internal, LeaseExpired, MicroserveError, Timeout
 from kvcache.lease import CLAIM, LANDED, NONCE, RENEWALS, KVAddress, PageTable
-from kvcache.memory import KVLayout
-from kvcache.transport.runs import Route, Runs
+from kvcache.memory import PoolLayout
+from kvcache.transport.runs import Route, Runs, route_between
 from kvcache.transport.target import Target
 from kvcache.transport.worker import Worker
 from kvcache.types import TokenPos
@@ -68,7 +68,7 @@ class QueuedPut:
     def __init__(
         self,
         target: Target,
-        source: KVLayout,
+        source: PoolLayout,
         address: KVAddress,
         worker: Worker,
         join: int | None = None,
@@ -272,7 +272,7 @@ class QueuedPut:
     def _route(self) -> Route:
         # Made on first use: the peer's layout is known once the connection is open.
         first = self._address.begin // self._source.page_size
-        return Route(self._source, self._target.layout, self._address.pages(), first)
+        return route_between(self._source, self._target.layout, self._address.pages(), first)
 
     def _write_commit(self, commit: _Commit, words: dict[int, int]) -> None:
         if words.get(LANDED, 0) > self._address.room:

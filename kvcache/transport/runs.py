@@ -4,20 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.memory import KVLayout
+from kvcache.errors import BadAddress
+from kvcache.memory import BlockLayout, KVLayout, PoolLayout
 from kvcache.shard import Overlap, overlap
 from kvcache.types import PageId
 
-__all__ = ["Route", "Runs"]
+__all__ = ["BlockRoute", "PageRoute", "Route", "Runs", "route_between"]
 
 Runs = npt.NDArray[np.int64]  # [runs, 3]: offset in the source pool, in the target pool, bytes
 
 
-class Route:
+class Route(Protocol):
+    """Plans copies from one pool into the pages of a lease in another."""
+
+    def batches(
+        self,
+        layers: range,
+        pages: Sequence[PageId] | npt.NDArray[np.int64],
+        begin: int,
+        end: int,
+        max_bytes: int,
+    ) -> Iterator[tuple[Runs, int]]:
+        """Yield the runs for positions `[begin, end)` of the source's `layers`, with their bytes.
+
+        Each batch has at most `max_bytes` bytes, if its shortest run allows. `pages[i]` is the
+        source's page for positions from `i * page_size` on.
+        """
+        ...
+
+
+def route_between(
+    source: PoolLayout, target: PoolLayout, pages: Sequence[PageId], first: int
+) -> Route:
+    """Return the route between two pools, whose engines have equal fingerprints.
+
+    `pages[0]` is the target's page for positions from `first * page_size` on. Raises `BadAddress`
+    for pools of different kinds.
+    """
+    if isinstance(source, KVLayout) and isinstance(target, KVLayout):
+        return PageRoute(source, target, pages, first)
+    if isinstance(source, BlockLayout) and isinstance(target, BlockLayout):
+        return BlockRoute(source, target, pages, first)
+    raise BadAddress("the two pools are of different kinds", param="kv_addr")
+
+
+class PageRoute:
     """Plans copies from one pool into the pages of a lease in another.
 
     The pools may hold different parts of the model (`kvcache.shard`) and have different numbers of
@@ -111,6 +147,51 @@ class Route:
             columns.append((page * layout.page_bytes + row * token + head).ravel())
         width = np.full_like(columns[0], common.heads * self._source.head_bytes)
         return np.stack((*columns, width), axis=1)
+
+
+class BlockRoute:
+    """Plans copies between pools of opaque blocks: every block of a range, whole."""
+
+    def __init__(
+        self, source: BlockLayout, target: BlockLayout, pages: Sequence[PageId], first: int
+    ) -> None:
+        """`pages[0]` is the target's block for positions from `first * page_size` on."""
+        self._source, self._target = source, target
+        self._pages, self._first = np.asarray(pages, dtype=np.int64), first
+
+    def batches(
+        self,
+        layers: range,
+        pages: Sequence[PageId] | npt.NDArray[np.int64],
+        begin: int,
+        end: int,
+        max_bytes: int,
+    ) -> Iterator[tuple[Runs, int]]:
+        """Implement `Route.batches`; blocks that the range covers in part are copied whole."""
+        if begin == end or not layers:
+            return
+        size = self._source.page_size
+        first, last = begin // size, -(-end // size)
+        blocks = np.asarray(pages, dtype=np.int64)[first:last]
+        theirs = self._pages[first - self._first : last - self._first]
+        of_blocks = np.stack(
+            (
+                blocks * self._source.block_stride,
+                theirs * self._target.block_stride,
+                np.full_like(blocks, self._source.layer_bytes),
+            ),
+            axis=1,
+        )
+        strides = np.array([self._source.layer_stride, self._target.layer_stride, 0])
+        of_layers = np.array(layers)[:, np.newaxis] * strides
+        if self._source.by_block:
+            runs = of_blocks[:, np.newaxis] + of_layers
+        else:
+            runs = of_blocks + of_layers[:, np.newaxis]
+        runs = _coalesce(runs.reshape(-1, 3))
+        total = int(runs[:, 2].sum())
+        for batch in _split(runs, -(-total // max_bytes)):
+            yield batch, int(batch[:, 2].sum())
 
 
 def _coalesce(runs: Runs) -> Runs:

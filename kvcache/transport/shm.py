@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 from kvcache.errors import PeerUnreachable
 from kvcache.lease import KVAddress, Put
-from kvcache.memory import KVLayout, Prefaulter, Region, SharedRegion
+from kvcache.memory import PoolLayout, Prefaulter, Region, SharedRegion
 from kvcache.transport.base import Registered, strip_scheme
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut
@@ -30,7 +29,7 @@ class ShmTransport:
         self._worker = Worker("put")
         self._prefaulter = Prefaulter()
 
-    def allocate(self, layout: KVLayout) -> SharedRegion:
+    def allocate(self, layout: PoolLayout) -> SharedRegion:
         return SharedRegion.create(layout, self._epoch)
 
     def register(self, region: Region) -> None:
@@ -65,7 +64,7 @@ class ShmTransport:
                 ):
                     del self._peers[peer]
             if (pid, fd) not in self._peers:
-                like = replace(self.region.layout, shard=address.shard)
+                like = self.region.layout.of_peer(address.shard)
                 region = SharedRegion.attach(pid, fd, address.epoch, like)
                 self._peers[pid, fd] = address.epoch, region
                 self._prefaulter.add(region)

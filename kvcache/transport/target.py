@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.memory import KVLayout
+from kvcache.memory import PoolLayout
 from kvcache.transport.runs import Runs
 from kvcache.types import SlotIndex
 
@@ -22,7 +22,7 @@ class Target(Protocol):
     """
 
     @property
-    def layout(self) -> KVLayout:
+    def layout(self) -> PoolLayout:
         """Layout of the peer's pool."""
         ...
 

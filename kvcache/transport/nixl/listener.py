@@ -25,7 +25,7 @@ import numpy as np
 
 from kvcache.errors import MicroserveError, NoCapacity
 from kvcache.lease import SLOTS, WORDS
-from kvcache.memory import KVLayout, LocalRegion
+from kvcache.memory import LocalRegion, PoolLayout
 from kvcache.transport.nixl.agent import Agent
 from kvcache.transport.nixl.handshake import RemoteRegion, accept_handshake, enable_keepalive
 from kvcache.types import SlotIndex
@@ -43,7 +43,7 @@ ACCEPT_RETRY_S: Final = 0.1  # after a failed accept, as when file descriptors h
 class FlaggedRegion(LocalRegion):
     """Private memory with one flag per slot and party."""
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: PoolLayout) -> None:
         super().__init__(layout)
         self.table = np.zeros((SLOTS, ROW), dtype=np.uint64)
         self.slots = self.table[:, :WORDS]

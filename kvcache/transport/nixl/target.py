@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final, Literal
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from kvcache.errors import MicroserveError, PeerUnreachable
 from kvcache.lease import WORDS
-from kvcache.memory import KVLayout, Region
+from kvcache.memory import PoolLayout, Region
 from kvcache.transport.nixl.agent import Agent
 from kvcache.transport.nixl.handshake import (
     HANDSHAKE_TIMEOUT_S,
@@ -41,7 +40,7 @@ class NixlTarget(HostTarget):
     same error.
     """
 
-    def __init__(self, source: Region, like: KVLayout) -> None:
+    def __init__(self, source: Region, like: PoolLayout) -> None:
         """`source` is the sender's region; `like` is the peer's layout except for its number of
         pages. `open` connects."""
         self.worker = Worker("put")
@@ -97,8 +96,8 @@ class NixlTarget(HostTarget):
             self._end(PeerUnreachable("the connection was closed"))
 
     @property
-    def layout(self) -> KVLayout:
-        return replace(self._like, pages=self._peer.pages)
+    def layout(self) -> PoolLayout:
+        return self._like.with_pages(self._peer.pages)
 
     def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
         self._write_words(slot, {WORDS + self._peer.party: share or EXCLUSIVE})

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import ipaddress
 import threading
-from dataclasses import replace
 from functools import partial
 
 from kvcache.errors import BadRequest, Internal, MicroserveError, PeerUnreachable
 from kvcache.lease import KVAddress, Put
-from kvcache.memory import KVLayout, Region
+from kvcache.memory import PoolLayout, Region
 from kvcache.transport.base import Registered, strip_scheme
 from kvcache.transport.nixl.agent import Agent, load_nixl, restrict_to_loopback
 from kvcache.transport.nixl.listener import FlaggedRegion, SenderListener
@@ -52,7 +51,7 @@ class NixlTransport:
         self._lock = threading.Lock()
         self._targets: dict[tuple[str, int], NixlTarget] = {}  # by endpoint and epoch
 
-    def allocate(self, layout: KVLayout) -> FlaggedRegion:
+    def allocate(self, layout: PoolLayout) -> FlaggedRegion:
         return FlaggedRegion(layout)
 
     def register(self, region: Region) -> None:
@@ -78,7 +77,7 @@ class NixlTransport:
             self._drop_ended()
             target = self._targets.get((address.endpoint, address.epoch))
             if target is None:
-                like = replace(self.region.layout, shard=address.shard)
+                like = self.region.layout.of_peer(address.shard)
                 target = NixlTarget(self.region, like)
                 self._targets[address.endpoint, address.epoch] = target
                 opening = partial(target.open, host, port, self._secret, address.epoch)

@@ -14,7 +14,7 @@ from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import LocalRegion
 from kvcache.shard import Shard, overlap
 from kvcache.transport.mapped import MappedTarget
-from kvcache.transport.runs import Route
+from kvcache.transport.runs import PageRoute
 from kvcache.types import PageId
 
 SIZE = 4
@@ -69,7 +69,7 @@ def test_the_common_span_is_copied_once(data: st.DataObject):
                     )
 
     most = data.draw(st.sampled_from([8, 100, 1000, 1 << 20]))
-    route = Route(source.layout, target.layout, target_pages, first)
+    route = PageRoute(source.layout, target.layout, target_pages, first)
     copied = 0
     for runs, size in route.batches(written, source_pages, begin, end, most):
         assert 0 < size == int(runs[:, 2].sum()) <= most
@@ -83,7 +83,7 @@ def test_the_common_span_is_copied_once(data: st.DataObject):
 def test_pages_in_a_row_on_both_sides_are_one_run():
     layout = replace(WHOLE, layers=1, pages=11, head_dim=1, kv_heads=2)
     pages = [PageId(p) for p in (3, 4, 5, 9, 10)]
-    route = Route(layout, layout, [PageId(p) for p in (1, 2, 3, 4, 6)], 0)
+    route = PageRoute(layout, layout, [PageId(p) for p in (1, 2, 3, 4, 6)], 0)
     ((runs, _),) = route.batches(range(1), pages, 0, 20, 1 << 20)
     page = 2 * 4 * 8
     assert runs.tolist() == [[3 * page, page, 3 * page], [9 * page, 4 * page, page],
@@ -92,21 +92,21 @@ def test_pages_in_a_row_on_both_sides_are_one_run():
 
 def test_a_page_is_one_run_in_all_layers():
     pages, others = [PageId(4), PageId(2)], [PageId(3), PageId(5)]
-    ((runs, _),) = Route(WHOLE, WHOLE, others, 0).batches(range(3), pages, 0, 8, 1 << 20)
+    ((runs, _),) = PageRoute(WHOLE, WHOLE, others, 0).batches(range(3), pages, 0, 8, 1 << 20)
     page = WHOLE.page_bytes
     assert runs.tolist() == [[4 * page, 3 * page, page], [2 * page, 5 * page, page]]
 
 
 def test_a_layer_alone_is_a_run_a_page():
     pages = [PageId(2), PageId(3)]
-    ((runs, _),) = Route(WHOLE, WHOLE, pages, 0).batches(range(1, 2), pages, 0, 8, 1 << 20)
+    ((runs, _),) = PageRoute(WHOLE, WHOLE, pages, 0).batches(range(1, 2), pages, 0, 8, 1 << 20)
     page, layer = WHOLE.page_bytes, WHOLE.layer_bytes
     assert runs.tolist() == [[p * page + layer] * 2 + [layer] for p in (2, 3)]
 
 
 def test_small_spans_of_many_layers_are_one_batch():
     layout = replace(WHOLE, layers=30)
-    route = Route(layout, layout, [PageId(1), PageId(2)], 0)
+    route = PageRoute(layout, layout, [PageId(1), PageId(2)], 0)
     ((runs, _),) = route.batches(range(30), [PageId(3), PageId(4)], 5, 6, 1 << 20)
     assert runs.shape == (60, 3)  # keys and values of each layer
 
@@ -114,7 +114,7 @@ def test_small_spans_of_many_layers_are_one_batch():
 def test_a_large_span_is_cut_evenly():
     layout = replace(WHOLE, pages=100)
     pages = [PageId(page) for page in range(1, 91)]
-    route = Route(layout, layout, pages, 0)
+    route = PageRoute(layout, layout, pages, 0)
     layer = 90 * SIZE * layout.token_bytes
     batches = list(route.batches(range(3), pages, 0, 360, layer - 1))
     assert [size for _, size in batches] == [layer * 3 // 4] * 4
@@ -123,14 +123,14 @@ def test_a_large_span_is_cut_evenly():
 @pytest.mark.parametrize("shard", [Shard(0, 1, 0, 2), Shard(0, 3, 0, 1)])
 def test_shards_without_common_elements_copy_nothing(shard: Shard):
     other = Shard(1, 3, 0, 2) if shard.heads == 2 else Shard(0, 3, 1, 2)
-    route = Route(replace(WHOLE, shard=shard), replace(WHOLE, shard=other), [PageId(1)], 0)
+    route = PageRoute(replace(WHOLE, shard=shard), replace(WHOLE, shard=other), [PageId(1)], 0)
     assert not list(route.batches(range(shard.layers), [PageId(1)], 0, 4, 1 << 20))
 
 
 def test_other_workers_layers_are_left_out():
     """Of the requested layers, those of the receiver are copied, by its own layer indices."""
     ours, theirs = replace(WHOLE, shard=Shard(0, 2, 0, 2)), replace(WHOLE, shard=Shard(1, 3, 0, 2))
-    route = Route(ours, theirs, [PageId(2)], 0)
+    route = PageRoute(ours, theirs, [PageId(2)], 0)
     ((runs, _),) = route.batches(range(2), [PageId(1)], 0, 4, 1 << 20)
     page = SIZE * WHOLE.token_bytes
     assert np.array_equal(runs, [[ours.page_bytes + page, 2 * theirs.page_bytes, page]])
@@ -140,7 +140,7 @@ def test_pages_in_a_row_behind_a_part_of_one_are_one_run():
     """The parts of the first page, keys and values, are shorter."""
     layout = replace(WHOLE, layers=1, pages=11, head_dim=1)
     pages, others = ([PageId(page) for page in run] for run in ((3, 4, 5, 6), (6, 7, 8, 9)))
-    ((runs, size),) = Route(layout, layout, others, 0).batches(range(1), pages, 2, 14, 1 << 20)
+    ((runs, size),) = PageRoute(layout, layout, others, 0).batches(range(1), pages, 2, 14, 1 << 20)
     token, page = 8, 64
     assert runs.tolist() == [
         [3 * page + 2 * token, 6 * page + 2 * token, 2 * token],
@@ -157,7 +157,7 @@ def test_pages_in_a_row_on_one_side_alone_are_separate_runs():
     row, mixed = ([PageId(page) for page in run] for run in ((3, 4, 5), (5, 3, 4)))
     page = layout.page_bytes
     for ours, theirs in ((row, mixed), (mixed, row)):
-        ((runs, _),) = Route(layout, layout, theirs, 0).batches(range(1), ours, 0, 12, 1 << 20)
+        ((runs, _),) = PageRoute(layout, layout, theirs, 0).batches(range(1), ours, 0, 12, 1 << 20)
         joined = [[3 * page, 5 * page, page], [4 * page, 3 * page, 2 * page]]
         if ours is mixed:
             joined = [[5 * page, 3 * page, page], [3 * page, 4 * page, 2 * page]]
@@ -166,12 +166,12 @@ def test_pages_in_a_row_on_one_side_alone_are_separate_runs():
 
 @pytest.mark.parametrize("layers", [range(0), range(2, 2), range(3, 5)])
 def test_no_layers_are_no_runs(layers: range):
-    route = Route(WHOLE, WHOLE, [PageId(1)], 0)
+    route = PageRoute(WHOLE, WHOLE, [PageId(1)], 0)
     assert not list(route.batches(layers, [PageId(1)], 0, 4, 1 << 20))
 
 
 def test_no_positions_are_no_runs():
-    route = Route(WHOLE, WHOLE, [PageId(1)], 0)
+    route = PageRoute(WHOLE, WHOLE, [PageId(1)], 0)
     for position in (0, 2, 4):
         assert not list(route.batches(range(3), [PageId(1)], position, position, 1 << 20))
 
@@ -180,7 +180,7 @@ def test_a_batch_may_end_within_a_run():
     layout = replace(WHOLE, layers=1, pages=5)
     pages = [PageId(1), PageId(2), PageId(3)]
     page = layout.page_bytes
-    route = Route(layout, layout, [PageId(2), PageId(3), PageId(4)], 0)
+    route = PageRoute(layout, layout, [PageId(2), PageId(3), PageId(4)], 0)
     one, two = route.batches(range(1), pages, 0, 12, 3 * page - 1)
     half = 3 * page // 2
     assert one[0].tolist() == [[page, 2 * page, half]] and one[1] == half
