@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -18,6 +16,7 @@ from starlette.routing import Route
 from engine.api.docs import add_docs
 from engine.api.gate import Gate
 from engine.api.requests import DirectRoute, error_headers, read_body, unless_disconnected
+from engine.api.served_engine import ServedEngine
 from engine.api.stream_routes import add_stream_routes
 from engine.api.streaming import event_stream
 from engine.protocol import (
@@ -28,11 +27,9 @@ from engine.protocol import (
     Extend,
     ExtendReply,
     Internal,
-    Lease,
     MicroserveError,
     MirrorGeneration,
     ModelInfo,
-    PageCounts,
     Pin,
     PrepRecv,
     PrepRecvReply,
@@ -40,26 +37,24 @@ from engine.protocol import (
     RemoteSend,
     RemoteSendReply,
     StartGenerate,
-    TierCounts,
     error_body,
     parse,
 )
-from engine.service import MicroserveEngine
+from engine.service import MicroserveEngine, NativeEngine
 
 __all__ = ["build_api", "build_app"]
 
 log = logging.getLogger(__name__)
 
-STUCK_S = 60.0  # a longer step counts as a hang
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 def build_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Gate:
-    """Return the HTTP application of one engine."""
-    return Gate(build_api(engine, config, epoch), config)
+    """Return the HTTP application of one of this project's own engines."""
+    return Gate(build_api(NativeEngine(engine, config, epoch), config), config)
 
 
-def build_api(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> FastAPI:
+def build_api(engine: ServedEngine, config: EngineConfig) -> FastAPI:
     """Return the routes of one engine, without the gate before them."""
     app = FastAPI(
         title="microserve engine",
@@ -83,14 +78,13 @@ def build_api(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
         )
 
     limit = config.max_body_mb << 20
-    secret_digest = engine.cache.identity.secret_digest
 
     @post("prep_recv", PrepRecv, PrepRecvReply)
     async def prep_recv(request: Request) -> PrepRecvReply:
         """Match `prompt[:end]` against the prefix cache and allocate pages for the rest."""
         call = parse(PrepRecv, await read_body(request, limit))
         await unless_disconnected(request, engine.promote(call.prompt))
-        return engine.prep_recv(call)
+        return await engine.prep_recv(call)
 
     @post("remote_send", RemoteSend, RemoteSendReply)
     async def remote_send(request: Request) -> RemoteSendReply:
@@ -121,29 +115,31 @@ def build_api(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
     @post("mirror", MirrorGeneration)
     async def mirror(request: Request) -> dict[str, bool]:
         """Mirror a running generation's KV into a peer's lease, in place of its earlier mirror."""
-        engine.mirror(parse(MirrorGeneration, await read_body(request, limit)))
+        await engine.mirror(parse(MirrorGeneration, await read_body(request, limit)))
         return {"mirrored": True}
 
     @post("extend", Extend, ExtendReply)
     async def extend(request: Request) -> ExtendReply:
         """Make more room in a lease, for a sequence that is mirrored into it."""
-        return engine.extend(parse(Extend, await read_body(request, limit)))
+        return await engine.extend(parse(Extend, await read_body(request, limit)))
 
     @post("commit", Commit)
     async def commit(request: Request) -> dict[str, int]:
         """Publish a landed lease's KV to the prefix cache."""
         lease_id = parse(Commit, await read_body(request, limit)).lease_id
-        return {"committed_tokens": engine.commit(lease_id)}
+        return {"committed_tokens": await engine.commit(lease_id)}
 
     @post("pin", Pin)
     async def pin(request: Request) -> dict[str, int]:
         """Protect the cached part of a prompt from eviction."""
-        return {"pinned_tokens": engine.pin(parse(Pin, await read_body(request, limit)))}
+        call = parse(Pin, await read_body(request, limit))
+        return {"pinned_tokens": await engine.pin(call)}
 
     @post("unpin", Pin)
     async def unpin(request: Request) -> dict[str, int]:
         """End the protection of a prompt. Idempotent."""
-        return {"unpinned_tokens": engine.unpin(parse(Pin, await read_body(request, limit)))}
+        call = parse(Pin, await read_body(request, limit))
+        return {"unpinned_tokens": await engine.unpin(call)}
 
     @post("release", Release)
     async def release(request: Request) -> dict[str, bool]:
@@ -151,99 +147,34 @@ def build_api(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Fas
 
         With a request id, responds when the full pages of its generation are in the prefix cache.
         """
-        call = parse(Release, await read_body(request, limit))
-        engine.release(call)
-        if call.request_id is not None:
-            await engine.flush()
+        await engine.release(parse(Release, await read_body(request, limit)))
         return {"released": True}
 
     @app.get("/microserving/model")
     async def model() -> ModelInfo:
         """Describe the model, for routers."""
-        loaded, layout = engine.model, engine.cache.layout
-        return ModelInfo(
-            name=config.model,
-            context_length=engine.context_length,
-            vocab_size=loaded.config.vocab_size,
-            eos_token_ids=list(loaded.eos_token_ids),
-            bos_token=loaded.bos_token,
-            eos_token=loaded.eos_token,
-            tokenizer_json=loaded.tokenizer_json,
-            chat_template=loaded.chat_template,
-            fingerprint=engine.cache.identity.fingerprint,
-            page_size=layout.page_size,
-            kv_bytes_per_token=layout.layers * layout.token_bytes,
-            layers=layout.layers,
-            add_bos=loaded.add_bos,
-        )
+        return engine.model_info()
 
     @app.get("/microserving/state")
     async def state() -> EngineState:
         """Return pages, leases and queues as they are now."""
-        cache, use = engine.cache, engine.cache.page_use()
-        now = time.monotonic()
-        return EngineState(
-            engine_id=config.engine_id,
-            epoch=epoch,
-            role=config.role,
-            model=config.model,
-            page_size=cache.layout.page_size,
-            pages=PageCounts(
-                total=use.total,
-                free=use.free,
-                cached=use.cached,
-                leased=use.leased,
-                active=use.active,
-                quarantined=use.quarantined,
-                pinned=use.pinned,
-            ),
-            running=engine.running,
-            waiting=engine.waiting,
-            leases=[
-                Lease(
-                    lease_id=lease.lease_id,
-                    request_id=lease.request_id,
-                    state=lease.state,
-                    begin=lease.begin,
-                    end=lease.end,
-                    landed=lease.landed,
-                    expires_ms=max(round((lease.deadline - now) * 1000), 0),
-                )
-                for lease in cache.leases()
-            ],
-            puts_in_flight=engine.puts_in_flight,
-            prefix_tokens=cache.prefix_tokens,
-            tiers=[TierCounts(**dataclasses.asdict(tier)) for tier in cache.tier_use()],
-            draining=engine.draining,
-            secret_digest=secret_digest,
-        )
+        return engine.state()
 
     @app.get("/microserving/statistics")
     async def statistics() -> EngineStatistics:
         """Return how long this engine's own steps and puts took, a sample of each kind."""
-        timings = engine.loop.timings
-        return EngineStatistics(
-            steps=[(*work, seconds) for work, seconds in timings.steps()],
-            puts=[(count, seconds) for count, seconds in timings.puts()],
-            token_budget=config.token_budget,
-            max_batch=config.max_batch,
-            max_waiting=config.max_waiting,
-            decode_slowdown=config.decode_slowdown,
-            lease_ms=config.lease_ms,
-        )
+        return engine.statistics()
 
     @app.get("/microserving/integrity")
     async def integrity() -> dict[str, bool]:
         """Verify that every page has exactly the owner that the bookkeeping says; 500 if not."""
-        engine.cache.check_integrity()
+        await engine.check_integrity()
         return {"ok": True}
 
     @app.get("/health")
     async def health() -> Response:
         """Return 200 while the step loop makes progress."""
-        idle_s = time.monotonic() - engine.loop.progress
-        if not engine.loop.alive or idle_s > STUCK_S:
-            raise Internal(f"the step loop has made no progress for {idle_s:.0f} s")
+        engine.check_health()
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")

@@ -27,7 +27,7 @@ from engine.protocol import (
     error_body,
     parse,
 )
-from engine.service import GenerationStream, MicroserveEngine
+from engine.service import GenerationStream, MicroserveEngine, NativeEngine
 
 __all__ = ["build_mock_app"]
 
@@ -45,7 +45,7 @@ class _Completion(BaseModel):
 
 def build_mock_app(engine: MicroserveEngine, config: EngineConfig, epoch: int) -> Gate:
     """Return the HTTP application of a mock engine: any engine's, and two OpenAI routes."""
-    app = build_api(engine, config, epoch)
+    app = build_api(NativeEngine(engine, config, epoch), config)
     model = config.model
 
     @app.post("/v1/completions")

@@ -10,24 +10,43 @@ holds. They never exceed the names of two pools, however slow the reader is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
+from typing import Any, Protocol
 
 import orjson
 
-from engine.protocol import PageName, page_name
-from kvcache.cache import KVCache
+from engine.protocol import page_name
+from kvcache.types import PageName
 
-__all__ = ["PrefixFeed", "PrefixReader"]
+__all__ = ["FollowedCache", "PrefixFeed", "PrefixReader"]
 
 FRAME_INTERVAL_S = 0.01  # changes within it share a frame
 MOST_NAMES = 8192  # of a frame, so that no reader parses for long; routers refuse twice as many
 
 
+class FollowedCache(Protocol):
+    """A prefix cache whose changes can be followed. `KVCache` implements it."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Guards the names; held while changes are reported."""
+        ...
+
+    def follow_prefixes(
+        self,
+        name: Callable[[PageName, bytes], PageName],
+        changed: Callable[[Sequence[PageName], Sequence[PageName]], None],
+    ) -> Sequence[PageName]:
+        """Return the names of all cached pages, and report changes from now on."""
+        ...
+
+
 class PrefixReader:
     """One router's stream, from `PrefixFeed.open` to `close`."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: FollowedCache) -> None:
         self._lock = cache.lock
         # What the reader does not know yet, in order; under the lock.
         self._added: dict[PageName, None] = {}
@@ -98,7 +117,7 @@ def _taken(names: dict[PageName, None], most: int) -> list[PageName]:
 class PrefixFeed:
     """The readers of one cache."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: FollowedCache) -> None:
         self._cache = cache
         self._readers: set[PrefixReader] = set()
 

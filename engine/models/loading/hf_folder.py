@@ -15,7 +15,7 @@ from engine.models.loading.fields import Fields, read_json
 from engine.models.loading.hf_config import read_config
 from engine.models.loading.tokenization import Tokenization, load_tokenizer
 
-__all__ = ["open_folder"]
+__all__ = ["open_folder", "read_tokenization"]
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -37,6 +37,11 @@ def open_folder(folder: Path) -> Checkpoint:
         read=lambda name: owner[name].read(name),
         digest=digest_files(paths),
     )
+
+
+def read_tokenization(folder: Path) -> Tokenization:
+    """Read only the tokenizer of a model folder. Raises: `MissingFile`, `CorruptModel`."""
+    return _tokenization(folder, read_json(_required(folder, "config.json")))
 
 
 class _Shard:

@@ -142,11 +142,13 @@ def test_public_names():
         "MissingFile",
         "ModelConfig",
         "ModelError",
+        "ModelFolder",
         "Transformer",
         "UnknownModel",
         "UnsupportedArchitecture",
         "UnsupportedDtype",
         "UnsupportedTokenizer",
+        "find_folder",
         "load_model",
         "prepare_model",
     ]

@@ -1,0 +1,165 @@
+"""This project's own engine, as the HTTP API serves it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from engine.protocol import (
+    EngineConfig,
+    EngineState,
+    EngineStatistics,
+    Extend,
+    ExtendReply,
+    Internal,
+    Lease,
+    MirrorGeneration,
+    ModelInfo,
+    PageCounts,
+    Pin,
+    PrepRecv,
+    PrepRecvReply,
+    Release,
+    TierCounts,
+)
+from engine.service.engine import MicroserveEngine
+from engine.service.event_mux import EventMuxes
+from engine.service.metrics import EngineMetrics
+from engine.service.prefix_feed import PrefixFeed
+
+__all__ = ["NativeEngine"]
+
+STUCK_S = 60.0  # a longer step counts as a hang
+
+
+class NativeEngine:
+    """A `MicroserveEngine` with its reports. Implements `engine.api.served_engine.ServedEngine`."""
+
+    def __init__(self, engine: MicroserveEngine, config: EngineConfig, epoch: int) -> None:
+        self._engine = engine
+        self._config = config
+        self._epoch = epoch
+        self._secret_digest = engine.cache.identity.secret_digest
+        self.promote = engine.promote
+        self.remote_send = engine.remote_send
+        self.may_wait = engine.may_wait
+        self.start_generate = engine.start_generate
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        return self._engine.metrics
+
+    @property
+    def muxes(self) -> EventMuxes:
+        return self._engine.muxes
+
+    @property
+    def prefixes(self) -> PrefixFeed:
+        return self._engine.prefixes
+
+    async def prep_recv(self, call: PrepRecv) -> PrepRecvReply:
+        return self._engine.prep_recv(call)
+
+    async def mirror(self, call: MirrorGeneration) -> None:
+        self._engine.mirror(call)
+
+    async def extend(self, call: Extend) -> ExtendReply:
+        return self._engine.extend(call)
+
+    async def commit(self, lease_id: str) -> int:
+        return self._engine.commit(lease_id)
+
+    async def pin(self, call: Pin) -> int:
+        return self._engine.pin(call)
+
+    async def unpin(self, call: Pin) -> int:
+        return self._engine.unpin(call)
+
+    async def release(self, call: Release) -> None:
+        self._engine.release(call)
+        if call.request_id is not None:
+            await self._engine.flush()
+
+    def model_info(self) -> ModelInfo:
+        """Describe the model, for routers."""
+        engine = self._engine
+        loaded, layout = engine.model, engine.cache.layout
+        return ModelInfo(
+            name=self._config.model,
+            context_length=engine.context_length,
+            vocab_size=loaded.config.vocab_size,
+            eos_token_ids=list(loaded.eos_token_ids),
+            bos_token=loaded.bos_token,
+            eos_token=loaded.eos_token,
+            tokenizer_json=loaded.tokenizer_json,
+            chat_template=loaded.chat_template,
+            fingerprint=engine.cache.identity.fingerprint,
+            page_size=layout.page_size,
+            kv_bytes_per_token=layout.layers * layout.token_bytes,
+            layers=layout.layers,
+            add_bos=loaded.add_bos,
+        )
+
+    def state(self) -> EngineState:
+        """Return pages, leases and queues as they are now."""
+        engine, cache, config = self._engine, self._engine.cache, self._config
+        use, now = cache.page_use(), time.monotonic()
+        return EngineState(
+            engine_id=config.engine_id,
+            epoch=self._epoch,
+            role=config.role,
+            model=config.model,
+            page_size=cache.layout.page_size,
+            pages=PageCounts(
+                total=use.total,
+                free=use.free,
+                cached=use.cached,
+                leased=use.leased,
+                active=use.active,
+                quarantined=use.quarantined,
+                pinned=use.pinned,
+            ),
+            running=engine.running,
+            waiting=engine.waiting,
+            leases=[
+                Lease(
+                    lease_id=lease.lease_id,
+                    request_id=lease.request_id,
+                    state=lease.state,
+                    begin=lease.begin,
+                    end=lease.end,
+                    landed=lease.landed,
+                    expires_ms=max(round((lease.deadline - now) * 1000), 0),
+                )
+                for lease in cache.leases()
+            ],
+            puts_in_flight=engine.puts_in_flight,
+            prefix_tokens=cache.prefix_tokens,
+            tiers=[TierCounts(**dataclasses.asdict(tier)) for tier in cache.tier_use()],
+            draining=engine.draining,
+            secret_digest=self._secret_digest,
+        )
+
+    def statistics(self) -> EngineStatistics:
+        """Return how long this engine's own steps and puts took, a sample of each kind."""
+        timings, config = self._engine.loop.timings, self._config
+        return EngineStatistics(
+            steps=[(*work, seconds) for work, seconds in timings.steps()],
+            puts=[(count, seconds) for count, seconds in timings.puts()],
+            token_budget=config.token_budget,
+            max_batch=config.max_batch,
+            max_waiting=config.max_waiting,
+            decode_slowdown=config.decode_slowdown,
+            lease_ms=config.lease_ms,
+        )
+
+    async def check_integrity(self) -> None:
+        """Verify that every page has exactly the owner that the bookkeeping says."""
+        self._engine.cache.check_integrity()
+
+    def check_health(self) -> None:
+        """Raise `Internal` unless the step loop makes progress."""
+        loop = self._engine.loop
+        idle_s = time.monotonic() - loop.progress
+        if not loop.alive or idle_s > STUCK_S:
+            raise Internal(f"the step loop has made no progress for {idle_s:.0f} s")
