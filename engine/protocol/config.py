@@ -11,6 +11,7 @@ __all__ = ["EngineConfig"]
 
 SERVER, MODEL, POOL, TIERS = "Server", "Model", "KV pool", "Tiers"
 SCHEDULING, CLUSTER, KEYS, TLS, MOCK = "Scheduling", "Cluster", "Keys", "TLS", "Mock model"
+VLLM = "vLLM"
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,12 @@ class EngineConfig:
         "most open connections; further ones are refused; 0: 16384, or what the limit of open "
         "files allows",
         most=10**6,
+    )
+    backend: Literal["microserve", "vllm"] = flag(
+        "microserve", VLLM, "what computes; vllm: vLLM (extra vllm), behind the same calls"
+    )
+    vllm_args: str = flag(
+        "", VLLM, "vLLM's own flags, as one shell-quoted text; also what follows a lone --"
     )
     step_ms: float = flag(20.0, MOCK, "duration of a step (ms)", least=0, most=1e7)
     prefill_tokens_per_ms: float = flag(

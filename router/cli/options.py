@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 import ssl
 import typing
 from collections.abc import Callable, Collection
@@ -25,6 +26,7 @@ __all__ = [
     "option",
     "read_ca",
     "read_params",
+    "with_vllm_flags",
 ]
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}  # of each command, also when called by itself
@@ -167,3 +169,14 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Callable[[F], F]:
     elif hint in (int, float):
         kind = Number(hint, field.metadata.get("least"), field.metadata.get("most"))
     return option(*names, type=kind, show_default=field.default != "", **attributes)
+
+
+def with_vllm_flags(flags: dict[str, Any], extra: tuple[str, ...]) -> dict[str, Any]:
+    """Return an engine's flags with the arguments behind a lone `--`, which vLLM gets.
+
+    Raises `click.UsageError` if another engine would get them.
+    """
+    if (extra or flags["vllm_args"]) and flags["backend"] != "vllm":
+        raise click.UsageError("arguments for vLLM need --backend vllm")
+    given = f"{flags['vllm_args']} {shlex.join(extra)}".strip()
+    return {**flags, "vllm_args": given}

@@ -13,7 +13,14 @@ import click
 
 from engine.protocol import EngineConfig, MicroserveError
 from router.base import PREFIX, RouterConfig, child_environment, import_from, module_command
-from router.cli.options import GroupedCommand, config_options, given, option, read_params
+from router.cli.options import (
+    GroupedCommand,
+    config_options,
+    given,
+    option,
+    read_params,
+    with_vllm_flags,
+)
 from router.cli.preflight import Mistake, check_address, check_strategy
 from router.server import run
 from router.supervision import is_user_record
@@ -25,14 +32,16 @@ __all__ = ["engine", "router"]
 
 @click.command(cls=GroupedCommand)
 @click.argument("model")
+@click.argument("vllm_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM'S FLAGS]")
 @config_options(EngineConfig)
-def engine(model: str, **flags: Any) -> None:
+def engine(model: str, vllm_flags: tuple[str, ...], **flags: Any) -> None:
     """Run one engine.
 
     MODEL is smollm2, tiny, mock, a folder, a .gguf file or a Hugging Face id. Engines that exchange
-    KV need the same MICROSERVE_SECRET in their environment.
+    KV need the same MICROSERVE_SECRET in their environment. With --backend vllm, what follows a
+    lone -- goes to vLLM.
     """
-    flags = given(EngineConfig, flags)
+    flags = given(EngineConfig, with_vllm_flags(flags, vllm_flags))
     keys = {
         f"{PREFIX}_ENGINE_{name.upper()}": flags.pop(name)
         for name in ("api_key", "admin_key")

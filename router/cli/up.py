@@ -11,7 +11,15 @@ import click
 
 from engine.protocol import EngineConfig
 from router.base import RouterConfig, StartFailed, hide_memory, root_cause
-from router.cli.options import GroupedCommand, Number, config_options, given, option, read_params
+from router.cli.options import (
+    GroupedCommand,
+    Number,
+    config_options,
+    given,
+    option,
+    read_params,
+    with_vllm_flags,
+)
 from router.cli.preflight import check_address, check_folder, check_strategy, check_tls
 from router.supervisor import Fleet, FleetConfig, as_arguments
 
@@ -36,6 +44,7 @@ BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the ro
 
 @click.command(cls=GroupedCommand)
 @click.argument("model", default=ENGINE.model)
+@click.argument("vllm_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM'S FLAGS]")
 @option("--host", default=ROUTER.host, show_default=True, group="Server",
         help="address that the router listens on")  # fmt: skip
 @option("--port", default=ROUTER.port, show_default=True, group="Server",
@@ -71,6 +80,7 @@ BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the ro
 @config_options(EngineConfig, without=OWN)
 def up(
     model: str,
+    vllm_flags: tuple[str, ...],
     engines: int | None,
     prefill: int,
     decode: int,
@@ -93,8 +103,10 @@ def up(
 
     Ctrl-C ends all of them.
 
-    MODEL is smollm2 (the default), tiny, mock, a folder, a .gguf file or a Hugging Face id.
+    MODEL is smollm2 (the default), tiny, mock, a folder, a .gguf file or a Hugging Face id. With
+    --backend vllm, what follows MODEL and a lone -- goes to vLLM.
     """
+    flags = with_vllm_flags(flags, vllm_flags)
     if engines is not None and (prefill or decode):
         raise click.UsageError("use either --engines, or --prefill and --decode")
     roles = ("prefill",) * prefill + ("decode",) * decode or ("any",) * (engines or 2)

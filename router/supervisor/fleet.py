@@ -253,6 +253,8 @@ def as_arguments(flags: dict[str, Any]) -> list[str]:
         option = "--" + name.replace("_", "-")
         if value is True:
             arguments.append(option)
+        elif str(value).startswith("-"):  # it would be taken for a flag
+            arguments.append(f"{option}={value}")
         elif value is not False:
             arguments += [option, str(value)]
     return arguments
