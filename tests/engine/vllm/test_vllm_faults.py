@@ -114,9 +114,7 @@ def test_a_send_that_is_released_ends_and_frees_its_blocks(pair: list[VllmProces
 def test_a_lease_that_nobody_claims_expires(pair: list[VllmProcess]):
     receiver = pair[1]
     ids = prompt(100, 400)
-    lease = receiver.post(
-        "prep_recv", request_id=unique(), prompt=ids, end=99, lease_ms=300
-    ).json()
+    lease = receiver.post("prep_recv", request_id=unique(), prompt=ids, end=99, lease_ms=300).json()
     receiver.at_rest(within_s=5)
     gone = receiver.post("commit", lease_id=lease["lease_id"])
     assert (gone.status_code, gone.json()["error"]["type"]) == (410, "lease_expired")
@@ -285,9 +283,7 @@ def test_sigkill_in_mid_put(victim: str, delay: float):
                 )
                 assert stale.status_code in (409, 502), stale.text
                 request_id, lease_id, _ = send(sender, again, ids, LONG - 1)
-                got = again.generate(
-                    ids, begin=LONG - 1, lease_id=lease_id, request_id=request_id
-                )
+                got = again.generate(ids, begin=LONG - 1, lease_id=lease_id, request_id=request_id)
                 assert tokens(got) == sender.tokens(ids)
                 again.at_rest()
 
