@@ -44,6 +44,12 @@ def engine_settings(config: EngineConfig, model: str, extra: dict[str, Any]) -> 
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     _check_own(config)
+    if not current_platform.is_cpu():
+        raise BadRequest(
+            "--backend vllm: KV in GPU memory cannot be moved yet; put a router in front of vLLM's "
+            "own server instead: --engine openai+http://HOST:PORT",
+            param="backend",
+        )
     parser = FlexibleArgumentParser(prog="--backend vllm … --", exit_on_error=False)
     defaults = vars(AsyncEngineArgs.add_cli_args(parser).parse_args([]))
     try:
@@ -77,15 +83,14 @@ def engine_settings(config: EngineConfig, model: str, extra: dict[str, Any]) -> 
     }.items():
         if value is not None and name not in changed:
             setattr(args, name, value)
-    if current_platform.is_cpu():
-        _use_cores(config)
-        # By its short name, vLLM would take another one on CPUs: a worker in a process of its own,
-        # whose OpenMP it can set. `_use_cores` has set it.
-        if "distributed_executor_backend" not in changed:
-            args.distributed_executor_backend = ONE_PROCESS
-        if "kv_cache_memory_bytes" not in changed:
-            room = int(read_memory().limit * POOL_SHARE)
-            args.kv_cache_memory_bytes = min(int(room * config.memory_share), MOST_POOL)
+    _use_cores(config)
+    # By its short name, vLLM would take another one on CPUs: a worker in a process of its own, whose
+    # OpenMP it can set. `_use_cores` has set it.
+    if "distributed_executor_backend" not in changed:
+        args.distributed_executor_backend = ONE_PROCESS
+    if "kv_cache_memory_bytes" not in changed:
+        room = int(read_memory().limit * POOL_SHARE)
+        args.kv_cache_memory_bytes = min(int(room * config.memory_share), MOST_POOL)
     try:
         settings = args.create_engine_config()
     except (ValueError, NotImplementedError, OSError) as error:

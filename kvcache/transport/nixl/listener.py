@@ -138,7 +138,7 @@ class SenderListener:
                             metadata=agent.metadata.hex(),
                             table=self._region.memory[0][0],
                             pool=self._region.memory[1][0],
-                            pages=self._region.pool.shape[1],
+                            pages=self._region.layout.pages,
                             party=party,
                         )
                     )

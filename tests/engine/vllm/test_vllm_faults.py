@@ -255,7 +255,7 @@ def test_sigkill_in_mid_put(victim: str, delay: float):
         VllmProcess(cpu="1", pages=300),
     ) as (sender, receiver):
         ids = prompt(LONG, 77)
-        request_id, lease, thread, found = begin_send(sender, receiver, ids)
+        request_id, lease, thread, _ = begin_send(sender, receiver, ids)
         time.sleep(delay)
         dead, left = (sender, receiver) if victim == "sender" else (receiver, sender)
         core = dead.core
