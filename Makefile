@@ -14,7 +14,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
 	bench-changing-traffic bench-simulated-engines bench-simulation bench-layers \
-	bench-receiving figures peers clean
+	bench-receiving bench-vllm-fleet figures peers clean
 
 ##@ Try it
 
@@ -100,6 +100,9 @@ bench-balance: $(VENV)/demo.stamp .peers/vllm/stamp  ## strategies under load, o
 
 bench-engine: $(VENV)/demo.stamp .peers/vllm/stamp  ## tokens per second, against vLLM on the same cores
 	@$(RUN) -m bench.engine $(ENGINE_FLAGS)
+
+bench-vllm-fleet: $(VENV)/demo.stamp .peers/vllm/engine.stamp  ## strategies over two vLLM engines, against vLLM asked directly
+	@$(RUN) -m bench.vllm_fleet $(FLEET_FLAGS)
 
 bench-quantization: $(VENV)/demo.stamp  ## int8 weights: accuracy, time and memory, against bfloat16 and float32
 	@$(RUN) -m bench.quantization

@@ -44,12 +44,16 @@ class Deployment:
 
 
 @contextmanager
-def deployed(*arguments: str) -> Iterator[Deployment]:
-    """Run `microserve up ARGUMENTS…` on free ports. SIGTERM to this process ends it too."""
+def deployed(*arguments: str, python: str = sys.executable) -> Iterator[Deployment]:
+    """Run `microserve up ARGUMENTS…` on free ports. SIGTERM to this process ends it too.
+
+    `python` is the interpreter of another environment that has this project. The arguments must
+    not end in those of vLLM.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as folder:
         state_file = Path(folder) / "state.json"
-        command = [sys.executable, "-m", "router", "up", *arguments, "--port", "0"]
+        command = [python, "-m", "router", "up", *arguments, "--port", "0"]
         up = subprocess.Popen([*command, "--state-file", str(state_file)], stdout=sys.stderr)
         try:
             while not state_file.exists():

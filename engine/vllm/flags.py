@@ -84,8 +84,8 @@ def engine_settings(config: EngineConfig, model: str, extra: dict[str, Any]) -> 
         if value is not None and name not in changed:
             setattr(args, name, value)
     _use_cores(config)
-    # By its short name, vLLM would take another one on CPUs: a worker in a process of its own, whose
-    # OpenMP it can set. `_use_cores` has set it.
+    # By its short name, vLLM would take another one on CPUs: a worker in a process of its own,
+    # whose OpenMP it can set. `_use_cores` has set it.
     if "distributed_executor_backend" not in changed:
         args.distributed_executor_backend = ONE_PROCESS
     if "kv_cache_memory_bytes" not in changed:
