@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.protocol import error_body
 from engine.vllm.core.state import Core, core
-from kvcache.errors import BadRequest, Internal, LeaseExpired, MicroserveError, UnknownLease
+from kvcache.errors import Internal, LeaseExpired, MicroserveError, UnknownLease, Unsupported
 from kvcache.types import LeaseId, SeqId
 
 __all__ = ["MicroserveWorker"]
@@ -57,7 +57,7 @@ def prep_recv(
 ) -> dict[str, Any]:
     """Match `prompt[:end]`, take blocks for the rest, and return where to put it."""
     if reserve:
-        raise BadRequest("a vLLM engine makes no room beyond the prompt", param="reserve")
+        raise Unsupported("a vLLM engine makes no room beyond the prompt", param="reserve")
     lease, address = here.receiver.prepare(request_id, prompt, end, 0, lease_s)
     return {"lease_id": lease.lease_id, "kv_addr": address, "match_len": lease.begin}
 
