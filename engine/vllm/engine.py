@@ -119,7 +119,15 @@ class VllmEngine:
             self._changed.set,
             most=most,
         )
-        self._sends = Sends(self._llm, self._core, self._limits, self.metrics, most=most)
+        self._sends = Sends(
+            self._llm,
+            self._core,
+            self._limits,
+            self.metrics,
+            self._tasks,
+            self._changed.set,
+            most=most,
+        )
         self._following = self._tasks.create_task(self._follow())
         self._changed.set()
 
@@ -198,10 +206,7 @@ class VllmEngine:
         """Put the KV of `prompt[begin:end]`, from the prefix cache or computed, layer by layer."""
         self._limits.check_prompt(call.prompt)
         self._released.check(call.request_id)
-        try:
-            return await self._sends.run(call)
-        finally:
-            self._changed.set()
+        return await self._sends.run(call)
 
     def may_wait(self, call: StartGenerate) -> bool:
         """Whether `start_generate` may wait for its KV."""

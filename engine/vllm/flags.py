@@ -125,6 +125,16 @@ def _check_settings(settings: Any) -> None:
     """Refuse what vLLM has decided by itself and that cannot work."""
     if not settings.cache_config.enable_prefix_caching:
         raise BadRequest("vLLM's prefix caching is off, and KV is shared through it")
+    model = settings.model_config
+    for wrong, what in (
+        (model.runner_type != "generate", "does not generate text"),
+        (model.is_encoder_decoder, "has an encoder"),
+        (model.is_attention_free or model.is_hybrid, "has linear attention"),
+        (model.use_mla, "has latent attention"),
+        (model.get_sliding_window() is not None, "has sliding windows"),
+    ):
+        if wrong:
+            raise BadRequest(f"the model {what}: its KV cannot be moved between engines yet")
     backend = settings.parallel_config.distributed_executor_backend
     if settings.parallel_config.world_size != 1 or backend not in ("uni", ONE_PROCESS):
         raise BadRequest(f"vLLM's worker must be in its engine core's process, not {backend}")

@@ -24,7 +24,9 @@ async def running_vllm(config: EngineConfig, secret: bytes, epoch: int) -> Async
     cannot work; `Internal` if vLLM does not start.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", config.log_level.upper())
+    # By default vLLM warns once per weight, and of what nobody can change.
+    quiet = config.log_level in ("warning", "error")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if quiet else config.log_level.upper())
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault(SECRET, secret.hex())
     check_vllm()

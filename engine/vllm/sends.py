@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +42,24 @@ class Sends:
     """The running sends. Lives on one event loop."""
 
     def __init__(
-        self, llm: Any, core: CoreClient, limits: Limits, metrics: EngineMetrics, *, most: int
+        self,
+        llm: Any,
+        core: CoreClient,
+        limits: Limits,
+        metrics: EngineMetrics,
+        tasks: asyncio.TaskGroup,
+        changed: Callable[[], None],
+        *,
+        most: int,
     ) -> None:
-        """Admit at most `most` at a time."""
+        """Admit at most `most` at a time; `tasks` are the parents of what ends sends, and
+        `changed` is called when one has ended."""
         self._llm = llm
         self._core = core
         self._limits = limits
         self._metrics = metrics
+        self._tasks = tasks
+        self._changed = changed
         self._most = most
         self._live: dict[str, _Waiting] = {}
 
@@ -71,18 +82,12 @@ class Sends:
         self._live[call.request_id] = waiting
         began = time.monotonic()
         try:
-            cached = await self._send(call, begin, end, waiting)
-            over = waiting.over.result()
+            over = await self._send(call, begin, end, waiting)
         finally:
-            # Whatever has become of the call: an open_send under way comes before it.
-            ending = asyncio.ensure_future(self._end(call.request_id))
-            try:
-                await asyncio.shield(ending)
-            finally:
-                del self._live[call.request_id]
-                for future in (waiting.claimed, waiting.over):
-                    future.add_done_callback(_heed)
-                    future.cancel()
+            # Whatever has become of the call: an open_send under way comes before it. A send that
+            # has succeeded does not wait for it, because it waits for vLLM's step.
+            self._tasks.create_task(self._end(call.request_id, waiting))
+        cached = int(over.get("cached") or 0)
         reply = RemoteSendReply(
             sent_tokens=end - begin,
             cached_tokens=max(min(cached, end) - begin, 0),
@@ -112,14 +117,22 @@ class Sends:
         elif note.get("claimed") and not waiting.claimed.done():
             waiting.claimed.set_result(None)
 
-    async def _end(self, request_id: str) -> None:
+    async def _end(self, request_id: str, waiting: _Waiting) -> None:
         try:
             await self._core.call("end_send", request_id=request_id)
         except MicroserveError as error:
             log.warning("the send %s did not end: %s", request_id, error.message)
+        finally:
+            del self._live[request_id]
+            for future in (waiting.claimed, waiting.over):
+                future.add_done_callback(_heed)
+                future.cancel()
+            self._changed()
 
-    async def _send(self, call: RemoteSend, begin: int, end: int, waiting: _Waiting) -> int:
-        """Return how many tokens were cached, once everything has landed."""
+    async def _send(
+        self, call: RemoteSend, begin: int, end: int, waiting: _Waiting
+    ) -> dict[str, Any]:
+        """Return the note of the send's end, once everything has landed."""
         opened = await self._core.call(
             "open_send",
             request_id=call.request_id,
@@ -129,26 +142,22 @@ class Sends:
             kv_addr=call.kv_addr,
         )
         if opened["whole"]:
-            await waiting.over
-            return end
+            return await waiting.over
         await asyncio.wait((waiting.claimed, waiting.over), return_when=asyncio.FIRST_COMPLETED)
         if waiting.over.done():
             waiting.over.result()  # raises
         computing = asyncio.ensure_future(self._compute(call, end))
         try:
             await asyncio.wait((computing, waiting.over), return_when=asyncio.FIRST_COMPLETED)
-            if waiting.over.done():
-                waiting.over.result()  # a put that has failed needs no more KV
-            cached = await computing
+            if not waiting.over.done():
+                await computing  # raises, or only the last bytes are under way
+            return await waiting.over
         finally:
-            computing.cancel()
+            computing.cancel()  # what has landed, or has failed, needs no more of vLLM's work
             await asyncio.wait((computing,))
-        await waiting.over
-        return cached
 
-    async def _compute(self, call: RemoteSend, end: int) -> int:
-        """Have vLLM compute the KV of `prompt[:end]`; return how many tokens it had cached."""
-        cached = 0
+    async def _compute(self, call: RemoteSend, end: int) -> None:
+        """Have vLLM compute the KV of `prompt[:end]`."""
         outputs = self._llm.generate(
             tokens_input(call.prompt[:end]),
             send_params(call.request_id),
@@ -156,11 +165,10 @@ class Sends:
             priority=call.priority,
         )
         try:
-            async for output in outputs:
-                cached = output.num_cached_tokens or 0
+            async for _ in outputs:
+                pass
         except ValueError as error:
             raise BadRequest(f"vLLM refuses the prompt: {error}") from error
-        return cached
 
 
 def _heed(future: asyncio.Future[Any]) -> None:

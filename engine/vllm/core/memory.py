@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,23 +38,28 @@ def layout_of(config: KVCacheConfig) -> BlockLayout:
 
 
 def block_layout(blocks: int, spec: Any, tensors: Any) -> BlockLayout:
-    """Return the layout of tensors that together hold every layer of every block once."""
-    layers = sum(len(tensor.layers) for tensor in tensors)
+    """Return the layout of tensors that together hold every layer of every block once.
+
+    Raises `BadRequest` if they lie in another way than layer behind layer or block behind block.
+    """
     if spec.sliding_window is not None:
         raise BadRequest("KV of sliding windows does not move between engines")
-    size = int(spec.page_size_bytes)
-    strides = {(tensor.layer_stride, tensor.block_stride) for tensor in tensors}
-    offsets = sorted(tensor.offset for tensor in tensors)
+    layers = sum(len(tensor.layers) for tensor in tensors)
+    found = sorted(
+        (tensor.offset + place * tensor.layer_stride, tensor.block_stride, tensor.size)
+        for tensor in tensors
+        for place in range(len(tensor.layers))
+    )
     for by_block in (True, False):
-        layout = BlockLayout(layers, blocks, int(spec.block_size), size, by_block)
-        expected, at = [], 0
-        for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
-            expected.append(at * layout.layer_stride)
-            at += len(tensor.layers)
-        one = strides == {(layout.layer_stride, layout.block_stride)}
-        if one and offsets == expected and tensors[0].size == layout.nbytes:
+        layout = BlockLayout(
+            layers, blocks, int(spec.block_size), int(spec.page_size_bytes), by_block
+        )
+        if found == [
+            (layer * layout.layer_stride, layout.block_stride, layout.nbytes)
+            for layer in range(layers)
+        ]:
             return layout
-    raise BadRequest(f"vLLM places its blocks in a way that is not known here: {strides}")
+    raise BadRequest("vLLM places its blocks in a way that is not known here")
 
 
 def layer_indices(config: KVCacheConfig) -> dict[str, int]:
@@ -71,18 +78,21 @@ def fingerprint(layout: BlockLayout, config: VllmConfig, spec: Any, weights: str
     from vllm import __version__
     from vllm.platforms import current_platform
 
-    isa = ""
-    if current_platform.is_cpu():
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-        isa = str(_get_attn_isa(spec.dtype, layout.page_size, spec.head_size))
     parts = (
-        "vllm-blocks", __version__, current_platform.device_type, isa, layout.layers,
+        "vllm-blocks", __version__, current_platform.device_type, _processor(), layout.layers,
         layout.page_size, layout.layer_bytes, spec.num_kv_heads, spec.head_size, spec.dtype,
         config.cache_config.cache_dtype, config.cache_config.get_resolved_kv_cache_layout(),
         config.model_config.dtype, weights,
     )  # fmt: skip
     return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=16).hexdigest()
+
+
+def _processor() -> str:
+    """Return what decides which kernels vLLM's attention uses on a CPU: its flags, in order."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 class Placement(TorchFunctionMode):

@@ -31,6 +31,7 @@ class Send:
     end: int
     sent: int  # positions before it are queued
     whole: bool  # everything is cached: vLLM computes nothing
+    cached: int | None = None  # of `end`, when vLLM began; None: it has not
     put: Put | None = None  # once the lease is claimed
     blocks: list[PageId] = field(default_factory=list)
     over: Future[None] = field(default_factory=Future)  # no write of it is in flight any more
@@ -89,6 +90,7 @@ class Sends:
         whole = len(cached) * self._page_size >= end
         send = Send(request_id, begin, end, sent=begin, whole=whole)
         if whole:
+            send.cached = end
             send.blocks = self._pages.share(cached)
         self._live[request_id] = send
         self._claims.submit(self._claim, send, kv_addr, list(prompt))
@@ -132,6 +134,8 @@ class Sends:
     def write_cached(self, chunk: SendChunk) -> None:
         """Queue what was cached before the step, in all layers."""
         send = chunk.send
+        if send.cached is None:
+            send.cached = chunk.cached
         if send.put is not None and chunk.cached > send.sent and not send.closed:
             send.put.write(self._layers, _ids(chunk), TokenPos(send.sent), TokenPos(chunk.cached))
             send.put.signal(TokenPos(chunk.cached))
@@ -154,7 +158,7 @@ class Sends:
             send.sent = chunk.end
         if send.sent >= send.end or send.put.failed:
             # vLLM frees the blocks when the request ends; the writes may still read them.
-            send.blocks += self._pages.share([PageId(block) for block in _needed(chunk, self)])
+            send.blocks += self._pages.share(_ids(chunk)[: -(-chunk.end // self._page_size)])
             self._close(send)
 
     def preempt(self, send: Send) -> None:
@@ -174,9 +178,6 @@ class Sends:
     def close(self) -> None:
         """End the threads of claims."""
         self._claims.shutdown(wait=False, cancel_futures=True)
-
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
 
     def _claim(self, send: Send, kv_addr: str, prompt: list[int]) -> None:
         """Claim the lease of a send. Runs on a thread of its own."""
@@ -218,6 +219,7 @@ class Sends:
             error = Internal(f"the put failed: {error}")
         note: dict[str, Any] = {"send": send.request_id, "over": True}
         if send.put is not None:
+            note["cached"] = send.cached
             note["bytes"] = send.put.bytes_sent
             note["put_ms"] = (time.monotonic() - send.computed_at) * 1e3
         if error is not None:
@@ -229,7 +231,3 @@ class Sends:
 
 def _ids(chunk: SendChunk) -> list[PageId]:
     return [PageId(block) for block in chunk.blocks]
-
-
-def _needed(chunk: SendChunk, sends: Sends) -> Sequence[int]:
-    return chunk.blocks[: sends.blocks_for(chunk.end)]
