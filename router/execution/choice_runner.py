@@ -23,6 +23,7 @@ from engine.protocol import (
     NoCapacity,
     TooLarge,
     Unauthorized,
+    Unsupported,
 )
 from router.admission import AdmissionQueue, Claim, Place, RetryBudget
 from router.base import Chunk, EngineUnreachable, Moved, NoEngines, Request, StrategyError
@@ -239,7 +240,7 @@ class _Choice:
             {
                 "choice": self._request.sampling.choice,
                 "after_tokens": len(self._writer.tokens),
-                "error": {"type": error.type, "message": error.message},
+                "error": {"type": error.type, "message": error.message, **_code(error)},
                 "engines": sorted(backend.id for backend in attempt.blamed),
                 "at_ms": self._receipt.elapsed_ms(),
             }
@@ -255,8 +256,8 @@ class _Choice:
         if isinstance(error, FINAL) or self._tries >= self._runtime.config.attempts:
             return False
         # The first loss of an engine is free: it hits many requests at once, through no fault of
-        # theirs.
-        if self._tries == 1 and isinstance(error, EngineUnreachable | Draining):
+        # theirs. So is the first call that an engine does not support: it has taken no work.
+        if self._tries == 1 and isinstance(error, EngineUnreachable | Draining | Unsupported):
             return True
         if self._claim.spend():
             return True
@@ -280,3 +281,8 @@ class _Choice:
     def _fallback(self, name: str) -> None:
         self._runtime.metrics.fallbacks.labels(name).inc()
         self._receipt.fallback(name)
+
+
+def _code(error: MicroserveError) -> dict[str, str]:
+    """Return the capability that an engine lacks, as a field."""
+    return {"code": error.code} if isinstance(error, Unsupported) and error.code else {}
