@@ -145,7 +145,6 @@ class Trial:
     whole: bool = False
     requests: int = 0
     fallbacks: set[str] = field(default_factory=set)
-    lacked: set[str] = field(default_factory=set)  # by engines that were called all the same
 
     async def check(self, scenario: str, prompts: list[list[int]]) -> None:
         """Run concurrent requests, which must succeed."""
@@ -153,14 +152,12 @@ class Trial:
         answers = await asyncio.gather(
             *(self.generate(prompt) for prompt in prompts), return_exceptions=True
         )
-        for capability in self.lacked:
-            self._check_supported(capability)
         for prompt, answer in zip(prompts, answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, MicroserveError):
                 raise answer
             await self._check_clean(scenario)
             if isinstance(answer, Unsupported) and answer.code and self.fleet:
-                self._check_supported(answer.code, failed=True)
+                self._check_supported(answer.code)
                 continue
             if isinstance(answer, MicroserveError):
                 self._fail(scenario, answer.message)
@@ -197,8 +194,6 @@ class Trial:
             await self.router.run(request, writer, receipt)
         finally:
             self.fallbacks.update(receipt.fallbacks)
-            errors = [retry["error"] for retry in receipt.retries]
-            self.lacked.update(error["code"] for error in errors if "code" in error)
         return writer.tokens
 
     async def _check_clean(self, scenario: str) -> None:
@@ -208,11 +203,11 @@ class Trial:
         if left := self.router.left:
             self._fail(scenario, f"it left {left}")
 
-    def _check_supported(self, capability: str, *, failed: bool = False) -> None:
-        """Raise `Unsupported` if no engine of the fleet supports a call, or if a request has failed
-        for it although all kinds of engines are here."""
+    def _check_supported(self, capability: str) -> None:
+        """Raise `Unsupported` for a call that has failed a request, unless engines of the fleet
+        support it that are not here."""
         lacking = [one.id for one in self.fleet if capability not in one.capabilities]
-        if not lacking or not (len(lacking) == len(self.fleet) or (failed and self.whole)):
+        if not lacking or not (self.whole or len(lacking) == len(self.fleet)):
             return
         name, many = self.router.revision.bound.strategy.name, len(lacking) > 1
         engines = f"engine{'s' if many else ''} {_listed(lacking)}"

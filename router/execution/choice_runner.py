@@ -240,7 +240,7 @@ class _Choice:
             {
                 "choice": self._request.sampling.choice,
                 "after_tokens": len(self._writer.tokens),
-                "error": {"type": error.type, "message": error.message, **_code(error)},
+                "error": {"type": error.type, "message": error.message},
                 "engines": sorted(backend.id for backend in attempt.blamed),
                 "at_ms": self._receipt.elapsed_ms(),
             }
@@ -281,8 +281,3 @@ class _Choice:
     def _fallback(self, name: str) -> None:
         self._runtime.metrics.fallbacks.labels(name).inc()
         self._receipt.fallback(name)
-
-
-def _code(error: MicroserveError) -> dict[str, str]:
-    """Return the capability that an engine lacks, as a field."""
-    return {"code": error.code} if isinstance(error, Unsupported) and error.code else {}

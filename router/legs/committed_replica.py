@@ -168,12 +168,16 @@ class CommittedReplica:
                 self._attempt.replicas.end(replica)
             replica = self._replica = Replica(
                 backend, self._backend, self._leg, lease_id="", kv_addr="", landed=end,
-                lost=self._lost, unwanted=self._grown.set,
+                lost=self._lost, unwanted=_nothing,
             )  # fmt: skip
             self._attempt.replicas.add(replica)
         self._leg.landed = replica.landed = end
         self._leg.replica, self._leg.mirror_error = backend.id, None
 
     def _lost(self, reason: str) -> None:
+        """Note why the replica is gone; the next token makes another one."""
         self._leg.mirror_error = reason
-        self._grown.set()
+
+
+def _nothing() -> None:
+    """The next token notices that the replica's engine is drained."""

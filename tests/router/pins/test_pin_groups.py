@@ -9,6 +9,7 @@ from virtual_time import in_virtual_time
 from engine.protocol import ALL_CAPABILITIES, Unsupported
 from engine.virtual import EngineKind
 from router.base import Conflict, NotFound
+from router.simulation.fleet import VirtualCalls
 
 OTHER = EngineKind(kv="other")
 
@@ -89,6 +90,26 @@ async def test_a_restarted_engine_that_cannot_pin_is_forgotten():
         await fleet.until(lambda: not list(fleet.pins))
 
 
+@in_virtual_time
+async def test_the_end_of_the_router_asks_only_engines_that_can_unpin(monkeypatch):
+    unpinned: list[str] = []
+
+    async def unpin(self, body, headers):
+        unpinned.append(self.url)
+        return 0
+
+    async with pinned_fleet("a", "b") as fleet:
+        pin = fleet.pins.pin(prefix(3), copies=2)
+        await fleet.state(pin, "pinned", "a", "b")
+        model = fleet.backend("a").model
+        assert model is not None
+        fleet.backend("a").model = model.model_copy(update={"capabilities": ["prep_recv"]})
+        for name in "ab":
+            fleet.kill(name)
+        monkeypatch.setattr(VirtualCalls, "unpin", unpin)
+    assert unpinned == ["virtual://b"]
+
+
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -97,10 +118,18 @@ async def test_a_restarted_engine_that_cannot_pin_is_forgotten():
     ],
 )  # fmt: skip
 @in_virtual_time
-async def test_what_cannot_be_copied_is_computed(kinds):
+async def test_what_cannot_be_copied_is_computed(kinds, monkeypatch):
+    prepared: list[object] = []
+    prepare = VirtualCalls.prep_recv
+
+    async def prep_recv(self, body, headers):
+        prepared.append(body)
+        return await prepare(self, body, headers)
+
+    monkeypatch.setattr(VirtualCalls, "prep_recv", prep_recv)
     async with pinned_fleet("a", "b", kinds=kinds) as fleet:
         tokens = prefix(10)
         await fleet.cache("a", tokens)
         pin = fleet.pins.pin(tokens, engine="b")
         await fleet.state(pin, "pinned", "b")
-        assert fleet.made() == {"computed": 1}
+        assert fleet.made() == {"computed": 1} and prepared == []
