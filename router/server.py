@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -20,10 +21,13 @@ from router.assembly import assembled
 from router.base.config import RouterConfig
 from router.base.process import hide_memory
 from router.base.tls import server_context
+from router.dry_run.fleet_check import check_on_fleet
 from router.supervision.child_tasks import adopting
 from router.supervision.watchdog import Watchdog
 
 __all__ = ["Server", "listen", "run", "serving"]
+
+log = logging.getLogger(__name__)
 
 FIRST_PROBES_S = 5.0
 FLUSH_S = 1.0  # for clients to read responses that are complete
@@ -46,7 +50,8 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
     and generations on engines. Clients have up to a second more to read that error.
 
     Raises `OSError` if the address is taken, `BadRequest` if certificate or key are unusable or the
-    connections exceed the limit of open files, and what `assembled` raises.
+    connections exceed the limit of open files, `Unsupported` if the strategy makes calls that the
+    engines lack, and what `assembled` raises.
     """
     tls = server_context(config.tls_cert, config.tls_key)
     most = most_connections(config.max_connections)
@@ -75,6 +80,7 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
                 async with asyncio.TaskGroup() as tasks:
                     watch = tasks.create_task(slow.watch(connections.open))
                     await router.registry.settled(FIRST_PROBES_S)
+                    await _check_first(router)
                     scheme = "https" if tls else "http"
                     try:
                         yield Server(_url(scheme, config.host, listener.getsockname()[1]), router)
@@ -87,6 +93,21 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
                 # Streams of events do not end by themselves, so they are not waited for.
                 router.events.close()
                 await connections.close(min(FLUSH_S, config.shutdown_s))
+
+
+async def _check_first(router: Router) -> None:
+    """Raise `Unsupported` if the engines do not support what the strategy calls.
+
+    While some of them have not answered, nothing is refused: these may support it.
+    """
+    if all(backend.status == "up" for backend in router.registry):
+        first = router.rollout.revisions.active.bound
+        fallbacks = await check_on_fleet(
+            first, router.registry, router.catalog, own_file=router.config.strategy
+        )
+        if fallbacks:
+            name = first.strategy.name
+            log.warning("on these engines, %s falls back: %s", name, ", ".join(fallbacks))
 
 
 async def run(config: RouterConfig) -> None:

@@ -31,8 +31,8 @@ async def balanced(
     `prefill_decode`, 1 leaves all to the decode engine. `auto` divides each prompt so that it
     delays other requests least (`strategies/controller.py` has the rule).
     """
-    decode = cluster.decode.least_loaded()
-    prefill = cluster.prefill.least_loaded(exclude=decode)
+    decode = cluster.decode.able("prep_recv").least_loaded()
+    prefill = cluster.prefill.sending_to(decode).least_loaded(exclude=decode)
     last = len(request.tokens) - 1  # the decode engine always computes the last token: it samples
     if ratio != "auto":
         end = min(last, round(len(request.tokens) * (1.0 - ratio)))

@@ -22,12 +22,12 @@ async def migrate(
 ) -> AsyncGenerator[Chunk, None]:
     """Send each request where most of its prompt is cached; copy prefixes off busy engines.
 
-    If that engine has `overload` tokens more work than the least loaded one, what it has cached of
-    the prompt is first copied there and committed. So a second engine begins to serve a topic that
-    has too many requests for one.
+    If that engine has `overload` tokens more work than the least loaded one that can take its KV,
+    what it has cached of the prompt is first copied there and committed. So a second engine begins
+    to serve a topic that has too many requests for one.
     """
     engine = cluster.engines.longest_prefix(request)
-    other = cluster.engines.least_loaded()
+    other = cluster.engines.receiving_from(engine).able("commit").least_loaded()
     if engine.load - other.load > overload:
         cached = engine.cached(request, coming=False)
         async with other.prep_recv(request, end=cached) as kv:

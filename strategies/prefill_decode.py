@@ -12,8 +12,8 @@ __all__ = ["prefill_decode"]
 @strategy
 async def prefill_decode(request: Request, cluster: Cluster) -> AsyncGenerator[Chunk, None]:
     """Prefill on one engine and decode on another (xPyD: the least loaded of each)."""
-    decode = cluster.decode.least_loaded()
-    prefill = cluster.prefill.least_loaded(exclude=decode)
+    decode = cluster.decode.able("prep_recv").least_loaded()
+    prefill = cluster.prefill.sending_to(decode).least_loaded(exclude=decode)
     end = len(request.tokens) - 1
     async with decode.prep_recv(request, end=end) as kv:
         if kv.match_len < end:

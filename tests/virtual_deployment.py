@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.latency import Profile
 from engine.protocol import EngineConfig, Sampling
+from engine.virtual import EngineKind
 from router.admission import AdmissionQueue, RetryBudget
 from router.base import Chunk, Request, RevisionNumber, RouterConfig
 from router.engines import Registry
@@ -50,9 +51,10 @@ class VirtualDeployment:
         self.revision = revision_of(strategy, params)
 
     async def complete(
-        self, prompt: list[int], tokens: int, *, session: str | None = None
+        self, prompt: list[int], tokens: int, *, session: str | None = None, **sampled: Any
     ) -> tuple[list[int], Receipt]:
-        """Run one greedy request; return its tokens and its receipt. Raises the client's error."""
+        """Run one request, greedy unless `sampled` says otherwise; return its tokens and its
+        receipt. Raises the client's error."""
         revision, now = self.revision, asyncio.get_running_loop().time()
         bound = revision.bound
         receipt = Receipt(
@@ -60,7 +62,8 @@ class VirtualDeployment:
             params={}, seed=0, prompt_tokens=len(prompt),
         )  # fmt: skip
         writer = _Tokens(receipt)
-        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        how = {"temperature": 0.0, **sampled}
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True, **how)
         request = Request(id=receipt.id, prompt=prompt, sampling=sampling, session=session)
         runner = ChoiceRunner(self.execution, revision, receipt, {}, now)
         async with asyncio.timeout(TIMEOUT_S):
@@ -92,12 +95,14 @@ async def virtual_deployment(
     most_at_once: int | None = None,
     options: Mapping[str, Any] | None = None,
     health_interval_s: float = 1e6,
+    kinds: Mapping[str, EngineKind] | None = None,
+    page_sizes: Mapping[str, int] | None = None,
     **params: Any,
 ) -> AsyncIterator[VirtualDeployment]:
     """A router with `strategy` in front of virtual engines: by name, their role and profile.
 
-    A strategy may be given by its name. `options` are those of the engines' configuration. It runs
-    on a loop in virtual time.
+    A strategy may be given by its name. `options` are those of the engines' configuration; `kinds`
+    and `page_sizes` are those of some engines. It runs on a loop in virtual time.
     """
     fleet = VirtualFleet(call_s=call_s, most_at_once=most_at_once)
     config = RouterConfig(
@@ -108,8 +113,12 @@ async def virtual_deployment(
         metrics, releaser, relocations = Metrics(), Releaser(tasks, 2.0), Relocations()
         registry = Registry(config, fleet.connect, tasks, Events(), on_drain=relocations.leave)
         for name, (role, profile) in engines.items():
-            settings = EngineConfig(engine_id=name, role=role, **(options or {}))
-            registry.add(fleet.add(settings, profile).url)
+            flags = {**(options or {})}
+            if page_sizes is not None and name in page_sizes:
+                flags["page_size"] = page_sizes[name]
+            settings = EngineConfig(engine_id=name, role=role, **flags)
+            kind = (kinds or {}).get(name, EngineKind())
+            registry.add(fleet.add(settings, profile, kind).url)
         try:
             while any(backend.status != "up" for backend in registry):  # noqa: ASYNC110
                 await asyncio.sleep(0)

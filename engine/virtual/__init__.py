@@ -5,6 +5,7 @@ Everything runs on one asyncio event loop, and the loop's clock is the only one.
 """
 
 from engine.virtual.engine import VirtualEngine
+from engine.virtual.kind import EngineKind
 from engine.virtual.loop import Standstill, VirtualLoop
 from engine.virtual.network import Transfer, VirtualNetwork
 from engine.virtual.put import Endpoint
@@ -15,6 +16,7 @@ from engine.virtual.tokens import VOCAB, output_tokens
 __all__ = [
     "VOCAB",
     "Endpoint",
+    "EngineKind",
     "Row",
     "Standstill",
     "Transfer",

@@ -45,6 +45,7 @@ from engine.protocol import (
 )
 from engine.scheduling import Generation, Scheduler, Send, generation_of, reserve_send
 from engine.virtual.cache import VirtualCache, VirtualSlots
+from engine.virtual.kind import EngineKind
 from engine.virtual.kv_arrival import VirtualArrivals
 from engine.virtual.mirrors import ExtendLease, VirtualMirrors
 from engine.virtual.network import Link, VirtualNetwork
@@ -59,6 +60,7 @@ from kvcache.types import EngineId, LeaseId, SeqId
 __all__ = ["SECRET", "VirtualEngine"]
 
 SECRET = b"virtual"
+USUAL = EngineKind()
 NO_EOS: frozenset[int] = frozenset()  # outputs end by their length alone
 
 
@@ -76,6 +78,7 @@ class VirtualEngine:
         peers: dict[str, Endpoint],
         extend: ExtendLease,
         *,
+        kind: EngineKind = USUAL,
         epoch: int = 1,
         most_at_once: int = MOST_AT_ONCE,
     ) -> None:
@@ -86,11 +89,12 @@ class VirtualEngine:
         loop = asyncio.get_running_loop()
         self.config = config
         self.profile = profile
+        self.kind = kind
         self.context_length = config.max_model_len or profile.context_length
         pages = config.pool_pages or profile.pool_tokens // config.page_size
         endpoint = f"virtual:{config.engine_id}"
         fingerprint = hashlib.blake2b(
-            f"{profile.model}|{config.page_size}".encode(), digest_size=16
+            f"{profile.model}|{config.page_size}|{kind.kv}".encode(), digest_size=16
         ).hexdigest()
         self.identity = Identity(
             EngineId(config.engine_id), epoch, SECRET, fingerprint, f"virtual://{config.engine_id}"

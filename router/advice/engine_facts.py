@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from engine.protocol import EngineStatistics, MicroserveError
+from engine.protocol import EngineStatistics, MicroserveError, Unsupported
 from router.base import Conflict, NoEngines
 from router.engines import Backend, Registry, guard
 
@@ -39,8 +39,11 @@ async def engine_facts(backends: Sequence[Backend]) -> list[dict[str, Any]]:
 async def _facts(backend: Backend, most: int) -> dict[str, Any]:
     statistics, problem = None, ""
     try:
+        backend.require("statistics")
         async with asyncio.timeout(ASK_S):
             statistics = await guard(backend.client.statistics(), backend)
+    except Unsupported:
+        problem = "it tells no statistics of its steps"
     except MicroserveError as error:
         problem = error.message
     except TimeoutError:
@@ -51,7 +54,8 @@ async def _facts(backend: Backend, most: int) -> dict[str, Any]:
     return {
         "id": backend.id, "role": backend.role, "model": model.name, "layers": model.layers,
         "kv_bytes_per_token": model.kv_bytes_per_token, "context_length": model.context_length,
-        "page_size": model.page_size, "pages": state.pages.total,
+        "page_size": model.page_size, "pages": state.pages.total, "kv": model.fingerprint,
+        "capabilities": model.capabilities,
         "statistics": _plain(statistics, most), "problem": problem,
     }  # fmt: skip
 

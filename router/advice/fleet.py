@@ -20,6 +20,7 @@ from engine.latency import (
     read_profile_fields,
 )
 from engine.protocol import BadRequest, EngineConfig
+from engine.virtual import EngineKind
 from router.simulation import SimulatedEngine
 
 __all__ = ["fit_fleet", "virtual_fleet"]
@@ -59,7 +60,8 @@ def fit_fleet(engines: Sequence[Facts], given: dict[str, Any] | None) -> dict[st
         statistics = one["statistics"] or {}
         flags = {name: statistics[name] for name in SETTINGS if name in statistics}
         flags |= {"engine_id": one["id"], "role": one["role"], "page_size": one["page_size"]}
-        fleet.append({"flags": flags, "profile": profile_fields(made)})
+        kind = {"capabilities": one["capabilities"], "kv": one["kv"]}
+        fleet.append({"flags": flags, "profile": profile_fields(made), "kind": kind})
         told.append(
             {
                 "id": one["id"], "role": one["role"], "steps": source, "puts": put_source,
@@ -81,6 +83,7 @@ def virtual_fleet(
         SimulatedEngine(
             EngineConfig(**{**one["flags"], "role": roles[one["flags"]["engine_id"]]}),
             read_profile_fields(one["profile"], one["flags"]["engine_id"]),
+            EngineKind(tuple(one["kind"]["capabilities"]), one["kind"]["kv"]),
         )
         for one in fleet
     )

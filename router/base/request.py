@@ -79,14 +79,27 @@ class Request:
     priority: int = 0  # set by the client: lower is earlier, on engines too
     chunk_tokens: int = 1  # tokens that an engine may gather into one chunk
     tokens: list[int] = field(init=False, repr=False, compare=False)  # the prompt, plus `output`
-    _names: list[PageName] = field(default_factory=list, init=False, repr=False, compare=False)
+    _names: dict[int, list[PageName]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         tokens = self.prompt + self.output if self.output else self.prompt
         object.__setattr__(self, "tokens", tokens)  # it is frozen
 
+    @property
+    def greedy(self) -> bool:
+        """Whether its tokens depend on those before them alone: no sampling, no penalties."""
+        sampling = self.sampling
+        return (
+            sampling.temperature == 0.0
+            and sampling.presence_penalty == sampling.frequency_penalty == 0.0
+            and sampling.repetition_penalty == 1.0
+        )
+
     def page_names(self, page_size: int) -> list[PageName]:
-        """Return the names of the full pages of `tokens`; computed once."""
-        if not self._names:
-            self._names.extend(page_names(self.tokens, page_size))
-        return self._names
+        """Return the names of the full pages of `tokens`; computed once for each size."""
+        names = self._names.get(page_size)
+        if names is None:
+            names = self._names[page_size] = page_names(self.tokens, page_size)
+        return names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import click
 from engine.protocol import MicroserveError
 from router.base import StartFailed, root_cause, server_context
 from router.conformance import ALL, run_checks, set_up
-from router.dry_run import dry_run_strategy
+from router.dry_run import FleetEngine, dry_run_strategy
 from router.server import listen
 
 __all__ = ["Mistake", "check_address", "check_folder", "check_strategy", "check_tls"]
@@ -26,16 +26,19 @@ class Mistake(click.ClickException):
     exit_code = 2
 
 
-def check_strategy(strategy: str, params: Mapping[str, Any]) -> int:
-    """Dry-run a strategy, given by name or file, and return the number of simulated requests.
+def check_strategy(
+    strategy: str, params: Mapping[str, Any], engines: Sequence[FleetEngine] = ()
+) -> tuple[int, list[str]]:
+    """Dry-run a strategy, given by name or file, on engines like `engines` if there are any.
 
-    Raises `Mistake` if it cannot be loaded or fails.
+    Returns the number of simulated requests, and what they fell back to. Raises `Mistake` if it
+    cannot be loaded or fails.
     """
     try:
-        requests: int = asyncio.run(dry_run_strategy(strategy, params))["requests"]
+        tried = asyncio.run(dry_run_strategy(strategy, params, engines))
     except MicroserveError as error:
         raise Mistake(error.message) from None
-    return requests
+    return tried["requests"], tried["fallbacks"]
 
 
 def check_conformance(

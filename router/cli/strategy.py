@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from router.cli.options import (
 )
 from router.cli.preflight import check_conformance, check_strategy
 from router.conformance import ALL
+from router.dry_run import FleetEngine
 from router.rollout import read_source
 
 __all__ = ["strategy"]
@@ -120,7 +122,8 @@ def use(
     elif given:
         raise click.UsageError("these options need --canary PERCENT")
     state = call_admin(client, "PUT", "/admin/strategy", body)
-    click.echo(_generation(state) + (", a canary" if state["canary"] else ""))
+    told = f", with fallbacks: {', '.join(state['fallbacks'])}" if "fallbacks" in state else ""
+    click.echo(_generation(state) + (", a canary" if state["canary"] else "") + told)
 
 
 @strategy.command()
@@ -160,15 +163,25 @@ def rollback(client: httpx.Client) -> None:
 @option("--model", default="tiny", show_default=True, group="Checks", help="the engines' model")
 @option("--dry-run", is_flag=True, group="Checks",
         help="use simulated engines only; takes a second")  # fmt: skip
+@option("--fleet", is_flag=True, group="Checks",
+        help="simulated engines support what those of the router at --url do")  # fmt: skip
 @option("--only", multiple=True, type=click.Choice([check.__name__ for check in ALL]),
         metavar="CHECK", group="Checks", help="run this check on real engines; repeatable",
 )  # fmt: skip
+@click.pass_obj
 def check(
-    file: str, params: tuple[str, ...], model: str, dry_run: bool, only: tuple[str, ...]
+    client: httpx.Client,
+    /,
+    file: str,
+    params: tuple[str, ...],
+    model: str,
+    dry_run: bool,
+    fleet: bool,
+    only: tuple[str, ...],
 ) -> None:
     """Test a strategy, by file or name.
 
-    It runs on this machine and needs no running router.
+    It runs on this machine and needs no running router, except with --fleet.
 
     First comes a dry run on simulated engines, as in a router that loads a strategy: with cold and
     warm caches, one request and several, a cancelled request, and an engine that dies.
@@ -177,10 +190,22 @@ def check(
     call, and each answer is compared with that of a single engine. The exit code is 1 if a check
     fails, and 2 if the strategy does not load or the engines do not start.
     """
-    requests = check_strategy(file, read_params(params))
-    click.echo(f"{file}: dry run ok, {requests} requests against simulated engines")
+    engines = _engines(client) if fleet else []
+    requests, fallbacks = check_strategy(file, read_params(params), engines)
+    told = f", with fallbacks: {', '.join(fallbacks)}" if fallbacks else ""
+    click.echo(f"{file}: dry run ok, {requests} requests against simulated engines{told}")
     if not dry_run and not check_conformance(file, read_params(params), model=model, only=only):
         raise click.exceptions.Exit(1)
+
+
+def _engines(client: httpx.Client) -> list[FleetEngine]:
+    """Return the engines of the router that take new work. Raises `ClickException`."""
+    names = [field.name for field in fields(FleetEngine)]
+    return [
+        FleetEngine(**{name: one[name] for name in names})
+        for one in call_admin(client, "GET", "/admin/engines")["engines"]
+        if one["status"] == "up" and not one["draining"]
+    ]
 
 
 def _load(client: httpx.Client, file: Path, before: str | None, *, keep_on: bool) -> str | None:

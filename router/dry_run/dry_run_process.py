@@ -7,13 +7,15 @@ upload may do" in docs/strategies.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.protocol import BadRequest
+from engine.protocol import BadRequest, Unsupported
 from router.base import child_environment
 from router.confinement import run_confined
+from router.dry_run.fleet_engine import FleetEngine
 from router.rollout import read_source
 
 __all__ = ["dry_run_source", "dry_run_strategy"]
@@ -29,6 +31,7 @@ async def dry_run_source(
     file: str = "",
     folder: Path | None = None,
     params: Mapping[str, Any] | None = None,
+    engines: Sequence[FleetEngine] = (),
     timeout_s: float = TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
     namespaces: bool = True,
@@ -36,14 +39,16 @@ async def dry_run_source(
     """Load `source` and run it dry with `params`; `name` and `file` as in `Catalog.load`.
 
     Without `source` it runs the installed strategy `name`. The source may import modules from the
-    current folder, and from `folder`. `environment` and `namespaces` as of `run_confined`.
-    Returns `{"name", "requests"}`. Raises `BadRequest`, which says what is wrong and where.
-    Cancellation ends the process.
+    current folder, and from `folder`. The virtual engines are like `engines`; without these, they
+    support everything. `environment` and `namespaces` as of `run_confined`.
+
+    Returns `{"name", "requests", "fallbacks"}`. Raises `BadRequest`, which says what is wrong and
+    where, and `Unsupported` for a call that the engines lack. Cancellation ends the process.
     """
     where = file or name
     job = {
         "source": source, "name": name, "file": file, "folder": str(folder) if folder else ".",
-        "params": dict(params or {}),
+        "params": dict(params or {}), "engines": [asdict(engine) for engine in engines],
     }  # fmt: skip
     ended = await run_confined(
         ENTRY, job, timeout_s=timeout_s, environment=environment, namespaces=namespaces
@@ -56,22 +61,28 @@ async def dry_run_source(
             message = f"{where}: it ended its process ({ended.exitcode}): {ended.tail}"
         raise BadRequest(message, param="source")
     if error := result.get("error"):
-        raise BadRequest(error["message"], param=error["param"])
-    return {"name": result["name"], "requests": result["requests"]}
+        kind = Unsupported if error["type"] == Unsupported.type else BadRequest
+        raise kind(error["message"], param=error["param"])
+    return {name: result[name] for name in ("name", "requests", "fallbacks")}
 
 
-async def dry_run_strategy(strategy: str, params: Mapping[str, Any]) -> dict[str, Any]:
+async def dry_run_strategy(
+    strategy: str, params: Mapping[str, Any], engines: Sequence[FleetEngine] = ()
+) -> dict[str, Any]:
     """Run an installed strategy dry, or the one in a file if `strategy` ends in `.py`.
 
     It is the caller's own code, so it has the caller's environment.
     """
     environment = child_environment()
     if not strategy.endswith(".py"):
-        return await dry_run_source("", name=strategy, params=params, environment=environment)
+        return await dry_run_source(
+            "", name=strategy, params=params, engines=engines, environment=environment
+        )
     path = Path(strategy)
     return await dry_run_source(
-        read_source(path), file=strategy, folder=path.parent, params=params, environment=environment
-    )
+        read_source(path), file=strategy, folder=path.parent, params=params, engines=engines,
+        environment=environment,
+    )  # fmt: skip
 
 
 def _is_verdict(result: Any) -> bool:
@@ -80,6 +91,12 @@ def _is_verdict(result: Any) -> bool:
         return False
     if error := result.get("error"):
         return isinstance(error, dict) and all(
-            isinstance(error.get(key), str) for key in ("message", "param")
+            isinstance(error.get(key), str) for key in ("type", "message", "param")
         )
-    return isinstance(result.get("name"), str) and type(result.get("requests")) is int
+    fallbacks = result.get("fallbacks")
+    return (
+        isinstance(result.get("name"), str)
+        and type(result.get("requests")) is int
+        and isinstance(fallbacks, list)
+        and all(isinstance(each, str) for each in fallbacks)
+    )

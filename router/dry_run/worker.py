@@ -8,6 +8,7 @@ from typing import Any
 from engine.protocol import MicroserveError
 from router.base import import_from
 from router.dry_run.dry_run import dry_run
+from router.dry_run.fleet_engine import FleetEngine
 from router.rollout import Catalog
 
 __all__ = ["try_out"]
@@ -18,8 +19,8 @@ MESSAGE_CHARACTERS = 4000
 def try_out(job: dict[str, Any]) -> dict[str, Any]:
     """Load the strategy of a job and run it dry.
 
-    The job has `source`, `name`, `file`, `folder` and `params`. Returns `name` and `requests`, or
-    `error`.
+    The job has `source`, `name`, `file`, `folder`, `params` and `engines`. Returns `name`,
+    `requests` and `fallbacks`, or `error`.
     """
     source, name, file = job["source"], job["name"], job["file"]
     for folder in (Path(), Path(job["folder"])):
@@ -27,8 +28,10 @@ def try_out(job: dict[str, Any]) -> dict[str, Any]:
     try:
         catalog = Catalog()
         strategy = catalog.load(source, name=name, file=file) if source else catalog[name]
-        requests = dry_run(strategy.bind(job["params"]))
-        return {"name": strategy.name, "requests": requests}
+        engines = [FleetEngine(**each) for each in job["engines"]]
+        fallbacks: set[str] = set()
+        requests = dry_run(strategy.bind(job["params"]), engines, fallbacks)
+        return {"name": strategy.name, "requests": requests, "fallbacks": sorted(fallbacks)}
     except MicroserveError as error:
-        message = error.message[:MESSAGE_CHARACTERS]
-        return {"error": {"message": message, "param": error.param or "source"}}
+        message, param = error.message[:MESSAGE_CHARACTERS], error.param or "source"
+        return {"error": {"type": error.type, "message": message, "param": param}}

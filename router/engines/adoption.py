@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from engine.protocol import EngineState, Internal, ModelInfo, Timeout
+from engine.protocol import ALL_CAPABILITIES, EngineState, Internal, ModelInfo, Timeout
 from router.base import Conflict
 from router.engines.backend import Backend, Refusal
 from router.model import ServedModel
 
 __all__ = ["Adoption"]
+
+log = logging.getLogger(__name__)
 
 MODEL_S = 10.0  # a tokenizer may have megabytes
 REFETCH_S = 1.0  # between two reads of one engine's model
@@ -21,12 +24,15 @@ class Adoption:
     """Admits the engines that have the served model.
 
     The first one decides which model that is, in the order of `backends`. Another model is served
-    once no engine with the earlier one is up.
+    once no engine with the earlier one is up. Engines with other KV but the same name, tokenizer
+    and vocabulary have the same model: they serve too, and exchange no KV with the first ones.
     """
 
     def __init__(self, backends: Callable[[], Iterable[Backend]], patience_s: float) -> None:
         """`patience_s`: how long an engine waits until those before it have answered."""
         self.served: ServedModel | None = None
+        # Of the engines that have the served model: vocabulary and page size, by fingerprint.
+        self._groups: dict[str, tuple[int, int]] = {}
         self._backends = backends
         self._patience_s = patience_s
         self._lock = asyncio.Lock()
@@ -34,9 +40,8 @@ class Adoption:
     async def admit(self, backend: Backend, state: EngineState) -> None:
         """Return if `backend`, which has just reported `state`, may serve.
 
-        Reads the model of a new process. Raises `Conflict` if other engines serve another model: KV
-        could not move between them, and tokens would depend on the engine. Raises what the calls
-        raise, and `Timeout`.
+        Reads the model of a new process. Raises `Conflict` if other engines serve another model.
+        Raises what the calls raise, and `Timeout`.
         """
         same = backend.state is not None and backend.state.epoch == state.epoch
         if same and backend.model is not None:
@@ -52,22 +57,26 @@ class Adoption:
             self.note_contexts()
 
     def note_contexts(self) -> None:
-        """Note the contexts of the engines that have the served model, those that are down too."""
+        """Note the contexts and the KV of the engines that have the served model, also of those
+        that are down."""
         if self.served is None:
             return
-        if contexts := {model.context_length for _, model in self._serving()}:
+        if contexts := {model.context_length for _, model in self.serving()}:
             self.served.contexts = sorted(contexts)
+        first = self.served.info.fingerprint
+        kinds = {model.fingerprint for _, model in self.serving()} | {first}
+        self._groups = {kind: self._groups[kind] for kind in kinds}
+        self.served.uniform = kinds == {first}
 
     def _usable_contexts(self) -> set[int]:
-        return {model.context_length for backend, model in self._serving() if backend.usable}
+        return {model.context_length for backend, model in self.serving() if backend.usable}
 
-    def _serving(self) -> list[tuple[Backend, ModelInfo]]:
+    def serving(self) -> list[tuple[Backend, ModelInfo]]:
         """Return the known engines that have the served model, and their descriptions of it."""
-        fingerprint = self.served.info.fingerprint if self.served is not None else None
         return [
             (backend, backend.model)
             for backend in list(self._backends())
-            if backend.model is not None and backend.model.fingerprint == fingerprint
+            if backend.model is not None and backend.model.fingerprint in self._groups
         ]
 
     async def _fetch(self, backend: Backend, state: EngineState) -> ModelInfo:
@@ -75,7 +84,7 @@ class Adoption:
         if (
             refusal is not None
             and refusal.epoch == state.epoch
-            and (refusal.final or self._in_conflict(backend, refusal.fingerprint))
+            and (refusal.final or self._stands(backend, refusal))
         ):
             raise Conflict(refusal.reason)  # without another look at its tokenizer
         clock = asyncio.get_running_loop().time
@@ -83,9 +92,12 @@ class Adoption:
         backend.fetched = clock()
         try:
             async with asyncio.timeout(MODEL_S):
-                return await backend.client.model()
+                info = await backend.client.model()
         except TimeoutError:
             raise Timeout(f"it did not tell its model within {MODEL_S:g} s") from None
+        said = set(info.capabilities)
+        can = [each for each in ALL_CAPABILITIES if each in said]  # each once
+        return info if can == info.capabilities else info.model_copy(update={"capabilities": can})
 
     async def _predecessors(self, backend: Backend) -> None:
         """Before a first model is served, wait until the engines before `backend` have answered."""
@@ -99,29 +111,34 @@ class Adoption:
                     await other.settled.wait()
 
     async def _adopt(self, backend: Backend, info: ModelInfo, epoch: int) -> None:
-        served = self.served.info if self.served else None
-        if served is not None and served.fingerprint == info.fingerprint:
-            sizes = (info.vocab_size, info.page_size)
-            if sizes != (served.vocab_size, served.page_size):
-                reason = f"its {info.name} has another vocabulary or page size than {served.name}"
-                raise self._refused(backend, Refusal(epoch, info.fingerprint, reason, final=True))
+        served, sizes = self.served, (info.vocab_size, info.page_size)
+        if info.fingerprint in self._groups:
+            if sizes != self._groups[info.fingerprint]:
+                reason = f"its {info.name} has another vocabulary or page size than others like it"
+                raise self._refused(backend, Refusal(epoch, reason, final=True))
             return
-        if served is not None and self._in_conflict(backend, info.fingerprint):
-            reason = f"it serves {info.name}, not the {served.name} served here"
-            if info.name == served.name:
-                reason = f"its {info.name} differs from the one served here, in weights or layout"
-            raise self._refused(backend, Refusal(epoch, info.fingerprint, reason))
+        difference = await asyncio.to_thread(served.difference, info) if served is not None else ""
+        if served is not None and self._others_serve(backend):
+            if difference:
+                raise self._refused(backend, Refusal(epoch, difference, served.info.fingerprint))
+            log.info("engine %s exchanges no KV with those of other weights or layout", backend.id)
+            self._groups[info.fingerprint] = sizes
+            return
         try:
             self.served = await asyncio.to_thread(ServedModel, info)
         except Internal as error:
-            refusal = Refusal(epoch, info.fingerprint, error.message, final=True)
-            raise self._refused(backend, refusal) from error
+            raise self._refused(backend, Refusal(epoch, error.message, final=True)) from error
         self.served.usable_contexts = self._usable_contexts
+        if difference:
+            self._groups.clear()
+        self._groups[info.fingerprint] = sizes
 
-    def _in_conflict(self, backend: Backend, fingerprint: str) -> bool:
-        """Whether other engines serve another model than that of `fingerprint`."""
-        if self.served is None or self.served.info.fingerprint == fingerprint:
-            return False
+    def _stands(self, backend: Backend, refusal: Refusal) -> bool:
+        """Whether the model is still served because of which it was refused."""
+        served = self.served.info.fingerprint if self.served is not None else None
+        return refusal.served == served and self._others_serve(backend)
+
+    def _others_serve(self, backend: Backend) -> bool:
         return any(
             other.model is not None and other.status != "down"
             for other in self._backends()

@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from engine.protocol import EngineState, ModelInfo
+from engine.protocol import (
+    ALL_CAPABILITIES,
+    Capability,
+    EngineState,
+    Internal,
+    ModelInfo,
+    Unsupported,
+)
 from router.base import CancelScope, EngineId, EngineUnreachable
 from router.engines.api import ChunkStream, EngineCalls
 from router.engines.circuit_breaker import CircuitBreaker
+from router.engines.load import Load
 
-__all__ = ["ROLES", "Backend", "Hosted", "Load", "Refusal", "Role", "Source", "guard"]
+__all__ = ["ROLES", "Backend", "Hosted", "Refusal", "Role", "Source", "guard"]
 
 T = TypeVar("T")
 Role = Literal["any", "prefill", "decode"]
@@ -23,41 +30,10 @@ ROLES: tuple[Role, ...] = get_args(Role)
 Source = Literal["flag", "file", "admin", "heartbeat"]  # how the router learned of it
 Status = Literal["unknown", "up", "suspect", "down"]
 
-# Load of a running stream, in tokens of prefill: about what one more sequence adds to a step, and
-# enough to spread streams if no prefill waits.
-STREAM_TOKENS = 32
+SHOWN = 64  # characters of a fingerprint
 # The part of the time that counts as silence while an engine reports work: a request that waits
 # there is silent too.
 BUSY_SHARE = 0.05
-
-
-class Load:
-    """This router's work in flight on an engine. Each increase is paired with a decrease."""
-
-    __slots__ = ("streams", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens = 0  # to prefill or send, not done yet
-        self.streams = 0  # generations, and leases that will become one
-
-    @property
-    def idle(self) -> bool:
-        return not self.tokens and not self.streams
-
-    @property
-    def weight(self) -> int:
-        return self.tokens + STREAM_TOKENS * self.streams
-
-    @contextmanager
-    def work(self, *, tokens: int = 0, streams: int = 0) -> Iterator[None]:
-        """Count this much work while the body runs."""
-        self.tokens += tokens
-        self.streams += streams
-        try:
-            yield
-        finally:
-            self.tokens -= tokens
-            self.streams -= streams
 
 
 class Hosted(Protocol):
@@ -84,14 +60,14 @@ class Hosted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the process of `epoch`, with the model of `fingerprint`, may not serve.
+    """Why the process of `epoch` may not serve.
 
-    `final`: whatever the other engines serve.
+    That is so while the model with the fingerprint `served` is served, or, `final`, in any case.
     """
 
     epoch: int
-    fingerprint: str
     reason: str
+    served: str = ""
     final: bool = False
 
 
@@ -170,6 +146,28 @@ class Backend:
         """Whether its context has room for so many tokens, as far as its model is known."""
         return self.model is None or self.model.context_length >= tokens
 
+    def can(self, capability: Capability) -> bool:
+        """Whether it has a capability, as far as its model is known. Raises `ValueError`."""
+        if capability not in ALL_CAPABILITIES:
+            known = ", ".join(ALL_CAPABILITIES)
+            raise ValueError(f"no capability {capability!r}; there are: {known}")
+        return self.model is None or capability in self.model.capabilities
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page. Raises `Internal` before the model is known."""
+        if self.model is None:
+            raise Internal(f"engine {self.id} is used before it is known")
+        return self.model.page_size
+
+    def require(self, *capabilities: Capability) -> None:
+        """Raise `Unsupported`, with the capability as its code, if it lacks one of these."""
+        for capability in capabilities:
+            if not self.can(capability):
+                raise Unsupported(
+                    f"engine {self.id} does not support {capability}", code=capability
+                )
+
     def suspect(self, reason: str) -> None:
         """Note that a leg could not reach it. Its other legs go on and will notice themselves."""
         if self.status == "up":
@@ -228,10 +226,22 @@ class Backend:
         """The digest of its cluster secret; None if it has not told."""
         return self.state.secret_digest if self.state is not None else None
 
-    def exchanges_with(self, other: Backend) -> bool:
-        """Whether the two accept each other's addresses, as far as their secrets are known."""
+    def barrier_to(self, other: Backend) -> str:
+        """Return what keeps KV from moving between the two, as far as is known; empty: nothing."""
+        if self.model and other.model and self.model.fingerprint != other.model.fingerprint:
+            return "have different KV: weights, dtype, layout or page size"
         mine, theirs = self.secret_digest, other.secret_digest
-        return mine is None or theirs is None or mine == theirs
+        if None not in (mine, theirs) and mine != theirs:
+            return "have different cluster secrets"
+        return ""
+
+    def exchanges_with(self, other: Backend) -> bool:
+        """Whether the two have the same kind of KV and accept each other's addresses."""
+        return self is other or not self.barrier_to(other)
+
+    def sends_to(self, other: Backend) -> bool:
+        """Whether it can put KV into `other`."""
+        return self.can("remote_send") and other.can("prep_recv") and self.exchanges_with(other)
 
     def watch(self, stream: ChunkStream) -> None:
         """Abort `stream` if the engine goes down, until `unwatch`."""
@@ -257,6 +267,9 @@ class Backend:
             "breaker": self.breaker.state,
             "model": self.model.name if self.model else None,
             "context_length": self.model.context_length if self.model else None,
+            "page_size": self.model.page_size if self.model else None,
+            "kv": self.model.fingerprint[:SHOWN] if self.model else None,
+            "capabilities": self.model.capabilities if self.model else None,
             "epoch": state.epoch if state else None,
             "load": {"tokens": self.load.tokens, "streams": self.load.streams},
             "mirrored": {

@@ -120,15 +120,17 @@ class PrefixIndex:
     def cached(self, backend: Backend, request: Request, end: int, *, coming: bool = True) -> int:
         """Return how many of `tokens[:end]` are cached there, in full pages.
 
-        With `coming`, pages on their way count too. 0 until the engine has reported what it has;
-        see `known`.
+        With `coming`, pages on their way count too. 0 until the engine has reported what it has
+        (see `known`), and for one that never does.
         """
+        if not backend.can("prefixes"):
+            return 0
         view = self._follow(backend)
         lacks = view.lacks if coming else view.lacks_now
         names = _names(backend, request, end)
         if not names or lacks(names[0]):
             return 0
-        return bisect_left(names, True, key=lacks) * _page_size(backend)
+        return bisect_left(names, True, key=lacks) * backend.page_size
 
     def expect(self, backend: Backend, request: Request, end: int) -> Expected:
         """Note that the full pages of `tokens[:end]` are on their way into the cache there."""
@@ -142,7 +144,11 @@ class PrefixIndex:
         return Expected(view.expected, _names(backend, request, end))
 
     async def known(self, backend: Backend) -> None:
-        """Wait until the engine has reported what it has cached."""
+        """Wait until the engine has reported what it has cached.
+
+        Raises `Unsupported` if it never does.
+        """
+        backend.require("prefixes")
         await self._follow(backend).ready.wait()
 
     def forget(self, backend: Backend) -> None:
@@ -170,6 +176,9 @@ async def _keep_up(backend: Backend, view: _View) -> None:
     """Follow the engine's changes, without end; forget all whenever the stream is lost."""
     clock, pauses = asyncio.get_running_loop().time, Pauses(RETRY_S, LONGEST_RETRY_S)
     while True:
+        if not backend.can("prefixes"):  # another process than the one that was asked about
+            await asyncio.sleep(RETRY_S)
+            continue
         began = clock()
         try:
             await guard(_read(backend, view), backend, endless=True)
@@ -205,14 +214,8 @@ def _most_pages(backend: Backend) -> int:
 
 def _names(backend: Backend, request: Request, end: int) -> list[PageName]:
     """Return the names of the full pages of `tokens[:end]`."""
-    size = _page_size(backend)
+    size = backend.page_size
     return request.page_names(size)[: end // size]
-
-
-def _page_size(backend: Backend) -> int:
-    if backend.model is None:
-        raise Internal(f"engine {backend.id} is used before it is known")
-    return backend.model.page_size
 
 
 NOTHING = Expected(Counter(), ())

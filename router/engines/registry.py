@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 
-from engine.protocol import EngineState
+from engine.protocol import EngineState, ModelInfo
 from router.base import Conflict, EngineId, NoEngines, NotFound, RouterConfig
 from router.engines.adoption import Adoption
 from router.engines.api import EngineCalls
@@ -183,6 +183,13 @@ class Registry:
         if self._adoption.served is None:
             raise NoEngines("no engine has answered yet")
         return self._adoption.served
+
+    def serving(self) -> list[tuple[Backend, ModelInfo]]:
+        """Return the engines that have the served model, and their descriptions of it.
+
+        Those that are down count; fingerprint, page size and capabilities may differ.
+        """
+        return self._adoption.serving()
 
     async def settled(self, timeout: float) -> None:
         """Wait until no engine is unknown or suspect, at most `timeout` seconds."""

@@ -23,6 +23,7 @@ from engine.protocol import (
     NoCapacity,
     TooLarge,
     Unauthorized,
+    Unsupported,
 )
 from router.admission import AdmissionQueue, Claim, Place, RetryBudget
 from router.base import Chunk, EngineUnreachable, Moved, NoEngines, Request, StrategyError
@@ -255,8 +256,8 @@ class _Choice:
         if isinstance(error, FINAL) or self._tries >= self._runtime.config.attempts:
             return False
         # The first loss of an engine is free: it hits many requests at once, through no fault of
-        # theirs.
-        if self._tries == 1 and isinstance(error, EngineUnreachable | Draining):
+        # theirs. So is the first call that an engine does not support: it has taken no work.
+        if self._tries == 1 and isinstance(error, EngineUnreachable | Draining | Unsupported):
             return True
         if self._claim.spend():
             return True

@@ -52,10 +52,10 @@ async def migrate_prefix(
     for backend in (source, target):
         if backend.status != "up":
             raise EngineUnreachable(f"engine {backend.id} is {backend.status}")
-    if not source.exchanges_with(target):
-        raise BadRequest(
-            f"engines {source.id} and {target.id} have different cluster secrets", param="to"
-        )
+    if barrier := source.barrier_to(target):
+        raise BadRequest(f"engines {source.id} and {target.id} {barrier}", param="to")
+    source.require("prefixes", "remote_send", *(("pin",) if pin else ()))
+    target.require("prep_recv", "commit", *(("pin",) if pin else ()))
     whole = Request(uuid.uuid4().hex, list(prefix), Sampling())
     await guard(prefixes.known(source), source)
     end = prefixes.cached(source, whole, len(prefix), coming=False)

@@ -81,7 +81,8 @@ async def relocated(
 
     It resumes from the replica of `origin` if that is up to date. Otherwise the old engine sends
     the full pages of prompt and output that it has cached to another one, which computes the rest:
-    at most a page, and what the old engine has lost. Raises what the calls raise.
+    at most a page, and what the old engine has lost. If no other engine can receive them, one
+    computes everything. Raises what the calls raise.
     """
     mirror = origin.mirror
     attempt.alone = False  # the old engine takes part, though it takes no new work
@@ -96,8 +97,12 @@ async def relocated(
         async for chunk in old.resume(request, mirror):
             yield chunk
         return
-    new = cluster.decode.least_loaded(exclude=old)
-    page = attempt.runtime.registry.model.info.page_size
+    new = cluster.decode.receiving_from(old).least_loaded(exclude=old)
+    if new == old:
+        async for chunk in cluster.decode.least_loaded(exclude=old).resume(request, mirror):
+            yield chunk
+        return
+    page = origin.backend.page_size
     end = (len(request.tokens) - 1) // page * page
     async with new.prep_recv(request, end=end) as kv:
         if kv.match_len < end:

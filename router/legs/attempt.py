@@ -13,12 +13,14 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from engine.protocol import (
+    Capability,
     Draining,
     Internal,
     LeaseExpired,
     MicroserveError,
     PeerUnreachable,
     Timeout,
+    Unsupported,
 )
 from router.base import (
     BadReply,
@@ -176,6 +178,15 @@ class Attempt:
         """A leg that lasts as long as the body."""
         return self.receipt.timed(self.begin_leg(call, backend, begin, end))
 
+    def require(self, backend: Backend, *capabilities: Capability) -> None:
+        """Raise `Unsupported` if `backend` lacks one of these; the next attempt avoids it then."""
+        try:
+            backend.require(*capabilities)
+        except Unsupported:
+            self.blamed.add(backend)
+            self.fallback("unsupported", once=True)
+            raise
+
     def expect(self, backend: Backend, request: Request, end: int) -> Expected:
         """Announce that the full pages of `tokens[:end]` will enter `backend`'s prefix cache."""
         return self.runtime.registry.prefixes.expect(backend, request, end)
@@ -245,8 +256,9 @@ class Attempt:
         Errors that are the engine's own fault count for its breaker. A full engine, a deadline that
         passed there, and a bad request show that the engine answers.
         """
-        if isinstance(error, Draining):
+        if isinstance(error, Draining | Unsupported):
             self.blamed.add(backend)
+        if isinstance(error, Draining):
             backend.probe.set()
         if isinstance(error, LeaseExpired) and backend not in self.senders:
             # It has waited in vain for KV that others say they have sent: a sender is at fault.
@@ -279,9 +291,13 @@ class Attempt:
         self.runtime.metrics.delegations.labels(name).inc()
         self.receipt.delegated(name)
 
-    def fallback(self, name: str) -> None:
-        """Note that something was done differently from what was asked for."""
-        self.runtime.metrics.fallbacks.labels(name).inc()
+    def fallback(self, name: str, *, once: bool = False) -> None:
+        """Note that something was done differently from what was asked for.
+
+        `once`: it counts once, however often the request does it.
+        """
+        if not once or name not in self.receipt.fallbacks:
+            self.runtime.metrics.fallbacks.labels(name).inc()
         self.receipt.fallback(name)
 
 

@@ -35,6 +35,11 @@ class LeaseGrant:
     on_sent: Callable[[], None] | None = None  # called when `sent` has grown
 
     @property
+    def committed(self) -> bool:
+        """Whether its KV is in the prefix cache there, so that there is no lease to take over."""
+        return self.replica is not None and self.replica.committed
+
+    @property
     def open(self) -> bool:
         """Whether an engine holds room for it."""
         return not self.consumed and not self.collapsed

@@ -34,13 +34,18 @@ class MirrorPlan:
     every: int
     rank: Rank | None = None
 
+    def ordered(self, engines: list[Backend]) -> list[Backend]:
+        """Return engines of the ring in the order in which they are wanted."""
+        return engines if self.rank is None else sorted(engines, key=self.rank)
+
 
 class Replica:
     """A lease on `backend` into which `source` puts the KV of the generation of `leg`.
 
-    `landed` counts the tokens of prompt and output whose KV is known to be there. `lost` is called
-    once, as soon as nothing can be resumed from the replica; `unwanted` is called when its engine
-    is drained.
+    Without a `lease_id` it is committed: `source` has put full pages into the prefix cache there,
+    which may evict them. `landed` counts the tokens of prompt and output whose KV is known to be
+    there. `lost` is called once, as soon as nothing can be resumed from the replica; `unwanted` is
+    called when its engine is drained.
     """
 
     __slots__ = (
@@ -70,6 +75,11 @@ class Replica:
         self._unwanted = unwanted
         backend.replicas[self] = None
         source.mirrored[self] = None
+
+    @property
+    def committed(self) -> bool:
+        """Whether it is in the prefix cache, and not in a lease."""
+        return not self.lease_id
 
     @property
     def lag(self) -> int:
@@ -134,6 +144,8 @@ class Replicas:
         if replica.over:
             return None
         replica.forget()
+        if replica.committed:
+            return None
         body = {"lease_id": replica.lease_id}
         return self._releaser.spawn(replica.backend, body, self._headers)
 

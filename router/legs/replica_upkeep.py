@@ -109,16 +109,30 @@ class ReplicaUpkeep:
         if self._repair is not None:
             self._repair.cancel()
 
-    def _candidates(self) -> list[Backend]:
-        ring = self._attempt.runtime.registry.ring(self._backend)
-        if self._replica is not None and not self._replica.over:
-            ring = [backend for backend in ring if backend is not self._replica.backend]
-        ring = [
-            backend
-            for backend in ring
-            if self._backend.exchanges_with(backend) and backend.holds(self._most)
+    @property
+    def possible(self) -> bool:
+        """Whether an engine can hold the replica now."""
+        return bool(self._able())
+
+    def _able(self) -> list[Backend]:
+        """Return the engines that can hold it, in the order of the ring."""
+        source = self._backend
+        if not source.can("mirror"):
+            return []
+        return [
+            each
+            for each in self._attempt.runtime.registry.ring(source)
+            if source.exchanges_with(each)
+            and each.holds(self._most)
+            and each.can("prep_recv")
+            and each.can("mirror")
         ]
-        return ring if self._mirror.rank is None else sorted(ring, key=self._mirror.rank)
+
+    def _candidates(self) -> list[Backend]:
+        able = self._able()
+        if self._replica is not None and not self._replica.over:
+            able = [backend for backend in able if backend is not self._replica.backend]
+        return self._mirror.ordered(able)
 
     async def _open(self, backend: Backend, patience_s: float) -> Replica:
         """Open a lease on `backend` for all tokens so far and `RESERVE` more.

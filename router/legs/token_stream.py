@@ -13,6 +13,7 @@ from router.engines import NOTHING, Backend, ChunkStream, Expected
 from router.legs.arrival import arrival
 from router.legs.attempt import Attempt
 from router.legs.choices import Origin
+from router.legs.committed_replica import CommittedReplica
 from router.legs.grant import LeaseGrant
 from router.legs.replica import MirrorPlan
 from router.legs.replica_upkeep import ReplicaUpkeep
@@ -67,9 +68,7 @@ class TokenStream:
         self._leg: Leg | None = None
         self._over = False
         self.mirror = mirror
-        self._upkeep = (
-            ReplicaUpkeep(attempt, backend, mirror, request) if mirror is not None else None
-        )
+        self._upkeep = _upkeep(attempt, backend, request, mirror)
         self._expected: Expected = NOTHING  # pages on their way into its cache
         self._load = (0, 0)  # its part of the backend's load: tokens to prefill, streams
 
@@ -155,17 +154,19 @@ class TokenStream:
             self._kv.reserved_load.close()  # the stream itself is counted now
         body = request.sampling.model_dump(exclude_defaults=True)
         body["prompt"] = request.prompt
-        if self._kv is None or self._kv.replica is None:
+        if self._kv is None or self._kv.replica is None or self._kv.committed:
             body["begin"] = self._begin  # without it: what has landed
         if request.output:
             body["output"] = request.output
+            if not backend.can("resume") and not request.greedy:
+                attempt.fallback("inexact_resume", once=True)
         if request.priority:
             body["priority"] = request.priority
         if request.chunk_tokens > 1:
             body["stream_tokens"] = request.chunk_tokens
         elif interval := attempt.runtime.config.stream_interval_ms:
             body["stream_ms"] = interval
-        if self._kv is not None:
+        if self._kv is not None and not self._kv.committed:
             body["lease_id"] = self._kv.lease_id
         if self._upkeep is not None:
             attempt.mirrored = True
@@ -175,7 +176,7 @@ class TokenStream:
         if self._fork_of is not None:
             body["fork_of"] = self._fork_of
         choices, choice = attempt.choices, request.sampling.choice
-        if choices is not None and (expected := choices.expected(choice)):
+        if choices is not None and (expected := choices.expected(choice)) and backend.can("fork"):
             body["forks"] = expected
         try:
             stream = await self._start(body)
@@ -264,3 +265,16 @@ class TokenStream:
             self._backend.unwatch(self._stream)
             if leg.error is not None:
                 self._stream.abort()
+
+
+def _upkeep(
+    attempt: Attempt, backend: Backend, request: Request, mirror: MirrorPlan | None
+) -> ReplicaUpkeep | CommittedReplica | None:
+    """Return what keeps the replica of a generation on `backend`, if there shall be one."""
+    if mirror is None:
+        return None
+    mirrors = ReplicaUpkeep(attempt, backend, mirror, request)
+    if backend.can("mirror") and mirrors.possible:
+        return mirrors
+    commits = CommittedReplica(attempt, backend, mirror, request)
+    return mirrors if backend.can("mirror") and not commits.possible else commits

@@ -28,14 +28,7 @@ class ServedModel:
         self.contexts: Sequence[int] = (info.context_length,)  # of the engines, ascending
         # Those of the engines that take new work now. May be called in any thread.
         self.usable_contexts: Callable[[], Collection[int]] = lambda: self.contexts
-        try:
-            # tokenizers raises plain Exceptions.
-            self._tokenizer = Tokenizer.from_str(info.tokenizer_json)
-        except BaseException as error:
-            # A panic within it is no `Exception`.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise Internal(f"the tokenizer of {info.name}: {error}") from error
+        self._tokenizer = _read_tokenizer(info)
         try:
             self._template = ChatTemplate(
                 info.chat_template, bos_token=info.bos_token, eos_token=info.eos_token
@@ -45,9 +38,31 @@ class ServedModel:
         bos = self._tokenizer.token_to_id(info.bos_token) if info.bos_token else None
         self._bos: int | None = bos if info.add_bos else None
         self.created = int(time.time())
-        # OpenAI's field: equal fingerprints and seeds promise equal answers.
+        self.uniform = True  # whether all engines have its very weights, dtype and layout
         digest = hashlib.sha256(info.fingerprint.encode()).hexdigest()
-        self.system_fingerprint = f"fp_{digest[:10]}"
+        self._system_fingerprint = f"fp_{digest[:10]}"
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        """OpenAI's field: equal ones, and seeds, promise equal answers; `None`: no promise."""
+        return self._system_fingerprint if self.uniform else None
+
+    def difference(self, info: ModelInfo) -> str:
+        """Return why requests for this model cannot be served by that of `info`; empty: they can.
+
+        They can if name, vocabulary and tokenizer are equal. Weights, dtype and the layout of KV
+        may differ. Comparing tokenizers takes long enough to belong in a thread.
+        """
+        mine = self.info
+        if info.name != mine.name:
+            return f"it serves {info.name}, not the {mine.name} served here"
+        if info.vocab_size != mine.vocab_size or set(info.eos_token_ids) != set(mine.eos_token_ids):
+            return f"its {info.name} has another vocabulary or other EOS tokens than the one served"
+        special = (info.bos_token, info.eos_token, info.add_bos)
+        same = special == (mine.bos_token, mine.eos_token, mine.add_bos) and (
+            info.tokenizer_json == mine.tokenizer_json or _canonical(info) == _canonical(mine)
+        )
+        return "" if same else f"its {info.name} has another tokenizer than the one served here"
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a prompt; with `special`, BOS is added if the model uses one."""
@@ -121,3 +136,27 @@ class ServedModel:
         rooms = [context - prompt_tokens for context in self.usable_contexts()]
         most = max(rooms, default=0)
         return min(room for room in rooms if 2 * room >= most) if most > 0 else left
+
+
+def _read_tokenizer(info: ModelInfo) -> Tokenizer:
+    """Return the tokenizer. Raises `Internal` if it is invalid."""
+    try:
+        # tokenizers raises plain Exceptions.
+        return Tokenizer.from_str(info.tokenizer_json)
+    except BaseException as error:
+        # A panic within it is no `Exception`.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise Internal(f"the tokenizer of {info.name}: {error}") from error
+
+
+def _canonical(info: ModelInfo) -> str:
+    """Return the tokenizer in one of the forms that mean the same; empty if it is invalid."""
+    try:
+        tokenizer = _read_tokenizer(info)
+    except Internal:
+        return ""
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    text: str = tokenizer.to_str()
+    return text

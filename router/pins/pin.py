@@ -37,7 +37,7 @@ class Pin:
 
     id: PageName  # of the last page, so of all tokens
     tokens: array[int]
-    fingerprint: str  # of the model
+    fingerprint: str  # of the engines' KV
     preview: str  # the beginning of its text
     copies: int = 0  # wanted in all
     engines: dict[EngineId, None] = field(default_factory=dict)  # on which copies are wanted

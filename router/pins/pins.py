@@ -5,8 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from engine.protocol import BadRequest, ModelInfo, NoCapacity, PageName, page_names
-from router.base import EngineId, NotFound
+from engine.protocol import (
+    BadRequest,
+    ModelInfo,
+    NoCapacity,
+    PageName,
+    Unsupported,
+    page_names,
+)
+from router.base import Conflict, EngineId, NotFound
 from router.engines import Backend
 from router.legs import Runtime
 from router.pins.pin import Pin
@@ -23,7 +30,8 @@ PREVIEW = 80  # characters
 class Pins:
     """The prefixes that the fleet keeps, whatever its engines would evict (§3.5).
 
-    Prefixes are told apart by their full pages; what follows the last of these is not kept.
+    Prefixes are told apart by their full pages; what follows the last of these is not kept. All
+    copies of a prefix are on engines that have the same kind of KV.
     """
 
     def __init__(self, runtime: Runtime, events: Events) -> None:
@@ -40,7 +48,11 @@ class Pins:
 
     def find(self, tokens: Sequence[int]) -> Pin:
         """Return the pin of a prefix. Raises `NotFound`, or `BadRequest` if it has no full page."""
-        return self[_id(tokens, self._runtime.registry.model.info)]
+        served = self._runtime.registry.model.info
+        infos = [served, *(info for _, info in self._runtime.registry.serving())]
+        ids = [_last_name(tokens, size) for size in {info.page_size for info in infos}]
+        known = next((id for id in ids if id in self._pins), None)
+        return self[known if known is not None else _id(tokens, served)]
 
     def __getitem__(self, id: str) -> Pin:
         """Return the pin with this id. Raises `NotFound`."""
@@ -60,13 +72,14 @@ class Pins:
         """Keep a prefix: on the engine with this id, or so many copies in all; by default one.
 
         Engines add up; a number of copies replaces the earlier one, and those on named engines
-        count. Raises `BadRequest` for what can never be, `NotFound` for an unknown engine, and
-        `NoCapacity` beyond the limits.
+        count. Raises `BadRequest` for what can never be, `NotFound` for an unknown engine,
+        `NoCapacity` beyond the limits, `Unsupported` if the engines cannot pin, and `Conflict` if
+        the prefix is pinned on engines that exchange no KV with the named one.
         """
-        info = self._runtime.registry.model.info
+        info = self._info(tokens, engine)
         full = len(tokens) // info.page_size * info.page_size
         backends = [self._engine(engine)] if engine is not None else list(self._runtime.registry)
-        if not any(fits(backend, full) for backend in backends):
+        if not any(fits(backend, full) for backend in backends if _has(backend, info)):
             raise BadRequest(
                 f"{full} tokens exceed what can be pinned of an engine: half of its pool, and its "
                 "context but one token",
@@ -117,6 +130,34 @@ class Pins:
         """Keep the prefixes until cancelled; then unpin them on the engines that answer."""
         await self._reconciler.run()
 
+    def _info(self, tokens: Sequence[int], engine: str | None) -> ModelInfo:
+        """Return the model as those engines have it that keep, or shall keep, a prefix."""
+        registry = self._runtime.registry
+        served, serving = registry.model.info, registry.serving()
+        if engine is not None:
+            named = self._engine(engine)
+            named.require("pin")
+            served = next((info for each, info in serving if each is named), served)
+        pin = self._pins.get(_last_name(tokens, served.page_size))
+        if pin is not None and pin.wanted and pin.fingerprint != served.fingerprint:
+            for _, info in serving:
+                if info.fingerprint == pin.fingerprint:
+                    if engine is None:
+                        return info
+                    raise Conflict(
+                        f"this prefix is pinned on engines that exchange no KV with {engine}; "
+                        "unpin it first",
+                        param="engine",
+                    )
+        if engine is not None:
+            return served
+        able = [info for each, info in serving if each.can("pin")]
+        if serving and not able:
+            raise Unsupported("no engine of this router supports pin", param="prefix")
+        if not able or served.fingerprint in [info.fingerprint for info in able]:
+            return served
+        return able[0]
+
     def _engine(self, id: str) -> Backend:
         try:
             return self._runtime.registry[id]
@@ -131,14 +172,23 @@ class Pins:
             raise NoCapacity(f"the pinned prefixes would have more than {MOST_TOKENS} tokens")
 
 
+def _has(backend: Backend, info: ModelInfo) -> bool:
+    """Whether the engine has this very model, as far as is known."""
+    return backend.model is None or backend.model.fingerprint == info.fingerprint
+
+
+def _last_name(tokens: Sequence[int], page_size: int) -> PageName:
+    """Return the name of the last full page; empty without one."""
+    return next(reversed(page_names(tokens, page_size)), PageName(""))
+
+
 def _id(tokens: Sequence[int], info: ModelInfo) -> PageName:
-    names = page_names(tokens, info.page_size)
-    if not names:
+    if not (name := _last_name(tokens, info.page_size)):
         raise BadRequest(
             f"a prefix of {len(tokens)} tokens has no full page of {info.page_size}",
             param="prefix",
         )
-    return names[-1]
+    return name
 
 
 def _fewer_than_named(pin: Pin) -> BadRequest:

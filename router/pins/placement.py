@@ -76,6 +76,7 @@ def can_take(pin: Pin, backend: Backend) -> bool:
         and not backend.breaker.resting
         and backend.model is not None
         and backend.model.fingerprint == pin.fingerprint
+        and backend.can("pin")
         and fits(backend, len(pin.tokens))
     )
 
@@ -135,8 +136,10 @@ def source_of(
     peers = [
         backend
         for backend in backends
-        if backend is not target and backend.status == "up" and backend.exchanges_with(target)
+        if backend is not target and backend.status == "up" and backend.sends_to(target)
     ]
+    if not target.can("commit"):
+        return None
     if copies := [backend for backend in peers if pin.complete(backend)]:
         return min(copies, key=lambda backend: backend.load.weight), size
 

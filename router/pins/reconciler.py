@@ -230,6 +230,9 @@ class Reconciler:
         Engines that have been removed are told once.
         """
         release_s = self._runtime.config.release_timeout_s
+        if not backend.can("pin"):  # a new process, of another kind
+            pin.placed.pop(backend, None)
+            return True
         try:
             async with self._calls_to(backend), asyncio.timeout(release_s):
                 await unpin_at(self._runtime, pin.tokens.tolist(), backend)
@@ -253,7 +256,8 @@ class Reconciler:
 
         with suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_S):
-                await asyncio.gather(*(known(each) for each in self._registry if each.usable))
+                told = (each for each in self._registry if each.usable and each.can("prefixes"))
+                await asyncio.gather(*(known(each) for each in told))
 
     async def _bounded(self, call: Coroutine[Any, Any, T]) -> T:
         limit_s = self._runtime.config.request_timeout_s
@@ -280,6 +284,8 @@ class Reconciler:
         there: defaultdict[Backend, list[Pin]] = defaultdict(list)
         for pin in self._pins.values():
             for backend in pin.placed:
+                if not backend.can("pin"):
+                    continue
                 there[backend].append(pin)
 
         async def end(backend: Backend, pins: list[Pin]) -> None:

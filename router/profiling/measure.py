@@ -59,6 +59,11 @@ async def measure(
     """
     probe = Probe(engine)
     await probe.meet()
+    other = None
+    if peer is not None:
+        other = Probe(peer, seed=1)
+        await other.meet()
+        probe.check_puts(other)
     info, state = probe.info, probe.state
     longest = min(info.context_length, state.pages.total * state.page_size) - 1
     for _ in range(WARM_UP):
@@ -72,9 +77,7 @@ async def measure(
         steps.append(await _decode(probe, batch, context, min(OUTPUT, longest - context)))
     say(f"decodes: {len(steps) - prompts} batches")
     puts, put = [], NO_LINK
-    if peer is not None:
-        other = Probe(peer, seed=1)
-        await other.meet()
+    if other is not None:
         puts = [
             each for tokens in PUTS if tokens < longest for each in await _put(probe, other, tokens)
         ]

@@ -68,6 +68,14 @@ class Probe:
                 f"{self.client.url} is at work: an engine is profiled while it is idle"
             )
 
+    def check_puts(self, peer: Probe) -> None:
+        """Raise `BadRequest` unless it can put KV into `peer`."""
+        for probe, capability in ((self, "remote_send"), (peer, "prep_recv")):
+            if capability not in probe.info.capabilities:
+                raise BadRequest(f"{probe.client.url} does not support {capability}")
+        if self.info.fingerprint != peer.info.fingerprint:
+            raise BadRequest(f"{self.client.url} and {peer.client.url} exchange no KV")
+
     def prompt(self, tokens: int) -> list[int]:
         """Return a prompt that no cache knows."""
         return [FIRST_ID + self._source.randrange(IDS) for _ in range(tokens)]

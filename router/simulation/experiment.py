@@ -185,7 +185,7 @@ class _Run:
         if not workload.timed or count is None:
             raise BadRequest(f"the workload {experiment.workload.name} needs a rate and a number")
         fleet = VirtualFleet(call_s=experiment.call_s)
-        engines = [fleet.add(one.config, one.profile) for one in experiment.fleet]
+        engines = [fleet.add(one.config, one.profile, one.kind) for one in experiment.fleet]
         if self._observe is not None:
             self._observe(fleet)
         watchdog = Watchdog(Metrics(), BLOCK_LIMIT_S)

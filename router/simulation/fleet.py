@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from engine.latency import Profile
 from engine.protocol import (
+    Capability,
     Commit,
     EngineConfig,
     EngineState,
@@ -27,8 +28,16 @@ from engine.protocol import (
     RemoteSend,
     RemoteSendReply,
     StartGenerate,
+    Unsupported,
 )
-from engine.virtual import VOCAB, Endpoint, VirtualEngine, VirtualNetwork, VirtualStream
+from engine.virtual import (
+    VOCAB,
+    Endpoint,
+    EngineKind,
+    VirtualEngine,
+    VirtualNetwork,
+    VirtualStream,
+)
 from router.base import Chunk, EngineUnreachable, Mirrored, NobodyListens, Usage
 from router.engines import Headers
 
@@ -43,6 +52,7 @@ TOKENIZER = (
 )
 
 
+USUAL = EngineKind()
 # Copied for each call: pydantic takes long to make all these fields.
 PLAIN = StartGenerate(request_id="plain", prompt=[0])
 
@@ -67,10 +77,10 @@ class VirtualFleet:
         self._peers: dict[str, Endpoint] = {}
         self._most = {} if most_at_once is None else {"most_at_once": most_at_once}
 
-    def add(self, config: EngineConfig, profile: Profile) -> VirtualCalls:
-        """Add an engine."""
+    def add(self, config: EngineConfig, profile: Profile, kind: EngineKind = USUAL) -> VirtualCalls:
+        """Add an engine. It answers `Unsupported` to calls that its kind does not support."""
         engine = VirtualEngine(
-            config, profile, self.network, self._peers, self._extend, **self._most
+            config, profile, self.network, self._peers, self._extend, kind=kind, **self._most
         )
         calls = VirtualCalls(engine, self)
         self.engines[calls.url] = calls
@@ -85,7 +95,7 @@ class VirtualFleet:
         old = calls.engine
         calls.engine = VirtualEngine(
             old.config, old.profile, self.network, self._peers, self._extend,
-            epoch=old.identity.epoch + 1, **self._most,
+            kind=old.kind, epoch=old.identity.epoch + 1, **self._most,
         )  # fmt: skip
 
     def connect(self, url: str) -> VirtualCalls:
@@ -122,10 +132,12 @@ class VirtualCalls:
         self.url = engine.identity.url
 
     async def prep_recv(self, body: dict[str, Any], headers: Headers) -> PrepRecvReply:
+        self._check("prep_recv", *(("mirror",) if body.get("reserve") else ()))
         call = PrepRecv.model_construct(**body)
         return await self._call(lambda: self.engine.prep_recv(call))
 
     async def remote_send(self, body: dict[str, Any], headers: Headers) -> RemoteSendReply:
+        self._check("remote_send")
         call = RemoteSend.model_construct(**body)
         await self._travel()
         try:
@@ -138,7 +150,10 @@ class VirtualCalls:
 
     async def start_generate(self, body: dict[str, Any], headers: Headers) -> VirtualChunks:
         call = PLAIN.model_copy(update={**_empty(), **body})
+        if "forks" in body or "fork_of" in body:
+            self._check("fork")
         if "mirror" in body:
+            self._check("mirror")
             call.mirror = Mirror.model_construct(**body["mirror"])
         await self._travel()
         try:
@@ -154,10 +169,12 @@ class VirtualCalls:
         return VirtualChunks(stream, self)
 
     async def mirror(self, body: dict[str, Any], headers: Headers) -> None:
+        self._check("mirror")
         call = MirrorGeneration.model_construct(**body)
         await self._call(lambda: self.engine.mirror(call))
 
     async def commit(self, body: dict[str, Any], headers: Headers) -> None:
+        self._check("commit")
         call = Commit.model_construct(**body)
         await self._call(lambda: self.engine.commit(call.lease_id))
 
@@ -166,14 +183,17 @@ class VirtualCalls:
         await self._call(lambda: self.engine.release(call))
 
     async def pin(self, body: dict[str, Any], headers: Headers) -> int:
+        self._check("pin")
         call = Pin.model_construct(**body)
         return await self._call(lambda: self.engine.pin(call))
 
     async def unpin(self, body: dict[str, Any], headers: Headers) -> int:
+        self._check("pin")
         call = Pin.model_construct(**body)
         return await self._call(lambda: self.engine.unpin(call))
 
     async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
+        self._check("prefixes")
         await self._travel()
         async for change in self.engine.prefixes():
             yield change
@@ -190,6 +210,7 @@ class VirtualCalls:
             page_size=self.engine.config.page_size,
             kv_bytes_per_token=profile.kv_bytes_per_token,
             layers=profile.layers,
+            capabilities=list(self.engine.kind.capabilities),
         )  # fmt: skip
 
     async def state(self) -> EngineState:
@@ -198,6 +219,7 @@ class VirtualCalls:
 
     async def statistics(self) -> EngineStatistics:
         """Return its flags; a virtual engine's steps take the time that they are told to."""
+        self._check("statistics")
         self._check_alive()
         config = self.engine.config
         return EngineStatistics(
@@ -212,6 +234,12 @@ class VirtualCalls:
 
     def close(self) -> None:
         """Nothing is open."""
+
+    def _check(self, *capabilities: Capability) -> None:
+        """Raise `Unsupported` if the engine lacks one of them."""
+        for capability in capabilities:
+            if capability not in self.engine.kind.capabilities:
+                raise Unsupported(f"{self.url} has no {capability}")
 
     async def _call(self, work: Callable[[], T]) -> T:
         await self._travel()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.latency import Profile, find_profile
 from engine.protocol import BadRequest, EngineConfig
+from engine.virtual import EngineKind
 from router.engines import Role
 
 __all__ = ["ENGINE_FLAGS", "SimulatedEngine", "read_fleet"]
@@ -30,6 +31,7 @@ class SimulatedEngine:
 
     config: EngineConfig
     profile: Profile
+    kind: EngineKind = field(default_factory=EngineKind)
 
 
 def read_fleet(

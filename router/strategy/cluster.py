@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
+from engine.protocol import Capability
 from router.base import Chunk, Request
 from router.engines import Role
 from router.legs import Attempt, LeaseGrant
@@ -13,6 +14,7 @@ from router.strategy.engine import Engine, Lease
 __all__ = ["Cluster", "Pool"]
 
 T = TypeVar("T")
+Fits = Callable[[Engine], bool]
 DEEPEST = 16  # calls of strategies inside one another
 
 
@@ -20,18 +22,24 @@ class Pool:
     """Some engines; never empty.
 
     Excluded engines are avoided, not forbidden: if nothing else is left anywhere, an excluded one
-    is chosen, and the calls collapse to one engine's.
+    is chosen, and the calls collapse to one engine's. What narrows a pool never empties it either.
     """
 
-    __slots__ = ("_attempt", "_engines", "_name", "_others")
+    __slots__ = ("_all", "_attempt", "_engines", "_fits", "_name")
 
     def __init__(
-        self, attempt: Attempt, name: str, engines: list[Engine], others: list[Engine]
+        self,
+        attempt: Attempt,
+        name: str,
+        engines: list[Engine],
+        everywhere: list[Engine],
+        fits: tuple[Fits, ...] = (),
     ) -> None:
         self._attempt = attempt
         self._name = name
         self._engines = engines
-        self._others = others  # all of the cluster, used if the whole pool is excluded
+        self._all = everywhere  # of the cluster: those that fit are used if `engines` are excluded
+        self._fits = fits  # what has narrowed the pool
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines)
@@ -39,12 +47,41 @@ class Pool:
     def __len__(self) -> int:
         return len(self._engines)
 
+    def where(self, **labels: str) -> Pool:
+        """Return the engines with these labels, such as `kind="vllm"`, of this pool or else of any.
+
+        If there is none, this pool: the fallback `unlabelled`.
+        """
+        found = self._fitting(lambda engine: labels.items() <= dict(engine.labels).items())
+        if found is None:
+            self._attempt.fallback("unlabelled", once=True)
+        return found or self
+
+    def able(self, *capabilities: Capability) -> Pool:
+        """Return the engines that support all of `capabilities`, of this pool or else of any.
+
+        If there is none, this pool: what its engines do not support raises `Unsupported`.
+        """
+        return self._fitting(lambda engine: all(map(engine.can, capabilities))) or self
+
+    def sending_to(self, receiver: Engine) -> Pool:
+        """Return `receiver` and the engines whose `remote_send` can fill a lease there, of this
+        pool or else of any.
+
+        If there is no other, the calls collapse to those of `receiver`: the fallback `not_sent`.
+        """
+        return self._paired(receiver, lambda engine: engine.sends_to(receiver))
+
+    def receiving_from(self, sender: Engine) -> Pool:
+        """Return `sender` and the engines with leases that it can fill; as `sending_to`."""
+        return self._paired(sender, sender.sends_to)
+
     def least_loaded(self, exclude: Engine | Iterable[Engine] = ()) -> Engine:
         """Return the engine with the least of this router's work in flight; ties take turns."""
         unwanted = {exclude} if isinstance(exclude, Engine) else set(exclude)
         return self._least(
             [engine for engine in self._engines if engine not in unwanted]
-            or [engine for engine in self._others if engine not in unwanted]
+            or [engine for engine in self._others() if engine not in unwanted]
             or self._engines,
             _load,
         )
@@ -61,6 +98,24 @@ class Pool:
         """Return each engine in turn, over all requests."""
         turn = self._attempt.runtime.registry.turn(self._name)
         return self._engines[turn % len(self._engines)]
+
+    def _fitting(self, fits: Fits) -> Pool | None:
+        """Return the engines that fit, of this pool or else of the cluster; `None` without any."""
+        engines = [engine for engine in self._engines if fits(engine)]
+        found = Pool(self._attempt, self._name, engines, self._all, (*self._fits, fits))
+        found._engines = engines or found._others()
+        return found if found._engines else None
+
+    def _others(self) -> list[Engine]:
+        return [engine for engine in self._all if all(fits(engine) for fits in self._fits)]
+
+    def _paired(self, one: Engine, fits: Fits) -> Pool:
+        found = self._fitting(lambda engine: engine == one or fits(engine))
+        found = found or Pool(self._attempt, self._name, [one], [one])
+        lone = found._engines == [one] and found._others() in ([one], [])
+        if lone and not self._attempt.alone:
+            self._attempt.fallback("not_sent", once=True)
+        return found
 
     def _least(self, choice: list[Engine], cost: Callable[[Engine], Any]) -> Engine:
         first = self._attempt.runtime.registry.turn(self._name) % len(choice)
@@ -152,14 +207,15 @@ class Cluster:
         """The replica of this request, if it was mirrored and its engine has died.
 
         Pass it as `kv` to a generation on `replica.engine`, which resumes after the last token that
-        has landed.
+        has landed. A replica of engines without `mirror` is collapsed: it is in the prefix cache.
         """
         best = self._attempt.replicas.best()
         if best is None:
             return None
         grant = LeaseGrant(
-            best.backend, best.lease_id, best.kv_addr, best.landed, best.landed, replica=best
-        )
+            best.backend, best.lease_id, best.kv_addr, best.landed, best.landed,
+            collapsed=best.committed, replica=best,
+        )  # fmt: skip
         return Lease(Engine(self._attempt, best.backend), grant)
 
     def _role(self, role: Role) -> Pool:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.protocol import BadAddress, BadRange, NoCapacity, RemoteSendReply
+from engine.protocol import BadAddress, BadRange, Capability, NoCapacity, RemoteSendReply
 from router.base import EngineId, LeaseId, Request
 from router.engines import Backend, Role
 from router.legs import Attempt, LeaseGrant, Method, MirrorPlan, Origin, TokenStream
@@ -38,8 +38,8 @@ class Mirror:
 class Lease:
     """Room on `engine` for the KV of `tokens[match_len:end]`; `tokens[:match_len]` is there.
 
-    A collapsed lease holds no room: sender and receiver are one engine, so nothing needs to be
-    sent, and `match_len` is `end`.
+    A collapsed lease holds no room: sender and receiver are one engine, or exchange no KV, or what
+    was sent is in the prefix cache already. Nothing needs to be sent, and `match_len` is `end`.
     """
 
     __slots__ = ("_grant", "engine")
@@ -80,7 +80,8 @@ class Engine:
 
     Every call raises the error that the engine names, `EngineUnreachable` if the engine is gone,
     and `BadRange` for positions outside the tokens. A strategy need not catch these errors: the
-    router runs the strategy again where that can help.
+    router runs the strategy again where that can help. A call that the engine does not support
+    raises `Unsupported` before anything is sent; the strategy then runs again without this engine.
     """
 
     __slots__ = ("_attempt", "_backend")
@@ -107,13 +108,28 @@ class Engine:
         """This router's work in flight there, in tokens of prefill (a stream counts as a few)."""
         return self._backend.load.weight
 
+    def can(self, capability: Capability) -> bool:
+        """Whether the engine supports `prep_recv`, `remote_send`, `commit`, `pin`, `mirror`,
+        `prefixes`, `statistics`, `fork` or `resume`. Raises `ValueError` for another name."""
+        return self._backend.can(capability)
+
+    def exchanges_kv_with(self, other: Engine) -> bool:
+        """Whether KV can move between the two: equal weights, dtype, layout, page size, secret."""
+        return self._backend.exchanges_with(other._backend)
+
+    def sends_to(self, other: Engine) -> bool:
+        """Whether `remote_send` of this engine can fill a lease on `other`."""
+        return self._backend.sends_to(other._backend)
+
     def cached(self, request: Request, *, coming: bool = True) -> int:
         """Return how many of `request.tokens` need not be computed here.
 
         Counts full pages that are in the prefix cache, or with `coming` on their way into it; never
         the last token. The router follows an engine's cache from the first question on, so this is
-        0 until the engine has answered.
+        0 until the engine has answered. It stays 0 for an engine without `prefixes`.
         """
+        if not self._backend.can("prefixes"):
+            self._attempt.fallback("prefixes_unknown", once=True)
         prefixes = self._attempt.runtime.registry.prefixes
         return prefixes.cached(self._backend, request, len(request.tokens) - 1, coming=coming)
 
@@ -142,6 +158,7 @@ class Engine:
                 leg.match_len, leg.collapsed = end, True
             yield Lease(self, LeaseGrant.none(backend, end))
             return
+        attempt.require(backend, "prep_recv", *(("mirror",) if reserve else ()))
         body: dict[str, Any] = {"prompt": request.tokens, "end": end}
         if reserve:
             body["reserve"] = reserve
@@ -173,7 +190,7 @@ class Engine:
         """Put the KV of `tokens[begin:end]` at `kv`, computing here what is not cached (§3.1).
 
         Returns after the last byte has landed. Does nothing for an empty range. If `kv` is on this
-        very engine, or on one with another cluster secret, its lease ends and the generation
+        very engine, or on one that it exchanges no KV with, its lease ends and the generation
         computes what it needs. Cancellation, and the loss of either engine, abort the send.
         """
         begin, end = _position("begin", begin, request), _position("end", end, request)
@@ -189,6 +206,7 @@ class Engine:
             if grant.collapsed or begin == end:
                 leg.collapsed = grant.collapsed
                 return _nothing_sent()
+            attempt.require(backend, "remote_send")
             body = {"prompt": request.tokens, "begin": begin, "end": end, "kv_addr": grant.kv_addr}
             if request.priority:
                 body["priority"] = request.priority
@@ -260,7 +278,7 @@ class Engine:
         if kv is not None and kv.engine != self:
             raise BadRange(f"the lease is on {kv.engine.id}, not on {self.id}", param="kv")
         grant = kv._grant if kv is not None else None
-        if grant is not None and grant.collapsed:
+        if grant is not None and grant.collapsed and not grant.committed:
             begin, grant = 0, None
         if grant is not None and grant.replica is not None:
             begin = min(grant.match_len, max(0, len(request.tokens) - 1))
@@ -269,6 +287,8 @@ class Engine:
     def fork(self, request: Request, origin: Origin) -> TokenStream:
         """Decode after the prompt of `origin`, which generates another choice here."""
         begin, fork_of = len(request.tokens) - 1, origin.request_id
+        if not self._backend.can("fork"):  # its prefix cache may have the prompt's full pages
+            return TokenStream(self._attempt, self._backend, request, 0, None, None, origin.mirror)
         return TokenStream(
             self._attempt, self._backend, request, begin, None, fork_of, origin.mirror
         )
@@ -278,6 +298,7 @@ class Engine:
         grant, backend = kv._grant, self._backend
         if grant.collapsed:
             return
+        self._attempt.require(backend, "commit")
         with self._attempt.leg("commit", backend, grant.match_len, grant.end):
             await self._attempt.call(
                 backend, backend.client.commit, {"lease_id": grant.lease_id}, named=False
@@ -302,6 +323,7 @@ class Engine:
     async def _pin(
         self, call: Literal["pin", "unpin"], method: Method[int], prompt: Request | Sequence[int]
     ) -> int:
+        self._attempt.require(self._backend, "pin")
         tokens = prompt.tokens if isinstance(prompt, Request) else list(prompt)
         with self._attempt.leg(call, self._backend, 0, len(tokens)) as leg:
             pinned = await self._attempt.call(

@@ -22,6 +22,12 @@ class Engine:
         self.here, self.coming = cached, cached + coming
         self.calls: list[tuple[object, ...]] = []
 
+    def can(self, capability):
+        return True
+
+    def sends_to(self, other):
+        return True
+
     def cached(self, request, *, coming=True):
         return self.coming if coming else self.here
 
@@ -49,7 +55,7 @@ async def calls_of(strategy, length, *engines, turns=None, **params):
         engine.calls = calls
     turns = turns or count()
     registry = SimpleNamespace(turn=lambda pool: next(turns))
-    attempt = SimpleNamespace(runtime=SimpleNamespace(registry=registry))
+    attempt = SimpleNamespace(runtime=SimpleNamespace(registry=registry), alone=False)
     cluster = SimpleNamespace(engines=Pool(attempt, "engines", list(engines), list(engines)))
     request = Request("id", [0] * length, Sampling())
     assert len([chunk async for chunk in strategy.function(request, cluster, **params)]) == 1

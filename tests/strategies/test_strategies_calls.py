@@ -41,6 +41,12 @@ class Engine:
 
 
 class Pool(list):
+    def able(self, *capabilities):
+        return self
+
+    def sending_to(self, receiver):
+        return self
+
     def least_loaded(self, exclude=()):
         return self[0]
 

@@ -38,7 +38,7 @@ def routes(router: Router) -> APIRouter:
     @api.post(
         "/admin/migrate",
         response_model=Migrated,
-        responses=errors(404, 409, 429, 502, 503, 504),
+        responses=errors(404, 409, 429, 501, 502, 503, 504),
     )
     async def migrate(http: Http, wanted: Migrate) -> Response:
         """Move what one engine has cached of a prefix to another one.

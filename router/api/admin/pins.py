@@ -52,7 +52,9 @@ def routes(router: Router) -> APIRouter:
         """The pinned prefixes: copies wanted, engines that have one, and state."""
         return reply({"pins": [pin.describe() for pin in pins]})
 
-    @api.post("/admin/pin", response_model=dict[str, Any], responses=errors(404, 429, 503))
+    @api.post(
+        "/admin/pin", response_model=dict[str, Any], responses=errors(404, 409, 429, 501, 503)
+    )
     async def pin(http: Http, wanted: PinPrefix) -> Response:
         """Keep a prefix on engines, whatever they would evict.
 

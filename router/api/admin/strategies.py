@@ -13,7 +13,7 @@ from router.api.admin.access import Body
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
 from router.api.rest import Http, Sent, reply
-from router.dry_run import dry_run_source
+from router.dry_run import check_on_fleet, dry_run_source
 from router.rollout import CanaryRules
 
 __all__ = ["routes"]
@@ -81,15 +81,23 @@ def routes(router: Router) -> APIRouter:
             }
         )
 
-    @api.put("/admin/strategy", response_model=dict[str, Any], responses=errors(404, 409))
+    @api.put("/admin/strategy", response_model=dict[str, Any], responses=errors(404, 409, 501))
     async def activate(http: Http, wanted: Activate) -> Response:
-        """Make a strategy active for new requests, atomically."""
+        """Make a strategy active for new requests, atomically.
+
+        Refused if it makes calls that the engines do not support.
+        """
         rules = CanaryRules(**wanted.canary.model_dump()) if wanted.canary is not None else None
         bound = router.catalog[wanted.name].bind(wanted.params)
+        rollout.revisions.check(wanted.if_generation)
+        fallbacks = await check_on_fleet(
+            bound, router.registry, router.catalog, own_file=router.config.strategy
+        )
         revision = rollout.activate(
             http.who, bound, if_generation=wanted.if_generation, rules=rules
         )
-        return reply({**revision.describe(), "canary": rules is not None})
+        told = {**revision.describe(), "canary": rules is not None}
+        return reply({**told, "fallbacks": fallbacks} if fallbacks else told)
 
     @api.post(
         "/admin/strategies",

@@ -60,7 +60,7 @@ class Format(ABC):
         self,
         request_id: str,
         model: str,
-        fingerprint: str,
+        fingerprint: str | None,
         *,
         with_logprobs: bool,
         with_ids: bool,

@@ -26,7 +26,7 @@ class _Reply(TypedDict):
     id: str
     created: int
     model: str
-    system_fingerprint: str
+    system_fingerprint: str | None
     usage: UsageReply
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.latency import FittedLatency, StepWork, find_profile, profile_fields
-from engine.protocol import BadRequest
+from engine.protocol import ALL_CAPABILITIES, BadRequest
 from router.advice.advisor import FLEET_BYTES, _confined
-from router.advice.engine_facts import MOST_ENGINES
+from router.advice.engine_facts import MOST_ENGINES, engine_facts
 from router.advice.fleet import ASSUMED_PUT, fit_fleet, virtual_fleet
 from router.advice.worker import shaken
+from router.engines.backend import Backend
+from router.engines.circuit_breaker import CircuitBreaker
 
 PACE = FittedLatency((4.0, 0.3, 0.0), (6.0, 0.0, 0.5), (6.0, 0.0, 0.5), large_batch=1)
 GIVEN = profile_fields(find_profile("opt-13b@a100"))
@@ -38,7 +42,8 @@ def facts(id: str, timed: Any, puts: Any = (), problem: str = "") -> dict[str, A
     }  # fmt: skip
     return {
         "id": id, "role": "any", "model": "m", "layers": 4, "kv_bytes_per_token": 1000,
-        "context_length": 8192, "page_size": 16, "pages": 100,
+        "context_length": 8192, "page_size": 16, "pages": 100, "kv": "f",
+        "capabilities": list(ALL_CAPABILITIES),
         "statistics": None if timed is None else statistics, "problem": problem,
     }  # fmt: skip
 
@@ -150,3 +155,28 @@ def test_seed_0_is_the_traffic_as_it_was_and_others_move_its_bursts():
         assert times[100] == pytest.approx(arrivals[100], rel=0.25)
         assert times[-1] - times[100] == pytest.approx(arrivals[-1] - arrivals[100], rel=0.5)
     assert shaken([0.0], 3) == [0.0]
+
+
+def test_an_engine_without_statistics_is_named_and_imitated_with_what_it_supports():
+    can = [each for each in ALL_CAPABILITIES if each not in ("statistics", "mirror")]
+    problem = "it tells no statistics of its steps"
+    lacking = {**facts("b", None, problem=problem), "capabilities": can, "kv": "g"}
+    told = fit_fleet([facts("a", steps(60)), lacking], None)
+    assert f"engine b: {problem}; the steps of all engines are used" in told["notes"]
+    one, other = virtual_fleet(told["fleet"], {"a": "any", "b": "any"})
+    assert (one.kind.kv, other.kind.kv) == ("f", "g")
+    assert one.kind.capabilities == ALL_CAPABILITIES and other.kind.capabilities == tuple(can)
+    with pytest.raises(BadRequest, match=f"engine b is of unknown speed: {problem}"):
+        fit_fleet([lacking], None)
+
+
+async def test_an_engine_without_statistics_is_not_asked_for_them():
+    model = SimpleNamespace(
+        name="m", layers=1, kv_bytes_per_token=4, context_length=64, page_size=16,
+        fingerprint="f", capabilities=["prep_recv"],
+    )  # fmt: skip
+    backend = Backend(SimpleNamespace(url="http://a:1"), CircuitBreaker(1, 1.0, time.monotonic))
+    backend.model, backend.state = model, SimpleNamespace(pages=SimpleNamespace(total=7))
+    (told,) = await engine_facts([backend])
+    assert told["statistics"] is None and told["capabilities"] == ["prep_recv"]
+    assert told["problem"] == "it tells no statistics of its steps"

@@ -55,11 +55,11 @@ async def test_the_model_of_a_process_is_read_once():
 
 @in_virtual_time
 async def test_another_model_is_refused_without_reading_it_again():
-    fleet = Fleet(model_info(), OTHER, model_info(fingerprint="h"))
+    fleet = Fleet(model_info(), OTHER, model_info(fingerprint="h", eos_token_ids=[1]))
     assert await fleet.admit(0) == ""
     for _ in range(3):
         assert await fleet.admit(1) == "it serves another, not the fake served here"
-        assert "its fake differs from the one served here" in await fleet.admit(2)
+        assert "its fake has another vocabulary or other EOS tokens" in await fleet.admit(2)
     assert [engine.asked["model"] for engine in fleet.engines] == [1, 1, 1]
     fleet.engines[1].tells["epoch"] = 2  # another process may have another model
     fleet.engines[1].info = model_info()
@@ -185,12 +185,12 @@ async def test_an_older_epoch_is_another_process_too():
 async def test_a_refusal_names_the_models_or_their_difference(name):
     fleet = Fleet(
         model_info(name=fresh("fake")), model_info(name=name, fingerprint="gg"),
-        model_info(name=fresh("fake"), fingerprint="hh"),
+        model_info(name=fresh("fake"), fingerprint="hh", add_bos=True),
     )  # fmt: skip
     assert await fleet.admit(0) == ""
     fleet.backends[0].status = fresh("up")  # type: ignore[assignment]
     assert await fleet.admit(1) == f"it serves {name}, not the fake served here"
-    assert "its fake differs from the one served here" in await fleet.admit(2)
+    assert await fleet.admit(2) == "its fake has another tokenizer than the one served here"
 
 
 @in_virtual_time

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from stub_engine import StubEngine, backend_of, model_info
 
+from engine.protocol import ALL_CAPABILITIES
 from router.base.errors import EngineUnreachable
-from router.engines.backend import STREAM_TOKENS, Backend, Load, guard
+from router.engines.backend import Backend, guard
+from router.engines.load import STREAM_TOKENS, Load
 
 
 class Stream:
@@ -243,7 +245,8 @@ async def test_what_a_description_says():
     assert new.describe() == {
         "id": "new:1", "url": "http://new:1", "role": "any", "labels": {}, "source": "flag",
         "status": "unknown", "draining": False, "leaving": False, "breaker": "closed",
-        "model": None, "context_length": None, "epoch": None,
+        "model": None, "context_length": None, "page_size": None, "kv": None,
+        "capabilities": None, "epoch": None,
         "load": {"tokens": 0, "streams": 0},
         "mirrored": {"requests": 0, "to": {}, "lag_tokens": 0}, "replicas": 0,
         "last_error": None, "state": None,
@@ -255,9 +258,12 @@ async def test_what_a_description_says():
     backend.mirrored.update(dict.fromkeys(replicas))
     backend.replicas.update(dict.fromkeys(replicas[:2]))
     told = backend.describe()
-    assert {name: told[name] for name in ("model", "context_length", "epoch", "labels")} == {
-        "model": "fake", "context_length": 256, "epoch": 7, "labels": {"zone": "1"},
+    names = ("model", "context_length", "page_size", "kv", "epoch", "labels")
+    assert {name: told[name] for name in names} == {
+        "model": "fake", "context_length": 256, "page_size": 16, "kv": "f", "epoch": 7,
+        "labels": {"zone": "1"},
     }  # fmt: skip
+    assert told["capabilities"] == list(ALL_CAPABILITIES)
     assert (told["draining"], told["leaving"], told["replicas"]) == (True, False, 2)
     assert told["load"] == {"tokens": 5, "streams": 2}
     assert told["mirrored"] == {"requests": 3, "to": {"b:1": 2, "c:1": 1}, "lag_tokens": 9}

@@ -113,13 +113,17 @@ class Moving:
         self.mirror = MirrorPlan(4)
         self.request = Request("x", list(range(tokens - 2)), Sampling(), output=[1, 2])
         self.kv = SimpleNamespace(match_len=match_len)
-        self.backend = SimpleNamespace(name="old", usable=False)
+        self.backend = SimpleNamespace(name="old", usable=False, page_size=16)
         self.origin: Any = SimpleNamespace(mirror=self.mirror, backend=self.backend)
         moving = self
 
         class Engine:
             def __init__(self, name: str) -> None:
                 self.name = name
+
+            def receiving_from(self, sender: Any) -> Engine:
+                assert sender.name == "old"
+                return self
 
             def least_loaded(self, *, exclude: Any) -> Engine:
                 assert exclude.name == "old"
@@ -143,9 +147,7 @@ class Moving:
                     yield number
 
         monkeypatch.setattr(module, "Engine", lambda attempt, backend: Engine(backend.name))
-        info = SimpleNamespace(page_size=16)
-        registry = SimpleNamespace(model=SimpleNamespace(info=info))
-        self.attempt: Any = SimpleNamespace(alone=True, runtime=SimpleNamespace(registry=registry))
+        self.attempt: Any = SimpleNamespace(alone=True)
         self.cluster: Any = SimpleNamespace(replica=None, decode=Engine("new"))
 
     async def move(self) -> None:

@@ -152,3 +152,18 @@ async def test_a_replica_that_is_over_keeps_nothing_alive():
     assert there() is not None
     replica.forget()
     assert there() is None
+
+
+async def test_a_committed_replica_has_no_lease_to_release():
+    choice, a = Choice(), engine("a")
+    async with choice.replicas as replicas:
+        replica = Replica(
+            a, choice.source, choice.leg, lease_id="", kv_addr="", landed=32,
+            lost=choice.said.append, unwanted=lambda: None,
+        )  # fmt: skip
+        replicas.add(replica)
+        assert replica.committed and replicas.best() is replica
+        assert not choice.add(engine("b"), 16).committed
+        assert replicas.settle() is replica
+    assert choice.releaser.released == [("b", "lease-b")]
+    choice.check_none_left(a)

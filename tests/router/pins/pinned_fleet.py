@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from virtual_deployment import VirtualDeployment, virtual_deployment
 
 from engine.latency import FittedLatency, Profile, PutLatency
 from engine.protocol import Release, StartGenerate
-from engine.virtual import VirtualEngine
+from engine.virtual import EngineKind, VirtualEngine
 from router.engines import Backend
 from router.pins import Pin, Pins
 from router.telemetry import Events
@@ -96,14 +96,24 @@ class PinnedFleet:
 
 
 @asynccontextmanager
-async def pinned_fleet(*names: str, **options: Any) -> AsyncIterator[PinnedFleet]:
+async def pinned_fleet(
+    *names: str,
+    kinds: Mapping[str, EngineKind] | None = None,
+    page_sizes: Mapping[str, int] | None = None,
+    **options: Any,
+) -> AsyncIterator[PinnedFleet]:
     """Engines with these names, or with `name:role`; at the end nothing is left on them."""
     engines = {}
     for each in names:
         name, _, role = each.partition(":")
         engines[name] = (role or "any", PROFILE)
     async with virtual_deployment(
-        engines, "data_parallel", health_interval_s=0.5, options=options
+        engines,
+        "data_parallel",
+        health_interval_s=0.5,
+        options=options,
+        kinds=kinds,
+        page_sizes=page_sizes,
     ) as deployment:
         events = Events()
         pins = Pins(deployment.execution.runtime, events)

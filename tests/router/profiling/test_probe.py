@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from raw_server import RawServer
 
-from engine.protocol import BadRequest
+from engine.protocol import ALL_CAPABILITIES, BadRequest, ModelInfo
 from router.base import EngineUnreachable
 from router.engines import HttpClient
 from router.profiling import probe as probing
@@ -46,6 +47,25 @@ async def test_metrics_that_are_none_are_refused(answer, said):
         with pytest.raises(BadRequest) as caught:
             await Probe(HttpClient(server.url)).counters()
     assert caught.value.message.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ({}, {}, ""),
+        ({"capabilities": ["prep_recv"]}, {}, "http://a:1 does not support remote_send"),
+        ({}, {"capabilities": ["remote_send"]}, "http://b:1 does not support prep_recv"),
+        ({}, {"fingerprint": "g"}, "http://a:1 and http://b:1 exchange no KV"),
+    ],
+)
+async def test_puts_need_engines_that_exchange_kv(one, other, said):
+    probes = [Probe(HttpClient(url)) for url in ("http://a:1", "http://b:1")]
+    for probe, fields in zip(probes, (one, other), strict=True):
+        whole = {"fingerprint": "f", "capabilities": list(ALL_CAPABILITIES), **fields}
+        probe.info = ModelInfo.model_construct(**whole)
+    with pytest.raises(BadRequest) if said else nullcontext() as refused:
+        probes[0].check_puts(probes[1])
+    assert refused is None or refused.value.message == said
 
 
 async def test_metrics_are_read():
