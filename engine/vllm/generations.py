@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 from tokenizers import Tokenizer
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 
 from engine.execution.released_ids import ReleasedIds
@@ -214,8 +215,11 @@ class Generations:
         except asyncio.CancelledError:
             if not running.closed:  # the engine ends
                 raise
-        except ValueError as error:
-            failure = BadRequest(f"vLLM refuses the request: {error}")
+        except (VLLMClientError, ValueError) as error:
+            structure = generation.sampling.structure
+            failure = BadRequest(
+                f"vLLM refuses the request: {error}", param=structure and structure.param
+            )
             stream.put(StepOutput(generation, failure=failure))
         except Exception as error:
             log.exception("%s failed", request_id)

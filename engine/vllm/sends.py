@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 
 from engine.protocol import (
@@ -167,7 +168,7 @@ class Sends:
         try:
             async for _ in outputs:
                 pass
-        except ValueError as error:
+        except (VLLMClientError, ValueError) as error:
             raise BadRequest(f"vLLM refuses the prompt: {error}") from error
 
 

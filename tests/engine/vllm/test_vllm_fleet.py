@@ -169,6 +169,17 @@ def test_a_prompt_really_moves_between_the_engines(fleet: Fleet):
     assert receipt["fallbacks"] == []
 
 
+@pytest.mark.parametrize("name", ["data_parallel", "prefill_decode"])
+def test_a_grammar_that_vllm_refuses_is_the_client_s_mistake(fleet: Fleet, name: str):
+    fleet.use(name, {})
+    reply = fleet.http.post(
+        "/v1/completions",
+        json={"model": "tiny", "prompt": prompt(90, 7550), "structured_outputs": {"regex": "["}},
+    )
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "structured_outputs"
+
+
 def test_a_swap_of_strategies_leaves_streams_alone(fleet: Fleet):
     ids = prompt(100, 7600)
     fleet.use("prefill_decode", {})
