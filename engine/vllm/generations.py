@@ -218,7 +218,8 @@ class Generations:
         except (VLLMClientError, ValueError) as error:
             structure = generation.sampling.structure
             failure = BadRequest(
-                f"vLLM refuses the request: {error}", param=structure and structure.param
+                f"vLLM refuses the request: {error}",
+                param=structure.param if structure is not None else None,
             )
             stream.put(StepOutput(generation, failure=failure))
         except Exception as error:

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -42,19 +42,26 @@ def check_strategy(
 
 
 def check_conformance(
-    strategy: str, params: Mapping[str, Any], *, model: str, only: Collection[str]
+    strategy: str,
+    params: Mapping[str, Any],
+    *,
+    model: str,
+    only: Collection[str],
+    backend: Literal["microserve", "vllm"] = "microserve",
 ) -> bool:
     """Compare a strategy on real engines with a single engine, and print the result of each check.
 
-    `only` names the checks to run; empty: all. Returns whether all passed. Raises `Mistake` if the
-    processes do not start.
+    `backend` is what computes in the engines. `only` names the checks to run; empty: all. Returns
+    whether all passed. Raises `Mistake` if the processes do not start.
     """
     checks = [check for check in ALL if not only or check.__name__ in only]
 
     async def run() -> bool:
         click.echo(f"starting engines with {model} …", err=True)
         failed, requests = 0, 0
-        async with set_up(model, strategy, params) as (deployment, oracle):
+        async with set_up(model, strategy, params, backend) as (deployment, oracle):
+            if not deployment.resumes:
+                click.echo("answers that lose their engine are greedy: no others resume exactly")
             async for result in run_checks(deployment, oracle, checks):
                 click.echo(str(result))
                 failed += bool(result.problem)

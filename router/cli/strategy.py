@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import httpx
@@ -161,6 +161,8 @@ def rollback(client: httpx.Client) -> None:
 @click.argument("file", metavar="FILE|NAME")
 @params_option
 @option("--model", default="tiny", show_default=True, group="Checks", help="the engines' model")
+@option("--backend", type=click.Choice(["microserve", "vllm"]), default="microserve",
+        show_default=True, group="Checks", help="what computes in the real engines")  # fmt: skip
 @option("--dry-run", is_flag=True, group="Checks",
         help="use simulated engines only; takes a second")  # fmt: skip
 @option("--fleet", is_flag=True, group="Checks",
@@ -175,6 +177,7 @@ def check(
     file: str,
     params: tuple[str, ...],
     model: str,
+    backend: Literal["microserve", "vllm"],
     dry_run: bool,
     fleet: bool,
     only: tuple[str, ...],
@@ -194,7 +197,9 @@ def check(
     requests, fallbacks = check_strategy(file, read_params(params), engines)
     told = f", with fallbacks: {', '.join(fallbacks)}" if fallbacks else ""
     click.echo(f"{file}: dry run ok, {requests} requests against simulated engines{told}")
-    if not dry_run and not check_conformance(file, read_params(params), model=model, only=only):
+    if not dry_run and not check_conformance(
+        file, read_params(params), model=model, only=only, backend=backend
+    ):
         raise click.exceptions.Exit(1)
 
 

@@ -43,6 +43,7 @@ class Deployment:
     engines: list[EngineProcess]
     router: ForkedProcess
     url: str
+    resumes: bool = True  # engines continue sampled and penalised outputs of others exactly
     _dead: list[EngineProcess] = field(default_factory=list)
 
     @property
@@ -149,6 +150,8 @@ async def deployed(
             deployment = Deployment(label, http, list(engines), router, url)
             for engine in engines:
                 await deployment.until_up(engine)
+            listed = (await deployment.admin("GET", "engines"))["engines"]
+            deployment.resumes = all("resume" in backend["capabilities"] for backend in listed)
             yield deployment
     finally:
         router.kill()

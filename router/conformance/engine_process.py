@@ -7,23 +7,26 @@ import secrets
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Literal
 
 from router.conformance.forkserver import ForkedProcess, Program, run_engine
 from router.conformance.proxy import Proxy
 
-__all__ = ["EngineProcess", "running_engines", "start_program"]
+__all__ = ["Backend", "EngineProcess", "running_engines", "start_program"]
 
+Backend = Literal["microserve", "vllm"]
+VLLM = ("--backend", "vllm", "--vllm-args=--enforce-eager --block-size 32")
 FLAGS = ("--port", "0", "--threads", "1", "--dtype", "float32", "--pool-pages", "512")
 
 
 class EngineProcess:
     """One engine behind its proxy. Another process can replace it after `die`."""
 
-    def __init__(self, name: str, model: str, secret: str) -> None:
+    def __init__(self, name: str, model: str, secret: str, backend: Backend) -> None:
         self.name = name
         self.proxy = Proxy(name)
         self.url = ""  # the engine's own, not the proxy's
-        self._flags = (model, *FLAGS, "--engine-id", name)
+        self._flags = (model, *FLAGS, "--engine-id", name, *(VLLM if backend == "vllm" else ()))
         self._secret = secret
         self._process: ForkedProcess | None = None
 
@@ -49,10 +52,12 @@ class EngineProcess:
 
 
 @asynccontextmanager
-async def running_engines(model: str, count: int) -> AsyncIterator[list[EngineProcess]]:
+async def running_engines(
+    model: str, count: int, backend: Backend = "microserve"
+) -> AsyncIterator[list[EngineProcess]]:
     """Start engines that share a secret; they end with the body. Raises `StartFailed`."""
     secret = secrets.token_hex(32)
-    engines = [EngineProcess(f"engine-{number}", model, secret) for number in range(count)]
+    engines = [EngineProcess(f"engine-{number}", model, secret, backend) for number in range(count)]
     try:
         async with asyncio.TaskGroup() as starts:
             for engine in engines:

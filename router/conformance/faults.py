@@ -14,7 +14,7 @@ from typing import Any
 
 from router.conformance.answers import Answer, RequestFailed
 from router.conformance.check_context import CheckContext, CheckFailed
-from router.conformance.checks import DRAWN, PAGE
+from router.conformance.checks import DRAWN, GREEDY, PAGE
 from router.conformance.proxy import HoldPoint, Moment
 
 __all__ = ["FAULTS"]
@@ -29,6 +29,8 @@ RICH = {
     **DRAWN, "max_tokens": 40, "n": 2, "logprobs": 2, "frequency_penalty": 0.4,
     "stop": ["never said"],
 }  # fmt: skip
+# The same for engines that continue only greedy outputs exactly.
+PLAIN = {**GREEDY, "max_tokens": 40, "n": 2, "stop": ["never said"]}
 LEAVE_S = 15.0
 
 
@@ -82,7 +84,8 @@ async def _kill_at(
 
     Returns the call that was held, or `None` if the request ended before that moment.
     """
-    body = {"prompt": context.prompt(LENGTH), **RICH, "stream": True}
+    wanted = RICH if context.deployment.resumes else PLAIN
+    body = {"prompt": context.prompt(LENGTH), **wanted, "stream": True}
     async with _held(context, moment, number, body) as (hold, request):
         if hold is None:
             return None

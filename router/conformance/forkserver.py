@@ -30,7 +30,7 @@ __all__ = ["ForkedProcess", "Program", "run_engine", "run_microserve"]
 PRELOAD = [
     "engine.main", "engine.build", "engine.api.app", "kvcache.cache", "router.cli", "xgrammar",
 ]  # fmt: skip
-START_S = 60.0
+START_S = 120.0
 PR_SET_PDEATHSIG = 1
 Program = Callable[[Sequence[str]], object]
 _environment = threading.Lock()

@@ -13,7 +13,7 @@ import httpx
 from router.conformance.check_context import CheckContext, CheckFailed
 from router.conformance.checks import CHECKS
 from router.conformance.deployment import Deployment, deployed
-from router.conformance.engine_process import running_engines
+from router.conformance.engine_process import Backend, running_engines
 from router.conformance.faults import FAULTS
 
 __all__ = ["ALL", "Check", "Result", "run_checks", "set_up"]
@@ -48,11 +48,11 @@ class Result:
 
 @asynccontextmanager
 async def set_up(
-    model: str, strategy: str, params: Mapping[str, Any]
+    model: str, strategy: str, params: Mapping[str, Any], backend: Backend = "microserve"
 ) -> AsyncIterator[tuple[Deployment, Deployment]]:
     """Start a strategy with three engines, and the oracle. Raises `StartFailed`."""
     async with (
-        running_engines(model, 4) as (*engines, single),
+        running_engines(model, 4, backend) as (*engines, single),
         deployed([single], "data_parallel") as oracle,
         deployed(engines, strategy, params) as deployment,
     ):
