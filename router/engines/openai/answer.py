@@ -52,8 +52,8 @@ class Answer:
         Raises the server's error, and `EngineUnreachable` for what was not asked for.
         """
         self.events += 1
-        if event.failed:
-            raise error_in_stream({"error": event.error} if event.error is not None else {})
+        if (failure := event.failure) is not None:
+            raise error_in_stream(failure)
         asked = self._asked
         if self.events > asked.max_tokens + EMPTY_EVENTS:
             raise EngineUnreachable("the server sent more events than it may generate tokens")

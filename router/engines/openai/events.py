@@ -56,16 +56,23 @@ class _Usage(msgspec.Struct):
 
 
 class CompletionEvent(msgspec.Struct):
-    """One event. `error` and `message` tell of a failure."""
+    """One event. `error` tells of a failure, or the object `error` and its own fields (vLLM's)."""
 
     choices: list[Part] = []
     usage: _Usage | None = None
     error: Any = None
     object: Any = None
+    message: Any = None
+    code: Any = None
 
     @property
-    def failed(self) -> bool:
-        return self.error is not None or self.object == "error"
+    def failure(self) -> dict[str, Any] | None:
+        """What has failed, as an error object; None if nothing has."""
+        if self.error is not None:
+            return {"error": self.error}
+        if self.object == "error":
+            return {"error": {"message": self.message, "code": self.code}}
+        return None
 
 
 _DECODER = msgspec.json.Decoder(CompletionEvent)
