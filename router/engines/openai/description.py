@@ -91,7 +91,7 @@ class Descriptions:
                     eos_token_ids=tuple(info.eos_token_ids),
                     add_bos=info.add_bos,
                     vocab_size=info.vocab_size,
-                    context_length=0,
+                    context_length=info.context_length,
                 )
         return None
 

@@ -69,6 +69,7 @@ async def test_chat_and_streams(front):
         assert "".join(e["choices"][0]["delta"].get("content", "") for e in events[:-1]) == TEXT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", ["token_ids", "none"])
 async def test_a_stream_goes_on_where_its_server_broke_off(front, ids):
     """After every number of tokens, within characters too: nothing is repeated or lost."""
