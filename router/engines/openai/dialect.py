@@ -30,6 +30,7 @@ EXTENSIONS: dict[str, tuple[Any, Any]] = {
 STRUCTURES: dict[str, tuple[str, ...]] = {
     "structured_outputs": ("json_schema", "regex", "ebnf", "lark"),  # vLLM
     "response_format": ("json_schema",),  # OpenAI
+    "json_schema": ("json_schema",),  # llama.cpp
     "guided_json": ("json_schema",),  # vLLM before 0.12
     "guided_regex": ("regex",),
     "guided_grammar": ("ebnf", "lark"),
@@ -141,11 +142,13 @@ def _structured(wanted: Structure, dialect: Dialect) -> dict[str, Any]:
         name = "response_format"
     if name == "structured_outputs":
         return {name: {_IN_STRUCTURED[wanted.kind]: source}}
-    if name == "response_format":
+    if name in ("response_format", "json_schema"):
         try:
             schema = orjson.loads(source)
         except ValueError:
             raise BadRequest(f"{wanted.param}: no JSON schema", param=wanted.param) from None
+        if name == "json_schema":
+            return {name: schema}
         if not wanted.strict and schema == {"type": "object"}:
             return {name: {"type": "json_object"}}
         named = {"name": "output", "schema": schema, "strict": wanted.strict}

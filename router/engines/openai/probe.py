@@ -35,13 +35,14 @@ TRIED: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(STRUCTURES, (5, "a")),
     "structured_outputs": (5, {"regex": "a"}),
     "response_format": (5, {"type": "json_object"}),
+    "json_schema": (5, {"type": "object"}),
     "guided_json": (5, {"type": "object"}),
     "guided_grammar": (5, 'root ::= "a"'),
     "ebnf": (5, 'root ::= "a"'),
     "grammar": (5, 'root ::= "a"'),
 }
 # llama.cpp takes its default for a value of a wrong type, and logs it. It knows these.
-CARELESS = {"llamacpp": frozenset({"top_k", "min_p", "ignore_eos", "grammar", "response_format"})}
+CARELESS = {"llamacpp": frozenset({"top_k", "min_p", "ignore_eos", "grammar", "json_schema"})}
 
 
 async def probed(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import orjson
 
-from router.base import BadReply, Conflict
+from router.base import BadReply, Conflict, EngineUnreachable
 from router.engines.http_client import HttpClient, Reply
 from router.engines.openai.address import ServerAddress
 from router.engines.openai.description import ModelCard
@@ -19,6 +20,7 @@ __all__ = ["Server"]
 MOST_REPLY = 2 << 20  # bytes
 MOST_METRICS = 4 << 20
 METRICS_S = 2.0  # between two looks at the metrics
+METRICS_WAIT_S, METRICS_REST_S = 0.5, 30.0  # for an answer; after one that did not come
 NAMED = 5  # models that an error lists
 ABSENT = frozenset({404, 405, 501})
 
@@ -87,7 +89,9 @@ class Server:
             ("/info", ("max_total_tokens",)),
         ):
             reply = await self._get(path)
-            value: Any = _object(reply) if reply.status == 200 else {}
+            value: Any = None
+            with suppress(BadReply):  # a page for people, say
+                value = _object(reply) if reply.status == 200 else None
             for key in keys:
                 value = value.get(key) if isinstance(value, dict) else None
             if type(value) is int and 0 < value < 2**31:
@@ -99,9 +103,14 @@ class Server:
         now = asyncio.get_running_loop().time()
         if self._told and now - self._looked >= METRICS_S:
             self._looked = now
-            reply = await self._http.call("GET", "/metrics", most=MOST_METRICS)
-            self._gauges = read_gauges(reply.body) if reply.status == 200 else None
-            self._told = self._gauges is not None
+            try:
+                async with asyncio.timeout(METRICS_WAIT_S):
+                    reply = await self._http.call("GET", "/metrics", most=MOST_METRICS)
+            except (EngineUnreachable, TimeoutError):  # says nothing about its health
+                self._gauges, self._looked = None, now + METRICS_REST_S
+            else:
+                self._gauges = read_gauges(reply.body) if reply.status == 200 else None
+                self._told = self._gauges is not None
         return self._gauges
 
     async def _get(self, path: str) -> Reply:

@@ -142,6 +142,19 @@ async def test_structured_output(kind, strict):
             await engine.start_generate({**CALL, "structure": structure, "output": [5]}, {})
 
 
+async def test_llama_cpp_is_known_by_its_name():
+    """It takes its default for a value of a wrong type."""
+    models = [{"id": "m", "owned_by": "llamacpp"}]
+    server = ScriptedOpenAI(ids="logprobs", knows=frozenset(), models=models)
+    async with server.serving(), connected(server) as engine:
+        schema = {"kind": "json_schema", "source": '{"type": "array"}'}
+        chunk = await generated(engine, structure=schema, top_k=3)
+        assert chunk.token_ids == said(6, 30)
+        body = server.streams[-1]
+        assert (body["json_schema"], body["top_k"], body["logprobs"]) == ({"type": "array"}, 3, 1)
+        assert len(server.requests) <= 4
+
+
 async def test_a_stop_string_ends_the_answer():
     async with ScriptedOpenAI(lag=3).serving() as server, connected(server) as engine:
         chunk = await generated(engine, stop=["aus"])
@@ -378,6 +391,13 @@ async def test_load_from_the_servers_metrics():
     assert (state.running, state.waiting) == (5, 1)
 
 
+async def test_metrics_that_are_too_long_do_no_harm():
+    server = ScriptedOpenAI(more={"/metrics": (200, "# x\n" * (2 << 20))})
+    async with server.serving(), connected(server) as engine:
+        assert (await engine.state()).running == 0
+        await engine.health()
+
+
 @pytest.mark.parametrize(
     ("models", "query", "error", "message"),
     [
@@ -401,6 +421,8 @@ async def test_the_context_of_servers_that_list_none():
     server = ScriptedOpenAI(models=[{"id": "m"}])
     async with server.serving(), connected(server) as engine:
         assert (await engine.model()).context_length == 2048  # the model's
+        server.more["/info"] = (200, "<html>Welcome</html>")
+        assert (await engine.model()).context_length == 2048
         server.more["/info"] = (200, {"max_total_tokens": 77})
         assert (await engine.model()).context_length == 77
         server.more["/props"] = (200, {"default_generation_settings": {"n_ctx": 99}})
