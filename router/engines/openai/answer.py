@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from router.base import Chunk, EngineUnreachable
 from router.engines.openai.errors import error_in_stream
 from router.engines.openai.events import CompletionEvent, Part, read_logprobs, usage_of
-from router.engines.openai.transcript import Released, Transcript
+from router.engines.openai.transcript import Logprobs, Released, Transcript
 from router.engines.openai.vocabulary import Vocabulary
 
 __all__ = ["Answer", "Asked"]
@@ -35,19 +35,31 @@ class Asked:
 
 
 class Answer:
-    """What has come of an answer. `last` is its end, once that is there; its usage follows."""
+    """What has come of an answer. `last` is its end, once that is there; its usage follows.
+
+    Matching tokens with text takes longer than all the rest, so it is done per chunk, not per
+    event. `waiting` is how many events have come since the last `release`.
+    """
 
     def __init__(self, asked: Asked, transcript: Transcript, vocabulary: Vocabulary) -> None:
-        self.events = 0
+        self.events = self.waiting = 0
         self.last: Chunk | None = None
         self._asked = asked
         self._transcript = transcript
         self._vocabulary = vocabulary
+        self._new: tuple[list[int], list[str], Logprobs] = ([], [], [])
         self._tokens = 0  # that the server has told
         self._text = TEXT_ALONE + TEXT_PER_TOKEN * asked.max_tokens  # characters that may come
 
-    def take(self, event: CompletionEvent) -> Chunk | None:
-        """Return what an event lets pass, if anything; the end is kept in `last`.
+    def release(self) -> Chunk | None:
+        """Return what may be passed on before the end, if there is anything."""
+        if not self.waiting:
+            return None
+        chunk = self._chunk(self._matched())
+        return chunk if chunk.token_ids or chunk.text else None
+
+    def take(self, event: CompletionEvent) -> None:
+        """Add an event.
 
         Raises the server's error, and `EngineUnreachable` for what was not asked for.
         """
@@ -57,18 +69,16 @@ class Answer:
         asked = self._asked
         if self.events > asked.max_tokens + EMPTY_EVENTS:
             raise EngineUnreachable("the server sent more events than it may generate tokens")
-        passed: Chunk | None = None
         for part in event.choices:
-            if part.index or passed is not None:
+            if part.index:
                 raise EngineUnreachable("the server sent an answer that nobody asked for")
             if self.last is None:
-                passed = self._add(part)
+                self._add(part)
         usage = usage_of(event, prompt=asked.prompt, before=asked.before, most=asked.max_tokens)
         if self.last is not None and usage is not None:
             self.last.usage = usage
-        return passed
 
-    def _add(self, part: Part) -> Chunk | None:
+    def _add(self, part: Part) -> None:
         asked, text = self._asked, part.text or ""
         logprobs = []
         if part.logprobs:
@@ -88,15 +98,22 @@ class Answer:
             for one, token in zip(logprobs, ids, strict=True):
                 one["token_id"] = token
         finished = part.finished
-        released = self._transcript.push(ids, text, logprobs, last=finished is not None)
-        chunk = self._chunk(released)
+        new_ids, new_text, new_logprobs = self._new
+        new_ids += ids
+        new_text.append(text)
+        new_logprobs += logprobs
+        self.waiting += 1
         if finished is None:
-            return chunk if chunk.token_ids or chunk.text else None
+            return
         stop = part.stop_reason
-        chunk.finish_reason = finished
-        chunk.stop_reason = stop[:TEXT_PER_TOKEN] if isinstance(stop, str) else stop
-        self.last = chunk
-        return None
+        self.last = self._chunk(self._matched(last=True))
+        self.last.finish_reason = finished
+        self.last.stop_reason = stop[:TEXT_PER_TOKEN] if isinstance(stop, str) else stop
+
+    def _matched(self, *, last: bool = False) -> Released:
+        (ids, text, logprobs), self._new = self._new, ([], [], [])
+        self.waiting = 0
+        return self._transcript.push(ids, "".join(text), logprobs, last=last)
 
     def _ids(self, part: Part, of_logprobs: list[int]) -> list[int]:
         """Return the tokens that the server tells; none if it tells only their text."""

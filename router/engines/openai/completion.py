@@ -82,10 +82,8 @@ class Completion:
         """
         while True:
             chunk = self._chunk
-            now = self._loop.time()
-            if chunk is not None and (self._over or self._ready(chunk, now)):
+            if chunk is not None:
                 self._chunk = None
-                self._due = now + self._asked.interval_s
                 return chunk
             if (error := self._failure()) is not None:
                 raise error
@@ -107,17 +105,20 @@ class Completion:
         """Return why nothing comes, if so."""
         return self._error if self._chunk is None else None
 
-    def _ready(self, chunk: Chunk, now: float) -> bool:
-        """Return whether to pass on `chunk`, though more may come; else `_timer` will."""
-        if not self._due:  # the first one
-            return True
-        if self._asked.chunk_tokens > 1:
-            return len(chunk.token_ids) >= self._asked.chunk_tokens
-        if now >= self._due:
-            return True
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._due, self._hold_over)
-        return False
+    def _release(self) -> None:
+        """Pass on what has arrived, unless it shall wait for more; `_timer` ends the wait."""
+        now = self._loop.time()
+        if self._due:  # not the first chunk
+            if self._asked.chunk_tokens > 1:
+                if self._answer.waiting < self._asked.chunk_tokens:
+                    return
+            elif now < self._due:
+                if self._timer is None:
+                    self._timer = self._loop.call_at(self._due, self._hold_over)
+                return
+        if (chunk := self._answer.release()) is not None:
+            self._due = now + self._asked.interval_s
+            self._pass_on(chunk)
 
     async def _run(self, http: HttpClient, body: bytes, headers: Mapping[str, str]) -> None:
         try:
@@ -169,9 +170,9 @@ class Completion:
         """Pass on what an event adds. Raises `MicroserveError`."""
         answer = self._answer
         waited = answer.last is not None
-        if (chunk := answer.take(event)) is not None:
-            self._pass_on(chunk)
+        answer.take(event)
         if answer.last is None:
+            self._release()
             return
         if answer.last.usage is not None:
             self._finish()
@@ -183,8 +184,7 @@ class Completion:
             self._chunk = chunk
         else:
             self._chunk.extend(chunk)
-        if self._over or self._ready(self._chunk, self._loop.time()):
-            self._wake()
+        self._wake()
 
     def _finish(self) -> None:
         """Pass on the end of the answer, if it is there. Idempotent."""
@@ -213,8 +213,11 @@ class Completion:
 
         Does nothing once the answer is complete, or has failed.
         """
-        if not self._over:
-            self._end(error)
+        if self._over:
+            return
+        if self._answer.last is None and (chunk := self._answer.release()) is not None:
+            self._pass_on(chunk)
+        self._end(error)
 
     def _end(self, error: MicroserveError) -> None:
         self._over = True
@@ -228,7 +231,8 @@ class Completion:
     def _hold_over(self) -> None:
         """Pass on what was held back for the interval between two chunks."""
         self._timer = None
-        self._wake()
+        if not self._over and self._answer.last is None:
+            self._release()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

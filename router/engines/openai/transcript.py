@@ -16,7 +16,7 @@ from typing import Any
 
 from router.engines.openai.vocabulary import Vocabulary
 
-__all__ = ["Released", "Transcript"]
+__all__ = ["Logprobs", "Released", "Transcript"]
 
 WHOLE = 64  # waiting tokens up to which all of them are tried first
 REPLACEMENT = "\ufffd"  # the text of an incomplete character
