@@ -33,8 +33,8 @@ TRIED: dict[str, tuple[Any, Any]] = {
     "return_token_ids": ("none", True),
     "return_tokens_as_token_ids": ("none", True),
     **dict.fromkeys(STRUCTURES, (5, "a")),
-    "structured_outputs": (5, {"regex": "a"}),
-    "response_format": (5, {"type": "json_object"}),
+    "structured_outputs": ({"regex": 5}, {"regex": "a"}),  # of 5 alone vLLM makes a 500
+    "response_format": ({"type": "none"}, {"type": "json_object"}),
     "json_schema": (5, {"type": "object"}),
     "guided_json": (5, {"type": "object"}),
     "guided_grammar": (5, 'root ::= "a"'),
@@ -137,8 +137,12 @@ class _Probe:
         return await self._post({**self._body, **fields})
 
     async def _post(self, body: dict[str, Any]) -> Reply:
+        data = orjson.dumps(body)
         async with self._room:
-            return await self._http.call("POST", COMPLETIONS, orjson.dumps(body), most=ANSWER)
+            try:
+                return await self._http.call("POST", COMPLETIONS, data, most=ANSWER)
+            except EngineUnreachable:  # after a refusal, some servers close the connection
+                return await self._http.call("POST", COMPLETIONS, data, most=ANSWER)
 
 
 def _tells_ids(logprobs: dict[str, Any]) -> bool:

@@ -65,6 +65,7 @@ class ScriptedOpenAI:
     strict: bool = False
     takes_tokens: bool = True
     lag: int = 0
+    closes: bool = False  # its connections, after a refusal
     health: int = 200
     models: list[dict[str, Any]] = field(
         default_factory=lambda: [{"id": "m", "max_model_len": 512}]
@@ -97,7 +98,7 @@ class ScriptedOpenAI:
             return web.Response(status=status, text=text, headers=headers)
         for name, value in body.items():
             known = name in self.knows | STANDARD
-            if (not known and self.strict) or (name in self.knows and value in ("none", 5)):
+            if (not known and self.strict) or (name in self.knows and value in WRONG):
                 return web.json_response(
                     {"error": {"message": f"bad {name}", "param": name}}, status=400
                 )
@@ -115,6 +116,14 @@ class ScriptedOpenAI:
             raise
         finally:
             self.running -= 1
+        return response
+
+    def _refused(self, error: dict[str, Any]) -> web.Response:
+        """Refuse a request. With `closes` the reply promises to keep the connection."""
+        response = web.json_response(error, status=400)
+        if self.closes:
+            response.force_close()
+            response.headers["Connection"] = "keep-alive"
         return response
 
     async def _stream(
@@ -195,6 +204,7 @@ class ScriptedOpenAI:
             await runner.cleanup()
 
 
+WRONG = ("none", 5, {"regex": 5}, {"type": "none"})
 STANDARD = frozenset({
     "model", "prompt", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "logprobs",
     "stream_options", "presence_penalty", "frequency_penalty", "logit_bias",

@@ -142,6 +142,11 @@ async def test_structured_output(kind, strict):
             await engine.start_generate({**CALL, "structure": structure, "output": [5]}, {})
 
 
+async def test_a_server_that_closes_connections_after_a_refusal():
+    async with ScriptedOpenAI(closes=True).serving() as server, connected(server) as engine:
+        assert (await generated(engine, top_k=3)).token_ids == said(6, 30)
+
+
 async def test_llama_cpp_is_known_by_its_name():
     """It takes its default for a value of a wrong type."""
     models = [{"id": "m", "owned_by": "llamacpp"}]
