@@ -9,7 +9,7 @@ import torch
 
 from engine.models.loading.gguf_checkpoint import open_gguf
 from engine.models.loading.locate import locate
-from engine.models.loading.model_folder import write_folder
+from engine.models.model_folder import write_folder
 
 __all__ = ["PYTHON", "environment", "save_folder", "serve"]
 

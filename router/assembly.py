@@ -21,14 +21,17 @@ from router.base.awake_clock import AwakeClock
 from router.base.config import RouterConfig
 from router.base.tls import client_context
 from router.base.watched_file import WatchedFile
+from router.engines.api import EngineCalls
 from router.engines.client import EngineClient
 from router.engines.engines_file import EngineEntry, engine_url, parse_engines
 from router.engines.http_client import HttpClient
+from router.engines.openai import Descriptions, OpenAIEngine, ServerAddress
 from router.engines.registry import Registry
 from router.execution.choice_runner import Execution
 from router.execution.relocation import Relocations
 from router.legs.attempt import Runtime
 from router.legs.releaser import Releaser
+from router.model import read_model_files
 from router.pins.pins import Pins
 from router.rollout.audit_log import AuditLog
 from router.rollout.catalog import Catalog
@@ -48,10 +51,12 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
 
     On exit it stops watching, waits for the releases under way (each is bounded), and closes all
     connections. Raises `BadRequest` or `NotFound` if the configured strategy, its parameters or a
-    configured file are invalid, and `OSError` if the audit log cannot be opened.
+    configured file or model are invalid, and `OSError` if the audit log cannot be opened.
     """
     engine_tls = client_context(config.engine_ca)
     files = _Files.read(config)
+    tokenizer = config.openai_tokenizer
+    described = await read_model_files(tokenizer) if tokenizer else None
     tracing = open_tracing(os.environ)
     catalog = Catalog()
     first = catalog.find(config.strategy).bind(config.params)
@@ -67,21 +72,33 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
     clients: weakref.WeakSet[HttpClient] = weakref.WeakSet()
     try:
 
-        def connect(url: str) -> EngineClient:
+        def http_client(url: str, api_key: str) -> HttpClient:
             http = HttpClient(
                 url,
-                api_key=config.engine_api_key,
+                api_key=api_key,
                 connect_timeout_s=config.connect_timeout_s,
                 tls=engine_tls,
             )
             clients.add(http)
-            return EngineClient(http)
+            return http
+
+        def connect(url: str) -> EngineCalls:
+            if not ServerAddress.names(url):
+                return EngineClient(http_client(url, config.engine_api_key))
+            address = ServerAddress.parse(url)
+            http = http_client(address.base, config.openai_api_key)
+            return OpenAIEngine(address, http, descriptions, tasks)
 
         async with asyncio.TaskGroup() as tasks:
             relocations, clock = Relocations(), asyncio.get_running_loop().time
             awake = AwakeClock(clock=clock)
             registry = Registry(
                 config, connect, tasks, events, on_drain=relocations.leave, awake=awake
+            )
+            descriptions = Descriptions(
+                described,
+                config.openai_context,
+                lambda: [one.model for one in registry if one.model is not None],
             )
             releaser = Releaser(tasks, config.release_timeout_s)
             runtime = Runtime(config, registry, releaser, metrics, tasks)

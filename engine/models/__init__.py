@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.models.decoder import AttentionCache, Transformer
     from engine.models.linear import Linear
     from engine.models.loading.load import LoadedModel, load_model
-    from engine.models.loading.model_folder import ModelFolder, find_folder
+    from engine.models.model_folder import ModelFolder, find_folder
 
 __all__ = [
     "AttentionCache",
@@ -52,9 +52,9 @@ _NEED_TORCH = {
     "AttentionCache": "engine.models.decoder",
     "Linear": "engine.models.linear",
     "LoadedModel": "engine.models.loading.load",
-    "ModelFolder": "engine.models.loading.model_folder",
+    "ModelFolder": "engine.models.model_folder",
     "Transformer": "engine.models.decoder",
-    "find_folder": "engine.models.loading.model_folder",
+    "find_folder": "engine.models.model_folder",
     "load_model": "engine.models.loading.load",
 }
 

@@ -1,5 +1,8 @@
 """`python -m engine.models NAME`: download a model before engines start.
 
+`python -m engine.models --describe NAME` prints one JSON object instead: tokenizer, chat template
+and sizes, for a router in front of servers that do not tell them. Its weights are not needed.
+
 Exits with status 0, or with status 1 and the reason on stderr.
 """
 
@@ -14,12 +17,23 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> None:
-    if len(arguments) != 1:
-        raise SystemExit("usage: python -m engine.models NAME")
     try:
-        prepare_model(arguments[0])
+        match arguments:
+            case ["--describe", name]:
+                _describe(name)
+            case [name]:
+                prepare_model(name)
+            case _:
+                raise SystemExit("usage: python -m engine.models [--describe] NAME")
     except ModelError as error:
         raise SystemExit(str(error)) from error
+
+
+def _describe(name: str) -> None:
+    # Imported here: it imports torch, which takes seconds.
+    from engine.models.loading.description import describe
+
+    sys.stdout.buffer.write(describe(name).to_json())
 
 
 if __name__ == "__main__":

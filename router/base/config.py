@@ -49,6 +49,7 @@ class RouterConfig:
     )
     admin_key: str = secret(KEYS, "key of the admin API; empty: it answers on loopback only")
     engine_api_key: str = secret(KEYS, "key that the router sends to the engines")
+    openai_api_key: str = secret(KEYS, "key that the router sends to plain OpenAI servers")
     allow_upload: bool = flag(False, STRATEGY, "let the admin API load strategies from source code")
     allowed_hosts: str = flag(
         "",
@@ -123,6 +124,19 @@ class RouterConfig:
     )
     engines_file: str = flag(
         "", ENGINES, "file of engines, one 'URL [role=ROLE] [LABEL=VALUE]…' per line; watched"
+    )
+    openai_tokenizer: str = flag(
+        "",
+        ENGINES,
+        "MODEL whose tokenizer and chat template the plain OpenAI servers have (openai+http://…); "
+        "empty: those of an engine that serves a model of the same name",
+    )
+    openai_context: int = flag(
+        0,
+        ENGINES,
+        "context of plain OpenAI servers that do not tell theirs (tokens); 0: the model's",
+        least=0,
+        most=2**31 - 1,
     )
     watch_s: float = seconds(
         1.0, SERVER, "longest time until a change of a watched file is noticed (s)"

@@ -8,6 +8,7 @@ from router.engines.backend import Backend, Role, guard
 from router.engines.client import EngineClient
 from router.engines.engines_file import engine_url
 from router.engines.http_client import HttpClient
+from router.engines.openai import Descriptions, OpenAIEngine, ServerAddress
 from router.engines.prefix_index import NOTHING, Expected, PrefixIndex
 from router.engines.registry import Registry
 
@@ -15,13 +16,16 @@ __all__ = [
     "NOTHING",
     "Backend",
     "ChunkStream",
+    "Descriptions",
     "EngineClient",
     "Expected",
     "Headers",
     "HttpClient",
+    "OpenAIEngine",
     "PrefixIndex",
     "Registry",
     "Role",
+    "ServerAddress",
     "engine_url",
     "guard",
 ]

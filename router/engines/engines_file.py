@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from engine.protocol import BadRequest
 from router.engines.backend import ROLES, Role
+from router.engines.openai import ServerAddress
 
 __all__ = ["EngineEntry", "engine_url", "parse_engines"]
 
@@ -22,7 +23,12 @@ class EngineEntry:
 
 
 def engine_url(url: str) -> str:
-    """Return `url` without a trailing slash. Raises `BadRequest` if it is no engine's URL."""
+    """Return `url` without a trailing slash. Raises `BadRequest` if it is no engine's URL.
+
+    That of a plain OpenAI server begins with `openai+http://` or `openai+https://`.
+    """
+    if ServerAddress.names(url):
+        return ServerAddress.parse(url).url
     try:
         parts = urlsplit(url)
         plain = not (parts.username or parts.query or parts.fragment)

@@ -283,7 +283,8 @@ class Registry:
     def _seen(self, backend: Backend, state: EngineState) -> None:
         came_up = backend.status != "up"
         taken = any(other.id == state.engine_id for other in self if other is not backend)
-        if not taken and backend.named != state.epoch:  # a process keeps its first id
+        anonymous = backend.url.endswith(f"//{state.engine_id}")  # it keeps the id given here
+        if not taken and not anonymous and backend.named != state.epoch:  # a process keeps its id
             backend.id, backend.named = EngineId(state.engine_id), state.epoch
         known_secret = backend.secret_digest
         if not backend.role_pinned:

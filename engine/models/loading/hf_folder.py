@@ -15,7 +15,7 @@ from engine.models.loading.fields import Fields, read_json
 from engine.models.loading.hf_config import read_config
 from engine.models.loading.tokenization import Tokenization, load_tokenizer
 
-__all__ = ["open_folder", "read_tokenization"]
+__all__ = ["open_folder", "read_folder_tokenization"]
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
@@ -32,16 +32,11 @@ def open_folder(folder: Path) -> Checkpoint:
     owner = {name: shard for shard in shards for name in shard.shapes}
     return Checkpoint(
         config=model_config,
-        tokenization=_tokenization(folder, config),
+        tokenization=read_folder_tokenization(folder, config),
         shapes={name: shard.shapes[name] for name, shard in owner.items()},
         read=lambda name: owner[name].read(name),
         digest=digest_files(paths),
     )
-
-
-def read_tokenization(folder: Path) -> Tokenization:
-    """Read only the tokenizer of a model folder. Raises: `MissingFile`, `CorruptModel`."""
-    return _tokenization(folder, read_json(_required(folder, "config.json")))
 
 
 class _Shard:
@@ -91,7 +86,8 @@ def _required(folder: Path, name: str) -> Path:
     return path
 
 
-def _tokenization(folder: Path, config: Fields) -> Tokenization:
+def read_folder_tokenization(folder: Path, config: Fields) -> Tokenization:
+    """Return the tokenization of a folder. Raises: `MissingFile`, `CorruptModel`."""
     tokenizer_json = _text(_required(folder, "tokenizer.json"))
     tokenizer = load_tokenizer(tokenizer_json)
     settings = _optional(folder, "tokenizer_config.json")

@@ -24,6 +24,7 @@ _HUB_FILES = [
     "special_tokens_map.json",
     "chat_template.jinja",
 ]
+_HUB_DESCRIPTION = [name for name in _HUB_FILES if not name.startswith("model")]
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -44,10 +45,11 @@ def prepare_model(name: str) -> None:
     locate(name)
 
 
-def locate(name: str) -> Source:
+def locate(name: str, *, weights: bool = True) -> Source:
     """Return the files of an alias, a folder, a `.gguf` file or a hub id; download missing ones.
 
-    An alias has precedence over a file of the same name, and a file over a hub id.
+    An alias has precedence over a file of the same name, and a file over a hub id. Without
+    `weights`, only the files that describe the model are downloaded of a hub id.
 
     Raises: `UnknownModel`, `DownloadFailed`.
     """
@@ -63,14 +65,14 @@ def locate(name: str) -> Source:
     if path.is_file():
         return Source("gguf", path)
     if not name.endswith(".gguf") and _HUB_ID.fullmatch(name):
-        return Source("folder", _hub_snapshot(name))
+        return Source("folder", _hub_snapshot(name, _HUB_FILES if weights else _HUB_DESCRIPTION))
     raise UnknownModel(
         f"no model {name!r}: neither an alias (smollm2, tiny, mock), nor a folder or .gguf file "
         "here, nor a hub id (organisation/name)"
     )
 
 
-def _hub_snapshot(name: str) -> Path:
+def _hub_snapshot(name: str, files: list[str]) -> Path:
     """Return the model's folder in the hub's cache, updated unless the machine is offline.
 
     Raises: `DownloadFailed`.
@@ -80,7 +82,7 @@ def _hub_snapshot(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=files))
     # huggingface_hub raises OSError and ValueError, the network layer below it httpx.HTTPError.
     except (OSError, ValueError, httpx.HTTPError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)

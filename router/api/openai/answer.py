@@ -264,7 +264,7 @@ class _Answer:
         Each prompt counts once, with what was cached of it when its first choice began.
         """
         receipt = self._receipt
-        outputs = [len(writer.tokens) for writer in self._writers]
+        outputs = [self._tokens_of(index) for index in self._indices()[: len(self._writers)]]
         receipt.completion_tokens = sum(outputs)
         self._router.traffic.add(
             receipt.began, self._parsed.prompts, outputs, self._session(), receipt.strategy
@@ -277,6 +277,16 @@ class _Answer:
                 if writer.usage is not None
             ]
         )
+
+    def _tokens_of(self, index: int) -> int:
+        """Return how many tokens a choice has: as its engine says, else those that were written.
+
+        They differ where a plain OpenAI server tells no tokens, but only their number.
+        """
+        writer, sampling = self._writers[index], self._parsed.samplings[index // self._parsed.n]
+        if writer.usage is not None and 0 < writer.usage.completion_tokens <= sampling.max_tokens:
+            return writer.usage.completion_tokens
+        return len(writer.tokens)
 
     def _usage(self) -> dict[str, object]:
         """Return OpenAI's `usage`."""

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from engine.models.config import ModelConfig
 from engine.models.errors import ModelError, UnknownModel, UnsupportedArchitecture
 from engine.models.loading.checkpoint import Checkpoint, digest_files
+from engine.models.loading.fields import read_json
 from engine.models.loading.gguf_checkpoint import open_gguf
-from engine.models.loading.hf_folder import read_tokenization
+from engine.models.loading.hf_folder import read_folder_tokenization
 from engine.models.loading.locate import locate
 from engine.models.loading.smollm2 import cache_folder
 from engine.models.loading.tiny import open_tiny
@@ -76,9 +77,10 @@ def _opened(folder: Path) -> ModelFolder:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
         raise ModelError(f"the model folder {folder} has no weights")
-    config = (folder / "config.json").read_bytes()
-    weights = hashlib.sha256(config + digest_files(files).encode()).hexdigest()
-    return ModelFolder(folder, read_tokenization(folder), weights)
+    config = folder / "config.json"
+    text = read_folder_tokenization(folder, read_json(config))
+    weights = hashlib.sha256(config.read_bytes() + digest_files(files).encode()).hexdigest()
+    return ModelFolder(folder, text, weights)
 
 
 def _written(checkpoint: Checkpoint) -> ModelFolder:
