@@ -32,9 +32,16 @@ def test_defaults_are_those_of_the_config():
     )
 
 
+def test_what_follows_two_dashes_is_vllm_s():
+    own = ["tiny", "--backend", "vllm", "--vllm-args=--enforce-eager"]
+    config = parse_flags([*own, "--", "--block-size", "32", "--note", "a b"])
+    assert config.vllm_args == "--enforce-eager --block-size 32 --note 'a b'"
+
+
 @pytest.mark.parametrize(
     "flags",
     [
+        ["tiny", "--", "--block-size", "32"],
         ["--nothing"],
         ["tiny", "tiny"],
         ["--port", "x"],
