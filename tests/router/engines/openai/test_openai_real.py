@@ -176,7 +176,8 @@ def test_a_client_that_leaves_frees_the_engine_behind_the_server(servers, front)
     with front.http.stream(
         "POST", "/v1/completions", json=body(max_tokens=4000, stream=True)
     ) as reply:
-        first = next(reply.iter_lines())
+        lines = reply.iter_lines()  # dropped, it would close the response
+        first = next(lines)
         assert reply.status_code == 200, (first, front.http.get("/admin/engines").text)
         until(lambda: sum(map(running, servers)) == 1)
     until(lambda: not sum(map(running, servers)))
