@@ -17,6 +17,18 @@ __all__ = ["running_vllm"]
 
 
 @asynccontextmanager
+async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    """Run a task group; a lone failure of its body or of a task is raised as itself."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as failures:
+        if len(failures.exceptions) == 1:
+            raise failures.exceptions[0] from None
+        raise
+
+
+@asynccontextmanager
 async def running_vllm(config: EngineConfig, secret: bytes, epoch: int) -> AsyncIterator[Any]:
     """Run vLLM and its engine core while the body runs; yield a `VllmEngine`.
 
@@ -58,7 +70,7 @@ async def running_vllm(config: EngineConfig, secret: bytes, epoch: int) -> Async
         except Exception as error:  # vLLM raises what it likes
             raise Internal(f"vLLM does not start: {error}") from error
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with _tasks() as tasks:
                 engine = VllmEngine(llm, model, config, epoch, tasks)
                 await engine.connect()
                 for note in early:

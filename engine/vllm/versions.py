@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 
 from engine.protocol import BadRequest
 
 __all__ = ["check_vllm"]
+
+log = logging.getLogger(__name__)
 
 OLDEST, NEWEST = (0, 32), (0, 33)  # the second is too new
 HOOKS = (
@@ -29,6 +32,12 @@ def check_vllm() -> None:
     import vllm
 
     check_version(vllm.__version__)
+    if " " in str(vllm.__file__):
+        log.warning(
+            "%s: torch's compiler cannot link from a path with a space; compiled models and log "
+            "probabilities will fail",
+            vllm.__file__,
+        )
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.block_pool import BlockPool
 

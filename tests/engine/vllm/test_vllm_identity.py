@@ -7,7 +7,17 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from vllm_engines import BLOCK, VllmProcess, prompt, pytestmark, running, send, tokens, unique
+from vllm_engines import (
+    BLOCK,
+    VllmProcess,
+    compiles,
+    prompt,
+    pytestmark,
+    running,
+    send,
+    tokens,
+    unique,
+)
 
 from engine.protocol import page_names
 
@@ -160,8 +170,11 @@ def test_what_a_stream_says_is_what_ours_says(pair: list[VllmProcess]):
     ended = engine.generate(ids, max_tokens=12, stop_token_ids=[token])
     assert tokens(ended) == tokens(plain)[: tokens(plain).index(token) + 1]
     assert ended[-1]["stop_reason"] == token
-    with_logprobs = engine.generate(ids, logprobs=2)
-    for event in with_logprobs:
+
+
+@compiles
+def test_log_probabilities_are_those_of_the_likeliest_tokens(pair: list[VllmProcess]):
+    for event in pair[0].generate(prompt(40, 5000), logprobs=2):
         for item in event["logprobs"]:
             assert item["logprob"] == item["top"][0]["logprob"]  # greedy
             assert len(item["top"]) == 2

@@ -10,6 +10,7 @@ from vllm_engines import (
     EAGER,
     PYTHON,
     VllmProcess,
+    compiles,
     prompt,
     pytestmark,
     running,
@@ -64,6 +65,7 @@ def test_kv_moves_between_two_addresses_over_nixl():
         receiver.at_rest()
 
 
+@compiles
 def test_a_compiled_sender_and_chunks_of_its_prompt():
     """Without --enforce-eager, layers are put from within a compiled graph."""
     compiled = ("--", "--block-size", "32", "--max-num-batched-tokens", "128")

@@ -31,6 +31,12 @@ pytestmark = [
 ]
 
 
+# vLLM compiles models, and its log probabilities, with torch's compiler.
+compiles = pytest.mark.skipif(
+    " " in str(PYTHON), reason="torch's compiler cannot link from a path with a space"
+)
+
+
 class VllmProcess:
     """An engine whose blocks vLLM computes."""
 
