@@ -175,7 +175,9 @@ class MicroserveConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Any, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._sending.pop(request.request_id, None)
+        send = self._sending.pop(request.request_id, None)
+        if send is not None:
+            self._core.sends.abandon(send, block_ids)
         return False, None
 
     def request_finished_all_groups(

@@ -161,6 +161,16 @@ class Sends:
             send.blocks += self._pages.share(_ids(chunk)[: -(-chunk.end // self._page_size)])
             self._close(send)
 
+    def abandon(self, send: Send, blocks: Sequence[int]) -> None:
+        """End a send whose request ends before its last layer, as when its caller has left.
+
+        vLLM frees `blocks` next; queued writes may still read them.
+        """
+        if send.put is not None and not send.closed:
+            send.blocks += self._pages.share([PageId(block) for block in blocks])
+            send.put.cancel()
+            self._close(send, Internal("the send was aborted"))
+
     def preempt(self, send: Send) -> None:
         """Fail a send whose blocks vLLM takes away, and wait until nothing reads them."""
         if send.put is None or send.closed:
