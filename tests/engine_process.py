@@ -15,32 +15,11 @@ from forked import ForkedProcess, run_engine
 ROOT = Path(__file__).parents[1]
 
 
-class EngineProcess(ForkedProcess):
-    """An engine with the model `tiny`, ready to be called."""
+class EngineClient:
+    """The calls to one engine, over `http`."""
 
-    def __init__(
-        self,
-        *flags: str,
-        secret: str = "secret",
-        port: int = 0,
-        model: str = "tiny",
-        **environment: str,
-    ) -> None:
-        if model == "tiny" and "--pool-pages" not in flags:
-            flags = ("--pool-pages", "2048", *flags)  # by default it takes a share of the machine
-        super().__init__(
-            run_engine,
-            *(model, "--port", str(port), "--threads", "1", *flags),
-            MICROSERVE_SECRET=secret,
-            **environment,
-        )
-        self.url = self.line().split()[-1]
-        # Plain HTTP needs no certificates, and reading them takes longer than a call.
-        self.http = httpx.Client(base_url=self.url, timeout=20, verify=False)
-
-    @property
-    def port(self) -> int:
-        return httpx.URL(self.url).port or 0
+    http: httpx.Client
+    max_tokens = 4  # of a generation, unless the test says otherwise
 
     def post(self, call: str, **body: Any) -> httpx.Response:
         return self.http.post(f"/microserving/{call}", json=body)
@@ -55,7 +34,7 @@ class EngineProcess(ForkedProcess):
             "request_id": f"r{time.monotonic_ns()}",
             "prompt": prompt,
             "temperature": 0.0,
-            "max_tokens": 4,
+            "max_tokens": self.max_tokens,
             "ignore_eos": True,
             **fields,
         }
@@ -83,6 +62,34 @@ class EngineProcess(ForkedProcess):
             time.sleep(0.005)
         assert self.http.get("/microserving/integrity").json() == {"ok": True}
         return state
+
+
+class EngineProcess(EngineClient, ForkedProcess):
+    """An engine with the model `tiny`, ready to be called."""
+
+    def __init__(
+        self,
+        *flags: str,
+        secret: str = "secret",
+        port: int = 0,
+        model: str = "tiny",
+        **environment: str,
+    ) -> None:
+        if model == "tiny" and "--pool-pages" not in flags:
+            flags = ("--pool-pages", "2048", *flags)  # by default it takes a share of the machine
+        super().__init__(
+            run_engine,
+            *(model, "--port", str(port), "--threads", "1", *flags),
+            MICROSERVE_SECRET=secret,
+            **environment,
+        )
+        self.url = self.line().split()[-1]
+        # Plain HTTP needs no certificates, and reading them takes longer than a call.
+        self.http = httpx.Client(base_url=self.url, timeout=20, verify=False)
+
+    @property
+    def port(self) -> int:
+        return httpx.URL(self.url).port or 0
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
         """Send a signal; return the exit code and the log."""

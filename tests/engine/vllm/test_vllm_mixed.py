@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import time
 from typing import Any
 
+import httpx
 import pytest
 from engine_process import EngineProcess
 from forked import ForkedProcess, run_microserve
@@ -19,8 +21,6 @@ class Router(ForkedProcess):
     """`microserve router` with an admin API."""
 
     def __init__(self, engines: list[str], strategy: str, *flags: str) -> None:
-        import httpx
-
         urls = [part for url in engines for part in ("--engine", url)]
         super().__init__(
             run_microserve, "router", *urls, "--strategy", strategy, "--port", "0", *flags
@@ -45,6 +45,13 @@ class Router(ForkedProcess):
         super().kill()
 
 
+def until_up(router: Router) -> None:
+    give_up = time.monotonic() + 30
+    while {each["status"] for each in router.engines().values()} != {"up"}:
+        assert time.monotonic() < give_up, router.engines()
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("strategy", ["prefill_decode", "balanced", "cache_aware", "replicate"])
 def test_kv_moves_among_vllm_engines_only(strategy: str):
     ours = EngineProcess(
@@ -58,8 +65,7 @@ def test_kv_moves_among_vllm_engines_only(strategy: str):
     try:
         with running(*vllm):
             router = Router([ours.url, *(engine.url for engine in vllm)], strategy)
-            while {each["status"] for each in router.engines().values()} != {"up"}:
-                pass
+            until_up(router)
             listed = router.engines()
             assert listed["v0"]["kv"] == listed["v1"]["kv"] != listed["ours"]["kv"]
             assert "mirror" in listed["ours"]["capabilities"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_process import ROOT, events
+from engine_process import ROOT, EngineClient
 
 PYTHON = ROOT / ".peers" / "vllm" / "bin" / "python"
 BLOCK = 32  # tokens; the least on CPUs
@@ -37,8 +37,10 @@ compiles = pytest.mark.skipif(
 )
 
 
-class VllmProcess:
+class VllmProcess(EngineClient):
     """An engine whose blocks vLLM computes."""
+
+    max_tokens = 6
 
     def __init__(
         self,
@@ -98,50 +100,8 @@ class VllmProcess:
                 return child
         raise AssertionError(f"no engine core among {children(self.process.pid)}")
 
-    def post(self, call: str, **body: Any) -> httpx.Response:
-        return self.http.post(f"/microserving/{call}", json=body)
-
-    def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.http.get("/microserving/state").json()
-        return state
-
-    def stream(self, prompt: list[int], **fields: Any) -> Iterator[dict[str, Any]]:
-        """Yield the events of a generation as they arrive."""
-        body = {
-            "request_id": unique(),
-            "prompt": prompt,
-            "temperature": 0.0,
-            "max_tokens": 6,
-            "ignore_eos": True,
-            **fields,
-        }
-        with self.http.stream("POST", "/microserving/start_generate", json=body) as reply:
-            if reply.status_code != 200:
-                raise RuntimeError(reply.read())
-            yield from events(reply)
-
-    def generate(self, prompt: list[int], **fields: Any) -> list[dict[str, Any]]:
-        return list(self.stream(prompt, **fields))
-
     def tokens(self, prompt: list[int], **fields: Any) -> list[int]:
         return tokens(self.generate(prompt, **fields))
-
-    def at_rest(self, within_s: float = 10.0) -> dict[str, Any]:
-        """Wait until nothing runs and every block is free or cached; check the integrity."""
-        give_up = time.monotonic() + within_s
-        while True:
-            state = self.state()
-            pages = state["pages"]
-            busy = state["running"] + state["waiting"] + state["puts_in_flight"]
-            idle = not busy and not state["leases"]
-            if idle and pages["free"] + pages["cached"] == pages["total"]:
-                break
-            if time.monotonic() > give_up:
-                raise AssertionError(state)
-            time.sleep(0.02)
-        checked = self.http.get("/microserving/integrity")
-        assert checked.json() == {"ok": True}, checked.text
-        return state
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
