@@ -14,6 +14,11 @@ processes share two cores. Answers repeat one word, because random prompts would
 text comes a token late now and then: half a character is held back, which a simulation does not
 know.
 
+The first `BEFORE` requests of each run, real or simulated, are not counted: an engine that has just
+started does not know yet how long its steps take, and gives prompts another share of them. Steps
+scatter in the simulation as they did when they were measured. The simulated figure is the median of
+`DRAWS` runs, which differ in the order of that scatter.
+
 Real runs differ from each other: their engines, the router and the client share two cores. A real
 figure is the median of its runs (`--repeats`) of the same requests. `repeat` is the figure of the
 last run over that of the first one. `others_cpu` is the number of cores that other processes used:
@@ -41,7 +46,15 @@ from bench.deployment import Deployment, deployed
 from bench.processes import machine_cpu_s
 from bench.real_load import BODY, TIMES, check, throughput, unseen_requests
 from bench.report import publish, table
-from engine.latency import Measured, Profile, PutLatency, StepWork, fit_observed, fit_put
+from engine.latency import (
+    Measured,
+    Profile,
+    PutLatency,
+    StepWork,
+    fit_observed,
+    fit_put,
+    scatter_of,
+)
 from engine.protocol import EngineConfig
 from router.engines import HttpClient, Role
 from router.load.client import Outcome, Target, open_loop
@@ -64,6 +77,8 @@ MIX = ((512, 12), (48, 48), (192, 32))  # tokens of the prompts and answers
 CONCURRENT = (FULL, 3)  # requests of the mix at a time
 AIM = 0.15
 CONNECT_S = 30.0
+BEFORE = 30  # requests of a run that do not count
+DRAWS = 9  # simulations of each run
 
 
 def main() -> None:
@@ -78,7 +93,10 @@ def main() -> None:
         real = asyncio.run(measure(deployment, flags.requests, flags.repeats))
     runs = []
     for (name, rate), repeats in real["runs"].items():
-        simulated = simulate(name, rate, flags.requests, real["profiles"], real["call_s"])
+        simulated = [
+            simulate(name, rate, flags.requests, real["profiles"], real["call_s"], seed)
+            for seed in range(DRAWS)
+        ]
         runs.append(compare(name, rate, repeats, simulated))
     rows = [
         [run["strategy"], f"{run['rate']:.2f}", figure, statistic]
@@ -96,7 +114,7 @@ def main() -> None:
         {
             "within_aim": sum(error <= AIM for error in errors), "figures": len(errors),
             "largest_error": max(errors), "median_error": statistics.median(errors), "aim": AIM,
-            "requests": flags.requests, "repeats": flags.repeats,
+            "requests": flags.requests, "repeats": flags.repeats, "draws": DRAWS,
             "call_ms": 1e3 * real["call_s"], "others_cpu": max(real["others_cpu"]), "runs": runs,
             "profiles": [
                 {"step": asdict(profile.step), "put": asdict(profile.put), "residuals": residuals}
@@ -128,11 +146,13 @@ async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[s
             rate = round(share * most, 3)
             deployment.use(strategy, **STRATEGIES[strategy])
             began, all_s, ours_s = time.perf_counter(), machine_cpu_s(), deployment.cpu_s()
-            outcomes = await open_loop(target, unseen_requests(workload_at(rate), requests))
+            outcomes = await open_loop(
+                target, unseen_requests(workload_at(rate), BEFORE + requests)
+            )
             others_s = machine_cpu_s() - all_s - (deployment.cpu_s() - ours_s)
             others.append(max(0.0, others_s / (time.perf_counter() - began)))
             check(outcomes)
-            runs.setdefault((strategy, rate), []).append(outcomes)
+            runs.setdefault((strategy, rate), []).append(outcomes[BEFORE:])
             print(
                 f"real run {repeat}: {strategy} at {rate:g}/s, others_cpu {others[-1]:.2f}",
                 file=sys.stderr,
@@ -188,6 +208,7 @@ async def profile_of(url: str, key: str) -> tuple[Profile, dict[str, Any]]:
         name="own", model=info["name"], device="cpu", gpus=0, source="its own statistics",
         layers=info["layers"], kv_bytes_per_token=info["kv_bytes_per_token"],
         context_length=info["context_length"], pool_tokens=POOL_TOKENS, step=step, put=put,
+        scatter=scatter_of(step, measured),
     )  # fmt: skip
     return profile, {
         name: {"points": part.points, "median": part.median, "largest": part.largest}
@@ -196,34 +217,38 @@ async def profile_of(url: str, key: str) -> tuple[Profile, dict[str, Any]]:
 
 
 def simulate(
-    name: str, rate: float, requests: int, profiles: Sequence[Profile], call_s: float
+    name: str, rate: float, requests: int, profiles: Sequence[Profile], call_s: float, seed: int
 ) -> list[RequestRecord]:
-    """Run the same requests in virtual time."""
+    """Run the same requests in virtual time; `seed` is that of the steps' scatter."""
     roles: tuple[Role, ...] = ("prefill", "decode")
     fleet = tuple(
         SimulatedEngine(EngineConfig(engine_id=f"{role}-0", role=role, pool_pages=4096), profile)
         for role, profile in zip(roles, profiles, strict=True)
     )
     experiment = Experiment(
-        Catalog()[name].bind(STRATEGIES[name]), fleet, workload_at(rate), requests, call_s=call_s,
+        Catalog()[name].bind(STRATEGIES[name]), fleet, workload_at(rate), BEFORE + requests,
+        call_s=call_s, seed=seed,
     )  # fmt: skip
-    return run_experiment(experiment).records
+    return run_experiment(experiment).records[BEFORE:]
 
 
 def compare(
-    name: str, rate: float, repeats: Sequence[Sequence[Outcome]], simulated: Sequence[RequestRecord]
+    name: str,
+    rate: float,
+    repeats: Sequence[Sequence[Outcome]],
+    simulated: Sequence[Sequence[RequestRecord]],
 ) -> dict[str, Any]:
-    """Return each figure: the real runs' median, the simulation's, and the difference."""
+    """Return each figure: the real runs' median, the simulated ones', and the difference."""
     run: dict[str, Any] = {"strategy": name, "params": STRATEGIES[name], "rate": rate}
     for figure in TIMES:
         of = TIMES[figure]
         real = [values(map(of, outcomes)) for outcomes in repeats]
-        ours = values(map(of, simulated))
+        ours = [values(map(of, records)) for records in simulated]
         run[figure] = {
             statistic: {
                 "real_ms": 1e3 * (of_runs := statistics.median(one[statistic] for one in real)),
-                "simulated_ms": 1e3 * ours[statistic],
-                "error": ours[statistic] / of_runs - 1,
+                "simulated_ms": 1e3 * (of_ours := statistics.median(o[statistic] for o in ours)),
+                "error": of_ours / of_runs - 1,
                 "repeat": real[-1][statistic] / real[0][statistic] - 1,
             }
             for statistic in ("mean", "p99")

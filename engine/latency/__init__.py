@@ -17,6 +17,7 @@ from engine.latency.profile import (
     write_profile,
 )
 from engine.latency.put import PutLatency
+from engine.latency.scatter import Factors, Scatter, scatter_of
 from engine.latency.step import FittedLatency, FixedLatency, StepLatency, StepWork
 from engine.latency.table import TableLatency
 from engine.latency.tabulate import tabulate_latency
@@ -26,6 +27,7 @@ __all__ = [
     "MODELS",
     "AnyLatency",
     "Device",
+    "Factors",
     "Fit",
     "FittedLatency",
     "FixedLatency",
@@ -34,6 +36,7 @@ __all__ = [
     "Profile",
     "PutLatency",
     "Residuals",
+    "Scatter",
     "StepLatency",
     "StepWork",
     "TableLatency",
@@ -48,6 +51,7 @@ __all__ = [
     "read_profile",
     "read_profile_fields",
     "residuals",
+    "scatter_of",
     "tabulate_latency",
     "write_profile",
 ]

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from engine.latency.fit import Fit
 from engine.latency.put import PutLatency
+from engine.latency.scatter import Scatter
 from engine.latency.step import STRICT, FittedLatency, FixedLatency
 from engine.latency.table import TableLatency
 from engine.protocol import BadRequest, bad_request
@@ -56,6 +57,7 @@ class Profile:
     step: Annotated[AnyLatency, Field(discriminator="kind")]
     put: PutLatency
     fit: Fit | None = None  # None: the source does not publish the points
+    scatter: Scatter = ()
 
 
 _PROFILE = TypeAdapter(Profile)

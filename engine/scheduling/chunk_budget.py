@@ -13,11 +13,13 @@ Both terms are estimated from past steps:
   therefore decay within a few steps. The time of a few tokens, fewer than were allowed, is mostly
   that of the step: they change the estimate little.
 
-Missing knowledge is replaced by estimates that are too small, at the expense of prompts: fewer
-decodes than measured take their share of the measured time, more decodes take no longer; the
-largest of these estimates counts, if two steps of a batch agree. If fewer than two steps are known,
-or none of them is recent, the next step is a probe without prompt tokens. At most one step in
-`PROBE_EVERY` is a probe, and at most `PROBES` in a row when the batch changes quickly.
+The time of a batch that was not measured lately is read off a line through the earlier steps
+without prompt tokens. If these all had as many decodes, there is no line, and estimates that are
+too small take its place, at the expense of prompts: fewer decodes than measured take their share of
+the measured time, more decodes take no longer; the largest of these estimates counts, if two steps
+of a batch agree. If fewer than two steps are known, or none of them is recent, the next step is a
+probe without prompt tokens. At most one step in `PROBE_EVERY` is a probe, and at most `PROBES` in a
+row when the batch changes quickly.
 
 Chunked prefill beside decodes, bounded by the time between two tokens, is due to Sarathi-Serve,
 which profiles the budget beforehand; here it is measured while serving.
@@ -41,6 +43,10 @@ MAX_AGE = 160  # steps after which a measurement is dropped; spans at least two 
 MAX_MEASUREMENTS = 32  # steps without prompt tokens
 SIMILAR = 1.25  # batches within this ratio take about the same time
 DECAY = 0.5  # per step, of the measured token cost
+MEMORY = 0.998  # what a step keeps of its weight in the line, per step without prompt tokens
+SPREAD = 0.1  # of the decodes of these steps, relative to their mean: with less there is no line
+LEAST_STEPS = 8  # likewise; a step that was held up counts less among more
+SLOW = 1.25  # a step counts in the line as this times what the line says, at most
 
 
 class _DecodeStep(NamedTuple):
@@ -51,6 +57,37 @@ class _DecodeStep(NamedTuple):
     seconds: float
 
 
+class _Line:
+    """The time of steps without prompt tokens over their decodes: weighted least squares."""
+
+    __slots__ = ("_products", "_squares", "_steps", "_sum", "_times", "_weight")
+
+    def __init__(self) -> None:
+        self._weight = self._sum = self._squares = 0.0  # of 1, decodes, and their squares
+        self._times = self._products = 0.0  # of the times, and of these times the decodes
+        self._steps = 0
+
+    def add(self, decodes: int, seconds: float) -> None:
+        expected = self.at(decodes)
+        if expected:
+            seconds = min(seconds, SLOW * expected)
+        self._steps += 1
+        self._weight = self._weight * MEMORY + 1
+        self._sum = self._sum * MEMORY + decodes
+        self._squares = self._squares * MEMORY + decodes * decodes
+        self._times = self._times * MEMORY + seconds
+        self._products = self._products * MEMORY + decodes * seconds
+
+    def at(self, decodes: int) -> float:
+        """Return the time of so many decodes; 0 if the steps do not say how it depends on them."""
+        weight, total = self._weight, self._sum
+        spread = weight * self._squares - total * total
+        if self._steps < LEAST_STEPS or spread <= (SPREAD * total) ** 2:
+            return 0.0
+        slope = max(weight * self._products - total * self._times, 0.0) / spread
+        return max(self._times + slope * (weight * decodes - total), 0.0) / weight
+
+
 class ChunkBudget:
     """Arithmetic without a clock: `tokens_allowed` before each step, `record` after it."""
 
@@ -58,6 +95,7 @@ class ChunkBudget:
         """`slowdown` is at least 1; 0 sets no limit."""
         self._slowdown = slowdown
         self._decode_steps: deque[_DecodeStep] = deque(maxlen=MAX_MEASUREMENTS)
+        self._line = _Line()
         self._prompt_seconds = 0.0  # decaying sum of seconds beyond the decodes' own
         self._prompt_tokens = 0.0  # decaying sum of the tokens that took them
         self._step = 0
@@ -120,6 +158,8 @@ class ChunkBudget:
         steps = enumerate(durations, self._step + 1)
         self._decode_steps += [_DecodeStep(step, decodes, seconds) for step, seconds in steps]
         self._step += len(durations)
+        for seconds in durations:
+            self._line.add(decodes, seconds)
 
     def _similar(self, decodes: int) -> list[_DecodeStep]:
         """Return the recent steps with about as many decodes and no prompt tokens."""
@@ -130,14 +170,15 @@ class ChunkBudget:
         return len(similar) > 1 and self._step - similar[-1].step < PROBE_EVERY
 
     def _decode_seconds(self, decodes: int, similar: Sequence[_DecodeStep]) -> float:
-        """Estimate the time of the decodes alone, rather too low. 0 if nothing is known."""
+        """Estimate the time of the decodes alone. 0 if nothing is known."""
         if similar:
             return _lower_quartile([_least(decodes, step) for step in similar])
         batches: dict[int, list[float]] = {}
         for step in self._decode_steps:
             batches.setdefault(step.decodes, []).append(_least(decodes, step))
         known = [_lower_quartile(times) for times in batches.values() if len(times) > 1]
-        return max(known, default=min(itertools.chain(*batches.values()), default=0.0))
+        least = max(known, default=min(itertools.chain(*batches.values()), default=0.0))
+        return max(least, self._line.at(decodes))
 
 
 def _least(decodes: int, step: _DecodeStep) -> float:

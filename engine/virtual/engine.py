@@ -119,8 +119,9 @@ class VirtualEngine:
             decode_slowdown=config.decode_slowdown,
         )
         self.steps = VirtualSteps(
-            self.cache, self.scheduler, profile.step, self._deliver, most_at_once=most_at_once
-        )
+            self.cache, self.scheduler, profile.step, self._deliver,
+            most_at_once=most_at_once, scatter=profile.scatter,
+        )  # fmt: skip
         self.alive = True
         self._limits = Limits(VOCAB, self.context_length, pages * config.page_size)
         self._mirrors = VirtualMirrors(self.cache, extend)

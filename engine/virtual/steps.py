@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.execution.step_output import PlannedStep, StepOutput
 from engine.execution.step_timings import step_work
 from engine.execution.stepper import Stepper
-from engine.latency import StepLatency, StepWork
+from engine.latency import Factors, StepLatency, StepWork
 from engine.sampling.sampled import Sampled
 from engine.scheduling import Chunk, Generation, Scheduler
 from engine.virtual.cache import VirtualCache
@@ -33,7 +34,10 @@ SWEEP_S = 0.5  # between two checks of leases; less than what counts as a pause 
 
 @dataclass(slots=True)
 class Row:
-    """`count` equal steps from `began` on; the i-th (from 0) takes `first_s + i * growth_s`."""
+    """`count` equal steps from `began` on; the i-th (from 0) takes `first_s + i * growth_s`.
+
+    With `factors`, each takes so much longer or shorter.
+    """
 
     step: PlannedStep
     chunks: list[Chunk]
@@ -42,17 +46,27 @@ class Row:
     growth_s: float
     count: int
     work: StepWork  # of the first one
+    factors: Factors | None = None
 
     def seconds(self, steps: int) -> float:
         """Return how long the first `steps` steps take."""
+        if self.factors is not None:
+            return self.factors.seconds(self.first_s, self.growth_s, steps)
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
     def durations(self, steps: int) -> list[float]:
         """Return how long each of the first `steps` steps takes."""
-        return [self.first_s + i * self.growth_s for i in range(steps)]
+        planned = [self.first_s + i * self.growth_s for i in range(steps)]
+        if self.factors is None:
+            return planned
+        factors = self.factors.next(steps)
+        return [seconds * factor for seconds, factor in zip(planned, factors, strict=True)]
 
     def ended(self, now: float) -> int:
         """Return how many steps have ended by `now`."""
+        if self.factors is not None:
+            took = range(1, self.count + 1)
+            return bisect_right(took, now, key=lambda steps: self.began + self.seconds(steps))
         passed, growth = now - self.began, self.growth_s
         if growth > 0:
             half = self.first_s - growth / 2
@@ -100,12 +114,17 @@ class VirtualSteps:
         deliver: Callable[[list[StepOutput]], object],
         *,
         most_at_once: int = MOST_AT_ONCE,
+        scatter: Sequence[float] = (),
     ) -> None:
-        """Not more than `most_at_once` equal steps are skipped over at a time; 1: none."""
+        """Not more than `most_at_once` equal steps are skipped over at a time; 1: none.
+
+        `scatter` are factors of steps' times, as of `engine.latency.Scatter`.
+        """
         self._loop = asyncio.get_running_loop()
         self._cache = cache
         self._scheduler = scheduler
         self._latency = latency
+        self._factors = Factors(tuple(scatter), most_at_once) if scatter else None
         self._most = most_at_once
         self._now = self._loop.time()  # the end of the latest step
         self._row: Row | None = None
@@ -223,12 +242,14 @@ class VirtualSteps:
         if count > 1:
             last = work._replace(context=work.context + work.decodes * (count - 1))
             growth_s = (self._latency.seconds(last) - first_s) / (count - 1)
-        self._row = row = Row(step, chunks, self._now, first_s, growth_s, count, work)
+        self._row = row = Row(
+            step, chunks, self._now, first_s, growth_s, count, work, self._factors
+        )
         if count > 1:
             row.count = min(count, row.ended(self.stepper.sweep_due) + 1)
             self._cache.begin_decodes()
         else:
-            self._cache.begin_step(chunks, row.began, first_s)
+            self._cache.begin_step(chunks, row.began, row.seconds(1))
         self._wait_for(row)
 
     def _wait_for(self, row: Row) -> None:
@@ -270,6 +291,8 @@ class VirtualSteps:
             self.stepper.end(row.step, row.durations(count))
         finally:
             self._stepping = False
+        if self._factors is not None:
+            self._factors.pass_over(count)
 
     def _equal_steps(self, step: PlannedStep, chunks: Sequence[Chunk], seconds: float) -> int:
         """Return how many steps like this one follow each other if nothing comes in between.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.latency import (
     AnyLatency,
     Fit,
+    FittedLatency,
     Measured,
     Profile,
     PutLatency,
@@ -18,6 +19,7 @@ from engine.latency import (
     fit_put,
     profile_fields,
     read_profile_fields,
+    scatter_of,
 )
 from engine.protocol import BadRequest, EngineConfig
 from engine.virtual import EngineKind
@@ -45,17 +47,18 @@ def fit_fleet(engines: Sequence[Facts], given: dict[str, Any] | None) -> dict[st
     all_steps = [step for one in engines for step in _steps(one)]
     all_puts = [put for one in engines for put in _puts(one)]
     for one in engines:
-        latency, fit, source, problem = _latency(one, all_steps, profile)
-        if problem:
-            notes.append(f"engine {one['id']}: {problem}; {source} are used")
-        if fit is not None and (warning := doubt(fit)):
+        speed = _speed(one, all_steps, profile)
+        if speed.problem:
+            notes.append(f"engine {one['id']}: {speed.problem}; {speed.source} are used")
+        if speed.fit is not None and (warning := doubt(speed.fit)):
             notes.append(f"engine {one['id']}: {warning}")
         put, put_source = _put(one, all_puts, profile)
         made = Profile(
             name=one["id"], model=one["model"] or "model", device="its own", gpus=0,
-            source=source, layers=one["layers"], kv_bytes_per_token=one["kv_bytes_per_token"],
+            source=speed.source, layers=one["layers"], kv_bytes_per_token=one["kv_bytes_per_token"],
             context_length=one["context_length"],
-            pool_tokens=max(one["pages"], 1) * one["page_size"], step=latency, put=put, fit=fit,
+            pool_tokens=max(one["pages"], 1) * one["page_size"], step=speed.latency, put=put,
+            fit=speed.fit, scatter=speed.scatter,
         )  # fmt: skip
         statistics = one["statistics"] or {}
         flags = {name: statistics[name] for name in SETTINGS if name in statistics}
@@ -64,8 +67,9 @@ def fit_fleet(engines: Sequence[Facts], given: dict[str, Any] | None) -> dict[st
         fleet.append({"flags": flags, "profile": profile_fields(made), "kind": kind})
         told.append(
             {
-                "id": one["id"], "role": one["role"], "steps": source, "puts": put_source,
-                "fit": None if fit is None else asdict(fit), "covers": _covers(_steps(one)),
+                "id": one["id"], "role": one["role"], "steps": speed.source, "puts": put_source,
+                "fit": None if speed.fit is None else asdict(speed.fit),
+                "covers": _covers(_steps(one)),
             }
         )  # fmt: skip
     if any(one["puts"] == _ASSUMED for one in told) and len(engines) > 1:
@@ -93,24 +97,37 @@ _OWN, _ALL, _GIVEN = "its own steps", "the steps of all engines", "those of the 
 _ASSUMED = "assumed"
 
 
-def _latency(
-    one: Facts, everywhere: Sequence[Measured], given: Profile | None
-) -> tuple[AnyLatency, Fit | None, str, str]:
-    """Return an engine's model, its fit, its source, and why that is not its own steps."""
+class _Speed(NamedTuple):
+    """An engine's model of steps."""
+
+    latency: AnyLatency
+    fit: Fit | None
+    scatter: tuple[float, ...]
+    source: str
+    problem: str = ""  # why its own steps are not the source
+
+
+def _speed(one: Facts, everywhere: Sequence[Measured], given: Profile | None) -> _Speed:
     try:
-        return *fit_observed(_steps(one)), _OWN, ""
+        return _Speed(*_fitted(_steps(one)), _OWN)
     except BadRequest as error:
         problem: str = one["problem"] or error.message
     try:
-        return *fit_observed(everywhere), _ALL, problem
+        return _Speed(*_fitted(everywhere), _ALL, problem)
     except BadRequest as error:
         if given is not None:
-            return given.step, given.fit, _GIVEN, problem
+            return _Speed(given.step, given.fit, given.scatter, _GIVEN, problem)
         raise BadRequest(
             f"engine {one['id']} is of unknown speed: {problem}; of all engines: {error.message}. "
             "Let it serve more, or give a profile",
             param="profile",
         ) from None
+
+
+def _fitted(steps: Sequence[Measured]) -> tuple[FittedLatency, Fit, tuple[float, ...]]:
+    """Raises: `BadRequest` if the steps do not tell the coefficients."""
+    latency, fit = fit_observed(steps)
+    return latency, fit, scatter_of(latency, steps)
 
 
 def _put(

@@ -60,7 +60,8 @@ class Death:
 class Experiment:
     """What is run. The workload's requests have times; without `requests`, a trace's are all run.
 
-    `call_s` is what a call between router and engine takes, there and back.
+    `call_s` is what a call between router and engine takes, there and back. `seed` is that of what
+    is drawn beside the workload, such as the scatter of steps; `None`: the workload's.
     """
 
     bound: Bound
@@ -70,6 +71,7 @@ class Experiment:
     deaths: tuple[Death, ...] = ()
     call_s: float = CALL_S
     config: RouterConfig = CONFIG
+    seed: int | None = None
 
 
 @dataclass(slots=True)
@@ -145,7 +147,7 @@ def run_experiment(
     run, name = _Run(experiment, progress, observe, keep_legs), experiment.bound.strategy.name
     try:
         with (
-            _seeded(experiment.workload.seed),
+            _seeded(experiment.workload.seed if experiment.seed is None else experiment.seed),
             _few_collections(),
             asyncio.Runner(loop_factory=VirtualLoop) as runner,
         ):

@@ -78,6 +78,8 @@ def test_a_fit_may_be_missing(path: Path):
         ({"step": {"step_ms": 1}}, "step: Unable to extract tag"),
         ({"step": {"kind": "magic"}}, "step: Input tag 'magic' found"),
         ({"step": {"kind": "fixed", "step_ms": -1}}, "step.fixed.step_ms: Input should be greater"),
+        ({"scatter": [1.0, 0.0]}, "scatter.1: Input should be greater than 0"),
+        ({"scatter": [1.0] * 257}, "scatter: Tuple should have at most 256 items"),
         ({"step": {"kind": "fitted", "prefill": [1, 2]}}, "step.fitted.prefill.2: Field required"),
         ({"fit": {"prefill": {}}}, "fit.prefill.points: Field required"),
         ({"version": 2}, "version 2 of a profile, where this microserve reads version 1"),
@@ -93,7 +95,9 @@ def test_a_damaged_field_is_named(path: Path, change: dict[str, Any], says: str)
     assert "\n" not in refused.value.message
 
 
-@pytest.mark.parametrize("name", [field for field in PROFILE.__slots__ if field != "fit"])
+@pytest.mark.parametrize(
+    "name", [field for field in PROFILE.__slots__ if field not in ("fit", "scatter")]
+)
 def test_a_missing_field_is_named(path: Path, name: str):
     without = fields(path)
     del without[name]

@@ -119,6 +119,39 @@ def test_a_batch_smaller_than_any_measured_is_estimated_by_its_share():
     assert budget.tokens_allowed(8, 1, BUDGET) == int(12 / 0.4 / (1 + 8 / 0.4 / BUDGET))
 
 
+@pytest.mark.parametrize(("decodes", "ms"), [(1, 31), (2, 32), (8, 38), (12, 42), (40, 70)])
+def test_a_batch_that_was_not_measured_lately_is_on_a_line_through_the_others(decodes, ms):
+    budget = ChunkBudget(2.0)
+    budget.record(0, 100, 0.1)  # a token costs 1 ms
+    for batch in (4, 4, 16, 16) * 2:
+        budget.record(batch, 0, 0.030 + 0.001 * batch)
+    assert allowed(budget, decodes) == pytest.approx(ms, abs=1)
+
+
+def test_a_slow_step_bends_the_line_little():
+    budget = ChunkBudget(2.0)
+    budget.record(0, 100, 0.1)
+    for batch in (4, 16) * 20:
+        budget.record(batch, 0, 0.030 + 0.001 * batch)
+    budget.record(16, 0, 3.0)
+    assert allowed(budget, 2) == pytest.approx(32, abs=1)
+    assert allowed(budget, 40) == pytest.approx(70, abs=2)
+
+
+def test_chunks_of_a_quickly_changing_batch_do_not_shrink_to_the_least():
+    """Half a share of the time of the last batch that was measured would be far too little."""
+    budget, source = ChunkBudget(1.5), random.Random(4)
+    taken = []
+    for number in range(600):
+        decodes = source.choice((1, 2, 3, 5, 8))
+        tokens = budget.tokens_allowed(decodes, 1, BUDGET) if number % 3 else 0
+        ms = 30 + decodes + 0.25 * tokens + (2.5 if tokens else 0)
+        budget.record(decodes, tokens, ms * source.gauss(1, 0.04) / 1e3)
+        taken.append(tokens)
+    prompts = sorted(tokens for tokens in taken[200:] if tokens)
+    assert prompts[len(prompts) // 10] > 20
+
+
 def test_the_cost_per_token_is_followed_within_a_few_steps():
     """Deep in a prompt, tokens cost three times as much; then the next prompt begins."""
     budget = ChunkBudget(1.75)
@@ -381,15 +414,6 @@ def test_the_last_tokens_of_a_prompt_hardly_change_the_cost_of_a_token():
         budget.tokens_allowed(16, 1, BUDGET)
         budget.record(16, 1, linear(16, 0) + 3e-3)
     assert budget.tokens_allowed(16, 1, BUDGET) == pytest.approx(usual, rel=0.1)
-
-
-def test_a_batch_between_two_that_were_measured_takes_at_least_the_time_of_the_smaller():
-    budget = per_token_ms()
-    for ms in (20.5, 20.5, 30.5, 30.5, 30.5, 30.5, 30.5, 30.5):
-        budget.record(2 if ms < 30 else 20, 0, ms / 1000)
-    assert allowed(budget, 1) == 10
-    assert allowed(budget, 4) == 20  # a fifth of the larger one's time would be 6 ms
-    assert allowed(budget, 15) == 22  # three quarters of the larger one's time
 
 
 def test_one_step_of_a_batch_is_no_evidence_beside_two_of_another():

@@ -10,7 +10,7 @@ import pytest
 from virtual_engines import STEP, Engines, events, generate
 from virtual_time import in_virtual_time
 
-from engine.latency import StepWork
+from engine.latency import Factors, StepWork
 from engine.virtual import output_tokens
 from engine.virtual.steps import Row
 
@@ -37,6 +37,9 @@ async def test_a_request_takes_the_time_of_its_steps():
     assert rest[-1].usage is not None and rest[-1].usage.completion_tokens == 21
     assert engines["a"].steps.stepper.stats.steps == 22
     await engines.rest()
+
+
+SCATTER = (0.7, 0.9, 1.0, 1.1, 1.5, 3.0)
 
 
 async def _history(most_at_once: int, **options: Any) -> list[tuple[str, float, float, int]]:
@@ -72,6 +75,7 @@ async def _history(most_at_once: int, **options: Any) -> list[tuple[str, float, 
         ({"max_batch": 3}, 1e-6),
         ({"pool_pages": 160}, 1e-6),  # pages of earlier requests are evicted, requests preempted
         ({"decode_slowdown": 1.5}, 1e-6),
+        ({"decode_slowdown": 1.5, "scatter": SCATTER}, 1e-6),
     ],
     ids=str,
 )
@@ -80,6 +84,7 @@ def test_steps_that_are_skipped_over_have_the_same_effect(options, tolerance_s):
 
     @in_virtual_time
     async def run(most_at_once: int) -> None:
+        random.seed(3)  # of the scatter
         histories.append(await _history(most_at_once, **options))
 
     run(1)
@@ -158,10 +163,11 @@ async def test_an_aborted_request_ends_after_the_step_under_way():
     await engines.rest()
 
 
+@pytest.mark.parametrize("factors", [None, Factors(SCATTER, 64)], ids=["even", "scattered"])
 @pytest.mark.parametrize(("first_s", "growth_s"), [(0.01, 0.0), (0.01, 1e-5), (0.3, 0.2)])
-def test_the_steps_that_have_ended_by_a_time(first_s, growth_s):
-    row = Row(None, [], 5.0, first_s, growth_s, 50, StepWork())  # type: ignore[arg-type]
-    for steps in range(50):
-        end, took = 5.0 + row.seconds(steps), first_s + growth_s * steps
+def test_the_steps_that_have_ended_by_a_time(first_s, growth_s, factors):
+    row = Row(None, [], 5.0, first_s, growth_s, 50, StepWork(), factors)  # type: ignore[arg-type]
+    for steps, took in enumerate(row.durations(50)):
+        end = 5.0 + row.seconds(steps)
         assert row.ended(end + 0.01 * took) == row.ended(end + 0.99 * took) == steps
     assert row.ended(1e9) == 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from engine.latency import FittedLatency, Profile, PutLatency
@@ -25,13 +26,14 @@ class Engines:
     """Engines that reach each other."""
 
     def __init__(self, *names: str, **options: Any) -> None:
-        """`options` are those of `VirtualEngine` and of its configuration."""
+        """`options` are those of `VirtualEngine` and of its configuration, and `scatter`."""
+        profile = replace(PROFILE, scatter=options.pop("scatter", ()))
         network, peers = VirtualNetwork(), dict[str, Endpoint]()
         most = {"most_at_once": options.pop("most_at_once")} if "most_at_once" in options else {}
         self.all = {
             name: VirtualEngine(
                 EngineConfig(engine_id=name, **{"decode_slowdown": 0.0, **options}),
-                PROFILE, network, peers, self._extend, **most,
+                profile, network, peers, self._extend, **most,
             )
             for name in names
         }  # fmt: skip
