@@ -2,10 +2,11 @@
 
 from kvcache.memory.block_layout import BlockLayout
 from kvcache.memory.layout import KVLayout, PoolLayout
-from kvcache.memory.prefault import Prefaulter
+from kvcache.memory.prefault import USUAL_BYTES, Prefaulter
 from kvcache.memory.region import LocalRegion, Region, SharedRegion, Slots
 
 __all__ = [
+    "USUAL_BYTES",
     "BlockLayout",
     "KVLayout",
     "LocalRegion",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvcache.errors import PeerUnreachable
 from kvcache.lease import KVAddress, Put
-from kvcache.memory import PoolLayout, Prefaulter, Region, SharedRegion
+from kvcache.memory import USUAL_BYTES, PoolLayout, Prefaulter, Region, SharedRegion
 from kvcache.transport.base import Registered, strip_scheme
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut
@@ -20,14 +20,15 @@ __all__ = ["ShmTransport"]
 class ShmTransport:
     """A `Transport` over memfds."""
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, *, prefault_bytes: int = USUAL_BYTES) -> None:
+        """So much of each pool, the own and those of peers, is populated in the background."""
         self._epoch = epoch
         self._own = Registered(SharedRegion)
         # (pid, fd) -> (epoch, region). A put in flight keeps its own reference to the region.
         self._peers: dict[tuple[int, int], tuple[int, SharedRegion]] = {}
         self._peers_lock = threading.Lock()
         self._worker = Worker("put")
-        self._prefaulter = Prefaulter()
+        self._prefaulter = Prefaulter(prefault_bytes)
 
     def allocate(self, layout: PoolLayout) -> SharedRegion:
         return SharedRegion.create(layout, self._epoch)

@@ -74,7 +74,13 @@ class Core:
         )
         self._config = config
         self.transport = make_transport(
-            settings.transport, settings.epoch, secret=settings.secret, host=settings.host
+            settings.transport,
+            settings.epoch,
+            secret=settings.secret,
+            host=settings.host,
+            # As vLLM itself does, which fills its KV cache with zeros. Its layers lie one behind the
+            # other, so the first blocks are all over the pool.
+            prefault_bytes=self.layout.nbytes,
         )
         self._region = self.transport.allocate(self.layout)
         self._placement = Placement(self._region)
