@@ -4,25 +4,27 @@ Purpose: how far a simulation is from what it stands for. The aim is that mean a
 and JCT are within 15 % of the real ones, for every strategy and rate.
 
 How: two engines of SmolLM2 on a core each, one thread, behind a router, on this machine. First they
-serve a mix of requests, so that their own statistics cover steps of many sizes. A latency model is
-fitted to these (`engine.latency.fit_observed`), one for each engine. Then each strategy gets
-the same requests at each rate (`WORKLOAD`; Poisson arrivals; shares of the throughput of both
-engines when they are full), from a client on the same machine. The same workload, with the same
-arrivals and lengths, then runs in a simulation of these engines. Nothing is adjusted to these runs:
-the time of a call that asks for no work is measured too, while a few requests run (`call_s`): the
-processes share two cores. Answers repeat one word, because random prompts would give answers whose
-text comes a token late now and then: half a character is held back, which a simulation does not
-know.
+serve a mix of requests, so that their own statistics cover steps of many sizes. Then each strategy
+gets the same requests at each rate (`WORKLOAD`; Poisson arrivals; shares of the throughput of both
+engines when they are full), from a client on the same machine. After each run a latency model is
+fitted to each engine's statistics (`engine.latency.fit_observed`), as `microserve advise` does: the
+engines keep the latest steps of each size, and the host's speed changes within minutes. The same
+workload, with the same arrivals and lengths, then runs in a simulation of these engines. What
+requests experienced goes into no simulation. The time of a call that asks for no work is measured
+too, while a few requests run (`call_s`): the processes share two cores. Answers repeat one word,
+because random prompts would give answers whose text comes a token late now and then: half a
+character is held back, which a simulation does not know.
 
 The first `BEFORE` requests of each run, real or simulated, are not counted: an engine that has just
 started does not know yet how long its steps take, and gives prompts another share of them. Steps
-scatter in the simulation as they did when they were measured. The simulated figure is the median of
-`DRAWS` runs, which differ in the order of that scatter.
+scatter in the simulation as they did when they were measured. A simulated figure is the median of
+`DRAWS` simulations, which differ in the order of that scatter.
 
-Real runs differ from each other: their engines, the router and the client share two cores. A real
-figure is the median of its runs (`--repeats`) of the same requests. `repeat` is the figure of the
-last run over that of the first one. `others_cpu` is the number of cores that other processes used:
-with more than a few hundredths, a run says little.
+Real runs differ from each other: their engines, the router and the client share two cores. Each is
+compared with its own simulation, and `error` is the median over the repeats (`--repeats`) of the
+same requests. `repeat` is the real figure of the last run over that of the first one. `others_cpu`
+is the number of cores that other processes used: with more than a few hundredths, a run says
+little.
 
 Run: `make bench-simulated-engines`, or `python -m bench.simulated_engines [--save]
 [--requests 60] [--repeats 3] [--dtype float32]`.
@@ -38,7 +40,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -47,6 +49,7 @@ from bench.processes import machine_cpu_s
 from bench.real_load import BODY, TIMES, check, throughput, unseen_requests
 from bench.report import publish, table
 from engine.latency import (
+    Fit,
     Measured,
     Profile,
     PutLatency,
@@ -81,6 +84,13 @@ BEFORE = 30  # requests of a run that do not count
 DRAWS = 9  # simulations of each run
 
 
+class RealRun(NamedTuple):
+    """The requests of a run that count, and each engine's profile right after it."""
+
+    outcomes: Sequence[Outcome]
+    profiles: Sequence[tuple[Profile, Fit]]
+
+
 def main() -> None:
     """Measure, simulate, print the table, publish the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -91,13 +101,10 @@ def main() -> None:
     flags = parser.parse_args()
     with deployed(MODEL, "--dtype", flags.dtype, *ENGINES) as deployment:
         real = asyncio.run(measure(deployment, flags.requests, flags.repeats))
-    runs = []
-    for (name, rate), repeats in real["runs"].items():
-        simulated = [
-            simulate(name, rate, flags.requests, real["profiles"], real["call_s"], seed)
-            for seed in range(DRAWS)
-        ]
-        runs.append(compare(name, rate, repeats, simulated))
+    runs = [
+        compare(name, rate, flags.requests, repeats, real["call_s"])
+        for (name, rate), repeats in real["runs"].items()
+    ]
     rows = [
         [run["strategy"], f"{run['rate']:.2f}", figure, statistic]
         + [f"{run[figure][statistic][key]:.4g}" for key in ("real_ms", "simulated_ms")]
@@ -117,15 +124,15 @@ def main() -> None:
             "requests": flags.requests, "repeats": flags.repeats, "draws": DRAWS,
             "call_ms": 1e3 * real["call_s"], "others_cpu": max(real["others_cpu"]), "runs": runs,
             "profiles": [
-                {"step": asdict(profile.step), "put": asdict(profile.put), "residuals": residuals}
-                for profile, residuals in zip(real["profiles"], real["residuals"], strict=True)
+                {"step": asdict(profile.step), "put": asdict(profile.put), "fit": asdict(fit)}
+                for profile, fit in list(real["runs"].values())[-1][-1].profiles
             ],
         },
     )  # fmt: skip
 
 
 async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[str, Any]:
-    """Return the real runs, the engines' profiles, and the time of a call."""
+    """Return the real runs and the time of a call."""
     client = HttpClient(deployment.url, connect_timeout_s=CONNECT_S)
     target = Target(client, MODEL, dict(BODY))
     try:
@@ -140,7 +147,7 @@ async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[s
         print(f"full: {most:.2f} requests/s", file=sys.stderr)
         load = asyncio.create_task(full(target, replace(WORKLOAD, seed=3000), CONCURRENT[-1], 24))
         call_s = await call_time(deployment, load)
-        runs: dict[tuple[str, float], list[list[Outcome]]] = {}
+        runs: dict[tuple[str, float], list[RealRun]] = {}
         others: list[float] = []
         for repeat, share, strategy in itertools.product(range(repeats), SHARES, STRATEGIES):
             rate = round(share * most, 3)
@@ -152,22 +159,16 @@ async def measure(deployment: Deployment, requests: int, repeats: int) -> dict[s
             others_s = machine_cpu_s() - all_s - (deployment.cpu_s() - ours_s)
             others.append(max(0.0, others_s / (time.perf_counter() - began)))
             check(outcomes)
-            runs.setdefault((strategy, rate), []).append(outcomes[BEFORE:])
+            keys = [(url, deployment.engine_key) for url in deployment.engines]
+            profiles = [await profile_of(*each) for each in keys]
+            runs.setdefault((strategy, rate), []).append(RealRun(outcomes[BEFORE:], profiles))
             print(
                 f"real run {repeat}: {strategy} at {rate:g}/s, others_cpu {others[-1]:.2f}",
                 file=sys.stderr,
             )
     finally:
         client.close()
-    profiles, residuals = [], []
-    for url in deployment.engines:
-        profile, fit = await profile_of(url, deployment.engine_key)
-        profiles.append(profile)
-        residuals.append(fit)
-    return {
-        "runs": runs, "profiles": profiles, "residuals": residuals, "call_s": call_s,
-        "others_cpu": others,
-    }  # fmt: skip
+    return {"runs": runs, "call_s": call_s, "others_cpu": others}
 
 
 async def full(target: Target, workload: WorkloadConfig, concurrency: int, count: int) -> float:
@@ -195,7 +196,7 @@ async def call_time(deployment: Deployment, load: asyncio.Task[float]) -> float:
     return statistics.fmean(took)
 
 
-async def profile_of(url: str, key: str) -> tuple[Profile, dict[str, Any]]:
+async def profile_of(url: str, key: str) -> tuple[Profile, Fit]:
     """Return an engine's profile, from the statistics of its own steps."""
     async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as client:
         told = (await client.get(f"{url}/microserving/statistics")).json()
@@ -210,10 +211,7 @@ async def profile_of(url: str, key: str) -> tuple[Profile, dict[str, Any]]:
         context_length=info["context_length"], pool_tokens=POOL_TOKENS, step=step, put=put,
         scatter=scatter_of(step, measured),
     )  # fmt: skip
-    return profile, {
-        name: {"points": part.points, "median": part.median, "largest": part.largest}
-        for name, part in (("prefill", fit.prefill), ("decode", fit.decode))
-    }
+    return profile, fit
 
 
 def simulate(
@@ -233,26 +231,30 @@ def simulate(
 
 
 def compare(
-    name: str,
-    rate: float,
-    repeats: Sequence[Sequence[Outcome]],
-    simulated: Sequence[Sequence[RequestRecord]],
+    name: str, rate: float, requests: int, repeats: Sequence[RealRun], call_s: float
 ) -> dict[str, Any]:
     """Return each figure: the real runs' median, the simulated ones', and the difference."""
     run: dict[str, Any] = {"strategy": name, "params": STRATEGIES[name], "rate": rate}
-    for figure in TIMES:
-        of = TIMES[figure]
-        real = [values(map(of, outcomes)) for outcomes in repeats]
-        ours = [values(map(of, records)) for records in simulated]
-        run[figure] = {
-            statistic: {
-                "real_ms": 1e3 * (of_runs := statistics.median(one[statistic] for one in real)),
-                "simulated_ms": 1e3 * (of_ours := statistics.median(o[statistic] for o in ours)),
-                "error": of_ours / of_runs - 1,
-                "repeat": real[-1][statistic] / real[0][statistic] - 1,
+    simulated = []
+    for repeat in repeats:
+        profiles = [profile for profile, _ in repeat.profiles]
+        draws = [simulate(name, rate, requests, profiles, call_s, seed) for seed in range(DRAWS)]
+        simulated.append(draws)
+    for figure, of in TIMES.items():
+        real = [values(map(of, repeat.outcomes)) for repeat in repeats]
+        ours = [[values(map(of, records)) for records in draws] for draws in simulated]
+        run[figure] = {}
+        for statistic in ("mean", "p99"):
+            medians = [statistics.median(draw[statistic] for draw in draws) for draws in ours]
+            measured = [one[statistic] for one in real]
+            errors = [s / m - 1 for s, m in zip(medians, measured, strict=True)]
+            run[figure][statistic] = {
+                "real_ms": 1e3 * statistics.median(measured),
+                "simulated_ms": 1e3 * statistics.median(medians),
+                "error": statistics.median(errors),
+                "errors": errors,
+                "repeat": measured[-1] / measured[0] - 1,
             }
-            for statistic in ("mean", "p99")
-        }  # fmt: skip
     return run
 
 
