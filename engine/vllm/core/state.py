@@ -78,8 +78,8 @@ class Core:
             settings.epoch,
             secret=settings.secret,
             host=settings.host,
-            # As vLLM itself does, which fills its KV cache with zeros. Its layers lie one behind the
-            # other, so the first blocks are all over the pool.
+            # As vLLM itself does, which fills its KV cache with zeros. Its layers lie one behind
+            # the other, so the first blocks are all over the pool.
             prefault_bytes=self.layout.nbytes,
         )
         self._region = self.transport.allocate(self.layout)
