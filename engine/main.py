@@ -86,20 +86,22 @@ def main(argv: Sequence[str]) -> int:
     from engine.models import ModelError
     from engine.protocol import MicroserveError
 
+    code = 0
     try:
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             runner.run(_serve(config, secret))
-        if config.backend == "vllm":
-            # Its libraries write pages about objects that the interpreter has not freed.
-            sys.stdout.flush()
-            os._exit(0)
     except (ModelError, MicroserveError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        code = 2
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        code = 1
+    if config.backend == "vllm":
+        # Its libraries write pages about objects that the interpreter has not freed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def parse_flags(argv: Sequence[str]) -> EngineConfig:

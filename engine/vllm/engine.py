@@ -51,6 +51,7 @@ __all__ = ["VllmEngine"]
 log = logging.getLogger(__name__)
 
 STUCK_S = 60.0  # without a step while requests run: counts as a hang
+WATCH_S = 1.0  # between two looks at whether the core lives
 LEASES_EVERY_S = 0.25  # how often leases are looked at, while there are any
 CAPABILITIES: tuple[Capability, ...] = ("prep_recv", "remote_send", "commit", "pin", "prefixes")
 
@@ -94,6 +95,7 @@ class VllmEngine:
         self._generations: Generations
         self._sends: Sends
         self._following: asyncio.Task[None]
+        self._watching: asyncio.Task[None]
 
     async def connect(self) -> None:
         """Ask the engine core what it holds, and follow it from now on."""
@@ -129,6 +131,7 @@ class VllmEngine:
             most=most,
         )
         self._following = self._tasks.create_task(self._follow())
+        self._watching = self._tasks.create_task(self._watch())
         self._changed.set()
 
     def on_note(self, note: dict[str, Any]) -> None:
@@ -157,6 +160,7 @@ class VllmEngine:
         """End what runs here."""
         self._generations.fail(Draining("this engine shuts down"))
         self._following.cancel()
+        self._watching.cancel()
 
     # The calls
 
@@ -318,6 +322,13 @@ class VllmEngine:
         idle_s = time.monotonic() - self._stepped_at
         if len(self._generations) and idle_s > STUCK_S:
             raise Internal(f"vLLM has made no step for {idle_s:.0f} s")
+
+    async def _watch(self) -> None:
+        """Raise `Internal` when the engine core has ended: only a new process gets another."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._llm.errored:
+                raise Internal("vLLM's engine core has ended, and this engine with it")
 
     async def _follow(self) -> None:
         """Keep leases and counts current: after each change, and while there are leases."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import os
 import shlex
+from contextlib import redirect_stderr
 from typing import Any
 
 from engine.protocol import BadRequest, EngineConfig
 from engine.sizing import read_memory
 
-__all__ = ["engine_settings"]
+__all__ = ["check_own", "engine_settings"]
 
 # Flags of this project's own engine that mean nothing to vLLM's.
 OWN_ENGINE = (
@@ -29,6 +31,7 @@ REFUSED = {
 }
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ONE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+ATTENTION_TOKENS = 32
 POOL_SHARE = 0.5  # of the memory, for the KV of all engines of a machine
 MOST_POOL = 4 << 30  # bytes, unless a flag asks for more
 
@@ -43,7 +46,7 @@ def engine_settings(config: EngineConfig, model: str, extra: dict[str, Any]) -> 
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    _check_own(config)
+    check_own(config)
     if not current_platform.is_cpu():
         raise BadRequest(
             "--backend vllm: KV in GPU memory cannot be moved yet; put a router in front of vLLM's "
@@ -52,10 +55,13 @@ def engine_settings(config: EngineConfig, model: str, extra: dict[str, Any]) -> 
         )
     parser = FlexibleArgumentParser(prog="--backend vllm … --", exit_on_error=False)
     defaults = vars(AsyncEngineArgs.add_cli_args(parser).parse_args([]))
+    said = io.StringIO()  # its usage, and what is wrong in the last line
     try:
-        given = vars(parser.parse_args(shlex.split(config.vllm_args)))
+        with redirect_stderr(said):
+            given = vars(parser.parse_args(shlex.split(config.vllm_args)))
     except (ValueError, SystemExit, argparse.ArgumentError) as error:
-        raise BadRequest(f"vLLM does not take its flags: {error}", param="vllm_args") from None
+        problem = said.getvalue().strip().rpartition("error: ")[2] or error
+        raise BadRequest(f"vLLM does not take its flags: {problem}", param="vllm_args") from None
     changed = {name for name, value in given.items() if value != defaults[name]}
     _check_given(given, changed)
     args = AsyncEngineArgs.from_cli_args(argparse.Namespace(**given))
@@ -99,8 +105,8 @@ def engine_settings(config: EngineConfig, model: str, extra: dict[str, Any]) -> 
     return settings
 
 
-def _check_own(config: EngineConfig) -> None:
-    """Refuse flags that only this project's own engine knows."""
+def check_own(config: EngineConfig) -> None:
+    """Refuse flags that only this project's own engine knows. Raises `BadRequest`."""
     for field in dataclasses.fields(config):
         if field.name in OWN_ENGINE and getattr(config, field.name) != field.default:
             flag = field.name.replace("_", "-")
@@ -135,6 +141,11 @@ def _check_settings(settings: Any) -> None:
     ):
         if wrong:
             raise BadRequest(f"the model {what}: its KV cannot be moved between engines yet")
+    if (size := settings.cache_config.block_size) % ATTENTION_TOKENS:
+        raise BadRequest(
+            f"vLLM's --block-size {size}: its attention on CPUs wants a multiple of "
+            f"{ATTENTION_TOKENS}"
+        )
     backend = settings.parallel_config.distributed_executor_backend
     if settings.parallel_config.world_size != 1 or backend not in ("uni", ONE_PROCESS):
         raise BadRequest(f"vLLM's worker must be in its engine core's process, not {backend}")

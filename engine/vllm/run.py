@@ -11,6 +11,7 @@ from typing import Any
 from engine.protocol import EngineConfig, Internal
 from engine.vllm.core.settings import SECRET, CoreSettings
 from engine.vllm.core_client import NoteReader
+from engine.vllm.flags import check_own, engine_settings
 from engine.vllm.versions import check_vllm
 
 __all__ = ["running_vllm"]
@@ -35,6 +36,7 @@ async def running_vllm(config: EngineConfig, secret: bytes, epoch: int) -> Async
     Raises `ModelError`; `BadRequest` for a vLLM that is too old or too new, and for flags that
     cannot work; `Internal` if vLLM does not start.
     """
+    check_own(config)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # By default vLLM warns once per weight, and of what nobody can change.
     quiet = config.log_level in ("warning", "error")
@@ -46,7 +48,6 @@ async def running_vllm(config: EngineConfig, secret: bytes, epoch: int) -> Async
 
     from engine.models import find_folder
     from engine.vllm.engine import VllmEngine
-    from engine.vllm.flags import engine_settings
 
     model = await asyncio.to_thread(find_folder, config.model)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder

@@ -60,6 +60,9 @@ class Core:
         """Make the memory. Raises `BadRequest` for models whose KV cannot be moved."""
         settings = CoreSettings.read(config.kv_transfer_config.kv_connector_extra_config)
         _die_with(settings.lead)
+        # vLLM asks for the processor's matrix tiles (AMX) in some kernels only. Its attention uses
+        # them, too, and would end the process if a receiver of KV begins with one token.
+        torch.cpu._init_amx()
         self.settings = settings
         self.layout = layout_of(kv_config)
         self.layers = layer_indices(kv_config)

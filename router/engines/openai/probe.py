@@ -1,4 +1,4 @@
-"""Finds out how an OpenAI server is spoken to, by some requests of one token each.
+"""Finds out how an OpenAI server is spoken to, by some requests for one token each.
 
 Servers do not tell which fields they know, and most ignore the others, which would change what a
 client asked for. So each field is tried with a value of a wrong type: a server that knows the field
@@ -25,6 +25,8 @@ __all__ = ["COMPLETIONS", "probed"]
 COMPLETIONS = "/v1/completions"
 AT_ONCE = 4  # requests
 ANSWER = 1 << 20  # bytes
+# Several tokens: vLLM ends at a first prompt of one token, on processors with matrix tiles (AMX).
+TEXT = "one two three four five six seven eight nine ten eleven twelve"
 REFUSES_TEXT_TOO = REFUSED | {404, 500, 501}
 # Fields with a value of a wrong type and a good one.
 TRIED: dict[str, tuple[Any, Any]] = {
@@ -63,7 +65,7 @@ class _Probe:
     def __init__(self, http: HttpClient, model: str, vocabulary: Vocabulary) -> None:
         self._http = http
         self._vocabulary = vocabulary
-        self._prompt = next(iter(vocabulary.encodings("a")), []) or [0]
+        self._prompt = next(iter(vocabulary.encodings(TEXT)), []) or [0]
         self._body: dict[str, Any] = {
             "model": model, "prompt": self._prompt, "max_tokens": 1, "temperature": 0,
         }  # fmt: skip
