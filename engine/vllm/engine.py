@@ -187,7 +187,7 @@ class VllmEngine:
                 lease_s=lease_ms / 1e3,
             )
         except BaseException:
-            del self._lease_ids[call.request_id]
+            self._lease_ids.pop(call.request_id, None)  # it may have been released, meanwhile
             raise
         lease_id = reply["lease_id"]
         self._lease_ids[call.request_id] = {lease_id}

@@ -33,6 +33,7 @@ ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ONE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 ATTENTION_TOKENS = 32
 POOL_SHARE = 0.5  # of the memory, for the KV of all engines of a machine
+AVAILABLE_SHARE = 0.8  # of what is not in use: vLLM refuses to start with less than it asks for
 MOST_POOL = 4 << 30  # bytes, unless a flag asks for more
 
 
@@ -95,7 +96,8 @@ def engine_settings(config: EngineConfig, model: str, extra: dict[str, Any]) -> 
     if "distributed_executor_backend" not in changed:
         args.distributed_executor_backend = ONE_PROCESS
     if "kv_cache_memory_bytes" not in changed:
-        room = int(read_memory().limit * POOL_SHARE)
+        memory = read_memory()
+        room = min(int(memory.limit * POOL_SHARE), int(memory.available * AVAILABLE_SHARE))
         args.kv_cache_memory_bytes = min(int(room * config.memory_share), MOST_POOL)
     try:
         settings = args.create_engine_config()

@@ -243,8 +243,7 @@ class Generations:
             generation.begin = generation.cached = output.num_cached_tokens or 0
         finish = completion.finish_reason
         if finish is not None and finish not in ("stop", "length"):
-            failure = Internal(f"vLLM has ended the request: {finish}")
-            stream.put(StepOutput(generation, failure=failure))
+            stream.put(StepOutput(generation, failure=_ended(generation, finish)))
             return True
         tokens: Sequence[int] = completion.token_ids
         if finish is not None and not tokens:
@@ -260,6 +259,16 @@ class Generations:
             last = index == len(tokens) - 1
             stream.put(StepOutput(generation, sampled, finish if last else None))
         return finish is not None
+
+
+def _ended(generation: Generation, finish: str) -> MicroserveError:
+    """Return the error of a request that vLLM has broken off."""
+    structure = generation.sampling.structure
+    if structure is not None:  # it allows nothing, or its matcher has failed: the client's matter
+        return BadRequest(
+            f"vLLM cannot follow the structure of the output: {finish}", param=structure.param
+        )
+    return Internal(f"vLLM has ended the request: {finish}")
 
 
 def _add_logprobs(sampled: Sampled, found: Any, wanted: int) -> None:

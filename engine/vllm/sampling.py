@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from engine.protocol import StartGenerate, Structure, Unsupported
+from engine.protocol import BadRequest, StartGenerate, Structure, Unsupported
 
 __all__ = ["generation_params", "send_params"]
 
+MOST_TOP_K = 2**31 - 1  # more than any vocabulary; vLLM keeps it in 32 bits
 MIX = 0x9E3779B97F4A7C15  # odd: distinct seeds for the choices of a request
 
 
@@ -19,23 +21,33 @@ def generation_params(call: StartGenerate, start: int | None) -> SamplingParams:
 
     Stop strings are looked for in the lead. Of `output`, which vLLM takes for a part of the prompt,
     the limits of length know; penalties and random numbers do not continue exactly. Raises
-    `Unsupported` for an output with a structure that has begun elsewhere.
+    `Unsupported` for an output with a structure that has begun elsewhere, and `BadRequest` for
+    values that vLLM does not take.
     """
     done = len(call.output)
     if call.structure is not None and done:
         raise Unsupported(
             "a vLLM engine cannot continue a structured output", param=call.structure.param
         )
+    try:
+        return _params(call, start)
+    except (VLLMClientError, ValueError, OverflowError) as error:
+        raise BadRequest(f"vLLM refuses the request: {error}") from None
+
+
+def _params(call: StartGenerate, start: int | None) -> SamplingParams:
+    done = len(call.output)
     return SamplingParams(
         max_tokens=call.max_tokens - done,
         min_tokens=max(call.min_tokens - done, 0),
         temperature=call.temperature,
         top_p=call.top_p,
-        top_k=call.top_k,
+        top_k=min(call.top_k, MOST_TOP_K),
         min_p=call.min_p,
         seed=_seed(call) if call.temperature else None,
         stop_token_ids=call.stop_token_ids,
-        ignore_eos=call.ignore_eos,
+        # Only the end of the text is allowed behind a complete structure.
+        ignore_eos=call.ignore_eos and call.structure is None,
         presence_penalty=call.presence_penalty,
         frequency_penalty=call.frequency_penalty,
         repetition_penalty=call.repetition_penalty,

@@ -49,6 +49,7 @@ class Answer:
         self._vocabulary = vocabulary
         self._new: tuple[list[int], list[str], Logprobs] = ([], [], [])
         self._tokens = 0  # that the server has told
+        self._logprobs = 0  # of how many tokens it has told log probabilities
         self._text = TEXT_ALONE + TEXT_PER_TOKEN * asked.max_tokens  # characters that may come
 
     def release(self) -> Chunk | None:
@@ -81,8 +82,14 @@ class Answer:
     def _add(self, part: Part) -> None:
         asked, text = self._asked, part.text or ""
         logprobs = []
-        if part.logprobs:
-            logprobs = read_logprobs(part.logprobs, self._vocabulary, asked.logprobs or 0)
+        if part.logprobs and (asked.logprobs is not None or asked.ids == "logprobs"):
+            logprobs = read_logprobs(
+                part.logprobs,
+                self._vocabulary,
+                asked.logprobs or 0,
+                most=asked.max_tokens - self._logprobs,
+            )
+            self._logprobs += len(logprobs)
         ids = self._ids(part, [one["token_id"] for one in logprobs])
         self._tokens += len(ids)
         self._text -= len(text)

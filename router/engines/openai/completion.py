@@ -215,7 +215,10 @@ class Completion:
         """
         if self._over:
             return
-        if self._answer.last is None and (chunk := self._answer.release()) is not None:
+        if self._answer.last is not None:  # only its usage is missing
+            self._finish()
+            return
+        if (chunk := self._answer.release()) is not None:
             self._pass_on(chunk)
         self._end(error)
 

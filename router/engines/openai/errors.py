@@ -7,7 +7,7 @@
 | 408, 504 | `Timeout` |
 | 413 | `TooLarge` |
 | 429, 503 | `NoCapacity`, with the time of `Retry-After`: the request waits in the router's queue |
-| 502 | `EngineUnreachable`: a proxy has lost the server |
+| 502, and below 400 | `EngineUnreachable`: a proxy has lost the server, or it is no such server |
 | others | `Internal` |
 """
 
@@ -71,7 +71,7 @@ def _digits(text: str) -> bool:
 
 def _error(status: int, fields: Any, retry_after: str | None) -> MicroserveError:
     message, param, code = _said(fields)
-    kind = _KINDS.get(status, Internal)
+    kind = _KINDS.get(status, Internal if status >= 400 else EngineUnreachable)
     error = kind(message or f"the server answers {status} and no reason", param=param, code=code)
     if isinstance(error, NoCapacity):
         return error_from_body(error_body(error), retry_after=retry_after)

@@ -31,7 +31,7 @@ class Part(msgspec.Struct):
     token_ids: list[TokenId] | None = None
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    stop_reason: Annotated[int, msgspec.Meta(ge=-(2**53), lt=2**53)] | str | None = None
 
     @property
     def finished(self) -> Literal["stop", "length"] | None:
@@ -84,7 +84,9 @@ def read_event(line: bytes) -> CompletionEvent | Literal["done"] | None:
     Raises `EngineUnreachable` if it is invalid.
     """
     name, colon, data = line.partition(b":")
-    if not colon or name not in (b"data", b"error"):
+    if line.startswith(b'{"error"'):  # a refusal with the status of a success
+        name, data = b"data", line
+    elif not colon or name not in (b"data", b"error"):
         return None
     data = data.strip()
     if data == DONE:
@@ -114,12 +116,18 @@ def usage_of(event: CompletionEvent, *, prompt: int, before: int, most: int) -> 
     )
 
 
-def read_logprobs(raw: dict[str, Any], vocabulary: Vocabulary, top: int) -> list[dict[str, Any]]:
+def read_logprobs(
+    raw: dict[str, Any], vocabulary: Vocabulary, top: int, *, most: int
+) -> list[dict[str, Any]]:
     """Return the log probabilities of an event, as `TokenLogprob`s in JSON form.
 
     Servers send them in the form of completions, or of chat (`content`). `top`: how many
-    alternatives are wanted. Raises `EngineUnreachable` if they have neither form.
+    alternatives are wanted. Raises `EngineUnreachable` if they have neither form, and for those of
+    more than `most` tokens.
     """
+    told = raw.get("content") or raw.get("tokens")
+    if isinstance(told, list) and len(told) > most:
+        raise EngineUnreachable("the server sent log probabilities of more than max_tokens tokens")
     try:
         if isinstance(raw.get("content"), list):
             return [_of_chat(one, vocabulary, top) for one in raw["content"]]

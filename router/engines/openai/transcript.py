@@ -18,7 +18,8 @@ from router.engines.openai.vocabulary import Vocabulary
 
 __all__ = ["Logprobs", "Released", "Transcript"]
 
-WHOLE = 64  # waiting tokens up to which all of them are tried first
+PREFIXES = 64  # of the waiting tokens that are tried, each in turn
+MOST_WAITING = 1024  # tokens: servers hold back no more text than that of a stop string
 REPLACEMENT = "\ufffd"  # the text of an incomplete character
 Logprobs = list[dict[str, Any]]
 
@@ -85,10 +86,13 @@ class Transcript:
         """Return how many of the told tokens have had all their text, and its length."""
         tokens, text = self._tokens, self._text
         before = self._vocabulary.text(self._context)
-        if len(tokens) <= WHOLE and self._after(before, tokens) == text:
+        if len(tokens) > MOST_WAITING:
+            self._contradicted()
+            return 0, 0
+        if self._after(before, tokens) == text:
             return len(tokens), len(text)
         best = (0, 0)
-        for count in range(1, len(tokens) + 1):
+        for count in range(1, min(len(tokens), PREFIXES) + 1):
             part = self._after(before, tokens[:count])
             if part is not None and text.startswith(part):
                 best = (count, len(part))
@@ -100,8 +104,12 @@ class Transcript:
                 return 0, 0
             break  # it holds text back
         else:
-            if best[0] == len(tokens) and len(text) > best[1]:
+            all_tried = len(tokens) <= PREFIXES
+            if all_tried and best[0] == len(tokens) and len(text) > best[1]:
                 self._contradicted()  # text without tokens
+                return 0, 0
+            if not all_tried and not best[0]:
+                self._contradicted()  # no character is so long
                 return 0, 0
         return best
 

@@ -165,6 +165,8 @@ def test_bad_calls_are_refused_and_write_nothing(pair: list[VllmProcess]):
     assert refused(prompt=[9999]) == (400, "bad_request")
     assert landed(receiver) == 0
     generating = {"request_id": unique(), "prompt": ids}
+    hot = receiver.post("start_generate", **generating, temperature=100.0)
+    assert (hot.status_code, hot.json()["error"]["type"]) == (400, "bad_request")
     mirrored = receiver.post("start_generate", **generating, mirror={"kv_addr": address})
     assert (mirrored.status_code, mirrored.json()["error"]["type"]) == (501, "unsupported")
     receiver.post("release", lease_id=lease["lease_id"])

@@ -215,6 +215,18 @@ def test_structured_output_through_a_lease(pair: list[VllmProcess]):
     assert text[:3].isdigit() and text[3] == "x"
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_end_of_a_structured_output_is_the_end_of_the_text(
+    pair: list[VllmProcess], ignore_eos: bool
+):
+    structure = {"kind": "regex", "source": "[0-9]{3}x"}
+    got = pair[0].generate(
+        prompt(50, 5350), max_tokens=20, ignore_eos=ignore_eos, structure=structure
+    )
+    text = "".join(event["text"] for event in got)
+    assert (len(text), text[3], got[-1]["finish_reason"]) == (4, "x", "stop")
+
+
 def test_the_prefix_cache_is_told_exactly(pair: list[VllmProcess]):
     engine = pair[0]
     ids = prompt(3 * BLOCK + 5, 5400)

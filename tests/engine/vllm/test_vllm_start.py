@@ -86,7 +86,8 @@ def test_a_compiled_sender_and_chunks_of_its_prompt():
     ("flags", "said"),
     [
         (("--", "--tensor-parallel-size", "2"), "engines of one worker only"),
-        (("--", "--no-such-flag"), "vLLM does not take its flags"),
+        (("--", "--no-such-flag"), "vLLM does not take its flags: unrecognized arguments"),
+        (("--", "--block-size", "16"), "--block-size 16: its attention on CPUs wants a multiple"),
         (("--", "--no-enable-prefix-caching"), "prefix caching is off"),
         (("--", "--kv-transfer-config", "{}"), "the connector is this engine's own"),
         (("--host-pages", "5"), "--host-pages has no meaning with --backend vllm"),
@@ -106,6 +107,8 @@ def test_flags_that_cannot_work_are_refused_in_one_line(flags: tuple[str, ...], 
     assert len(errors) == 1
     assert said in errors[0]
     assert "Traceback" not in done.stderr
+    # No complaints of libraries follow.
+    assert done.stderr.rstrip().endswith(errors[0])
 
 
 def test_vllm_s_flags_need_its_backend():

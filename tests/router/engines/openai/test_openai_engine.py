@@ -283,6 +283,8 @@ def event(**fields: Any) -> str:
         (event(object="error", message="boom", code=400), BadRequest, "boom"),
         ('error: {"message": "old llama"}\n\n', Internal, "old llama"),
         (event(error={"message": "full", "code": 429}), NoCapacity, "full"),
+        ('{"error": {"message": "boom", "code": 400}}\n', BadRequest, "boom"),
+        (event(choices=[{"text": "", "stop_reason": 2**70}]), EngineUnreachable, "invalid event"),
         ('{"choices": [{"text": "whole"}]}', EngineUnreachable, "closed"),
         ("data: [DONE]\n\n", EngineUnreachable, "closed"),
         ("", EngineUnreachable, "closed"),
@@ -319,6 +321,41 @@ async def test_invalid_log_probabilities(logprobs):
         with pytest.raises(EngineUnreachable, match="invalid logprobs"):
             stream = await engine.start_generate({**CALL, "logprobs": 1}, {})
             await stream.next()
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        {"tokens": ["a"] * 31, "token_logprobs": [-1.0] * 31},
+        {"content": [{"token": "a", "logprob": -1.0}] * 31},
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_log_probabilities_of_more_tokens_than_were_asked_for(logprobs, at_once):
+    if not at_once:
+        logprobs = {name: values[:16] for name, values in logprobs.items()}
+    async with ScriptedOpenAI().serving() as server, connected(server) as engine:
+        server.events_instead = [event(choices=[{"text": "", "logprobs": logprobs}]) * 2]
+        with pytest.raises(EngineUnreachable, match="more than max_tokens"):
+            stream = await engine.start_generate({**CALL, "logprobs": 1}, {})
+            await stream.next()
+
+
+async def test_log_probabilities_that_nobody_asked_for_are_not_read():
+    async with ScriptedOpenAI().serving() as server, connected(server) as engine:
+        part = {"text": "a", "token_ids": [67], "logprobs": {"tokens": 5}, "finish_reason": "stop"}
+        server.events_instead = [event(choices=[part])]
+        chunk = await generated(engine)
+    assert (chunk.text, chunk.logprobs) == ("a", None)
+
+
+@pytest.mark.parametrize("then", ["data: {no json\n\n", event(error="late"), "\n" * (2 << 20)])
+async def test_what_follows_a_complete_answer_does_not_undo_it(then):
+    async with ScriptedOpenAI().serving() as server, connected(server) as engine:
+        part = {"text": "a", "token_ids": [67], "finish_reason": "length"}
+        server.events_instead = [event(choices=[part]) + then]
+        chunk = await generated(engine)
+    assert (chunk.text, chunk.finish_reason) == ("a", "length")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from router.engines.openai.errors import error_in_stream, error_of
     [
         (400, BadRequest), (422, BadRequest), (401, Unauthorized), (403, Unauthorized),
         (404, Internal), (408, Timeout), (413, TooLarge), (429, NoCapacity), (503, NoCapacity),
-        (500, Internal), (502, EngineUnreachable), (504, Timeout), (302, Internal), (999, Internal),
+        (500, Internal), (502, EngineUnreachable), (504, Timeout), (302, EngineUnreachable),
+        (999, Internal),
     ],
 )  # fmt: skip
 def test_the_status_decides(status, kind):
@@ -43,6 +44,11 @@ def test_the_message_is_found_in_every_form(body, message):
     error = error_of(400, body.encode())
     assert error.message == message
     assert error.param is None and error.code is None
+
+
+@pytest.mark.parametrize("status", [101, 204, 301])
+def test_a_reply_that_is_no_refusal_is_the_servers_fault(status):
+    assert type(error_of(status, b"")) is EngineUnreachable
 
 
 def test_a_full_server_says_when_to_come_back():

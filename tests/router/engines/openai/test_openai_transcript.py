@@ -105,6 +105,30 @@ def test_text_without_tokens_is_a_contradiction_too():
     assert (checked.tokens, checked.text) == (ids_of("abc"), "abc")
 
 
+def test_tokens_without_text_are_not_waited_for_without_end(monkeypatch):
+    """Each try decodes what waits, so it must not be tried again and again in ever longer parts."""
+    decoded, text_of = [0], BYTES.text
+
+    def counted(tokens: list[int]) -> str:
+        decoded[0] += len(tokens)
+        return text_of(tokens)
+
+    monkeypatch.setattr(BYTES, "text", counted)
+    first = ids_of("世")[:1]  # of three bytes
+    checked = Transcript(BYTES, [5], told=True, skip_special=True)
+    for _ in range(5000):
+        checked.push(first, "", [])
+    assert decoded[0] < 200_000
+    assert not checked.exact
+    assert checked.push([], "ab", []).text == "ab"
+
+
+def test_many_tokens_at_once_are_passed_on_at_once():
+    checked = Checked(BYTES, told=True, before=[5])
+    checked.push(ids_of("ab " * 200), "ab " * 200)
+    assert len(checked.tokens) == 600 and checked.text == "ab " * 200
+
+
 @given(st.text(), st.data())
 def test_tokens_made_from_the_text(text, data):
     text = text.encode("utf-8", "replace").decode()
