@@ -173,6 +173,27 @@ class PagedCache:
             self._sequences.finish_step(step)
             self.store.end()
 
+    def detach_forward(self) -> StepDescription:
+        """Take out the declared step, so that another one can be declared before it has ended.
+
+        End it by `end_detached` or `abort_detached`. A sequence is in one of them at a time.
+        """
+        with self.lock:
+            step, self._step = self._step, None
+            if step is None:
+                raise Internal("detach_forward without begin_forward")
+            return step
+
+    def end_detached(self, step: StepDescription) -> None:
+        """Count the tokens of a detached step as present."""
+        with self.lock:
+            self._sequences.finish_step(step)
+
+    def abort_detached(self, step: StepDescription) -> None:
+        """Forget a detached step; its tokens are not present."""
+        with self.lock:
+            self._sequences.copied(step.copies)
+
     def abort_forward(self) -> None:
         """Forget a step that failed; its tokens are not present."""
         with self.lock:

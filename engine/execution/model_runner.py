@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from engine.protocol import Internal
 from engine.scheduling import Chunk
 from kvcache.cache import KVCache
 
-__all__ = ["ModelRunner", "bucket", "stable_row_multiple"]
+__all__ = ["ModelRunner", "StepRows", "bucket", "stable_row_multiple", "step_rows"]
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,32 @@ CANDIDATES = (4, 8, 16, 32, 64)
 ROWS = 256  # of the products that are tried
 LARGE = 1 << 24  # elements of a weight with which as few rows are tried as decodes have
 FEW_ROWS = 64
+
+
+class StepRows(NamedTuple):
+    """The rows of a step: one for each token of its chunks, and then padding."""
+
+    tokens: list[int]
+    positions: list[int]
+    wanted: list[int]  # rows whose logits are wanted, and then padding
+    logits: int  # how many of them are no padding
+
+
+def step_rows(chunks: Sequence[Chunk], cache: KVCache, padded: Callable[[int], int]) -> StepRows:
+    """Return the rows of a step; `padded` rounds a number of rows up."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    wanted: list[int] = []
+    for chunk in chunks:
+        start = cache.length(chunk.seq_id)
+        tokens += chunk.tokens
+        positions += range(start, start + len(chunk.tokens))
+        if chunk.sample:
+            wanted.append(len(tokens) - 1)
+    logits = len(wanted)
+    padding = [0] * (padded(len(tokens)) - len(tokens))
+    wanted += [0] * (padded(logits) - logits)
+    return StepRows(tokens + padding, positions + padding, wanted, logits)
 
 
 class ModelRunner:
@@ -51,23 +78,13 @@ class ModelRunner:
             [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         )
         try:
-            tokens: list[int] = []
-            positions: list[int] = []
-            last: list[int] = []
-            for chunk in chunks:
-                start = self._cache.length(chunk.seq_id)
-                tokens += chunk.tokens
-                positions += range(start, start + len(chunk.tokens))
-                if chunk.sample:
-                    last.append(len(tokens) - 1)
-            padding = [0] * (self._padded(len(tokens)) - len(tokens))
+            rows = step_rows(chunks, self._cache, self._padded)
             hidden = self._model(
-                torch.tensor(tokens + padding, device=self._device),
-                torch.tensor(positions + padding, device=self._device),
+                torch.tensor(rows.tokens, device=self._device),
+                torch.tensor(rows.positions, device=self._device),
                 self._cache,
             )
-            wanted = last + [0] * (self._padded(len(last)) - len(last))
-            logits: torch.Tensor = self._model.logits(hidden[wanted])[: len(last)]
+            logits: torch.Tensor = self._model.logits(hidden[rows.wanted])[: rows.logits]
         except BaseException:
             self._cache.abort_forward()
             raise

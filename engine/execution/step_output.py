@@ -30,6 +30,7 @@ class PlannedStep:
 
     plan: Sequence[tuple[Job, Chunk]]
     began: float  # by the stepper's clock, in seconds
+    counts: tuple[int, int] = (0, 0)  # decodes, and tokens of prompts
 
 
 @dataclass(frozen=True, slots=True)

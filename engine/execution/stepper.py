@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from engine.execution.closing_sends import ClosingSends
-from engine.execution.runner import Runner, StepCache
+from engine.execution.runner import PipelinedRunner, Runner, StepCache
 from engine.execution.step_mirrors import StepMirrors
 from engine.execution.step_output import PlannedStep, StepOutput, StepResult, StepStats
 from engine.execution.step_timings import StepTimings
@@ -52,8 +52,14 @@ class Stepper:
         sample: Callable[[Logits, Sequence[Generation]], list[Sampled]],
         deliver: Callable[[list[StepOutput]], object],
         clock: Callable[[], float],
+        *,
+        pipeline: PipelinedRunner[Logits] | None = None,
+        depth: int = 1,
     ) -> None:
         """`sample` takes the runner's logits and the generations of their rows.
+
+        With `depth` above 1, so many steps are under way at a time. The runner starts them as
+        `pipeline` too, and the scheduler has the same depth.
 
         `deliver` receives the outputs of each step. `clock` returns monotonic seconds, on any
         thread: the call of a send is completed where its put has drained.
@@ -72,6 +78,10 @@ class Stepper:
         self._runner: Runner[Any] = runner
         self._sample: Callable[[Any, Sequence[Generation]], list[Sampled]] = sample
         self._deliver = deliver
+        self._pipeline = pipeline
+        self._depth = depth
+        self._in_flight: deque[PlannedStep] = deque()  # steps that have been started
+        self._deferred: list[Callable[[], object]] = []  # until a step has ended
         self._inbox: deque[Callable[[], object]] = deque()
         self._mirrors = StepMirrors()
         self._closing = ClosingSends(cache, clock, self._post, self._sent)
@@ -120,12 +130,17 @@ class Stepper:
     def step(self) -> StepResult:
         """Take the calls that have come in, sweep if it is time, and compute one step.
 
-        An exception of the runner or of sampling fails the jobs of the step and nothing else; any
+        Where several steps are under way, further ones are started first, and the oldest ends. An
+        exception of the runner or of sampling fails the jobs of the step and nothing else; any
         other exception means that the stepper cannot continue.
         """
-        step = self.begin()
-        if not step.plan:
+        while len(self._in_flight) < self._depth and (step := self.begin()).plan:
+            if self._pipeline is not None:
+                self._pipeline.start([chunk for _, chunk in step.plan])
+            self._in_flight.append(step)
+        if not self._in_flight:
             return StepResult(0, (), self.next_sweep)
+        step = self._in_flight.popleft()
         outputs = self.end(step)
         return StepResult(len(step.plan), outputs, self.clock())
 
@@ -141,7 +156,7 @@ class Stepper:
         if began >= self.sweep_due:
             self._swept = began
             self._sweep()
-        return PlannedStep(self._scheduler.plan(), began)
+        return PlannedStep(self._scheduler.plan(), began, self._scheduler.planned)
 
     def end(self, step: PlannedStep, durations: Sequence[float] = ()) -> list[StepOutput]:
         """Compute a planned step and deliver its outputs, which are returned.
@@ -149,8 +164,11 @@ class Stepper:
         With `durations` (seconds), the runner and sampling do the work of so many equal steps at
         once, of which only the last may end a generation; otherwise of one, measured by the clock.
         """
-        outputs = self._run(step.plan, step.began, durations)
+        outputs = self._run(step, durations)
         self._deliver(outputs)
+        deferred, self._deferred = self._deferred, []
+        for action in deferred:
+            action()
         return outputs
 
     @property
@@ -192,16 +210,15 @@ class Stepper:
         failure = NoCapacity(f"no room for {job.target} tokens: {held}")
         self._deliver([self._fail_generation(job, failure)])
 
-    def _run(
-        self, plan: Sequence[tuple[Job, Chunk]], began: float, durations: Sequence[float]
-    ) -> list[StepOutput]:
+    def _run(self, step: PlannedStep, durations: Sequence[float]) -> list[StepOutput]:
         """Compute a step, or equal ones; if that fails, fail its jobs."""
+        plan, began = step.plan, step.began
         outputs: list[StepOutput | None]
         timings = self.timings
         work = timings.work_of(plan, self._cache.length) if timings is not None else None
         try:
             outputs = self._compute(plan)
-            self._scheduler.record_steps(durations or (self.clock() - began,))
+            self._scheduler.record_steps(durations or (self.clock() - began,), step.counts)
             if timings is not None and work is not None:
                 timings.add_step(work, self.clock() - began)
         except Exception as error:  # must not end the stepper, whatever it is
@@ -214,7 +231,10 @@ class Stepper:
 
     def _compute(self, plan: Sequence[tuple[Job, Chunk]]) -> list[StepOutput | None]:
         began = self.clock()
-        logits = self._runner.run([chunk for _, chunk in plan])
+        try:
+            logits = self._runner.run([chunk for _, chunk in plan])
+        finally:
+            self._scheduler.ended(plan)
         self.stats.model_s += self.clock() - began
         sampling: list[Generation] = []
         computed = 0
@@ -270,7 +290,9 @@ class Stepper:
             self._close_if_computed(job)
 
     def _abort(self, job: Job) -> None:
-        if isinstance(job, Generation):
+        if self._scheduler.in_flight(job):
+            self._deferred.append(partial(self._abort, job))
+        elif isinstance(job, Generation):
             self._end(job)
         else:
             self._fail_send(job, Internal("the send was aborted"))

@@ -56,11 +56,13 @@ class Scheduler:
         max_batch: int,
         swap: bool = True,
         decode_slowdown: float = 0.0,
+        depth: int = 1,
     ) -> None:
         """With `swap`, a preempted job's pages move to a tier that has room.
 
         `token_budget` and `max_batch` bound a step's tokens and sequences; `ChunkBudget` explains
-        `decode_slowdown`.
+        `decode_slowdown`. With `depth` steps under way at a time, each takes that share of the
+        decodes, and no job is in two of them; `ended` says when a step has ended.
         """
         # Called on any thread when `plan` may find new work.
         self.wake: Callable[[], object] = lambda: None
@@ -73,8 +75,10 @@ class Scheduler:
         self._budget = token_budget
         self._max_batch = max_batch
         self._swap = swap
+        self._depth = depth
+        self._in_flight: set[Job] = set()  # in a step that is under way, if several are
         self._chunk_budget = ChunkBudget(decode_slowdown)
-        self._planned = (0, 0)  # decodes and prompt tokens of the latest plan
+        self.planned = (0, 0)  # decodes and prompt tokens of the latest plan
         self._swapped = SwappedGenerations(cache, lambda: self.wake())  # all are in `waiting`
         self._untouched: set[Generation] = set()  # started, without any computed token
         self._unpublished: list[Generation] = []  # prefilled by the latest step
@@ -134,6 +138,7 @@ class Scheduler:
         self._admit()
         decodes: list[tuple[Job, Chunk]] = []
         prefills: list[Generation] = []
+        elsewhere = 0  # decodes in other steps
         length_of, page_size = self._cache.length, self._cache.page_size
         for generation in list(self.running):
             if not generation.started:  # preempted for one before it
@@ -141,10 +146,14 @@ class Scheduler:
             length = length_of(generation.seq_id)
             if (missing := len(generation.tokens) - length) > 1:
                 prefills.append(generation)
+            elif generation in self._in_flight:
+                elsewhere += 1
             # The last page of a sequence has room unless it is full.
             elif missing == 1 and (length % page_size or self._make_room(generation)):
                 last = generation.tokens[length:]
                 decodes.append((generation, Chunk(generation.seq_id, last, sample=True)))
+        if self._depth > 1:
+            decodes = decodes[: -(-(len(decodes) + elsewhere) // self._depth)]
         counts = self._prompts(prefills, len(decodes), waited)
         # Allocating pages for a later job may have preempted one that was chosen before.
         decodes = [(job, chunk) for job, chunk in decodes if job.started]
@@ -153,15 +162,29 @@ class Scheduler:
             if isinstance(job, Generation):
                 self._untouched.discard(job)
                 self._unpublished.append(job)
-        self._planned = len(decodes), sum(len(chunk.tokens) for _, chunk in prompts)
-        return decodes + prompts
+        self.planned = len(decodes), sum(len(chunk.tokens) for _, chunk in prompts)
+        plan = decodes + prompts
+        if self._depth > 1:
+            self._in_flight.update(job for job, _ in plan)
+        return plan
 
-    def record_steps(self, durations: Sequence[float]) -> None:
-        """Learn how long, in seconds, the step planned last took each time that it was computed.
+    def in_flight(self, job: Job) -> bool:
+        """Whether a job is in one of several steps that are under way. It must stay as it is."""
+        return job in self._in_flight
 
-        A step with prompts is computed once.
+    def ended(self, plan: Sequence[tuple[Job, Chunk]]) -> None:
+        """Note that a step has ended, of several that are under way at a time."""
+        self._in_flight.difference_update(job for job, _ in plan)
+
+    def record_steps(
+        self, durations: Sequence[float], planned: tuple[int, int] | None = None
+    ) -> None:
+        """Learn how long, in seconds, a step took each time that it was computed.
+
+        `planned` are its decodes and prompt tokens; by default, those of the step planned last. A
+        step with prompts is computed once.
         """
-        decodes, tokens = self._planned
+        decodes, tokens = planned or self.planned
         if tokens:
             self._chunk_budget.record(decodes, tokens, *durations)
         else:
@@ -175,14 +198,15 @@ class Scheduler:
     def _publish(self) -> None:
         """Share the prompt pages that the latest step computed; tiers may copy them from now on."""
         for job in self._unpublished:
-            self._cache.publish(job.seq_id, job.tokens)
-        self._unpublished.clear()
+            if job not in self._in_flight:
+                self._cache.publish(job.seq_id, job.tokens)
+        self._unpublished = [job for job in self._unpublished if job in self._in_flight]
 
     def _prompts(
         self, prefills: Sequence[Generation], decodes: int, waited: set[Generation]
     ) -> dict[Job, int]:
         """Return the prefills and sends that join `decodes` decodes, with their token counts."""
-        sends = [job for job in self.sends if self._missing(job) > 0]
+        sends = [job for job in self.sends if self._missing(job) > 0 and not self.in_flight(job)]
         if not prefills and not sends:
             return {}
         waiting = len(prefills) + len(sends)
@@ -204,7 +228,7 @@ class Scheduler:
             if budget <= 0:
                 break
             leader, missing = self._leader(job, jobs, waited)
-            if not self._make_room(leader):
+            if leader in self._in_flight or not self._make_room(leader):
                 continue
             count = chosen.get(leader, 0)
             more = min(missing - count, budget if place else budget - budget // 2)
@@ -310,9 +334,10 @@ class Scheduler:
             try:
                 self._cache.grow(job.seq_id, job.target)
             except NoCapacity:
-                if not self.running or self._swapped.moving:
+                last = next((j for j in reversed(self.running) if j not in self._in_flight), None)
+                if last is None or self._swapped.moving:
                     return False
-                self._preempt(self.running[-1])
+                self._preempt(last)
             else:
                 return True
         return False

@@ -170,7 +170,9 @@ def test_only_steps_that_were_computed_are_learned_from(
     new: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     machine, learned = new(), []
-    monkeypatch.setattr(machine.scheduler, "record_steps", learned.extend)
+    monkeypatch.setattr(
+        machine.scheduler, "record_steps", lambda durations, planned: learned.extend(durations)
+    )
     machine.sampling_s = 0.5
     machine.stepper.submit(generation(1, PROMPT, max_tokens=2))
     machine.run_until_idle()
