@@ -15,12 +15,13 @@ from urllib.parse import quote
 import torch
 
 from engine.execution.model_runner import ModelRunner
+from engine.execution.runner import Runner
 from engine.execution.step_loop import StepLoop
 from engine.execution.stepper import Stepper
 from engine.kernels.cpu_features import multiplies_bf16
 from engine.latency import FixedLatency
 from engine.mock.runner import MockRunner, mock_sample
-from engine.models import LoadedModel, load_model
+from engine.models import LoadedModel, load_model, split_model
 from engine.protocol import BadRequest
 from engine.protocol.config import EngineConfig
 from engine.sampling.sampler import sample
@@ -30,10 +31,11 @@ from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
 from engine.service.readings import engine_readings
 from engine.sizing import Memory, PoolSize, choose_pool, read_memory
+from engine.workers import Split, WorkerGroup, WorkersRunner, WorkerStore
 from kvcache.cache import KVCache
 from kvcache.lease import Identity
 from kvcache.memory import KVLayout
-from kvcache.page_store import TorchPageStore
+from kvcache.page_store import PageStore, TorchPageStore
 from kvcache.tiers import DiskStore, HostStore, TierStore
 from kvcache.transport import make_transport
 from kvcache.types import EngineId
@@ -43,6 +45,7 @@ __all__ = ["build_engine"]
 log = logging.getLogger(__name__)
 
 MOCK_PAGES = 1 << 16
+LOGITS_STEP = 64  # rows
 
 
 def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveEngine:
@@ -60,22 +63,38 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         message = "--device cuda: no transport supports pools in GPU memory yet"
         raise BadRequest(message, param="device")
     dtype = _dtype(config)
-    threads = config.threads or len(os.sched_getaffinity(0))
+    split = config.tp * config.pp > 1
+    threads = 1 if split else config.threads or len(os.sched_getaffinity(0))
     # A thread that computes in parallel keeps its OpenMP team until it ends. With a second team
     # there are more threads than cores, and OpenMP puts threads to sleep after each product. So
     # everything that computes here does so on a thread that ends before the step loop starts. Its
     # number of threads is that of the steps; this thread has the default.
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as computing:
         model = computing.submit(
-            load_model, config.model, dtype=dtype, device=device, quantization=config.quantization
+            load_model,
+            config.model,
+            dtype=dtype,
+            device=device,
+            quantization=config.quantization,
+            weights=not split,
         ).result()
-        context, memory = _context(model, config), read_memory()
-        layout = _layout(model, config, dtype, context, memory)
-        fingerprint = layout.fingerprint(_kv_digest(model))
-        transport = make_transport(config.transport, epoch, secret=secret, host=config.host)
-        store = computing.submit(
-            TorchPageStore.on, transport, layout, query_heads=model.config.num_heads
-        ).result()
+        group = _start_workers(model, config, dtype) if split else None
+        try:
+            context, memory = _context(model, config), read_memory()
+            layout = _layout(model, config, dtype, context, memory)
+            fingerprint = layout.fingerprint(_kv_digest(model))
+            transport = make_transport(config.transport, epoch, secret=secret, host=config.host)
+            store: PageStore
+            if group is not None:
+                store = WorkerStore(group, transport, layout)
+            else:
+                store = computing.submit(
+                    TorchPageStore.on, transport, layout, query_heads=model.config.num_heads
+                ).result()
+        except BaseException:
+            if group is not None:
+                group.close()
+            raise
         cache = KVCache(
             store,
             transport,
@@ -88,15 +107,19 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
             ),
             tier_stores=_stores(config, layout, fingerprint, memory),
         )
-        model_runner = None
-        if model.transformer is not None:
-            model_runner = computing.submit(ModelRunner, model, cache).result()
+        runner: Runner[torch.Tensor] | None = None
+        pipeline: WorkersRunner | None = None
+        if isinstance(store, WorkerStore):
+            runner = pipeline = WorkersRunner(store, cache, depth=config.pp)
+        elif model.transformer is not None:
+            runner = computing.submit(ModelRunner, model, cache).result()
     scheduler = Scheduler(
         cache,
         token_budget=config.token_budget,
         max_batch=config.max_batch,
         swap=config.preemption == "swap",
         decode_slowdown=config.decode_slowdown,
+        depth=config.pp,
     )
     metrics = EngineMetrics(config.model)
     engine = MicroserveEngine(
@@ -109,8 +132,11 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         context=context,
         mirrors=MirrorTasks(cache, metrics, config.api_key, _peer_tls(config)),
     )
-    if model_runner is not None:
-        stepper = Stepper(cache, scheduler, model_runner, sample, engine.deliver, time.monotonic)
+    if runner is not None:
+        stepper = Stepper(
+            cache, scheduler, runner, sample, engine.deliver, time.monotonic,
+            pipeline=pipeline, depth=config.pp,
+        )  # fmt: skip
     else:
         pace = FixedLatency(config.step_ms, config.prefill_tokens_per_ms)
         mock_runner = MockRunner(cache, pace)
@@ -120,6 +146,33 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     engine.loop = StepLoop(stepper, engine.died, compute_threads=threads)
     metrics.register(engine_readings(engine))
     return engine
+
+
+def _start_workers(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> WorkerGroup:
+    """Start the workers of an engine that is split. Raises `BadRequest` if one does not come up."""
+    split_model(model.config, tp=config.tp, pp=config.pp)  # before anything is loaded
+    group = WorkerGroup(
+        Split(
+            model=config.model,
+            dtype=dtype,
+            device=config.device,
+            quantization=config.quantization,
+            tp=config.tp,
+            pp=config.pp,
+            threads=config.threads,
+            cpus=sorted(os.sched_getaffinity(0)),
+            page_size=config.page_size,
+            hidden=model.config.hidden_size,
+            logits_rows=config.pp * -(-config.max_batch // LOGITS_STEP) * LOGITS_STEP,
+        ),
+        vocab=model.config.vocab_size,
+        digest=model.weights_digest,
+    )
+    # The connections break, so routers go on elsewhere at once, as after any death.
+    group.on_loss = lambda _reason: os._exit(1)
+    sizes = ", ".join(f"{size >> 20}" for size in group.weight_bytes)
+    log.info("%d workers have %s MiB of weights", config.tp * config.pp, sizes)
+    return group
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:
@@ -196,7 +249,7 @@ def _layout(
     if config.pool_pages:
         _check_memory(memory, "pool_pages", config.pool_pages, one)
         size = PoolSize(config.pool_pages, "--pool-pages")
-    elif model.transformer is None:
+    elif config.model == "mock":
         size = PoolSize(MOCK_PAGES, "the mock's pages are tiny")
     else:
         size = choose_pool(

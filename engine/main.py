@@ -166,6 +166,8 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         parser.error(str(error))
     if config.vllm_args and config.backend != "vllm":
         parser.error("vLLM's flags need --backend vllm")
+    if config.tp * config.pp > 1 and (refused := _not_split(config)):
+        parser.error(f"--tp and --pp: {refused}")
     if bool(config.disk_dir) != bool(config.disk_pages):
         parser.error("--disk-dir and --disk-pages go together")
     if config.disk_keep and not config.disk_pages:
@@ -173,6 +175,19 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
     if len(config.engine_id) > 256 or not config.engine_id.isprintable():
         parser.error("--engine-id must have at most 256 printable characters")
     return config
+
+
+def _not_split(config: EngineConfig) -> str:
+    """Return why these settings do not go with several workers; empty if they do."""
+    if config.backend == "vllm":
+        return "give vLLM its own flags, behind --"
+    if config.model == "mock":
+        return "the model mock has no layers"
+    if config.device != "cpu":
+        return "workers compute on CPUs so far"
+    if config.host_pages or config.disk_pages:
+        return "an engine of several workers has no tiers below its pool"
+    return ""
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

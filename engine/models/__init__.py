@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.models.linear import Linear
     from engine.models.loading.load import LoadedModel, load_model
     from engine.models.model_folder import ModelFolder, find_folder
+    from engine.models.part import Part, split_model
 
 __all__ = [
     "AttentionCache",
@@ -38,6 +39,7 @@ __all__ = [
     "ModelConfig",
     "ModelError",
     "ModelFolder",
+    "Part",
     "Transformer",
     "UnknownModel",
     "UnsupportedArchitecture",
@@ -46,6 +48,7 @@ __all__ = [
     "find_folder",
     "load_model",
     "prepare_model",
+    "split_model",
 ]
 
 _NEED_TORCH = {
@@ -53,9 +56,11 @@ _NEED_TORCH = {
     "Linear": "engine.models.linear",
     "LoadedModel": "engine.models.loading.load",
     "ModelFolder": "engine.models.model_folder",
+    "Part": "engine.models.part",
     "Transformer": "engine.models.decoder",
     "find_folder": "engine.models.model_folder",
     "load_model": "engine.models.loading.load",
+    "split_model": "engine.models.part",
 }
 
 

@@ -1,4 +1,4 @@
-"""The decoder shared by Llama, Mistral, Qwen2 and Qwen3.
+"""The decoder shared by Llama, Mistral, Qwen2 and Qwen3: all of it, or one worker's part.
 
 The decoder owns no keys and values. It calls `attention` of a cache once per layer and knows
 nothing else about the cache. It is row-wise: every operation computes a token's row from that row
@@ -18,9 +18,14 @@ from torch import Tensor, nn
 from engine.models.config import ModelConfig
 from engine.models.linear import Int8Linear, Linear, OneDnnLinear, empty_weight, pack
 from engine.models.ops import Ops, ops_for, rms_norm
+from engine.models.part import Part, whole
 from engine.models.rope import rope_table
 
-__all__ = ["AttentionCache", "Transformer"]
+__all__ = ["AttentionCache", "Sum", "Transformer"]
+
+# Returns the sum, over the workers of a stage, of a tensor that each has a summand of. It may use
+# the memory of the summand.
+Sum = Callable[[Tensor], Tensor]
 
 
 class AttentionCache(Protocol):
@@ -36,20 +41,36 @@ class AttentionCache(Protocol):
 
 
 class Transformer(nn.Module):
-    """The decoder. It is built on the meta device; `allocate` it before copying weights in."""
+    """The decoder, or a part of it. Built on the meta device: `allocate` it to copy weights in.
+
+    The workers of a stage compute the same rows: each layer adds what they have computed (`sum`).
+    """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        part: Part | None = None,
+        sum_: Sum | None = None,
+    ) -> None:
+        """Without `part`, the whole model. A part of a stage with several workers needs `sum_`."""
         super().__init__()
         self.config = config
-        hidden, vocab = config.hidden_size, config.vocab_size
-        self.embed = Linear(hidden, vocab, bias=False, dtype=dtype)  # used for lookup of rows
-        self.layers = nn.ModuleList(Layer(config, i, dtype) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        tied = config.tie_embeddings
-        self.head = self.embed if tied else Linear(hidden, vocab, bias=False, dtype=dtype)
+        self.part = part = part or whole(config)
+        self.sum = sum_
+        hidden, vocab, tied = config.hidden_size, len(part.vocab), config.tie_embeddings
+        self.embed: Linear | None = None  # used for lookup of rows
+        self.head: Linear | None = None
+        if part.first:
+            self.embed = Linear(hidden, vocab, bias=False, dtype=dtype)
+        self.layers = nn.ModuleList(Layer(config, part, i, dtype, sum_) for i in part.layers)
+        if part.last:
+            self.norm = RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype)
+            shared = self.embed if tied else None
+            self.head = shared or Linear(hidden, vocab, bias=False, dtype=dtype)
         self.eval()
 
     def allocate(self, device: torch.device) -> None:
@@ -64,22 +85,47 @@ class Transformer(nn.Module):
             self.register_buffer(name, table.to(device), persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: AttentionCache) -> Tensor:
-        """Return the hidden states after the final norm, [T, hidden].
+        """Return the hidden states after the final norm, [T, hidden]. For the whole model.
 
         `tokens` and `positions` are [T] int64; T is a multiple of four, positions are in
         [0, context_length). Padding rows may hold any token and position. They affect no other row,
         and the cache decides what `attention` does with them.
         """
-        hidden = self.embed.rows(tokens)
+        return self.run(self.embedded(tokens), positions, cache)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens, [T, hidden]. For the first stage."""
+        if self.embed is None:
+            raise TypeError("this part has no embedding")
+        if self.sum is None:
+            return self.embed.rows(tokens)
+        vocab = self.part.vocab
+        own = (tokens >= vocab.start) & (tokens < vocab.stop)
+        rows = self.embed.rows((tokens - vocab.start).where(own, 0))
+        return self.sum(rows.masked_fill_(~own.unsqueeze(1), 0))
+
+    def run(self, hidden: Tensor, positions: Tensor, cache: AttentionCache) -> Tensor:
+        """Apply the layers of this part to `hidden`, [T, hidden], and in the last stage the final
+        norm.
+
+        `hidden` may be overwritten.
+        """
         cos, sin = self.cos[positions], self.sin[positions]
         ops = ops_for(hidden.dtype, hidden.device)
         delta = None
         for layer in self.layers:
             delta = layer(hidden, delta, cos, sin, cache, ops)
-        return ops.add_norm(hidden, delta, self.norm.weight, self.norm.eps)
+        if self.part.last:
+            return ops.add_norm(hidden, delta, self.norm.weight, self.norm.eps)
+        return hidden if delta is None else hidden.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, vocab] float32 of hidden states [R, hidden]; R is a multiple of 4."""
+        """Return logits [R, vocab] float32 of hidden states [R, hidden]; R is a multiple of 4.
+
+        A part of the last stage returns those of its own range of the vocabulary.
+        """
+        if self.head is None:
+            raise TypeError("this part computes no logits")
         logits: Tensor = self.head(hidden)
         return logits.float()
 
@@ -97,11 +143,13 @@ class Transformer(nn.Module):
         Tied embeddings use the converted head for lookup too, if it has rows, so that the weight is
         not stored twice.
         """
-        tied = self.head is self.embed
         for layer in self.layers:
             for name, child in list(layer.named_children()):
                 if isinstance(child, Linear):
                     setattr(layer, name, convert(child))
+        if self.head is None:
+            return
+        tied = self.head is self.embed
         self.head = convert(self.head)
         if tied and not isinstance(self.head, OneDnnLinear):
             self.embed = self.head
@@ -113,15 +161,18 @@ class Layer(nn.Module):
     attention_norm: RMSNorm
     mlp_norm: RMSNorm
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, part: Part, index: int, dtype: torch.dtype, sum_: Sum | None
+    ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.index = index
-        self.heads = config.num_heads
-        self.rotated = config.num_heads + config.num_kv_heads  # q and k, rotated in one call
+        self.sum = sum_
+        self.heads = len(part.heads)
+        self.rotated = self.heads + len(part.kv_heads)  # q and k, rotated in one call
         self.head_dim = config.head_dim
-        rows = (self.rotated + config.num_kv_heads) * config.head_dim
-        width = config.num_heads * config.head_dim
+        rows = (self.rotated + len(part.kv_heads)) * config.head_dim
+        width = self.heads * config.head_dim
 
         self.attention_norm = RMSNorm(hidden, eps=eps, dtype=dtype)
         self.qkv = Linear(hidden, rows, bias=config.attention_bias, dtype=dtype)
@@ -129,10 +180,10 @@ class Layer(nn.Module):
         self.qk_norm = (
             RMSNorm(self.rotated, config.head_dim, eps=eps, dtype=dtype) if config.qk_norm else None
         )
-        self.out = Linear(width, hidden, bias=config.output_bias, dtype=dtype)
+        self.out = Linear(width, hidden, bias=config.output_bias and part.leads, dtype=dtype)
         self.mlp_norm = RMSNorm(hidden, eps=eps, dtype=dtype)
-        self.gate_up = Linear(hidden, 2 * config.intermediate_size, bias=False, dtype=dtype)
-        self.down = Linear(config.intermediate_size, hidden, bias=False, dtype=dtype)
+        self.gate_up = Linear(hidden, 2 * len(part.inner), bias=False, dtype=dtype)
+        self.down = Linear(len(part.inner), hidden, bias=False, dtype=dtype)
 
     def forward(
         self,
@@ -157,9 +208,12 @@ class Layer(nn.Module):
         qk = ops.rotate(qk, cos, sin)
         attended = cache.attention(self.index, qk[:, : self.heads], qk[:, self.heads :], v)
         norm = self.mlp_norm
-        normed = ops.add_norm(hidden, self.out(attended.flatten(1)), norm.weight, norm.eps)
-        out: Tensor = self.down(ops.swiglu(self.gate_up(normed)))
-        return out
+        out: Tensor = self.out(attended.flatten(1))
+        if self.sum is not None:
+            out = self.sum(out)
+        normed = ops.add_norm(hidden, out, norm.weight, norm.eps)
+        out = self.down(ops.swiglu(self.gate_up(normed)))
+        return out if self.sum is None else self.sum(out)
 
 
 class RMSNorm(nn.Module):

@@ -37,6 +37,16 @@ class EngineConfig:
         "weights of matrix products; int8: half of bfloat16's memory, faster for few decodes; "
         "needs a CPU and bfloat16",
     )
+    tp: int = count(
+        1,
+        MODEL,
+        "worker processes that share each layer (tensor parallel), at most one per KV head",
+        least=1,
+        most=64,
+    )
+    pp: int = count(
+        1, MODEL, "stages of workers, each with some of the layers (pipeline)", least=1, most=64
+    )
     max_model_len: int = count(
         0,
         MODEL,

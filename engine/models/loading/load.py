@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from engine.models.config import ModelConfig
-from engine.models.decoder import Transformer
+from engine.models.decoder import Sum, Transformer
 from engine.models.errors import UnsupportedDtype
 from engine.models.loading.checkpoint import Checkpoint, assemble
 from engine.models.loading.gguf_checkpoint import open_gguf
@@ -18,6 +19,7 @@ from engine.models.loading.locate import Source, locate
 from engine.models.loading.mock import open_mock
 from engine.models.loading.tiny import open_tiny
 from engine.models.ops import ops_for
+from engine.models.part import Part
 
 __all__ = ["LoadedModel", "Quantization", "load_model"]
 
@@ -31,8 +33,8 @@ class LoadedModel:
     """A model that is ready to run.
 
     `name` is as given to `load_model`; the token fields are those of `Tokenization`. `transformer`
-    is None for `mock`, which has no weights. `weights_digest` (hex) identifies the stored weights,
-    before conversion to `dtype` and quantization.
+    is None for `mock`, which has no weights, and where weights were not wanted. `weights_digest`
+    (hex) identifies the stored weights, before conversion to `dtype` and quantization.
     """
 
     name: str
@@ -54,10 +56,15 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization = "none",
+    weights: bool = True,
+    part_of: Callable[[ModelConfig], Part] | None = None,
+    sum_: Sum | None = None,
 ) -> LoadedModel:
     """Load an alias, a Hugging Face folder, a `.gguf` file or a hub id; download it if necessary.
 
-    `dtype` is float32, bfloat16 or float16. Quantization requires bfloat16 on a CPU.
+    `dtype` is float32, bfloat16 or float16. Quantization requires bfloat16 on a CPU. With
+    `part_of`, only the weights of that part are loaded, one tensor at a time; `sum_` is as of
+    `Transformer`.
 
     Raises: the errors of `engine.models.errors`.
     """
@@ -78,8 +85,15 @@ def load_model(
         name=name,
         config=checkpoint.config,
         transformer=None
-        if source.kind == "mock"
-        else _build(checkpoint, dtype, device, quantization),
+        if source.kind == "mock" or not weights
+        else _build(
+            checkpoint,
+            dtype,
+            device,
+            quantization,
+            None if part_of is None else part_of(checkpoint.config),
+            sum_,
+        ),
         tokenizer_json=text.tokenizer_json,
         chat_template=text.chat_template,
         bos_token=text.bos_token,
@@ -104,9 +118,14 @@ def _open(source: Source) -> Checkpoint:
 
 
 def _build(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: Quantization
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization,
+    part: Part | None,
+    sum_: Sum | None,
 ) -> Transformer:
-    transformer = assemble(checkpoint, dtype, device)
+    transformer = assemble(checkpoint, dtype, device, part, sum_)
     if dtype == torch.bfloat16 and device.type == "cpu":
         with torch.inference_mode():
             if quantization == "int8":

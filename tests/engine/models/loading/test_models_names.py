@@ -143,6 +143,7 @@ def test_public_names():
         "ModelConfig",
         "ModelError",
         "ModelFolder",
+        "Part",
         "Transformer",
         "UnknownModel",
         "UnsupportedArchitecture",
@@ -151,6 +152,7 @@ def test_public_names():
         "find_folder",
         "load_model",
         "prepare_model",
+        "split_model",
     ]
     for name in engine.models.__all__:
         assert getattr(engine.models, name).__name__ == name

@@ -1,0 +1,107 @@
+"""Has the workers compute a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+import torch
+
+from engine.execution.model_runner import bucket, step_rows
+from engine.protocol import Internal
+from engine.scheduling import Chunk
+from engine.workers.store import WorkerStore
+from engine.workers.wire import Array, Kind
+from kvcache.cache import KVCache
+from kvcache.sequences import StepDescription
+
+__all__ = ["WorkersRunner"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A step that the workers have been told of, or why they have not."""
+
+    step: StepDescription | None
+    number: int = 0  # of the message
+    begin: int = 0  # first row of its logits
+    rows: int = 0
+    failure: BaseException | None = None
+
+
+class WorkersRunner:
+    """A `PipelinedRunner` that sends steps to the workers, and returns the logits they wrote.
+
+    The workers of a stage go on with the next step while a later stage computes this one.
+    """
+
+    def __init__(self, store: WorkerStore, cache: KVCache, *, depth: int) -> None:
+        """`store` is that of `cache`. At most `depth` steps are under way at a time."""
+        self._group = group = store.group
+        self._cache = cache
+        self._started: deque[_Started] = deque()
+        self._places = cycle(range(depth))
+        self._rows = len(group.logits) // depth
+        multiple = group.row_multiple
+        self._padded = bucket if multiple == 1 else lambda rows: -(-rows // multiple) * multiple
+
+    def start(self, chunks: Sequence[Chunk]) -> None:
+        """Have the workers compute a step. If that fails, `run` raises why."""
+        cache = self._cache
+        cache.begin_forward(
+            [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+        )
+        step = cache.detach_forward()
+        try:
+            rows = step_rows(chunks, cache, self._padded)
+            if len(rows.wanted) > self._rows:
+                raise Internal(f"{rows.logits} rows of logits, where {self._rows} fit")
+            begin = next(self._places) * self._rows
+            number = self._group.tell(
+                Kind.STEP,
+                [
+                    [begin],
+                    rows.tokens,
+                    rows.positions,
+                    rows.wanted,
+                    *_described(step, cache.page_size),
+                ],
+            )
+        except Exception as failure:  # noqa: BLE001  `run` raises it
+            cache.abort_detached(step)
+            self._started.append(_Started(None, failure=failure))
+        else:
+            self._started.append(_Started(step, number, begin, rows.logits))
+
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Wait for the step that was started first, or start it; return its logits.
+
+        They are `[chunks with sample, vocab]` float32, and valid until `depth` further steps have
+        been started. Raises `Internal` if a worker is lost.
+        """
+        if not self._started:
+            self.start(chunks)
+        started = self._started.popleft()
+        if started.step is None:
+            raise started.failure or Internal("a step was not started")
+        try:
+            self._group.wait(started.number)
+        except BaseException:
+            self._cache.abort_detached(started.step)
+            raise
+        self._cache.end_detached(started.step)
+        return self._group.logits[started.begin : started.begin + started.rows]
+
+
+def _described(step: StepDescription, page_size: int) -> list[Array]:
+    """Return a step's spans, the lengths of their block tables, these tables, and its copies."""
+    tables = [span.pages[: -(-(span.start + span.count) // page_size)] for span in step.spans]
+    return [
+        np.array([(s.row, s.start, s.count) for s in step.spans], dtype=np.int64),
+        np.array([len(table) for table in tables], dtype=np.int64),
+        np.concatenate(tables).astype(np.int64),
+        np.array(step.copies, dtype=np.int64),
+    ]

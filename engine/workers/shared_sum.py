@@ -1,0 +1,95 @@
+"""Sums over the workers of a stage, through memory that they share.
+
+A layer needs two of them. Over gloo, each takes longer than a layer of a small model.
+
+    ┌ numbers ───────────────┬ summands, for sums with even numbers ─┬ for those with odd ones ─┐
+    │ of each worker's sum   │ of each worker: [ROWS, width]         │                          │
+    └────────────────────────┴───────────────────────────────────────┴──────────────────────────┘
+
+A worker writes its summand, then its number; it reads the others' summands once their numbers are
+as high. It may then begin the next sum while others still read, but not the one after: that one
+begins when all have written their numbers of the next. So two places for each worker suffice.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from typing import Final
+
+import numpy as np
+import torch
+
+__all__ = ["SharedSum", "sum_bytes"]
+
+ROWS: Final = 1024  # of a sum; more are summed in parts
+LINE: Final = 8  # words of a cache line: each worker writes its own
+SPINS: Final = 2000  # looks at the numbers before others may have the core
+TIMEOUT_S: Final = 600.0  # longer than any step: a worker that has not come by then is gone
+
+
+def sum_bytes(workers: int, width: int, dtype: torch.dtype) -> int:
+    """Return the size of the memory for sums of rows of `width` elements."""
+    return _head(workers) + 2 * workers * ROWS * width * dtype.itemsize
+
+
+class SharedSum:
+    """One worker's view of the memory. Calls are made by one thread, in the same order by all."""
+
+    def __init__(self, fd: int, workers: int, rank: int, width: int, dtype: torch.dtype) -> None:
+        """Map `sum_bytes` of a file. `rank` is the worker's number in its stage."""
+        memory = mmap.mmap(fd, sum_bytes(workers, width, dtype))
+        words = np.frombuffer(memory, dtype=np.int64, count=workers * LINE)
+        self._numbers = words.reshape(workers, LINE)[:, 0]
+        self._parts = torch.frombuffer(memory, dtype=dtype, offset=_head(workers)).view(
+            2, workers, ROWS, width
+        )
+        self._rank = rank
+        self._number = 0  # of the latest sum
+        self._lock = threading.Lock()
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all workers' tensors, [rows, width], with the same bits on each.
+
+        The summands are added in the order of the workers, in float32, so that the bits of a row do
+        not depend on the other rows. Raises `TimeoutError` if a worker does not come.
+        """
+        rows = len(tensor)
+        if rows > ROWS:
+            return torch.cat([self(piece) for piece in torch.split(tensor, ROWS)])
+        self._number += 1
+        parts = self._parts[self._number % 2, :, :rows]
+        parts[self._rank].copy_(tensor)
+        self._fence()
+        self._numbers[self._rank] = self._number
+        self._wait()
+        self._fence()
+        total = parts[0].float() if tensor.dtype != torch.float32 else parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total.to(tensor.dtype)
+
+    def _wait(self) -> None:
+        """Wait until all workers have written their summands of this sum."""
+        numbers, number = self._numbers, self._number
+        for _ in range(SPINS):
+            if numbers.min() >= number:
+                return
+        end = time.monotonic() + TIMEOUT_S
+        while numbers.min() < number:
+            os.sched_yield()
+            if time.monotonic() > end:
+                raise TimeoutError(f"a worker has not come to sum {number}")
+
+    def _fence(self) -> None:
+        """Keep memory accesses before and behind it in order, also on processors that need it."""
+        for _ in range(2):  # what is before the first release is done before the second acquire
+            with self._lock:
+                pass
+
+
+def _head(workers: int) -> int:
+    """Return the bytes of the numbers, in whole pages."""
+    return -(-workers * LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE

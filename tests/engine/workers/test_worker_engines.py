@@ -1,0 +1,155 @@
+"""Engines of several worker processes: the tokens of one process, and their ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from engine_process import EngineProcess
+from smollm2_greedy import continuations
+
+SPLITS = [("2", "1"), ("1", "2"), ("2", "2")]
+
+
+def flags(split: tuple[str, str]) -> tuple[str, ...]:
+    return ("--tp", split[0], "--pp", split[1])
+
+
+@pytest.fixture(scope="module", params=SPLITS, ids="tp{0[0]} pp{0[1]}".format)
+def split_engine(request) -> Iterator[EngineProcess]:
+    process = EngineProcess(*flags(request.param), "--pool-pages", "300", "--max-batch", "8")
+    yield process
+    process.kill()
+
+
+def workers_of(process: EngineProcess) -> list[int]:
+    """Return the pids of an engine's workers."""
+    found = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True
+    ).stdout
+    return [int(line.split()[0]) for line in found.splitlines() if "engine.workers" in line]
+
+
+def tokens_of(process: EngineProcess, prompt: list[int], **fields) -> list[int]:
+    return [t for event in process.generate(prompt, **fields) for t in event["token_ids"]]
+
+
+def prompts() -> list[list[int]]:
+    return [[(7 * number + i * i) % 500 for i in range(5 + 37 * number)] for number in range(12)]
+
+
+def test_tokens_are_those_of_one_process(engine_process, split_engine):
+    """Many at once, so that they share steps; then again, from cached prefixes."""
+    wanted = [tokens_of(engine_process, prompt, max_tokens=24) for prompt in prompts()]
+    for _ in range(2):
+        with ThreadPoolExecutor(12) as threads:
+            got = list(threads.map(lambda p: tokens_of(split_engine, p, max_tokens=24), prompts()))
+        assert got == wanted
+    split_engine.at_rest()
+
+
+def test_forks_of_a_prompt_are_those_of_one_process(engine_process, split_engine):
+    """Further choices share the prompt's pages, and copy the last one."""
+
+    def choices(process: EngineProcess) -> list[list[int]]:
+        with ThreadPoolExecutor(3) as threads:
+            first = threads.submit(
+                tokens_of, process, prompts()[3], request_id="f0", forks=2, seed=7, temperature=0.9
+            )
+            more = [
+                threads.submit(
+                    tokens_of, process, prompts()[3], request_id=f"f{n}", fork_of="f0", choice=n,
+                    seed=7, temperature=0.9,
+                )
+                for n in (1, 2)
+            ]  # fmt: skip
+            return [each.result() for each in (first, *more)]
+
+    got = choices(split_engine)
+    assert got == choices(engine_process)
+    split_engine.at_rest()
+
+
+def test_what_it_cannot_do_is_said(split_engine):
+    model = split_engine.http.get("/microserving/model").json()
+    assert {"prep_recv", "remote_send", "commit", "mirror"}.isdisjoint(model["capabilities"])
+    reply = split_engine.post("prep_recv", request_id="p", prompt=[1, 2, 3], end=3)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (501, "unsupported")
+
+
+def test_a_signal_ends_the_engine_and_its_workers():
+    process = EngineProcess(*flags(("2", "1")))
+    pids = workers_of(process)
+    assert len(pids) == 2
+    code, _ = process.stop()
+    assert code == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_killed_worker_takes_the_engine_down(number: int):
+    process = EngineProcess(*flags(("1", "2")))
+    pids = workers_of(process)
+    stream = process.stream(prompts()[4], max_tokens=2000)
+    next(stream)
+    os.kill(pids[number], signal.SIGKILL)
+    with pytest.raises(Exception):  # noqa: B017  the connection breaks
+        list(stream)
+    assert process.wait() == 1
+    assert f"worker {number} (stage {number} of 2, part 0 of 1) has ended" in process.log
+    gone = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < gone:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_killed_engine_leaves_no_worker():
+    process = EngineProcess(*flags(("2", "1")))
+    pids = workers_of(process)
+    process.signal(signal.SIGKILL)
+    process.wait()
+    gone = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < gone:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["tiny", "--tp", "3"], "2 KV heads cannot be split over 3 workers"),
+        (["tiny", "--pp", "3"], "2 layers cannot be split over 3 stages"),
+        (["mock", "--tp", "2"], "the model mock has no layers"),
+        (["tiny", "--tp", "2", "--host-pages", "4"], "no tiers below its pool"),
+        (["tiny", "--tp", "0"], "--tp must be from 1 to 64"),
+        (["tiny", "--tp", "2", "--dtype", "float32", "--quantization", "int8"], "bfloat16"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused_with_a_sentence(arguments: list[str], said: str):
+    done = subprocess.run(
+        [sys.executable, "-m", "engine", *arguments, "--port", "0"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("split", [("3", "1"), ("1", "2")], ids=str)
+def test_smollm2_continues_as_in_transformers(split: tuple[str, str]):
+    process = EngineProcess(
+        *flags(split), "--dtype", "float32", "--pool-pages", "400", model="smollm2"
+    )
+    try:
+        for each in continuations()[:3]:
+            got = tokens_of(process, each.prompt, max_tokens=len(each.tokens))
+            each.check(got, f"tp {split[0]}, pp {split[1]}")
+    finally:
+        process.kill()
