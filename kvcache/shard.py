@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from kvcache.errors import BadRequest
 
@@ -57,11 +57,12 @@ class Overlap:
         return slice(self.head - shard.head, self.head_end - shard.head)
 
 
-def split(layers: int, heads: int, *, pp: int, tp: int) -> list[Shard]:
+def split(layers: int, heads: int, *, pp: int, tp: int, last: float = 0.0) -> list[Shard]:
     """Return the shards of `pp * tp` workers, pipeline stage by stage.
 
-    If a count does not divide evenly, the first parts get one more. Raises `BadRequest` for more
-    parts than layers or heads.
+    The last stage has other work too, as much as `last` layers, and therefore fewer layers. If a
+    count does not divide evenly, the first parts get one more. Raises `BadRequest` for more parts
+    than layers or heads.
     """
     if not 1 <= pp <= layers:
         raise BadRequest(f"{layers} layers cannot be split over {pp} stages", param="pp")
@@ -69,7 +70,7 @@ def split(layers: int, heads: int, *, pp: int, tp: int) -> list[Shard]:
         raise BadRequest(f"{heads} KV heads cannot be split over {tp} workers", param="tp")
     return [
         Shard(*layer_range, *head_range)
-        for layer_range in _ranges(layers, pp)
+        for layer_range in _stages(layers, pp, last)
         for head_range in _ranges(heads, tp)
     ]
 
@@ -85,6 +86,20 @@ def overlap(sender: Shard, receiver: Shard) -> Overlap | None:
     if common.layer >= common.layer_end or common.head >= common.head_end:
         return None
     return common
+
+
+def _stages(layers: int, stages: int, last: float) -> Sequence[tuple[int, int]]:
+    """Return the layers of each stage, so that the one with the most work has as little as can be.
+
+    Each has one layer at least.
+    """
+    work = [1.0] * (stages - 1) + [1.0 + last]
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        least = work.index(min(work))
+        work[least] += 1
+        counts[least] += 1
+    return list(pairwise(accumulate(counts, initial=0)))
 
 
 def _ranges(count: int, parts: int) -> Sequence[tuple[int, int]]:

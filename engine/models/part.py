@@ -48,11 +48,13 @@ def whole(config: ModelConfig) -> Part:
 def split_model(config: ModelConfig, *, tp: int, pp: int) -> list[Part]:
     """Return the parts of `tp * pp` workers, stage by stage.
 
-    What does not divide evenly is divided unevenly: the first parts get one more. Query heads
-    follow their KV heads. Raises `BadRequest` for more stages than layers, and for more workers in
+    What does not divide evenly is divided unevenly: the first parts get one more. The last stage
+    has fewer layers, because decodes read the head too. Query heads follow their KV heads. Raises `BadRequest` for more stages than layers, and for more workers in
     a stage than KV heads.
     """
-    shards = split(config.num_layers, config.num_kv_heads, pp=pp, tp=tp)
+    shards = split(
+        config.num_layers, config.num_kv_heads, pp=pp, tp=tp, last=_layers_in_head(config)
+    )
     group = config.num_heads // config.num_kv_heads
     return [
         Part(
@@ -66,6 +68,13 @@ def split_model(config: ModelConfig, *, tp: int, pp: int) -> list[Part]:
         )
         for number, shard in enumerate(shards)
     ]
+
+
+def _layers_in_head(config: ModelConfig) -> float:
+    """Return how many layers have as many weights as the head."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads  # q, k, v and the output
+    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    return config.vocab_size * config.hidden_size / layer
 
 
 def _share(count: int, part: int, parts: int) -> range:

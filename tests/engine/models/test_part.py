@@ -60,6 +60,14 @@ def test_parts_hold_each_head_layer_unit_and_word_once(split: tuple[int, int]):
     assert [part.last for part in parts] == [False] * (tp * pp - tp) + [True] * tp
 
 
+def test_stages_have_as_many_weights_as_each_other():
+    """A head of SmolLM2 has as many as eight layers."""
+    first, last = split_model(SMOLLM2, tp=1, pp=2)
+    assert (len(first.layers), len(last.layers)) == (19, 11)
+    assert [len(part.layers) for part in split_model(SMOLLM2, tp=1, pp=5)] == [8, 7, 7, 7, 1]
+    assert [len(part.layers) for part in split_model(SMOLLM2, tp=1, pp=30)] == [1] * 30
+
+
 def test_more_parts_than_there_is_to_divide_are_refused():
     with pytest.raises(BadRequest, match="3 KV heads cannot be split over 4 workers"):
         split_model(SMOLLM2, tp=4, pp=1)

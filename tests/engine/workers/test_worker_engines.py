@@ -15,7 +15,7 @@ import pytest
 from engine_process import EngineProcess
 from smollm2_greedy import continuations
 
-SPLITS = [("2", "1"), ("1", "2"), ("2", "2")]
+SPLITS = [("2", "1"), ("2", "2")]  # two stages alone: with SmolLM2
 
 
 def flags(split: tuple[str, str]) -> tuple[str, ...]:
