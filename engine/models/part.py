@@ -49,8 +49,8 @@ def split_model(config: ModelConfig, *, tp: int, pp: int) -> list[Part]:
     """Return the parts of `tp * pp` workers, stage by stage.
 
     What does not divide evenly is divided unevenly: the first parts get one more. The last stage
-    has fewer layers, because decodes read the head too. Query heads follow their KV heads. Raises `BadRequest` for more stages than layers, and for more workers in
-    a stage than KV heads.
+    has fewer layers, because decodes read the head too. Query heads follow their KV heads. Raises
+    `BadRequest` for more stages than layers, and for more workers in a stage than KV heads.
     """
     shards = split(
         config.num_layers, config.num_kv_heads, pp=pp, tp=tp, last=_layers_in_head(config)
