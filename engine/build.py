@@ -7,6 +7,7 @@ import logging
 import os
 import ssl
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,13 +26,14 @@ from engine.models import LoadedModel, load_model, split_model
 from engine.protocol import BadRequest
 from engine.protocol.config import EngineConfig
 from engine.sampling.sampler import sample
+from engine.scheduling import Chunk
 from engine.scheduling.scheduler import Scheduler
 from engine.service.engine import MicroserveEngine
 from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
 from engine.service.readings import engine_readings
 from engine.sizing import Memory, PoolSize, choose_pool, read_memory
-from engine.workers import Split, WorkerGroup, WorkersRunner, WorkerStore
+from engine.workers import WorkerGroup, WorkerSettings, WorkersRunner, WorkerStore
 from kvcache.cache import KVCache
 from kvcache.lease import Identity
 from kvcache.memory import KVLayout
@@ -108,9 +110,10 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
             tier_stores=_stores(config, layout, fingerprint, memory),
         )
         runner: Runner[torch.Tensor] | None = None
-        pipeline: WorkersRunner | None = None
+        start: Callable[[Sequence[Chunk]], object] | None = None
         if isinstance(store, WorkerStore):
-            runner = pipeline = WorkersRunner(store, cache, depth=config.pp)
+            runner = workers = WorkersRunner(store, cache, depth=config.pp)
+            start = workers.start
         elif model.transformer is not None:
             runner = computing.submit(ModelRunner, model, cache).result()
     scheduler = Scheduler(
@@ -134,9 +137,8 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     )
     if runner is not None:
         stepper = Stepper(
-            cache, scheduler, runner, sample, engine.deliver, time.monotonic,
-            pipeline=pipeline, depth=config.pp,
-        )  # fmt: skip
+            cache, scheduler, runner, sample, engine.deliver, time.monotonic, start=start
+        )
     else:
         pace = FixedLatency(config.step_ms, config.prefill_tokens_per_ms)
         mock_runner = MockRunner(cache, pace)
@@ -152,15 +154,15 @@ def _start_workers(model: LoadedModel, config: EngineConfig, dtype: torch.dtype)
     """Start the workers of an engine that is split. Raises `BadRequest` if one does not come up."""
     split_model(model.config, tp=config.tp, pp=config.pp)  # before anything is loaded
     group = WorkerGroup(
-        Split(
+        WorkerSettings(
             model=config.model,
-            dtype=dtype,
+            dtype=str(dtype).removeprefix("torch."),
             device=config.device,
             quantization=config.quantization,
             tp=config.tp,
             pp=config.pp,
             threads=config.threads,
-            cpus=sorted(os.sched_getaffinity(0)),
+            cpus=tuple(sorted(os.sched_getaffinity(0))),
             page_size=config.page_size,
             hidden=model.config.hidden_size,
             logits_rows=config.pp * -(-config.max_batch // LOGITS_STEP) * LOGITS_STEP,

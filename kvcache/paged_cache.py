@@ -31,7 +31,7 @@ class PagedCache:
         self.store = store
         self.lock = threading.RLock()
         self._sequences = sequences
-        self._step: StepDescription | None = None
+        self._steps: deque[StepDescription] = deque()  # declared and not ended, oldest first
         # Copies that the device has yet to execute, oldest first, each with its event.
         self._copies: deque[tuple[object, list[PageCopy]]] = deque()
 
@@ -140,15 +140,19 @@ class PagedCache:
 
     # Compute
 
-    def begin_forward(self, seq_ids: Sequence[SeqId], lengths: Sequence[int]) -> None:
+    def begin_forward(self, seq_ids: Sequence[SeqId], lengths: Sequence[int]) -> StepDescription:
         """Declare a step: `lengths[i]` further tokens of sequence `seq_ids[i]`, row after row.
 
-        `grow` must have made room. The step's metadata is planned once for all layers.
+        `grow` must have made room. The step's metadata is planned once for all layers. If the store
+        executes several steps at a time, others may be declared before this one ends. They end in
+        the same order, and a sequence is in one of them at a time.
         """
         with self.lock:
             self._release_copied()
-            self._step = self._sequences.begin_step(seq_ids, lengths)
-            self.store.begin(self._step)
+            step = self._sequences.begin_step(seq_ids, lengths)
+            self.store.begin(step)
+            self._steps.append(step)
+            return step
 
     def attention(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -167,40 +171,17 @@ class PagedCache:
     def end_forward(self) -> None:
         """Count the step's tokens as present, and raise the watermarks of those sent."""
         with self.lock:
-            step, self._step = self._step, None
-            if step is None:
+            if not self._steps:
                 raise Internal("end_forward without begin_forward")
-            self._sequences.finish_step(step)
+            self._sequences.finish_step(self._steps.popleft())
             self.store.end()
-
-    def detach_forward(self) -> StepDescription:
-        """Take out the declared step, so that another one can be declared before it has ended.
-
-        End it by `end_detached` or `abort_detached`. A sequence is in one of them at a time.
-        """
-        with self.lock:
-            step, self._step = self._step, None
-            if step is None:
-                raise Internal("detach_forward without begin_forward")
-            return step
-
-    def end_detached(self, step: StepDescription) -> None:
-        """Count the tokens of a detached step as present."""
-        with self.lock:
-            self._sequences.finish_step(step)
-
-    def abort_detached(self, step: StepDescription) -> None:
-        """Forget a detached step; its tokens are not present."""
-        with self.lock:
-            self._sequences.copied(step.copies)
 
     def abort_forward(self) -> None:
         """Forget a step that failed; its tokens are not present."""
         with self.lock:
-            step, self._step = self._step, None
             self.store.abort()
-            if step is not None:
-                self._sequences.copied(step.copies)
+            if self._steps:
+                self._sequences.copied(self._steps.popleft().copies)
 
     @contextmanager
     def _copying(self, new: SeqId) -> Iterator[None]:

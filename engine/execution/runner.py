@@ -10,7 +10,7 @@ from kvcache.lease import Put
 from kvcache.sequences import SequenceCache
 from kvcache.types import SeqId
 
-__all__ = ["PipelinedRunner", "Runner", "StepCache"]
+__all__ = ["Runner", "StepCache"]
 
 Logits_co = TypeVar("Logits_co", covariant=True)
 
@@ -23,14 +23,6 @@ class Runner(Protocol[Logits_co]):
 
         If it raises, no token of the step counts as present.
         """
-        ...
-
-
-class PipelinedRunner(Runner[Logits_co], Protocol):
-    """A runner of several steps at a time. `run` waits for the step that was started first."""
-
-    def start(self, chunks: Sequence[Chunk]) -> None:
-        """Start a step. If that fails, `run` raises why."""
         ...
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from engine.execution.closing_sends import ClosingSends
-from engine.execution.runner import PipelinedRunner, Runner, StepCache
+from engine.execution.runner import Runner, StepCache
 from engine.execution.step_mirrors import StepMirrors
 from engine.execution.step_output import PlannedStep, StepOutput, StepResult, StepStats
 from engine.execution.step_timings import StepTimings
@@ -53,13 +53,13 @@ class Stepper:
         deliver: Callable[[list[StepOutput]], object],
         clock: Callable[[], float],
         *,
-        pipeline: PipelinedRunner[Logits] | None = None,
-        depth: int = 1,
+        start: Callable[[Sequence[Chunk]], object] | None = None,
     ) -> None:
         """`sample` takes the runner's logits and the generations of their rows.
 
-        With `depth` above 1, so many steps are under way at a time. The runner starts them as
-        `pipeline` too, and the scheduler has the same depth.
+        As many steps as the scheduler's `depth` are under way at a time. With `start`, that begins
+        one, and the runner's `run` ends the one that began first; if `start` fails, `run` raises
+        why.
 
         `deliver` receives the outputs of each step. `clock` returns monotonic seconds, on any
         thread: the call of a send is completed where its put has drained.
@@ -78,8 +78,7 @@ class Stepper:
         self._runner: Runner[Any] = runner
         self._sample: Callable[[Any, Sequence[Generation]], list[Sampled]] = sample
         self._deliver = deliver
-        self._pipeline = pipeline
-        self._depth = depth
+        self._start = start
         self._in_flight: deque[PlannedStep] = deque()  # steps that have been started
         self._deferred: list[Callable[[], object]] = []  # until a step has ended
         self._inbox: deque[Callable[[], object]] = deque()
@@ -134,9 +133,9 @@ class Stepper:
         exception of the runner or of sampling fails the jobs of the step and nothing else; any
         other exception means that the stepper cannot continue.
         """
-        while len(self._in_flight) < self._depth and (step := self.begin()).plan:
-            if self._pipeline is not None:
-                self._pipeline.start([chunk for _, chunk in step.plan])
+        while len(self._in_flight) < self._scheduler.depth and (step := self.begin()).plan:
+            if self._start is not None:
+                self._start([chunk for _, chunk in step.plan])
             self._in_flight.append(step)
         if not self._in_flight:
             return StepResult(0, (), self.next_sweep)

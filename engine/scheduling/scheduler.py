@@ -75,7 +75,7 @@ class Scheduler:
         self._budget = token_budget
         self._max_batch = max_batch
         self._swap = swap
-        self._depth = depth
+        self.depth = depth
         self._in_flight: set[Job] = set()  # in a step that is under way, if several are
         self._chunk_budget = ChunkBudget(decode_slowdown)
         self.planned = (0, 0)  # decodes and prompt tokens of the latest plan
@@ -152,8 +152,8 @@ class Scheduler:
             elif missing == 1 and (length % page_size or self._make_room(generation)):
                 last = generation.tokens[length:]
                 decodes.append((generation, Chunk(generation.seq_id, last, sample=True)))
-        if self._depth > 1:
-            decodes = decodes[: -(-(len(decodes) + elsewhere) // self._depth)]
+        if self.depth > 1:
+            decodes = decodes[: -(-(len(decodes) + elsewhere) // self.depth)]
         counts = self._prompts(prefills, len(decodes), waited)
         # Allocating pages for a later job may have preempted one that was chosen before.
         decodes = [(job, chunk) for job, chunk in decodes if job.started]
@@ -164,7 +164,7 @@ class Scheduler:
                 self._unpublished.append(job)
         self.planned = len(decodes), sum(len(chunk.tokens) for _, chunk in prompts)
         plan = decodes + prompts
-        if self._depth > 1:
+        if self.depth > 1:
             self._in_flight.update(job for job, _ in plan)
         return plan
 

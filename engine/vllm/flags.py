@@ -40,6 +40,8 @@ MOST_POOL = 4 << 30  # bytes, unless a flag asks for more
 def engine_settings(config: EngineConfig, model: str, extra: dict[str, Any]) -> Any:
     """Return vLLM's `VllmConfig` for a model folder; `extra` goes to the connector.
 
+    `check_own` comes before, since it needs no vLLM.
+
     Sets environment variables that vLLM reads. Raises `BadRequest` for flags that cannot work.
     """
     from vllm.config import KVEventsConfig, KVTransferConfig
@@ -47,7 +49,6 @@ def engine_settings(config: EngineConfig, model: str, extra: dict[str, Any]) -> 
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    check_own(config)
     if not current_platform.is_cpu():
         raise BadRequest(
             "--backend vllm: KV in GPU memory cannot be moved yet; put a router in front of vLLM's "

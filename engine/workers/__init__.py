@@ -4,8 +4,9 @@ The lead process has the API, the scheduler and the bookkeeping. It sends each s
 as plain arrays; they have the weights and the pages.
 """
 
-from engine.workers.group import Split, WorkerGroup
+from engine.workers.group import WorkerGroup
 from engine.workers.runner import WorkersRunner
+from engine.workers.settings import WorkerSettings
 from engine.workers.store import WorkerStore
 
-__all__ = ["Split", "WorkerGroup", "WorkerStore", "WorkersRunner"]
+__all__ = ["WorkerGroup", "WorkerSettings", "WorkerStore", "WorkersRunner"]

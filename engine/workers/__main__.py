@@ -39,7 +39,7 @@ def main() -> int:
 def _serve(lead: socket.socket, settings: WorkerSettings) -> None:
     import torch
 
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads or len(settings.cpus))
     from engine.models import ModelError
     from engine.protocol import MicroserveError
     from engine.workers.compute import PartWorker

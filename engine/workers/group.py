@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from engine.workers.settings import WorkerSettings
 from engine.workers.shared_sum import sum_bytes
 from engine.workers.wire import Array, Kind, receive, send, send_text, text_of
 
-__all__ = ["Split", "WorkerGroup"]
+__all__ = ["WorkerGroup"]
 
 log = logging.getLogger(__name__)
 
@@ -33,23 +33,6 @@ BLAME_S = 0.5  # to find out whose end another worker's failure comes from
 WATCH_S = POLL_S = 0.1
 STOP_S = 5.0  # for workers to end by themselves
 BUFFER_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """What is split over how many workers, and how they compute."""
-
-    model: str
-    dtype: torch.dtype
-    device: str
-    quantization: str
-    tp: int
-    pp: int
-    threads: int  # of each worker; 0: its share of the cores
-    cpus: Sequence[int]
-    page_size: int
-    logits_rows: int
-    hidden: int  # width of the rows that workers sum
 
 
 @dataclass(slots=True)
@@ -69,11 +52,12 @@ class WorkerGroup:
     call raises `Internal`, and `on_loss` has been called once.
     """
 
-    def __init__(self, split: Split, *, vocab: int, digest: str) -> None:
+    def __init__(self, settings: WorkerSettings, *, vocab: int, digest: str) -> None:
         """Start the workers, and wait until they have loaded their weights.
 
-        `digest` is that of the weights. Raises `BadRequest` with what a worker said if one does not
-        come up, or has loaded other weights; none is left then.
+        `settings` are those of all; each gets its rank and its share of `cpus`. `digest` is that of
+        the weights. Raises `BadRequest` with what a worker said if one does not come up, or has
+        loaded other weights; none is left then.
         """
         self.on_loss: Callable[[str], object] = lambda _reason: None
         self.row_multiple = 1
@@ -83,32 +67,32 @@ class WorkerGroup:
         self._closed = False
         self._workers: list[_Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="microserve-workers-")
-        size = split.logits_rows * vocab * 4
+        tp, pp = settings.tp, settings.pp
+        size = settings.logits_rows * vocab * 4
         logits_fd = _memory("logits", size)
         memory = mmap.mmap(logits_fd, size)
         self.logits = torch.frombuffer(memory, dtype=torch.float32).view(-1, vocab)
-        sums = sum_bytes(split.tp, split.hidden, split.dtype)
-        sum_fds = [_memory("sums", sums) for _ in range(split.pp)] if split.tp > 1 else []
+        sums = sum_bytes(tp, settings.hidden, getattr(torch, settings.dtype))
+        sum_fds = [_memory("sums", sums) for _ in range(pp)] if tp > 1 else [-1] * pp
+        settings = replace(
+            settings, rendezvous=str(Path(self._folder.name) / "rendezvous"), logits_fd=logits_fd
+        )
         try:
-            for rank in range(split.tp * split.pp):
-                sum_fd = sum_fds[rank // split.tp] if sum_fds else -1
-                self._workers.append(self._start(split, rank, logits_fd, sum_fd))
+            for rank in range(tp * pp):
+                cpus = _share(settings.cpus, rank, tp * pp)
+                own = replace(settings, rank=rank, cpus=cpus, sum_fd=sum_fds[rank // tp])
+                self._workers.append(_start(own))
             self._meet(digest)
         except BaseException:
             self.close()
             raise
         finally:
-            for fd in (logits_fd, *sum_fds):
+            for fd in filter(_is_open, (logits_fd, *sum_fds)):
                 os.close(fd)
             self._folder.cleanup()  # they have met
         for worker in self._workers:
             worker.socket.settimeout(ANSWER_S)
         threading.Thread(target=self._watch, name="workers", daemon=True).start()
-
-    @property
-    def pids(self) -> list[int]:
-        """The workers' processes."""
-        return [worker.process.pid for worker in self._workers]
 
     @property
     def weight_bytes(self) -> list[int]:
@@ -172,30 +156,6 @@ class WorkerGroup:
                 worker.process.kill()
                 worker.process.wait()
             worker.socket.close()
-
-    def _start(self, split: Split, rank: int, logits_fd: int, sum_fd: int) -> _Worker:
-        count = split.tp * split.pp
-        cpus = _share(split.cpus, rank, count)
-        settings = WorkerSettings(
-            model=split.model, dtype=str(split.dtype).removeprefix("torch."), device=split.device,
-            quantization=split.quantization, tp=split.tp, pp=split.pp, rank=rank,
-            threads=split.threads or len(cpus), cpus=cpus,
-            rendezvous=str(Path(self._folder.name) / "rendezvous"), page_size=split.page_size,
-            logits_rows=split.logits_rows, logits_fd=logits_fd, sum_fd=sum_fd, hidden=split.hidden,
-        )  # fmt: skip
-        own, theirs = socket.socketpair()
-        for end in (own, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        with theirs:
-            arguments = [str(theirs.fileno()), str(os.getpid())]
-            process = subprocess.Popen(  # noqa: S603  our own module
-                [sys.executable, "-P", "-m", "engine.workers", *arguments],
-                pass_fds=[fd for fd in (theirs.fileno(), logits_fd, sum_fd) if fd >= 0],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
-            )
-        send_text(own, Kind.SETTINGS, settings.to_json())
-        return _Worker(settings.name, process, own)
 
     def _meet(self, digest: str) -> None:
         """Wait for all workers' facts."""
@@ -265,6 +225,28 @@ class WorkerGroup:
             log.critical("%s: this engine cannot go on", reason)
             self.on_loss(reason)
         return Internal(self._lost or reason)
+
+
+def _start(settings: WorkerSettings) -> _Worker:
+    """Start one worker, and tell it what to load."""
+    own, theirs = socket.socketpair()
+    for end in (own, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    with theirs:
+        arguments = [str(theirs.fileno()), str(os.getpid())]
+        fds = (theirs.fileno(), settings.logits_fd, settings.sum_fd)
+        process = subprocess.Popen(  # noqa: S603  our own module
+            [sys.executable, "-P", "-m", "engine.workers", *arguments],
+            pass_fds=list(filter(_is_open, fds)),
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+        )
+    send_text(own, Kind.SETTINGS, settings.to_json())
+    return _Worker(settings.name, process, own)
+
+
+def _is_open(fd: int) -> bool:
+    return fd >= 0
 
 
 def _share(cpus: Sequence[int], rank: int, count: int) -> tuple[int, ...]:

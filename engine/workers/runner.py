@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,19 +21,17 @@ from kvcache.sequences import StepDescription
 __all__ = ["WorkersRunner"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
+class _Started(NamedTuple):
     """A step that the workers have been told of, or why they have not."""
 
-    step: StepDescription | None
     number: int = 0  # of the message
     begin: int = 0  # first row of its logits
     rows: int = 0
-    failure: BaseException | None = None
+    failure: Exception | None = None
 
 
 class WorkersRunner:
-    """A `PipelinedRunner` that sends steps to the workers, and returns the logits they wrote.
+    """A `Runner` that sends steps to the workers, and returns the logits they wrote.
 
     The workers of a stage go on with the next step while a later stage computes this one.
     """
@@ -51,10 +49,9 @@ class WorkersRunner:
     def start(self, chunks: Sequence[Chunk]) -> None:
         """Have the workers compute a step. If that fails, `run` raises why."""
         cache = self._cache
-        cache.begin_forward(
+        step = cache.begin_forward(
             [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         )
-        step = cache.detach_forward()
         try:
             rows = step_rows(chunks, cache, self._padded)
             if len(rows.wanted) > self._rows:
@@ -71,28 +68,25 @@ class WorkersRunner:
                 ],
             )
         except Exception as failure:  # noqa: BLE001  `run` raises it
-            cache.abort_detached(step)
-            self._started.append(_Started(None, failure=failure))
+            self._started.append(_Started(failure=failure))
         else:
-            self._started.append(_Started(step, number, begin, rows.logits))
+            self._started.append(_Started(number, begin, rows.logits))
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Wait for the step that was started first, or start it; return its logits.
+        """Wait for the step that was started first; return its logits.
 
         They are `[chunks with sample, vocab]` float32, and valid until `depth` further steps have
         been started. Raises `Internal` if a worker is lost.
         """
-        if not self._started:
-            self.start(chunks)
         started = self._started.popleft()
-        if started.step is None:
-            raise started.failure or Internal("a step was not started")
         try:
+            if started.failure is not None:
+                raise started.failure
             self._group.wait(started.number)
         except BaseException:
-            self._cache.abort_detached(started.step)
+            self._cache.abort_forward()
             raise
-        self._cache.end_detached(started.step)
+        self._cache.end_forward()
         return self._group.logits[started.begin : started.begin + started.rows]
 
 

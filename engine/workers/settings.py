@@ -10,7 +10,7 @@ __all__ = ["WorkerSettings"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Worker `rank` of `tp * pp`, stage by stage."""
+    """Worker `rank` of `tp * pp`, stage by stage. The fields with a default are set for each."""
 
     model: str
     dtype: str
@@ -18,15 +18,15 @@ class WorkerSettings:
     quantization: str
     tp: int
     pp: int
-    rank: int
-    threads: int
+    threads: int  # 0: one for each of `cpus`
     cpus: tuple[int, ...]  # cores to run on
-    rendezvous: str  # a file in which the workers find each other
     page_size: int
-    logits_rows: int  # that fit the memory for logits
-    logits_fd: int  # of that memory, float32 [rows, vocab]
-    sum_fd: int  # of the memory for sums of this stage; -1: it has one worker
     hidden: int  # width of a row
+    logits_rows: int  # that fit the memory for logits
+    rank: int = 0
+    rendezvous: str = ""  # a file in which the stages find each other
+    logits_fd: int = -1  # of the memory for logits, float32 [rows, vocab]
+    sum_fd: int = -1  # of the memory for sums of its stage; -1: it has one worker
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -14,7 +14,6 @@ from engine.execution.step_output import StepOutput
 from engine.execution.stepper import Stepper
 from engine.sampling.sampled import Sampled
 from engine.scheduling import Chunk, Generation, Scheduler
-from kvcache.sequences import StepDescription
 
 
 class Pipeline:
@@ -23,38 +22,39 @@ class Pipeline:
     def __init__(self, depth: int, *, pages: int = 64, budget: int = 64) -> None:
         self.now = 0.0
         self.cache = make_cache(None, pages)
+        store = self.cache.store  # of one step at a time; nothing is computed here
+        store.begin = store.end = store.abort = lambda *_step: None
         self.scheduler = Scheduler(
             self.cache, token_budget=budget, max_batch=16, swap=False, depth=depth
         )
         self.stepper = Stepper(
             self.cache, self.scheduler, self, self.sample, self.deliver, lambda: self.now,
-            pipeline=self, depth=depth,
+            start=self.start,
         )  # fmt: skip
-        self.started: deque[tuple[Sequence[Chunk], StepDescription]] = deque()
+        self.started: deque[Sequence[Chunk]] = deque()
         self.steps: list[set[int]] = []  # sequences of each step
         self.most = 0  # steps under way
         self.fail_next = False
         self.outputs: list[StepOutput] = []
 
     def start(self, chunks: Sequence[Chunk]) -> None:
-        busy = {chunk.seq_id for earlier, _ in self.started for chunk in earlier}
+        busy = {chunk.seq_id for earlier in self.started for chunk in earlier}
         assert busy.isdisjoint(chunk.seq_id for chunk in chunks)
         self.cache.begin_forward(
             [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         )
-        self.started.append((chunks, self.cache.detach_forward()))
+        self.started.append(chunks)
         self.steps.append({int(chunk.seq_id) for chunk in chunks})
         self.most = max(self.most, len(self.started))
 
     def run(self, chunks: Sequence[Chunk]) -> None:
-        started, step = self.started.popleft()
-        assert started == chunks
+        assert self.started.popleft() == chunks
         self.now += 0.01
         if self.fail_next:
             self.fail_next = False
-            self.cache.abort_detached(step)
+            self.cache.abort_forward()
             raise RuntimeError("boom")
-        self.cache.end_detached(step)
+        self.cache.end_forward()
 
     def sample(self, logits: None, generations: Sequence[Generation]) -> list[Sampled]:
         return [Sampled(sum(one.tokens) % 512) for one in generations]
@@ -140,7 +140,6 @@ def test_tokens_are_those_of_one_step_at_a_time(depth: int, seed: int):
     for deep in (1, depth):
         source = random.Random(seed)
         machine = Pipeline(deep, pages=14, budget=24)
-        machine.stepper._pipeline = machine  # also with one step at a time
         shared = [source.randrange(500) for _ in range(40)]
         jobs = []
         for number in range(1, 13):
