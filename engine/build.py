@@ -134,6 +134,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         lease_ms=config.lease_ms,
         context=context,
         mirrors=MirrorTasks(cache, metrics, config.api_key, _peer_tls(config)),
+        workers=list if group is None else group.states,
     )
     if runner is not None:
         stepper = Stepper(
@@ -152,7 +153,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
 
 def _start_workers(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> WorkerGroup:
     """Start the workers of an engine that is split. Raises `BadRequest` if one does not come up."""
-    split_model(model.config, tp=config.tp, pp=config.pp)  # before anything is loaded
+    parts = split_model(model.config, tp=config.tp, pp=config.pp)
     group = WorkerGroup(
         WorkerSettings(
             model=config.model,
@@ -167,6 +168,7 @@ def _start_workers(model: LoadedModel, config: EngineConfig, dtype: torch.dtype)
             hidden=model.config.hidden_size,
             logits_rows=config.pp * -(-config.max_batch // LOGITS_STEP) * LOGITS_STEP,
         ),
+        [part.shard for part in parts],
         vocab=model.config.vocab_size,
         digest=model.weights_digest,
     )

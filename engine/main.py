@@ -185,8 +185,6 @@ def _not_split(config: EngineConfig) -> str:
         return "the model mock has no layers"
     if config.device != "cpu":
         return "workers compute on CPUs so far"
-    if config.host_pages or config.disk_pages:
-        return "an engine of several workers has no tiers below its pool"
     return ""
 
 

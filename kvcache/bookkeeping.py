@@ -44,19 +44,19 @@ class Bookkeeping:
         *,
         slots: ControlSlots,
         endpoint: Callable[[], str],
-        shard: Shard | None,
+        shards: tuple[Shard, ...] = (),
         identity: Identity,
         clock: Callable[[], float],
     ) -> None:
         """Manage `pages` pages of `page_size` tokens each; page 0 is the scratch page.
 
-        `slots` are the control slots of leases. `endpoint` and `shard` go into the addresses of
+        `slots` are the control slots of leases. `endpoint` and `shards` go into the addresses of
         leases. `clock` returns monotonic seconds.
         """
         self.pages = PageManager(pages, page_size)
         self.sequences = SequenceTable(self.pages, page_size)
         self.receiver = LeaseReceiver(
-            self.pages, self.sequences, slots, endpoint, shard, identity, clock
+            self.pages, self.sequences, slots, endpoint, shards, identity, clock
         )
 
     @property

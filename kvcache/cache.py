@@ -65,7 +65,7 @@ class KVCache(PagedCache):
             layout.page_size,
             slots=store.slots,
             endpoint=lambda: transport.endpoint,
-            shard=layout.shard,
+            shards=store.shards,
             identity=identity,
             clock=clock,
         )

@@ -36,6 +36,7 @@ from engine.protocol.replies import (
     TierCounts,
     TokenLogprob,
     Usage,
+    WorkerState,
 )
 from engine.protocol.wire import bad_request, error_body, error_from_body, parse
 from kvcache.errors import (
@@ -114,6 +115,7 @@ __all__ = [
     "UnknownLease",
     "Unsupported",
     "Usage",
+    "WorkerState",
     "bad_request",
     "error_body",
     "error_from_body",

@@ -25,6 +25,7 @@ __all__ = [
     "TierCounts",
     "TokenLogprob",
     "Usage",
+    "WorkerState",
 ]
 
 
@@ -173,6 +174,16 @@ class TierCounts(Message):
     copying: Count
 
 
+class WorkerState(Message):
+    """One worker process of an engine that is split."""
+
+    rank: Count
+    stage: Count  # of the pipeline
+    pid: Count
+    weight_bytes: Count
+    restarts: Count  # how often it was replaced since the engine started
+
+
 class Lease(Message):
     """One live lease."""
 
@@ -204,6 +215,7 @@ class EngineState(Message):
     puts_in_flight: Count
     prefix_tokens: Count
     tiers: list[TierCounts] = Field(default_factory=list)  # fastest first
+    workers: list[WorkerState] = Field(default_factory=list)  # none: the engine is one process
     draining: bool = False
     secret_digest: str | None = Field(default=None, max_length=64)
 

@@ -7,7 +7,7 @@ has gone away. After an error or a cancellation nothing of the call remains.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -35,6 +35,7 @@ from engine.protocol import (
     RemoteSendReply,
     StartGenerate,
     UnknownLease,
+    WorkerState,
     resolve_position,
 )
 from engine.scheduling import Scheduler
@@ -73,11 +74,14 @@ class MicroserveEngine:
         lease_ms: int,
         context: int | None = None,
         mirrors: MirrorTasks | None = None,
+        workers: Callable[[], list[WorkerState]] = list,
     ) -> None:
         """Admit at most `max_live` generations, and as many sends, at a time.
 
-        `context` is the longest context to serve, in tokens; by default the model's.
+        `context` is the longest context to serve, in tokens; by default the model's. `workers`
+        describes the processes of an engine that is split.
         """
+        self.workers = workers
         self.model = model
         self.cache = cache
         self.metrics = metrics

@@ -7,7 +7,6 @@ import time
 
 from engine.protocol import (
     ALL_CAPABILITIES,
-    Capability,
     EngineConfig,
     EngineState,
     EngineStatistics,
@@ -26,7 +25,6 @@ from engine.protocol import (
     RemoteSendReply,
     StartGenerate,
     TierCounts,
-    Unsupported,
 )
 from engine.service.engine import MicroserveEngine
 from engine.service.event_mux import EventMuxes
@@ -37,17 +35,6 @@ from engine.service.prefix_feed import PrefixFeed
 __all__ = ["NativeEngine"]
 
 STUCK_S = 60.0  # a longer step counts as a hang
-OF_PEERS: frozenset[Capability] = frozenset({"prep_recv", "remote_send", "commit", "mirror"})
-
-
-def capabilities(config: EngineConfig) -> tuple[Capability, ...]:
-    """Return what an engine of this configuration supports.
-
-    An engine of several workers exchanges no KV yet: an address names one endpoint.
-    """
-    if config.tp * config.pp == 1:
-        return ALL_CAPABILITIES
-    return tuple(each for each in ALL_CAPABILITIES if each not in OF_PEERS)
 
 
 class NativeEngine:
@@ -58,7 +45,6 @@ class NativeEngine:
         self._config = config
         self._epoch = epoch
         self._secret_digest = engine.cache.identity.secret_digest
-        self._capabilities = capabilities(config)
         self.promote = engine.promote
         self.may_wait = engine.may_wait
 
@@ -75,28 +61,21 @@ class NativeEngine:
         return self._engine.prefixes
 
     async def prep_recv(self, call: PrepRecv) -> PrepRecvReply:
-        self._check("prep_recv")
         return self._engine.prep_recv(call)
 
     async def remote_send(self, call: RemoteSend) -> RemoteSendReply:
-        self._check("remote_send")
         return await self._engine.remote_send(call)
 
     async def start_generate(self, call: StartGenerate) -> GenerationStream:
-        if call.mirror is not None:
-            self._check("mirror")
         return await self._engine.start_generate(call)
 
     async def mirror(self, call: MirrorGeneration) -> None:
-        self._check("mirror")
         self._engine.mirror(call)
 
     async def extend(self, call: Extend) -> ExtendReply:
-        self._check("mirror")
         return self._engine.extend(call)
 
     async def commit(self, lease_id: str) -> int:
-        self._check("commit")
         return self._engine.commit(lease_id)
 
     async def pin(self, call: Pin) -> int:
@@ -128,7 +107,7 @@ class NativeEngine:
             kv_bytes_per_token=layout.layers * layout.token_bytes,
             layers=layout.layers,
             add_bos=loaded.add_bos,
-            capabilities=list(self._capabilities),
+            capabilities=list(ALL_CAPABILITIES),
         )
 
     def state(self) -> EngineState:
@@ -169,6 +148,7 @@ class NativeEngine:
             tiers=[TierCounts(**dataclasses.asdict(tier)) for tier in cache.tier_use()],
             draining=engine.draining,
             secret_digest=self._secret_digest,
+            workers=engine.workers(),
         )
 
     def statistics(self) -> EngineStatistics:
@@ -187,11 +167,6 @@ class NativeEngine:
     async def check_integrity(self) -> None:
         """Verify that every page has exactly the owner that the bookkeeping says."""
         self._engine.cache.check_integrity()
-
-    def _check(self, capability: Capability) -> None:
-        """Raise `Unsupported` for what this engine does not do."""
-        if capability not in self._capabilities:
-            raise Unsupported(f"an engine of several workers has no {capability} yet")
 
     def check_health(self) -> None:
         """Raise `Internal` unless the step loop makes progress."""

@@ -48,6 +48,12 @@ def engine_readings(engine: MicroserveEngine) -> list[Reading]:
         stat("microserve:step_seconds", "Seconds spent in steps", "step_s"),
         stat("microserve:model_seconds", "Seconds spent in the model", "model_s"),
         stat("microserve:failed_steps", "Steps that failed", "failed_steps"),
+        Reading(
+            "microserve:worker_restarts",
+            "Worker processes that were replaced",
+            lambda: sum(worker.restarts for worker in engine.workers()),
+            counter=True,
+        ),
         stat("microserve:expired_leases", "Leases that expired", "expired_leases"),
         stat("vllm:prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
         stat("vllm:generation_tokens", "Tokens sampled", "generation_tokens"),

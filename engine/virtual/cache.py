@@ -59,7 +59,7 @@ class VirtualCache:
         self.page_size = page_size
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.bookkeeping = Bookkeeping(
-            pages + 1, page_size, slots=slots, endpoint=lambda: endpoint, shard=None,
+            pages + 1, page_size, slots=slots, endpoint=lambda: endpoint,
             identity=identity, clock=clock,
         )  # fmt: skip
         self.sequences = sequences = self.bookkeeping.sequences

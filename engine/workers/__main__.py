@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -43,7 +42,6 @@ def _serve(lead: socket.socket, settings: WorkerSettings) -> None:
     from engine.models import ModelError
     from engine.protocol import MicroserveError
     from engine.workers.compute import PartWorker
-    from kvcache.transport import make_transport
 
     try:
         worker = PartWorker(settings)
@@ -53,17 +51,14 @@ def _serve(lead: socket.socket, settings: WorkerSettings) -> None:
         return
     digest = worker.model.weights_digest
     send(lead, Kind.DONE, [facts, list(digest.encode())])
-    transport = make_transport("shm", secrets.randbits(62) | 1, secret=b"", host="127.0.0.1")
 
     def answer(kind: Kind, arrays: list[Array]) -> None:
         if kind == Kind.STEP:
             worker.step(arrays)
-        elif kind == Kind.COPY:
-            worker.copy(arrays[0])
         elif kind == Kind.ALLOCATE:
-            worker.allocate(int(arrays[0][0]), transport)
-        elif kind == Kind.CHECK:
-            worker.check()
+            worker.map_pages(*map(int, arrays[0]))
+        elif kind == Kind.REJOIN:
+            worker.rejoin(text_of(arrays))
         else:
             raise ValueError(f"a lead sends no {kind.name}")
 
@@ -78,7 +73,6 @@ def _serve(lead: socket.socket, settings: WorkerSettings) -> None:
             else:
                 send(lead, Kind.DONE)
     finally:
-        transport.close()
         worker.close()
 
 

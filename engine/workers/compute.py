@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,11 +15,10 @@ from engine.workers.settings import WorkerSettings
 from engine.workers.shared_sum import SharedSum
 from engine.workers.stage_link import StageLink
 from engine.workers.wire import Array
-from kvcache.memory import KVLayout
+from kvcache.memory import KVLayout, PartRegion, Prefaulter, SplitLayout
 from kvcache.page_store import TorchPageStore
-from kvcache.sequences import PageCopy, Span, StepDescription
-from kvcache.transport import Transport
-from kvcache.types import PageId, TokenPos
+from kvcache.sequences import Span, StepDescription
+from kvcache.types import TokenPos
 
 __all__ = ["PartWorker"]
 
@@ -29,8 +29,10 @@ class PartWorker:
     def __init__(self, settings: WorkerSettings) -> None:
         """Load the part's weights. Raises `ModelError`, and as `StageLink`."""
         self._settings = settings
+        self._prefaulter = Prefaulter()
         dtype = getattr(torch, settings.dtype)
-        self._link = StageLink(settings) if settings.pp > 1 else None
+        self._link: StageLink | None = None
+        self._meet(settings.rendezvous)
         self._sum: SharedSum | None = None
         if settings.tp > 1:
             number = settings.rank % settings.tp
@@ -72,19 +74,42 @@ class PartWorker:
         weights = self._transformer.parameters()  # each once, also those of tied embeddings
         return sum(weight.numel() * weight.element_size() for weight in weights)
 
-    def allocate(self, pages: int, transport: Transport) -> None:
-        """Allocate the part's pages, scratch page included."""
-        config = self.model.config
-        layout = KVLayout(
+    def map_pages(self, pages: int, lead: int, fd: int, at: int) -> None:
+        """Map the part's pages, scratch page included.
+
+        The pool begins at byte `at` behind descriptor `fd` of process `lead`.
+        """
+        config, settings = self.model.config, self._settings
+        whole = KVLayout(
             config.num_layers,
             pages,
-            self._settings.page_size,
+            settings.page_size,
             config.num_kv_heads,
             config.head_dim,
             self._dtype,
-            self._transformer.part.shard,
         )
-        self._store = TorchPageStore.on(transport, layout, query_heads=config.num_heads)
+        parts = split_model(config, tp=settings.tp, pp=settings.pp)
+        split = SplitLayout(whole, tuple(part.shard for part in parts))
+        region = PartRegion(lead, fd, at, split, settings.rank)
+        self._prefaulter.add(region)
+        self._store = TorchPageStore(region, query_heads=config.num_heads)
+
+    def rejoin(self, rendezvous: str) -> None:
+        """Meet the other workers again, one of which is new. Raises as `StageLink`."""
+        self._leave()
+        if self._sum is not None:
+            self._sum.reset()
+        self._meet(rendezvous)
+
+    def _meet(self, rendezvous: str) -> None:
+        if self._settings.pp > 1:
+            self._link = StageLink(replace(self._settings, rendezvous=rendezvous))
+
+    def _leave(self) -> None:
+        """Close the connections to the other stages, so that none of them waits for this one."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
 
     @property
     def store(self) -> TorchPageStore:
@@ -93,14 +118,13 @@ class PartWorker:
             raise Internal("no pages are allocated")
         return self._store
 
-    def copy(self, copies: Array) -> None:
-        """Copy parts of pages: rows of source, target and tokens."""
-        self.store.copy(page_copies(copies))
-
     @torch.inference_mode()
     def step(self, arrays: list[Array]) -> None:
-        """Compute a step. Raises what torch raises; no token of the step counts as present then."""
-        begin, tokens, positions, wanted, spans, lengths, tables, copies = arrays
+        """Compute a step. No token of it counts as present if it fails.
+
+        Raises what torch raises. It has left the other stages then: `rejoin` has to follow.
+        """
+        begin, tokens, positions, wanted, spans, lengths, tables = arrays
         pages = np.split(tables.astype(np.int32), np.cumsum(lengths)[:-1])
         store, transformer, part = self.store, self._transformer, self._transformer.part
         store.begin(
@@ -110,39 +134,31 @@ class PartWorker:
                     Span(int(row), TokenPos(int(start)), int(count), own)
                     for (row, start, count), own in zip(spans.reshape(-1, 3), pages, strict=True)
                 ),
-                copies=page_copies(copies),
             )
         )
         try:
-            if self._link is None or part.first:
+            link = self._link
+            if link is None and self._settings.pp > 1:
+                raise Internal("this worker has left the others")
+            if link is None or part.first:
                 hidden = transformer.embedded(torch.from_numpy(tokens.copy()))
             else:
-                hidden = self._link.take_over(len(tokens), self._settings.hidden, self._dtype)
+                hidden = link.take_over(len(tokens), self._settings.hidden, self._dtype)
             hidden = transformer.run(hidden, torch.from_numpy(positions.copy()), store)
-            if self._link is None or part.last:
+            if link is None or part.last:
                 rows = torch.from_numpy(wanted.copy())
                 own = self._logits[int(begin[0]) : int(begin[0]) + len(rows)]
                 own.copy_(transformer.logits(hidden[rows]))
             else:
-                self._link.pass_on(hidden)
+                link.pass_on(hidden)
         except BaseException:
             store.abort()
+            self._leave()
             raise
         store.end()
 
-    def check(self) -> None:
-        """Raise `Internal` if the scratch page has been written."""
-        self.store.check()
-
     def close(self) -> None:
         """Release the pages."""
+        self._prefaulter.close()
         if self._store is not None:
             self._store.close()
-
-
-def page_copies(copies: Array) -> tuple[PageCopy, ...]:
-    """Return the copies of rows of source, target and tokens."""
-    return tuple(
-        PageCopy(PageId(int(source)), PageId(int(target)), int(tokens))
-        for source, target, tokens in copies.reshape(-1, 3)
-    )

@@ -1,4 +1,4 @@
-"""The lead's side: the worker processes of an engine, and what is said to all of them."""
+"""The lead's side: the worker processes of an engine, what they are told, and their recovery."""
 
 from __future__ import annotations
 
@@ -8,263 +8,420 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from engine.protocol import BadRequest, Internal
+from engine.protocol import BadRequest, Internal, WorkerState
+from engine.workers.process import WorkerProcess, share_of, start
 from engine.workers.settings import WorkerSettings
-from engine.workers.shared_sum import sum_bytes
+from engine.workers.shared_sum import set_stopped, sum_bytes
 from engine.workers.wire import Array, Kind, receive, send, send_text, text_of
+from kvcache.shard import Shard
 
 __all__ = ["WorkerGroup"]
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 60.0  # a step that takes longer counts as a hang
+RETURN_S = 5.0  # for the other workers to give up a step after one is lost
+START_S = 300.0  # for a new worker to load its weights
+STOPPED_S = 2.0  # a worker that is stopped for longer counts as lost
 BLAME_S = 0.5  # to find out whose end another worker's failure comes from
 WATCH_S = POLL_S = 0.1
 STOP_S = 5.0  # for workers to end by themselves
-BUFFER_BYTES = 4 << 20
+RECOVERIES = 3  # in a row, without a step that ended or `CALM_S` between them
+CALM_S = 30.0
 
 
-@dataclass(slots=True)
-class _Worker:
-    name: str
-    process: subprocess.Popen[bytes]
-    socket: socket.socket
-    sent: int = 0  # messages
-    answered: int = 0
-    weight_bytes: int = 0
+class _Told(NamedTuple):
+    """A message to all workers."""
+
+    number: int
+    kind: Kind
+    arrays: Sequence[Array | Sequence[int]]
 
 
 class WorkerGroup:
     """All workers of one engine. They do what they are told in the same order.
 
-    After a failure of a worker the others may wait for it, so nothing is computed any more: every
-    call raises `Internal`, and `on_loss` has been called once.
+    A worker that ends, is stopped or hangs is replaced (DéjàVu, §4.2.4, in our case without a
+    replica, because the pages are the lead's memory): the others give up the steps under way and
+    keep their weights, a new process loads the part and maps its pages, all meet again, and the
+    steps that had not ended are computed again. Meanwhile `tell` and `wait` wait. If that fails
+    too often, every call raises `Internal`, and `on_loss` has been called once.
+
+    Steps come from one thread. Another supervises the workers, and starts them: the kernel ends a
+    process with the thread that started it.
     """
 
-    def __init__(self, settings: WorkerSettings, *, vocab: int, digest: str) -> None:
+    def __init__(
+        self, settings: WorkerSettings, shards: Sequence[Shard], *, vocab: int, digest: str
+    ) -> None:
         """Start the workers, and wait until they have loaded their weights.
 
-        `settings` are those of all; each gets its rank and its share of `cpus`. `digest` is that of
-        the weights. Raises `BadRequest` with what a worker said if one does not come up, or has
-        loaded other weights; none is left then.
+        `settings` are those of all; each gets its rank and its share of `cpus`. `shards` are their
+        layers and KV heads, and `digest` is that of the weights. Raises `BadRequest` with what a
+        worker said if one does not come up, or has loaded other weights; none is left then.
         """
         self.on_loss: Callable[[str], object] = lambda _reason: None
+        self.shards = tuple(shards)
         self.row_multiple = 1
-        self._sending = threading.Lock()
-        self._receiving = threading.Lock()
-        self._lost = ""
-        self._closed = False
-        self._workers: list[_Worker] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="microserve-workers-")
+        self._digest = digest
+        self._settings = settings
+        self._lock = threading.Lock()  # for messages, answers and recovery
+        self._healthy = threading.Event()  # cleared while workers are replaced
+        self._kick = threading.Event()  # wakes the supervisor
+        self._told: deque[_Told] = deque()  # not answered by all, oldest first
+        self._number = 0  # of the latest message
+        self._failed: dict[int, str] = {}  # messages that failed, and why
+        self._error = ""  # what a worker said that failed and lives
+        self._broken = self._lost = ""
+        self._attempts, self._recovered = 0, 0.0
+        self._stopped_since: dict[int, float] = {}  # by pid
+        self._pages: list[int] = []
+        self._closed = threading.Event()
+        self._fds: list[int] = []
+        self._workers: list[WorkerProcess] = []
         tp, pp = settings.tp, settings.pp
         size = settings.logits_rows * vocab * 4
-        logits_fd = _memory("logits", size)
-        memory = mmap.mmap(logits_fd, size)
-        self.logits = torch.frombuffer(memory, dtype=torch.float32).view(-1, vocab)
+        logits_fd = self._memory("logits", size)
+        self.logits = torch.frombuffer(
+            mmap.mmap(logits_fd, size), dtype=torch.float32
+        ).view(-1, vocab)  # fmt: skip
         sums = sum_bytes(tp, settings.hidden, getattr(torch, settings.dtype))
-        sum_fds = [_memory("sums", sums) for _ in range(pp)] if tp > 1 else [-1] * pp
-        settings = replace(
-            settings, rendezvous=str(Path(self._folder.name) / "rendezvous"), logits_fd=logits_fd
-        )
+        self._sum_fds = [self._memory("sums", sums) for _ in range(pp)] if tp > 1 else []
+        self._sums = [mmap.mmap(fd, sums) for fd in self._sum_fds]
+        self._settings = replace(settings, logits_fd=logits_fd)
+        started: Future[None] = Future()
+        threading.Thread(
+            target=self._supervise, args=(started,), name="workers", daemon=True
+        ).start()
         try:
-            for rank in range(tp * pp):
-                cpus = _share(settings.cpus, rank, tp * pp)
-                own = replace(settings, rank=rank, cpus=cpus, sum_fd=sum_fds[rank // tp])
-                self._workers.append(_start(own))
-            self._meet(digest)
+            started.result()
         except BaseException:
             self.close()
             raise
-        finally:
-            for fd in filter(_is_open, (logits_fd, *sum_fds)):
-                os.close(fd)
-            self._folder.cleanup()  # they have met
-        for worker in self._workers:
-            worker.socket.settimeout(ANSWER_S)
-        threading.Thread(target=self._watch, name="workers", daemon=True).start()
 
     @property
     def weight_bytes(self) -> list[int]:
         """Bytes of the weights of each worker."""
         return [worker.weight_bytes for worker in self._workers]
 
-    def tell(self, kind: Kind, arrays: Sequence[Array | Sequence[int]] = ()) -> int:
-        """Send a message to all workers; return its number, for `wait` and `answered`.
+    def states(self) -> list[WorkerState]:
+        """Describe the workers, for the engine's state."""
+        return [
+            WorkerState(
+                rank=worker.settings.rank,
+                stage=worker.settings.stage,
+                pid=worker.process.pid,
+                weight_bytes=worker.weight_bytes,
+                restarts=worker.restarts,
+            )
+            for worker in list(self._workers)
+        ]
 
-        Raises `Internal` if a worker is lost.
+    def map_pages(self, pages: int, fd: int, at: int) -> None:
+        """Have the workers map their parts of a pool of this process. Raises `Internal`.
+
+        The pool begins at byte `at` behind descriptor `fd`.
         """
-        with self._sending:
-            self._check()
-            for worker in self._workers:
-                try:
-                    send(worker.socket, kind, arrays)
-                except OSError as error:
-                    raise self._lose(f"{worker.name} cannot be reached: {error}") from None
-                worker.sent += 1
-            return self._workers[0].sent
+        with self._lock:
+            self._pages = [pages, os.getpid(), fd, at]
+            try:
+                self._map(self._workers)
+            except BadRequest as error:
+                raise Internal(error.message) from None
+
+    def tell(self, kind: Kind, arrays: Sequence[Array | Sequence[int]] = ()) -> int:
+        """Send a message to all workers; return its number, for `wait`.
+
+        Raises `Internal` if the workers are lost.
+        """
+        while True:
+            self._healthy.wait()
+            with self._lock:
+                self._check()
+                if not self._healthy.is_set():
+                    continue
+                self._number += 1
+                told = _Told(self._number, kind, arrays)
+                self._told.append(told)
+                self._send([told])
+                return self._number
 
     def wait(self, number: int) -> None:
-        """Wait until all workers have answered a message. Raises `Internal` if one failed."""
-        with self._receiving:
-            for worker in self._workers:
-                while worker.answered < number:
-                    self._receive(worker)
+        """Wait until all workers have answered a message.
 
-    def answered(self, number: int) -> bool:
-        """Return whether all workers have answered a message; never wait.
-
-        Raises `Internal` if one failed.
+        Raises `Internal` if a worker failed to do what it says, or if the workers are lost.
         """
-        if not self._receiving.acquire(blocking=False):
-            return min(worker.answered for worker in self._workers) >= number
-        try:
-            for worker in self._workers:
-                while worker.answered < number:
-                    if not select.select([worker.socket], [], [], 0)[0]:
-                        return False
-                    self._receive(worker)
-            return True
-        finally:
-            self._receiving.release()
-
-    def ask(self, kind: Kind, arrays: Sequence[Array | Sequence[int]] = ()) -> None:
-        """Send a message and wait for the answers. Raises `Internal` if a worker failed."""
-        self.wait(self.tell(kind, arrays))
+        while True:
+            self._healthy.wait()
+            with self._lock:
+                self._check()
+                if reason := self._failed.pop(number, ""):
+                    raise Internal(reason)
+                if self._healthy.is_set() and self._collect(number):
+                    return
 
     def close(self) -> None:
         """End the workers."""
-        self._closed = True
+        self._closed.set()
+        self._kick.set()
         for worker in self._workers:
             with suppress(OSError):
                 worker.socket.shutdown(socket.SHUT_RDWR)
         end = time.monotonic() + STOP_S
         for worker in self._workers:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(end - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
-            worker.socket.close()
+            worker.kill()
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
 
-    def _meet(self, digest: str) -> None:
-        """Wait for all workers' facts."""
-        waiting = list(self._workers)
-        while waiting:
-            readable, _, _ = select.select([worker.socket for worker in waiting], [], [], None)
-            for worker in [worker for worker in waiting if worker.socket in readable]:
-                waiting.remove(worker)
-                try:
-                    kind, arrays = receive(worker.socket)
-                except (OSError, EOFError):
-                    status = worker.process.wait()
-                    raise BadRequest(
-                        f"{worker.name} ended while it loaded the model, with {_status(status)}",
-                        param="tp",
-                    ) from None
-                if kind != Kind.DONE:
-                    raise BadRequest(f"{worker.name}: {text_of(arrays)}", param="tp")
-                (multiple, worker.weight_bytes), said = arrays[0].tolist(), text_of(arrays[1:])
-                if said != digest:
-                    raise BadRequest(
-                        f"{worker.name} has loaded weights {said}, not {digest}: the model's files "
-                        "have changed, or are others there",
-                        param="model",
-                    )
-                self.row_multiple = max(self.row_multiple, multiple)
+    # Messages and answers; the caller holds the lock.
 
-    def _receive(self, worker: _Worker) -> None:
-        """Take in the next answer of a worker."""
-        self._check()
+    def _send(self, messages: Sequence[_Told]) -> None:
+        for worker in self._workers:
+            try:
+                for number, kind, arrays in messages:
+                    send(worker.socket, kind, arrays)
+                    worker.sent = number
+            except OSError as error:
+                self._break(f"{worker.name} cannot be reached: {error}")
+
+    def _collect(self, number: int) -> bool:
+        """Take in answers until all workers have answered a message; return False if one fails."""
+        while waiting := [worker for worker in self._workers if worker.answered < number]:
+            sockets = {worker.socket: worker for worker in self._workers}
+            readable, _, _ = select.select(list(sockets), [], [], ANSWER_S)
+            for worker in map(sockets.__getitem__, readable):
+                if not self._take_answer(worker):
+                    return False
+            if not readable:
+                for worker in waiting:
+                    worker.process.kill()
+                names = ", ".join(worker.name for worker in waiting)
+                self._break(f"{names}: no answer for {ANSWER_S:.0f} s")
+                return False
+        while self._told and self._told[0].number <= number:
+            self._told.popleft()
+        self._attempts = 0
+        return True
+
+    def _take_answer(self, worker: WorkerProcess) -> bool:
+        """Take in the next answer of a worker; return whether it did what it was told."""
         try:
             kind, arrays = receive(worker.socket)
-        except TimeoutError:
-            raise self._lose(f"{worker.name} has not answered for {ANSWER_S:.0f} s") from None
-        except (OSError, EOFError):
-            raise self._lose(self._dead(BLAME_S) or f"{worker.name} does not answer") from None
+        except (OSError, EOFError, ValueError):
+            self._break(f"{worker.name} does not answer")
+            return False
         worker.answered += 1
         if kind != Kind.DONE:
-            raise self._lose(self._dead(BLAME_S) or f"{worker.name}: {text_of(arrays)}")
+            self._error = f"{worker.name}: {text_of(arrays)}"
+            self._break(self._error)
+        return kind == Kind.DONE
 
-    def _watch(self) -> None:
-        """Notice workers that end while nobody waits for them."""
-        while not self._closed:
-            if reason := self._dead(WATCH_S):
-                self._lose(reason)
-                return
-
-    def _dead(self, within_s: float) -> str:
-        """Say which worker has ended, or does so soon; empty if none."""
-        end = time.monotonic() + within_s
-        while True:
-            for worker in self._workers:
-                if worker.process.poll() is not None:
-                    return f"{worker.name} has ended, with {_status(worker.process.returncode)}"
-            if time.monotonic() > end:
-                return ""
-            time.sleep(POLL_S)
+    def _break(self, reason: str) -> None:
+        """Have the supervisor replace what is lost, before anything else is done."""
+        if self._healthy.is_set():
+            self._broken = reason
+            self._healthy.clear()
+        self._kick.set()
 
     def _check(self) -> None:
         if self._lost:
             raise Internal(self._lost)
 
-    def _lose(self, reason: str) -> Internal:
-        """Note that the workers are out of step; return the error."""
-        if not self._lost and not self._closed:
-            self._lost = reason
-            log.critical("%s: this engine cannot go on", reason)
-            self.on_loss(reason)
-        return Internal(self._lost or reason)
+    # On the supervisor's thread
 
+    def _supervise(self, started: Future[None]) -> None:
+        """Start the workers, and replace those that are lost, until `close`."""
+        try:
+            self._start(range(self._settings.tp * self._settings.pp))
+        except Exception as error:  # noqa: BLE001  the constructor raises it
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        self._healthy.set()
+        while not self._closed.is_set() and not self._lost:
+            self._kick.wait(WATCH_S)
+            self._kick.clear()
+            self._kill_stopped()
+            if self._healthy.is_set() and not any(worker.dead for worker in self._workers):
+                continue
+            with self._lock:
+                if self._closed.is_set():
+                    return
+                self._break("")
+                self._recover()
 
-def _start(settings: WorkerSettings) -> _Worker:
-    """Start one worker, and tell it what to load."""
-    own, theirs = socket.socketpair()
-    for end in (own, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    with theirs:
-        arguments = [str(theirs.fileno()), str(os.getpid())]
-        fds = (theirs.fileno(), settings.logits_fd, settings.sum_fd)
-        process = subprocess.Popen(  # noqa: S603  our own module
-            [sys.executable, "-P", "-m", "engine.workers", *arguments],
-            pass_fds=list(filter(_is_open, fds)),
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-        )
-    send_text(own, Kind.SETTINGS, settings.to_json())
-    return _Worker(settings.name, process, own)
+    def _kill_stopped(self) -> None:
+        """End workers that have been stopped for long: the others wait for them."""
+        now = time.monotonic()
+        stopped = {w.process.pid: w for w in self._workers if not w.dead and w.stopped}
+        since = self._stopped_since
+        self._stopped_since = {pid: since.get(pid, now) for pid in stopped}
+        for pid, worker in stopped.items():
+            if now - self._stopped_since[pid] > STOPPED_S:
+                log.warning("%s is stopped: it is replaced", worker.name)
+                worker.process.kill()
+                worker.process.wait()
 
+    def _recover(self) -> None:
+        """Replace the workers that are lost, and have all go on where they were."""
+        began = time.monotonic()
+        end = began + BLAME_S
+        while not any(worker.dead for worker in self._workers) and time.monotonic() < end:
+            time.sleep(POLL_S)
+        dead = [worker for worker in self._workers if worker.dead]
+        reason = self._error if not dead else "; ".join(
+            f"{worker.name} has ended, with {worker.ending}" for worker in dead
+        )  # fmt: skip
+        reason = reason or self._broken
+        if not dead:  # computing it once more would fail again
+            self._failed |= {told.number: reason for told in self._told}
+            self._told.clear()
+        self._error = self._broken = ""
+        if began - self._recovered > CALM_S:
+            self._attempts = 0
+        self._attempts += 1
+        try:
+            if self._attempts > RECOVERIES:
+                raise BadRequest(f"{RECOVERIES} recoveries were in vain")
+            log.error("%s: workers are replaced", reason)
+            try:
+                self._release()
+                self._start([w.settings.rank for w in self._workers if w.dead])
+            except (BadRequest, OSError, ValueError) as error:
+                log.error("%s: all workers are replaced", error)
+                for worker in self._workers:
+                    worker.kill()
+                self._start(range(len(self._workers)))
+        except (BadRequest, OSError, ValueError) as error:
+            if not self._closed.is_set():
+                self._lost = f"{reason}; {error}"
+                log.critical("%s: this engine cannot go on", self._lost)
+                self._healthy.set()
+                self.on_loss(self._lost)
+            return
+        for worker in self._workers:
+            worker.sent = self._told[0].number - 1 if self._told else self._number
+            worker.answered = worker.sent
+        self._recovered = time.monotonic()
+        took = self._recovered - began
+        log.warning("workers go on after %.1f s, %d steps again", took, len(self._told))
+        self._healthy.set()
+        self._send(list(self._told))
 
-def _is_open(fd: int) -> bool:
-    return fd >= 0
+    def _release(self) -> None:
+        """Have the workers that live give up what they wait for. Ends those that do not."""
+        for memory in self._sums:
+            set_stopped(memory, self._settings.tp, stopped=True)
+        end = time.monotonic() + RETURN_S
+        for worker in self._workers:
+            while not worker.dead and worker.answered < worker.sent:
+                left = max(end - time.monotonic(), 0.0)
+                if not select.select([worker.socket], [], [], left)[0]:
+                    worker.kill()
+                    break
+                try:
+                    receive(worker.socket)
+                except (OSError, EOFError, ValueError):
+                    worker.kill()
+                    break
+                worker.answered += 1
 
+    def _start(self, ranks: Sequence[int]) -> None:
+        """Start these workers, and have all of them meet. Raises `BadRequest` and `OSError`."""
+        settings = self._settings
+        count = settings.tp * settings.pp
+        for memory in self._sums:
+            set_stopped(memory, settings.tp, stopped=False)
+        kept = [worker for worker in self._workers if worker.settings.rank not in ranks]
+        before = {worker.settings.rank: worker for worker in self._workers}
+        with tempfile.TemporaryDirectory(prefix="microserve-workers-") as folder:
+            rendezvous = str(Path(folder) / "rendezvous")
+            for worker in kept:
+                send_text(worker.socket, Kind.REJOIN, rendezvous)
+            new = []
+            for rank in ranks:
+                own = replace(
+                    settings,
+                    rank=rank,
+                    rendezvous=rendezvous,
+                    cpus=share_of(settings.cpus, rank, count),
+                    sum_fd=self._sum_fds[rank // settings.tp] if self._sum_fds else -1,
+                )
+                restarts = before[rank].restarts + 1 if rank in before else 0
+                if rank in before:
+                    before[rank].kill()
+                new.append(start(own, restarts=restarts))
+            self._workers = sorted([*kept, *new], key=lambda worker: worker.settings.rank)
+            self._meet(new, kept)
+        self._map(new)
 
-def _share(cpus: Sequence[int], rank: int, count: int) -> tuple[int, ...]:
-    """Return the cores of one of `count` workers; all share them if there are fewer."""
-    each, more = divmod(len(cpus), count)
-    if not each:
-        return tuple(cpus)
-    begin = each * rank + min(rank, more)
-    return tuple(cpus[begin : begin + each + (rank < more)])
+    def _meet(self, new: Sequence[WorkerProcess], kept: Sequence[WorkerProcess]) -> None:
+        """Wait until new workers have loaded their weights, and the others have met them."""
+        facts = self._answers([*new, *kept])
+        for worker in new:
+            arrays = facts[worker.settings.rank]
+            (multiple, worker.weight_bytes), said = arrays[0].tolist(), text_of(arrays[1:])
+            if said != self._digest:
+                raise BadRequest(
+                    f"{worker.name} has loaded weights {said}, not {self._digest}: the model's "
+                    "files have changed, or are others there",
+                    param="model",
+                )
+            self.row_multiple = max(self.row_multiple, multiple)
 
+    def _map(self, workers: Sequence[WorkerProcess]) -> None:
+        """Have workers map the pages, if there are any yet. Raises `BadRequest`."""
+        if self._pages:
+            for worker in workers:
+                send(worker.socket, Kind.ALLOCATE, [self._pages])
+            self._answers(workers)
 
-def _memory(name: str, size: int) -> int:
-    """Return a descriptor of zeroed memory that only this user can map."""
-    fd = os.memfd_create(f"microserve-{name}", os.MFD_CLOEXEC)
-    os.fchmod(fd, 0o600)
-    os.ftruncate(fd, size)
-    return fd
+    def _answers(self, workers: Sequence[WorkerProcess]) -> dict[int, list[Array]]:
+        """Return one answer of each worker, by its rank. Raises `BadRequest` if one fails."""
+        waiting = {worker.socket: worker for worker in workers}
+        found: dict[int, list[Array]] = {}
+        end = time.monotonic() + START_S
+        while waiting:
+            left = end - time.monotonic()
+            readable, _, _ = select.select(list(waiting), [], [], max(left, 0.0))
+            if not readable:
+                names = ", ".join(worker.name for worker in waiting.values())
+                raise BadRequest(f"{names}: not ready after {START_S:.0f} s", param="tp")
+            for worker in map(waiting.pop, readable):
+                try:
+                    kind, arrays = receive(worker.socket)
+                except (OSError, EOFError):
+                    raise BadRequest(
+                        f"{worker.name} ended while it loaded the model, with {worker.ending}",
+                        param="tp",
+                    ) from None
+                if kind != Kind.DONE:
+                    raise BadRequest(f"{worker.name}: {text_of(arrays)}", param="tp")
+                found[worker.settings.rank] = arrays
+        for worker in workers:
+            worker.socket.settimeout(ANSWER_S)
+        return found
 
-
-def _status(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"status {code}"
+    def _memory(self, name: str, size: int) -> int:
+        """Return a descriptor of zeroed memory that only this user can map; `close` closes it."""
+        fd = os.memfd_create(f"microserve-{name}", os.MFD_CLOEXEC)
+        self._fds.append(fd)
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size)
+        return fd

@@ -33,7 +33,8 @@ class _Started(NamedTuple):
 class WorkersRunner:
     """A `Runner` that sends steps to the workers, and returns the logits they wrote.
 
-    The workers of a stage go on with the next step while a later stage computes this one.
+    The workers of a stage go on with the next step while a later stage computes this one. Steps
+    that a worker did not end before it died are computed again by all.
     """
 
     def __init__(self, store: WorkerStore, cache: KVCache, *, depth: int) -> None:
@@ -91,11 +92,10 @@ class WorkersRunner:
 
 
 def _described(step: StepDescription, page_size: int) -> list[Array]:
-    """Return a step's spans, the lengths of their block tables, these tables, and its copies."""
+    """Return a step's spans, the lengths of their block tables, and these tables."""
     tables = [span.pages[: -(-(span.start + span.count) // page_size)] for span in step.spans]
     return [
         np.array([(s.row, s.start, s.count) for s in step.spans], dtype=np.int64),
         np.array([len(table) for table in tables], dtype=np.int64),
         np.concatenate(tables).astype(np.int64),
-        np.array(step.copies, dtype=np.int64),
     ]

@@ -2,7 +2,7 @@
 
 A layer needs two of them. Over gloo, each takes longer than a layer of a small model.
 
-    ┌ numbers ───────────────┬ summands, for sums with even numbers ─┬ for those with odd ones ─┐
+    ┌ numbers, stop word ────┬ summands, for sums with even numbers ─┬ for those with odd ones ─┐
     │ of each worker's sum   │ of each worker: [ROWS, width]         │                          │
     └────────────────────────┴───────────────────────────────────────┴──────────────────────────┘
 
@@ -20,9 +20,10 @@ import time
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-__all__ = ["SharedSum", "sum_bytes"]
+__all__ = ["SharedSum", "set_stopped", "sum_bytes"]
 
 ROWS: Final = 1024  # of a sum; more are summed in parts
 LINE: Final = 8  # words of a cache line: each worker writes its own
@@ -41,20 +42,25 @@ class SharedSum:
     def __init__(self, fd: int, workers: int, rank: int, width: int, dtype: torch.dtype) -> None:
         """Map `sum_bytes` of a file. `rank` is the worker's number in its stage."""
         memory = mmap.mmap(fd, sum_bytes(workers, width, dtype))
-        words = np.frombuffer(memory, dtype=np.int64, count=workers * LINE)
-        self._numbers = words.reshape(workers, LINE)[:, 0]
+        self._numbers, self._stop = _words(memory, workers)
         self._parts = torch.frombuffer(memory, dtype=dtype, offset=_head(workers)).view(
             2, workers, ROWS, width
         )
         self._rank = rank
         self._number = 0  # of the latest sum
         self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew with the first sum. All workers have to, while none of them sums."""
+        self._number = self._numbers[self._rank] = 0
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of all workers' tensors, [rows, width], with the same bits on each.
 
         The summands are added in the order of the workers, in float32, so that the bits of a row do
-        not depend on the other rows. Raises `TimeoutError` if a worker does not come.
+        not depend on the other rows. Raises `TimeoutError` if a worker does not come, and
+        `InterruptedError` after `set_stopped`.
         """
         rows = len(tensor)
         if rows > ROWS:
@@ -80,6 +86,8 @@ class SharedSum:
         end = time.monotonic() + TIMEOUT_S
         while numbers.min() < number:
             os.sched_yield()
+            if self._stop[0]:
+                raise InterruptedError(f"sum {number} was stopped: a worker of the stage is lost")
             if time.monotonic() > end:
                 raise TimeoutError(f"a worker has not come to sum {number}")
 
@@ -90,6 +98,18 @@ class SharedSum:
                 pass
 
 
+def set_stopped(memory: mmap.mmap, workers: int, *, stopped: bool) -> None:
+    """Have all workers that wait in this memory give up, or let sums begin again."""
+    _, stop = _words(memory, workers)
+    stop[0] = stopped
+
+
+def _words(memory: mmap.mmap, workers: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return each worker's number, and the word that stops all."""
+    words = np.frombuffer(memory, dtype=np.int64, count=(workers + 1) * LINE)
+    return words.reshape(workers + 1, LINE)[:-1, 0], words[-LINE:]
+
+
 def _head(workers: int) -> int:
     """Return the bytes of the numbers, in whole pages."""
-    return -(-workers * LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-(workers + 1) * LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE

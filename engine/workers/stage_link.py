@@ -51,5 +51,6 @@ class StageLink:
         return hidden
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the others: their calls that wait for this worker fail."""
+        self._passing = None
         dist.destroy_process_group()

@@ -22,10 +22,9 @@ class Kind(IntEnum):
     """What a message says. The lead sends the first ones, and a worker answers each."""
 
     SETTINGS = 1  # JSON: load this part of the model
-    ALLOCATE = 2  # pages of the pool
-    COPY = 3
+    ALLOCATE = 2  # map the part's pages
+    REJOIN = 3  # text, a rendezvous: meet the workers again, after one of them was replaced
     STEP = 4
-    CHECK = 5
     DONE = 16  # with text or numbers, as the message wants
     FAILED = 17  # with text
 

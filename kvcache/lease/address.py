@@ -51,7 +51,7 @@ class KVAddress:
     runs: tuple[tuple[int, int], ...]
     fingerprint: str
     digest: str  # of prompt[:end]
-    shard: Shard | None = None  # the part of the model in the owner's pool; None: all
+    shards: tuple[Shard, ...] = ()  # the parts in the owner's pool, as `PoolLayout.shards`
 
     def pages(self) -> list[PageId]:
         """Return the pages of `runs` as one list."""
@@ -83,20 +83,20 @@ class KVAddress:
     @classmethod
     def _read(cls, fields: list[Any]) -> KVAddress:
         """Return the address of these fields. Raises `ValueError` or `TypeError` for others."""
-        *values, runs, fingerprint, digest, shard = fields
+        *values, runs, fingerprint, digest, shards = fields
         typed = [
             *values,
             tuple((first, count) for first, count in runs),
             fingerprint,
             digest,
-            None if shard is None else Shard(**shard),
+            tuple(Shard(**shard) for shard in shards),
         ]
         address = cls(*typed)
         texts = [getattr(address, name) for name in _TEXTS]
         numbers = [getattr(address, name) for name in _NUMBERS]
         numbers += [number for run in address.runs for number in run]
-        if address.shard is not None:
-            numbers += asdict(address.shard).values()
+        for shard in address.shards:
+            numbers += asdict(shard).values()
         if any(type(text) is not str for text in texts):
             raise TypeError("a field is no text")
         if any(type(number) is not int or number < 0 for number in numbers):

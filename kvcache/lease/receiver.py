@@ -89,17 +89,17 @@ class LeaseReceiver:
         sequences: LeaseSequences,
         slots: ControlSlots,
         endpoint: Callable[[], str],
-        shard: Shard | None,
+        shards: tuple[Shard, ...],
         identity: Identity,
         clock: Callable[[], float],
     ) -> None:
-        """`endpoint` and `shard` go into addresses; `clock` counts seconds, monotonically."""
+        """`endpoint` and `shards` go into addresses; `clock` counts seconds, monotonically."""
         self.leases = LeaseTable(slots)
         self._manager = manager
         self._sequences = sequences
         self._page_size = sequences.page_size
         self._endpoint = endpoint
-        self._shard = shard
+        self._shards = shards
         self._identity = identity
         self._clock = clock
         self._swept = clock()
@@ -251,7 +251,7 @@ class LeaseReceiver:
             runs=page_runs(lease.own),
             fingerprint=identity.fingerprint,
             digest=prompt_digest(lease.tokens),
-            shard=self._shard,
+            shards=self._shards,
         ).sign(identity.secret)
 
     def _fenced(self, lease: ReceiveLease) -> list[PageId]:

@@ -1,7 +1,8 @@
 """The memory of pages: its layout, regions that peers can write, write rights, prefaulting."""
 
 from kvcache.memory.block_layout import BlockLayout
-from kvcache.memory.layout import KVLayout, PoolLayout
+from kvcache.memory.layout import KVLayout, PoolLayout, SplitLayout
+from kvcache.memory.part_region import PartRegion
 from kvcache.memory.prefault import USUAL_BYTES, Prefaulter
 from kvcache.memory.region import LocalRegion, Region, SharedRegion, Slots
 
@@ -10,9 +11,11 @@ __all__ = [
     "BlockLayout",
     "KVLayout",
     "LocalRegion",
+    "PartRegion",
     "PoolLayout",
     "Prefaulter",
     "Region",
     "SharedRegion",
     "Slots",
+    "SplitLayout",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,9 +56,13 @@ class BlockLayout:
         """Return `memory`, `nbytes` bytes in one dimension."""
         return memory
 
-    def of_peer(self, shard: Shard | None) -> BlockLayout:
-        """Return the layout of a peer, except for its pages. Raises `BadAddress` for a shard."""
-        if shard is not None:
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return ()
+
+    def of_peer(self, shards: Sequence[Shard]) -> BlockLayout:
+        """Return the layout of a peer, except for its pages. Raises `BadAddress` for shards."""
+        if shards:
             raise BadAddress("these blocks cannot be split between workers", param="kv_addr")
         return self
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 
 from kvcache.shard import Shard
 
-__all__ = ["KVLayout", "PoolLayout"]
+__all__ = ["KVLayout", "PoolLayout", "SplitLayout"]
 
 
 class PoolLayout(Protocol):
@@ -27,16 +29,20 @@ class PoolLayout(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The parts of the model in the pool, one behind the other; empty: all of it as one."""
+        ...
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """Return `memory`, `nbytes` bytes in one dimension of this dtype, in the pool's shape."""
         ...
 
-    def of_peer(self, shard: Shard | None) -> Self:
-        """Return the layout of a peer with that part of the model, except for its pages."""
+    def of_peer(self, shards: Sequence[Shard]) -> PoolLayout:
+        """Return the layout of a peer with these parts of the model, except for its pages."""
         ...
 
-    def with_pages(self, pages: int) -> Self:
+    def with_pages(self, pages: int) -> PoolLayout:
         """Return the same layout with another number of pages."""
         ...
 
@@ -101,9 +107,15 @@ class KVLayout:
         layers, pages, *page = self.shape
         return memory.view(pages, layers, *page).transpose(0, 1)
 
-    def of_peer(self, shard: Shard | None) -> KVLayout:
-        """Return the layout of a peer with that part of the model, except for its pages."""
-        return replace(self, shard=shard)
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return () if self.shard is None else (self.shard,)
+
+    def of_peer(self, shards: Sequence[Shard]) -> KVLayout | SplitLayout:
+        """Return the layout of a peer with these parts of the model, except for its pages."""
+        if len(shards) > 1:
+            return SplitLayout(replace(self, shard=None), tuple(shards))
+        return replace(self, shard=shards[0] if shards else None)
 
     def with_pages(self, pages: int) -> KVLayout:
         """Return the same layout with another number of pages."""
@@ -126,3 +138,58 @@ class KVLayout:
             f"|{self.dtype}|{weights}"
         )
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLayout:
+    """The pool of an engine that is split over workers: their parts, one behind the other.
+
+    All parts have the same pages. A part is near the worker that computes it: on a host with
+    several NUMA nodes, memory lies where it is first written.
+    """
+
+    whole: KVLayout  # of the model, without a shard
+    shards: tuple[Shard, ...]  # they hold each layer and KV head once, as after `split`
+
+    @property
+    def pages(self) -> int:
+        return self.whole.pages
+
+    @property
+    def page_size(self) -> int:
+        return self.whole.page_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def parts(self) -> list[tuple[int, KVLayout]]:
+        """Where each part begins in the pool, in bytes, and its layout."""
+        layouts = [replace(self.whole, shard=shard) for shard in self.shards]
+        begins = accumulate((layout.nbytes for layout in layouts), initial=0)
+        return list(zip(begins, layouts, strict=False))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layout.nbytes for _, layout in self.parts)
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return `memory` as it is; `views` has the parts."""
+        return memory
+
+    def views(self, pool: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a pool, each in its `KVLayout.shape`."""
+        size = self.dtype.itemsize
+        return [
+            layout.view(pool[begin // size : (begin + layout.nbytes) // size])
+            for begin, layout in self.parts
+        ]
+
+    def of_peer(self, shards: Sequence[Shard]) -> KVLayout | SplitLayout:
+        """Return the layout of a peer with these parts of the model, except for its pages."""
+        return self.whole.of_peer(shards)
+
+    def with_pages(self, pages: int) -> SplitLayout:
+        """Return the same layout with another number of pages."""
+        return replace(self, whole=self.whole.with_pages(pages))

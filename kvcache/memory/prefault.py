@@ -13,7 +13,7 @@ import threading
 import weakref
 from queue import SimpleQueue
 
-from kvcache.memory.region import SharedRegion
+from kvcache.memory.region import Region
 
 __all__ = ["USUAL_BYTES", "Prefaulter"]
 
@@ -37,12 +37,12 @@ class Prefaulter:
     def __init__(self, most_bytes: int = USUAL_BYTES) -> None:
         """Populate at most `most_bytes` of each pool."""
         self._most = most_bytes
-        self._queue: SimpleQueue[weakref.ref[SharedRegion] | None] = SimpleQueue()
+        self._queue: SimpleQueue[weakref.ref[Region] | None] = SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="populate", daemon=True)
         self._thread.start()
 
-    def add(self, region: SharedRegion) -> None:
+    def add(self, region: Region) -> None:
         """Queue the pool of a region."""
         self._queue.put(weakref.ref(region))
 
@@ -60,7 +60,7 @@ class Prefaulter:
                 piece += 1
 
 
-def _populate(region: SharedRegion | None, piece: int, most_bytes: int) -> bool:
+def _populate(region: Region | None, piece: int, most_bytes: int) -> bool:
     """Populate one piece of a pool. Return whether there may be others."""
     if region is None:
         return False

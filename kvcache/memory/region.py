@@ -24,7 +24,7 @@ import torch
 
 from kvcache.errors import PeerUnreachable, StaleEpoch
 from kvcache.lease import SLOTS, WORDS, ControlSlots
-from kvcache.memory.layout import PoolLayout
+from kvcache.memory.layout import PoolLayout, SplitLayout
 from kvcache.memory.write_rights import WriteRights
 from kvcache.types import SlotIndex
 
@@ -50,7 +50,10 @@ class Slots(ControlSlots, Protocol):
 class Region(Slots, Protocol):
     """One engine's writable memory, as mapped by itself or by a peer."""
 
-    pool: torch.Tensor  # KVLayout.shape, on any device
+    pool: torch.Tensor  # as `PoolLayout.view` returns it, on any device
+    # A descriptor through which processes of this engine can map the pool, and where it begins
+    # there. -1: there is none.
+    pool_fd: tuple[int, int]
 
     def close(self) -> None:
         """Release the memory."""
@@ -58,12 +61,22 @@ class Region(Slots, Protocol):
 
 
 class LocalRegion:
-    """Private memory, for peers in the same process."""
+    """Private memory, for peers in the same process.
+
+    The workers of a split engine map its pool.
+    """
 
     def __init__(self, layout: PoolLayout) -> None:
         self.layout = layout
+        self.pool_fd = (-1, 0)
         # Zeroed by the kernel at the first use. `torch.zeros` would start a team of threads here.
-        memory = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if isinstance(layout, SplitLayout):
+            fd = _private_memfd(layout.nbytes)
+            self._close = weakref.finalize(self, os.close, fd)
+            memory = mmap.mmap(fd, layout.nbytes)
+            self.pool_fd = fd, 0
+        else:
+            memory = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.pool = layout.view(torch.frombuffer(memory, dtype=layout.dtype))
         self.slots: npt.NDArray[np.uint64] = np.zeros((SLOTS, WORDS), dtype=np.uint64)
         self._rights = WriteRights()
@@ -101,9 +114,7 @@ class SharedSlots:
     @classmethod
     def create(cls, layout: PoolLayout, epoch: int) -> Self:
         """Create zeroed memory that only this user can read and write."""
-        fd = os.memfd_create("microserve-kv", os.MFD_CLOEXEC)
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, cls._size(layout))
+        fd = _private_memfd(cls._size(layout))
         os.pwrite(fd, struct.pack("<QQQ", MAGIC, epoch, layout.pages), 0)
         return cls(fd, layout)
 
@@ -162,10 +173,19 @@ class SharedRegion(SharedSlots):
             offset=POOL_AT,
         )
         self.pool = layout.view(flat)
+        self.pool_fd = fd, POOL_AT
 
     @classmethod
     def _size(cls, layout: PoolLayout) -> int:
         return POOL_AT + layout.nbytes
+
+
+def _private_memfd(size: int) -> int:
+    """Return a descriptor of zeroed memory that only this user can read and write."""
+    fd = os.memfd_create("microserve-kv", os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, size)
+    return fd
 
 
 def _take_lock(fd: int, slot: SlotIndex, share: int) -> bool:

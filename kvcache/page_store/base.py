@@ -10,6 +10,7 @@ import torch
 from kvcache.lease import ControlSlots, Put
 from kvcache.memory import KVLayout
 from kvcache.sequences import PageCopy, PageIds, StepDescription
+from kvcache.shard import Shard
 from kvcache.tiers import DevicePages
 from kvcache.types import TokenPos
 
@@ -27,6 +28,11 @@ class PageStore(Protocol):
     @property
     def layout(self) -> KVLayout:
         """The shape of the pages."""
+        ...
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The parts of the model in the pool that peers write into: see `PoolLayout.shards`."""
         ...
 
     @property

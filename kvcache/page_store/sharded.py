@@ -12,6 +12,7 @@ from kvcache.lease import ControlSlots, Put
 from kvcache.memory import KVLayout
 from kvcache.page_store.base import PageStore
 from kvcache.sequences import PageCopy, PageIds, StepDescription
+from kvcache.shard import Shard
 from kvcache.tiers import DevicePages
 from kvcache.types import TokenPos
 
@@ -44,6 +45,10 @@ class ShardedPageStore:
             if heads != list(range(whole.kv_heads)):
                 raise BadRequest(f"layer {layer} is not held by exactly one store per head")
             self._by_layer.append(held)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self.layout.shards
 
     @property
     def device(self) -> torch.device:

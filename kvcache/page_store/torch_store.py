@@ -12,6 +12,7 @@ from kvcache.lease import ControlSlots, Put
 from kvcache.memory import KVLayout, Region
 from kvcache.pages import SCRATCH_PAGE
 from kvcache.sequences import PageCopy, PageIds, StepDescription
+from kvcache.shard import Shard
 from kvcache.tiers import DevicePages
 from kvcache.transport import Transport
 from kvcache.types import TokenPos
@@ -56,6 +57,10 @@ class TorchPageStore:
     def register(self, transport: Transport) -> None:
         """Make the memory reachable through a transport. Raises as `Transport.register`."""
         transport.register(self._region)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return self.layout.shards
 
     @property
     def device(self) -> torch.device:

@@ -4,6 +4,6 @@ May import `memory` and the rooms below it.
 """
 
 from kvcache.tiers.disk_store import DiskStore
-from kvcache.tiers.store import DevicePages, HostStore, TierStore
+from kvcache.tiers.store import DevicePages, HostStore, SplitPages, TierStore
 
-__all__ = ["DevicePages", "DiskStore", "HostStore", "TierStore"]
+__all__ = ["DevicePages", "DiskStore", "HostStore", "SplitPages", "TierStore"]

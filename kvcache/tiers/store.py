@@ -6,17 +6,18 @@ layer]`, in the same order as in the pool.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.memory import KVLayout
+from kvcache.memory import KVLayout, SplitLayout
 from kvcache.tiers.ledger import StoredPrefix
 from kvcache.types import PageId
 
-__all__ = ["DevicePages", "HostStore", "TierStore", "page_shape"]
+__all__ = ["DevicePages", "HostStore", "SplitPages", "TierStore", "page_shape"]
 
 
 def page_shape(layout: KVLayout) -> tuple[int, int]:
@@ -122,6 +123,35 @@ class DevicePages:
             self._stream.wait_stream(torch.cuda.default_stream(self._pool.device))
             to.copy_(data, non_blocking=True)
             self._stream.synchronize()
+
+
+class SplitPages(DevicePages):
+    """The pages of a pool whose parts several workers compute, copied by one thread."""
+
+    def __init__(self, pool: torch.Tensor, layout: SplitLayout) -> None:
+        """`pool` is in host memory."""
+        self._whole = layout.whole
+        self._parts = [
+            (part.held, view.view(torch.uint8))
+            for (_, part), view in zip(layout.parts, layout.views(pool), strict=True)
+        ]
+
+    def read(self, page: PageId, out: torch.Tensor) -> None:
+        for to, part in self._places(out):
+            np.copyto(to.numpy(), part[:, page].numpy())
+
+    def write(self, page: PageId, data: torch.Tensor) -> None:
+        for place, part in self._places(data):
+            np.copyto(part[:, page].numpy(), place.numpy())
+
+    def _places(self, page: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each part's place in a page outside the pool, and that part of the pool."""
+        whole = self._whole
+        shape = (whole.layers, 2, whole.page_size, whole.kv_heads, whole.head_bytes)
+        model = page.view(shape)
+        for held, part in self._parts:
+            layers, heads = (slice(held.layer, held.layer_end), slice(held.head, held.head_end))
+            yield model[layers, :, :, heads], part
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

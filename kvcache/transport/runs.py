@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import BadAddress
-from kvcache.memory import BlockLayout, KVLayout, PoolLayout
+from kvcache.memory import BlockLayout, KVLayout, PoolLayout, SplitLayout
 from kvcache.shard import Overlap, overlap
 from kvcache.types import PageId
 
-__all__ = ["BlockRoute", "PageRoute", "Route", "Runs", "route_between"]
+__all__ = ["BlockRoute", "PageRoute", "Route", "Runs", "SplitRoute", "route_between"]
 
 Runs = npt.NDArray[np.int64]  # [runs, 3]: offset in the source pool, in the target pool, bytes
 
@@ -50,6 +50,8 @@ def route_between(
         return PageRoute(source, target, pages, first)
     if isinstance(source, BlockLayout) and isinstance(target, BlockLayout):
         return BlockRoute(source, target, pages, first)
+    if not isinstance(source, BlockLayout) and not isinstance(target, BlockLayout):
+        return SplitRoute(source, target, pages, first)
     raise BadAddress("the two pools are of different kinds", param="kv_addr")
 
 
@@ -147,6 +149,51 @@ class PageRoute:
             columns.append((page * layout.page_bytes + row * token + head).ravel())
         width = np.full_like(columns[0], common.heads * self._source.head_bytes)
         return np.stack((*columns, width), axis=1)
+
+
+class SplitRoute:
+    """Plans copies where a pool has several parts: those of each part into each other (DistServe).
+
+    Parts without common layers and heads have none.
+    """
+
+    def __init__(
+        self, source: PoolLayout, target: PoolLayout, pages: Sequence[PageId], first: int
+    ) -> None:
+        """`pages[0]` is the target's page for positions from `first * page_size` on."""
+        self._from_model = isinstance(source, SplitLayout)  # layers are those of the model
+        self._routes = [
+            (ours.held, np.array([from_byte, to_byte, 0]), PageRoute(ours, theirs, pages, first))
+            for from_byte, ours in _parts(source)
+            for to_byte, theirs in _parts(target)
+            if overlap(ours.held, theirs.held) is not None
+        ]
+
+    def batches(
+        self,
+        layers: range,
+        pages: Sequence[PageId] | npt.NDArray[np.int64],
+        begin: int,
+        end: int,
+        max_bytes: int,
+    ) -> Iterator[tuple[Runs, int]]:
+        """Implement `Route.batches`, one pair of parts after the other."""
+        for held, shift, route in self._routes:
+            own = layers
+            if self._from_model:
+                low, high = max(layers.start, held.layer), min(layers.stop, held.layer_end)
+                own = range(low - held.layer, max(low, high) - held.layer)
+            for runs, size in route.batches(own, pages, begin, end, max_bytes):
+                yield runs + shift, size
+
+
+def _parts(layout: PoolLayout) -> list[tuple[int, KVLayout]]:
+    """Return where each part of a pool begins, in bytes, and its layout."""
+    if isinstance(layout, SplitLayout):
+        return layout.parts
+    if isinstance(layout, KVLayout):
+        return [(0, layout)]
+    raise BadAddress("the two pools are of different kinds", param="kv_addr")
 
 
 class BlockRoute:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvcache.errors import PeerUnreachable
 from kvcache.lease import KVAddress, Put
-from kvcache.memory import USUAL_BYTES, PoolLayout, Prefaulter, Region, SharedRegion
+from kvcache.memory import USUAL_BYTES, PoolLayout, Prefaulter, Region, SharedRegion, SplitLayout
 from kvcache.transport.base import Registered, strip_scheme
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut
@@ -34,7 +34,9 @@ class ShmTransport:
         return SharedRegion.create(layout, self._epoch)
 
     def register(self, region: Region) -> None:
-        self._prefaulter.add(self._own.set(region))
+        own = self._own.set(region)
+        if not isinstance(own.layout, SplitLayout):  # its workers do, each near itself
+            self._prefaulter.add(own)
 
     @property
     def region(self) -> SharedRegion:
@@ -65,7 +67,7 @@ class ShmTransport:
                 ):
                     del self._peers[peer]
             if (pid, fd) not in self._peers:
-                like = self.region.layout.of_peer(address.shard)
+                like = self.region.layout.of_peer(address.shards)
                 region = SharedRegion.attach(pid, fd, address.epoch, like)
                 self._peers[pid, fd] = address.epoch, region
                 self._prefaulter.add(region)

@@ -11,7 +11,6 @@ import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 import torch
 
@@ -91,7 +90,7 @@ class DeviceTransport:
 
     def open(self, address: KVAddress, begin: int, join: int | None = None) -> Put:
         pid, fd, device = map(int, strip_scheme(address.endpoint, "device").split(":"))
-        like = replace(self.region.layout, shard=address.shard)
+        like = self.region.layout.of_peer(address.shards)
         slots = SharedSlots.attach(pid, fd, address.epoch, like)
         try:
             theirs = os.open(f"/proc/{pid}/fd/{device}", os.O_RDWR)

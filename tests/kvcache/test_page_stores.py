@@ -37,9 +37,7 @@ def store(shard: Shard | None = None) -> TorchPageStore:
 
 
 def bookkeeping(of: PageStore) -> Bookkeeping:
-    return Bookkeeping(
-        PAGES + 1, SIZE, slots=of.slots, endpoint=str, shard=None, identity=WHO, clock=Clock()
-    )
+    return Bookkeeping(PAGES + 1, SIZE, slots=of.slots, endpoint=str, identity=WHO, clock=Clock())
 
 
 class Model:

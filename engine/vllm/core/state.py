@@ -112,7 +112,7 @@ class Core:
             self.starts,
             self._region,
             lambda: self.transport.endpoint,
-            None,
+            self.layout.shards,
             self.identity,
             time.monotonic,
         )

@@ -77,7 +77,7 @@ class NixlTransport:
             self._drop_ended()
             target = self._targets.get((address.endpoint, address.epoch))
             if target is None:
-                like = self.region.layout.of_peer(address.shard)
+                like = self.region.layout.of_peer(address.shards)
                 target = NixlTarget(self.region, like)
                 self._targets[address.endpoint, address.epoch] = target
                 opening = partial(target.open, host, port, self._secret, address.epoch)

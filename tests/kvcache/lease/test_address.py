@@ -37,7 +37,7 @@ def test_an_address_reads_back():
 
 
 def test_an_address_of_a_shard_reads_back():
-    part = replace(ADDRESS, shard=Shard(0, 2, 1, 3))
+    part = replace(ADDRESS, shards=(Shard(0, 2, 1, 3), Shard(2, 4, 1, 3)))
     assert KVAddress.verify(part.sign(SECRET), SECRET) == part
 
 
@@ -158,7 +158,7 @@ def test_a_signed_number_below_zero_is_refused(name: str):
     "change",
     [
         {"runs": ((-1, 2),)}, {"runs": ((1, -2),)}, {"runs": ((1, 2), (True, 1))},
-        {"shard": Shard(-1, 2, 0, 1)}, {"shard": Shard(0, 2, 0, -1)}, {"engine_id": 7},
+        {"shards": (Shard(-1, 2, 0, 1),)}, {"shards": (Shard(0, 2, 0, -1),)}, {"engine_id": 7},
         {"url": None}, {"digest": 1.0}, {"epoch": True}, {"room": 2.0}, {"slot": "1"},
     ],
 )  # fmt: skip

@@ -100,5 +100,5 @@ def test_pools_of_different_kinds_have_no_route():
 
 def test_blocks_cannot_be_split_between_workers():
     with pytest.raises(BadAddress, match="split"):
-        layout(True).of_peer(Shard(0, 1, 0, 1))
-    assert layout(True).of_peer(None) == layout(True)
+        layout(True).of_peer([Shard(0, 1, 0, 1)])
+    assert layout(True).of_peer(()) == layout(True)

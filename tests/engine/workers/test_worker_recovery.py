@@ -1,0 +1,127 @@
+"""Workers that are killed, stopped or fail: the streams of their engine go on, token by token."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from engine_process import EngineProcess
+
+SPLITS = [(2, 1), (1, 2), (2, 2)]
+CASES = [(tp, pp, rank) for tp, pp in SPLITS for rank in range(tp * pp)]
+PROMPTS = [[(7 * number + i * i) % 500 for i in range(5 + 61 * number)] for number in range(4)]
+
+
+def start(tp: int, pp: int, *flags: str) -> EngineProcess:
+    return EngineProcess(
+        "--tp", str(tp), "--pp", str(pp), "--pool-pages", "300", "--max-batch", "8", *flags
+    )
+
+
+def workers(process: EngineProcess) -> list[dict]:
+    return process.state()["workers"]
+
+
+def tokens(process: EngineProcess, prompt: list[int], count: int) -> list[int]:
+    stream = process.generate(prompt, max_tokens=count)
+    return [token for event in stream for token in event["token_ids"]]
+
+
+@pytest.fixture(scope="module")
+def wanted(engine_process) -> list[list[int]]:
+    return [tokens(engine_process, prompt, 200) for prompt in PROMPTS]
+
+
+@pytest.fixture
+def engine() -> Iterator[list[EngineProcess]]:
+    started: list[EngineProcess] = []
+    yield started
+    for process in started:
+        process.kill()
+
+
+@pytest.mark.parametrize(("tp", "pp", "rank"), CASES, ids=str)
+def test_streams_go_on_when_a_worker_is_killed(engine, wanted, tp: int, pp: int, rank: int):
+    """In mid-decode. Nothing is computed again but the steps under way, and nothing is leaked."""
+    process = start(tp, pp)
+    engine.append(process)
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        answers = [threads.submit(tokens, process, prompt, 200) for prompt in PROMPTS]
+        while process.state()["running"] < len(PROMPTS):
+            time.sleep(0.01)
+        victim = workers(process)[rank]
+        os.kill(victim["pid"], signal.SIGKILL)
+        assert [answer.result() for answer in answers] == wanted
+    after = workers(process)
+    assert after[rank]["pid"] != victim["pid"]
+    assert [one["restarts"] for one in after] == [int(n == rank) for n in range(tp * pp)]
+    computed = sum(map(len, PROMPTS))
+    said = process.http.get("/metrics").text
+    assert f"vllm:prompt_tokens_total {float(computed)}" in said
+    assert "microserve:failed_steps_total 0.0" in said
+    assert "microserve:worker_restarts_total 1.0" in said
+    process.at_rest()
+
+
+@pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 1), (1, 2, 0)], ids=str)
+def test_a_stopped_worker_is_replaced(engine, wanted, tp: int, pp: int, rank: int):
+    process = start(tp, pp)
+    engine.append(process)
+    stream = process.stream(PROMPTS[1], max_tokens=200)
+    got = list(next(stream)["token_ids"])
+    stopped = workers(process)[rank]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    got += [token for event in stream for token in event["token_ids"]]
+    assert got == wanted[1]
+    assert not Path(f"/proc/{stopped}").exists()
+    process.at_rest()
+
+
+def test_a_worker_that_dies_while_nothing_runs_is_replaced(engine, wanted):
+    process = start(1, 2)
+    engine.append(process)
+    assert tokens(process, PROMPTS[2], 200) == wanted[2]
+    os.kill(workers(process)[1]["pid"], signal.SIGKILL)
+    give_up = time.monotonic() + 60
+    while not workers(process)[1]["restarts"] and time.monotonic() < give_up:
+        time.sleep(0.05)
+    (first, *_), again = process.generate(PROMPTS[2], max_tokens=200), PROMPTS[2]
+    assert first["begin"] == (len(again) - 1) // 16 * 16  # the cached pages are those of before
+    assert tokens(process, again, 200) == wanted[2]
+    process.at_rest()
+
+
+def test_all_workers_at_once(engine, wanted):
+    process = start(2, 2)
+    engine.append(process)
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        answers = [threads.submit(tokens, process, prompt, 200) for prompt in PROMPTS]
+        while process.state()["running"] < len(PROMPTS):
+            time.sleep(0.01)
+        for worker in workers(process):
+            os.kill(worker["pid"], signal.SIGKILL)
+        assert [answer.result() for answer in answers] == wanted
+    process.at_rest()
+
+
+def test_workers_that_die_again_and_again_end_the_engine(engine):
+    """As a model file that has gone would make them: routers then go on elsewhere."""
+    process = start(2, 1)
+    engine.append(process)
+    killed = 0
+    give_up = time.monotonic() + 120
+    while process.exit_code is None and time.monotonic() < give_up:
+        try:
+            for worker in workers(process):
+                os.kill(worker["pid"], signal.SIGKILL)
+                killed += 1
+        except Exception:  # noqa: BLE001  the engine may end at any moment
+            time.sleep(0.05)
+    assert process.wait() == 1
+    assert killed > 2
+    assert "this engine cannot go on" in process.log
