@@ -12,7 +12,7 @@ import pytest
 from engine_process import EngineProcess
 
 SPLITS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-PAIRS = [pair for pair in itertools.permutations(SPLITS, 2)]
+PAIRS = list(itertools.permutations(SPLITS, 2))
 PROMPT = [(11 * i + i * i) % 500 for i in range(211)]
 
 
