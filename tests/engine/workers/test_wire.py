@@ -27,11 +27,11 @@ def test_arrays_arrive_as_they_were_sent(ends):
     one, other = ends
     arrays = [[1, -2, 3], np.arange(6, dtype=np.int32).reshape(2, 3), [], [2**62]]
     send(one, Kind.STEP, arrays)
-    send(one, Kind.CHECK)
+    send(one, Kind.DONE)
     kind, got = receive(other)
     assert kind == Kind.STEP
     assert [array.tolist() for array in got] == [[1, -2, 3], [0, 1, 2, 3, 4, 5], [], [2**62]]
-    assert receive(other) == (Kind.CHECK, [])
+    assert receive(other) == (Kind.DONE, [])
 
 
 def test_a_message_larger_than_the_socket_buffer_arrives(ends):

@@ -137,7 +137,7 @@ async def test_progress_is_told_and_the_answer_is_the_last_event(route, fake):
     ],
 )
 async def test_a_bad_strategy_is_a_line_of_its_own(route, fake, monkeypatch, lines, failure):
-    monkeypatch.setattr(advisor, "CPU_S", 3.0)
+    monkeypatch.setattr(advisor, "CPU_S", 30.0)
     async with route(fake("a", total_pages=512), grace_s=0.5) as r:
         record(r)
         await upload(r, *lines)
