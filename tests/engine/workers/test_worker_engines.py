@@ -127,3 +127,24 @@ def test_smollm2_continues_as_in_transformers(split: tuple[str, str]):
             each.check(got, f"tp {split[0]}, pp {split[1]}")
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("split", [("1", "1"), ("1", "2"), ("2", "1")], ids=str)
+def test_swapped_steps_give_the_tokens_of_one_process(engine_process, split: tuple[str, str]):
+    """The workers have memory for 80 of the pool's 300 pages; twelve streams have 230 of them."""
+    wanted = [tokens_of(engine_process, prompt, max_tokens=24) for prompt in prompts()]
+    process = EngineProcess(
+        *flags(split), "--pool-pages", "300", "--device-pages", "80", "--max-batch", "12"
+    )
+    try:
+        for _ in range(2):
+            with ThreadPoolExecutor(12) as threads:
+                got = list(threads.map(lambda p: tokens_of(process, p, max_tokens=24), prompts()))
+            assert got == wanted
+        process.at_rest()
+        workers = process.state()["workers"]
+        assert all(0 < one["written_bytes"] < one["fetched_bytes"] for one in workers)
+        # The longest context is the half of that memory.
+        assert process.http.get("/microserving/model").json()["context_length"] == 40 * 16
+    finally:
+        process.kill()
