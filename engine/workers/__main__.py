@@ -60,9 +60,9 @@ def _serve(lead: socket.socket, settings: WorkerSettings) -> None:
     digest = worker.model.weights_digest
     send(lead, Kind.DONE, [facts, list(digest.encode())])
 
-    def answer(failure: Exception | None, counts: SwapCounts) -> None:
+    def answer(failure: Exception | None, computed_us: int, moved: SwapCounts) -> None:
         if failure is None:
-            send(lead, Kind.DONE, [astuple(counts)])
+            send(lead, Kind.DONE, [[computed_us, *astuple(moved)]])
             return
         log.error("%s", failure, exc_info=failure)
         send_text(lead, Kind.FAILED, f"{type(failure).__name__}: {failure}")
@@ -91,7 +91,7 @@ def _serve(lead: socket.socket, settings: WorkerSettings) -> None:
                     raise ValueError(f"a lead sends no {kind.name}")
             except Exception as error:  # noqa: BLE001  the lead says what becomes of it
                 failure = error
-            answer(failure, SwapCounts())
+            answer(failure, 0, SwapCounts())
     finally:
         worker.close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,7 +22,10 @@ from kvcache.memory import KVLayout, PartRegion, Prefaulter, SplitLayout
 from kvcache.page_store import TorchPageStore
 from kvcache.sequences import StepDescription
 
-__all__ = ["PartWorker"]
+__all__ = ["Answer", "PartWorker"]
+
+# What is told of a step: why it failed, microseconds that it was computed, what was moved for it.
+Answer = Callable[[Exception | None, int, SwapCounts], object]
 
 
 class _StepPages(Protocol):
@@ -166,8 +171,8 @@ class PartWorker:
         self._step_pages.announce(message.step)
 
     @torch.inference_mode()
-    def step(self, message: StepMessage, done: Done) -> None:
-        """Compute a step that was announced. Call `done` when its tokens are in the lead's pool.
+    def step(self, message: StepMessage, answer: Answer) -> None:
+        """Compute a step that was announced. Call `answer` when its tokens are in the lead's pool.
 
         That may be on another thread, but in the order of the steps. If the step fails, no token of
         it counts as present, and this worker has left the other stages: `rejoin` has to follow.
@@ -175,29 +180,34 @@ class PartWorker:
         pages = self._step_pages
         try:
             pages.begin()
-            self._compute(message, pages)
+            computed_us = self._compute(message, pages)
         except Exception as error:  # noqa: BLE001  the lead says what becomes of it
             failure = error
             self._leave()
-            pages.abort(lambda _failure, counts: done(failure, counts))
+            pages.abort(lambda _failure, moved: answer(failure, 0, moved))
         else:
-            pages.end(done)
+            pages.end(lambda failure, moved: answer(failure, computed_us, moved))
 
-    def _compute(self, message: StepMessage, pages: _StepPages) -> None:
+    def _compute(self, message: StepMessage, pages: _StepPages) -> int:
+        """Compute a step; return the µs it took, without those of waiting for other stages."""
         transformer, part, link = self._transformer, self._transformer.part, self._link
         if link is None and self._settings.pp > 1:
             raise Internal("this worker has left the others")
         if link is None or part.first:
+            began = time.perf_counter()
             hidden = transformer.embedded(torch.from_numpy(message.tokens.copy()))
         else:
             hidden = link.take_over(len(message.tokens), self._settings.hidden, self._dtype)
+            began = time.perf_counter()
         hidden = transformer.run(hidden, torch.from_numpy(message.positions.copy()), pages)
         if link is None or part.last:
             rows = torch.from_numpy(message.wanted.copy())
             own = self._logits[message.begin : message.begin + len(rows)]
             own.copy_(transformer.logits(hidden[rows]))
-        else:
+        took = time.perf_counter() - began
+        if link is not None and not part.last:
             link.pass_on(hidden)
+        return round(took * 1e6)
 
     def close(self) -> None:
         """Release the pages."""

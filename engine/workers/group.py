@@ -126,9 +126,10 @@ class WorkerGroup:
                 pid=worker.process.pid,
                 weight_bytes=worker.weight_bytes,
                 restarts=worker.restarts,
-                swap_wait_ms=worker.swapped[0] / 1e3,
-                fetched_bytes=worker.swapped[1],
-                written_bytes=worker.swapped[2],
+                computing_ms=worker.counts[0] / 1e3,
+                swap_wait_ms=worker.counts[1] / 1e3,
+                fetched_bytes=worker.counts[2],
+                written_bytes=worker.counts[3],
             )
             for worker in list(self._workers)
         ]
@@ -372,7 +373,7 @@ class WorkerGroup:
                 worker = start(own)
                 if (old := before.get(rank)) is not None:
                     old.kill()
-                    worker.restarts, worker.swapped = old.restarts + 1, old.swapped
+                    worker.restarts, worker.counts = old.restarts + 1, old.counts
                 new.append(worker)
             self._workers = sorted([*kept, *new], key=lambda worker: worker.settings.rank)
             self._meet(new, kept)

@@ -30,14 +30,15 @@ class WorkerProcess:
     sent: int = 0  # number of the latest message
     answered: int = 0  # number of the latest message that has been answered
     weight_bytes: int = 0
-    swapped: tuple[int, int, int] = (0, 0, 0)  # µs waited for pages; bytes fetched, written back
+    # µs of computing and of waiting for pages; bytes of pages fetched and of tokens written back.
+    counts: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def note(self, counts: Array) -> None:
-        """Add what a step has moved between the pool and the worker's own memory."""
-        waited, fetched, written = (
-            a + b for a, b in zip(self.swapped, counts.tolist(), strict=True)
+        """Add what a worker tells of a step."""
+        computed, waited, fetched, written = (
+            a + b for a, b in zip(self.counts, counts.tolist(), strict=True)
         )
-        self.swapped = waited, fetched, written
+        self.counts = computed, waited, fetched, written
 
     @property
     def name(self) -> str:
