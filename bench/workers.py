@@ -9,7 +9,8 @@ are measured in turn; a ratio is the median of the repeats' own ratios.
   DéjàVu counts the requests of a microbatch, and a pipeline has as many microbatches as stages: so
   `16_each` compares two microbatches of 16 with a batch of 16 (the aim is 1.6). `16_in_all` divides
   the same 16 requests: each stage then reads its weights twice as often per token. `prefill` is one
-  prompt of 2000 tokens, whose chunks follow each other through the stages.
+  prompt of 2000 tokens, whose chunks follow each other through the stages, on an engine that divides
+  its layers for prompts (`--role prefill`), and `prefill_any` on one that divides them for decodes.
 - `tp2_vs_threads`: two workers that share each layer, over one process with two threads.
 - `lead_share`: the share of a step at batch 32 in which no worker of `--tp 2` computes: what the
   lead does between two steps (the aim is at most 0.05).
@@ -58,6 +59,7 @@ POOL = ("--pool-pages", "1600", "--max-batch", "64")
 SPLITS = {
     "one": ("--cpus", "0"),
     "pp 2": ("--pp", "2", "--cpus", "0,1"),
+    "pp 2, prefill": ("--pp", "2", "--cpus", "0,1", "--role", "prefill"),
     "two threads": ("--cpus", "0,1"),
     "tp 2": ("--tp", "2", "--cpus", "0,1"),
 }
@@ -96,11 +98,12 @@ def splits(repeats: int, dtype: str) -> dict[str, Any]:
             name: stack.enter_context(running(*flags, *POOL, "--dtype", dtype))
             for name, flags in SPLITS.items()
         }
-        for engine in engines.values():
-            decode_rate(engine, 4)  # what is compiled or allocated at first use
+        for engine in engines.values():  # what is compiled or allocated at first use
+            decode_rate(engine, 4)
+            prefill_rate(engine)
         for _ in range(repeats):
             for name, engine in engines.items():
-                for batch in (16, 32):
+                for batch in (16, 32) if name != "pp 2, prefill" else ():
                     rates.setdefault((name, str(batch)), []).append(decode_rate(engine, batch))
                 rates.setdefault((name, "prefill"), []).append(prefill_rate(engine))
             lead.append(1 - worker_share(engines["tp 2"], 32))
@@ -110,15 +113,16 @@ def splits(repeats: int, dtype: str) -> dict[str, Any]:
 
     table(
         f"{MODEL}, {dtype}, tokens/s", ["", "16 streams", "32 streams", "prefill"],
-        [[name, *(f"{statistics.median(rates[name, of]):.0f}" for of in ("16", "32", "prefill"))]
-         for name in SPLITS],
+        [[name, *(f"{statistics.median(rates[name, of]):.0f}" if (name, of) in rates else ""
+                  for of in ("16", "32", "prefill"))] for name in SPLITS],
     )  # fmt: skip
     return {
         "pp2_vs_one": {
             "16_each": ratio(("pp 2", "32"), ("one", "16")),
             "16_in_all": ratio(("pp 2", "16"), ("one", "16")),
             "32_in_all": ratio(("pp 2", "32"), ("one", "32")),
-            "prefill": ratio(("pp 2", "prefill"), ("one", "prefill")),
+            "prefill": ratio(("pp 2, prefill", "prefill"), ("one", "prefill")),
+            "prefill_any": ratio(("pp 2", "prefill"), ("one", "prefill")),
         },
         "tp2_vs_threads": {
             of: ratio(("tp 2", of), ("two threads", of)) for of in ("16", "32", "prefill")

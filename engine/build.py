@@ -158,7 +158,8 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
 
 def _start_workers(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> WorkerGroup:
     """Start the workers of an engine that is split. Raises `BadRequest` if one does not come up."""
-    parts = split_model(model.config, tp=config.tp, pp=config.pp)
+    decodes = config.role != "prefill"
+    parts = split_model(model.config, tp=config.tp, pp=config.pp, decodes=decodes)
     group = WorkerGroup(
         WorkerSettings(
             model=config.model,
@@ -167,6 +168,7 @@ def _start_workers(model: LoadedModel, config: EngineConfig, dtype: torch.dtype)
             quantization=config.quantization,
             tp=config.tp,
             pp=config.pp,
+            decodes=decodes,
             threads=config.threads,
             cpus=tuple(sorted(os.sched_getaffinity(0))),
             page_size=config.page_size,

@@ -45,16 +45,16 @@ def whole(config: ModelConfig) -> Part:
     return split_model(config, tp=1, pp=1)[0]
 
 
-def split_model(config: ModelConfig, *, tp: int, pp: int) -> list[Part]:
+def split_model(config: ModelConfig, *, tp: int, pp: int, decodes: bool = True) -> list[Part]:
     """Return the parts of `tp * pp` workers, stage by stage.
 
     What does not divide evenly is divided unevenly: the first parts get one more. The last stage
-    has fewer layers, because decodes read the head too. Query heads follow their KV heads. Raises
+    has fewer layers, because decodes read the head too; without `decodes` it has as many, because a
+    prompt reads the head for its last token only. Query heads follow their KV heads. Raises
     `BadRequest` for more stages than layers, and for more workers in a stage than KV heads.
     """
-    shards = split(
-        config.num_layers, config.num_kv_heads, pp=pp, tp=tp, last=_layers_in_head(config)
-    )
+    last = _layers_in_head(config) if decodes else 0.0
+    shards = split(config.num_layers, config.num_kv_heads, pp=pp, tp=tp, last=last)
     group = config.num_heads // config.num_kv_heads
     return [
         Part(

@@ -100,8 +100,11 @@ class PartWorker:
         self._logits = logits[:, own.start : own.stop]
 
     def _part(self, config: ModelConfig) -> Part:
+        return self._parts(config)[self._settings.rank]
+
+    def _parts(self, config: ModelConfig) -> list[Part]:
         settings = self._settings
-        return split_model(config, tp=settings.tp, pp=settings.pp)[settings.rank]
+        return split_model(config, tp=settings.tp, pp=settings.pp, decodes=settings.decodes)
 
     @property
     def row_multiple(self) -> int:
@@ -130,8 +133,7 @@ class PartWorker:
             config.head_dim,
             self._dtype,
         )
-        parts = split_model(config, tp=settings.tp, pp=settings.pp)
-        split = SplitLayout(whole, tuple(part.shard for part in parts))
+        split = SplitLayout(whole, tuple(part.shard for part in self._parts(config)))
         region = PartRegion(lead, fd, at, split, settings.rank)
         self._prefaulter.add(region)
         heads = config.num_heads

@@ -18,6 +18,7 @@ class WorkerSettings:
     quantization: str
     tp: int
     pp: int
+    decodes: bool  # whether the last stage has fewer layers: see `split_model`
     threads: int  # 0: one for each of `cpus`
     cpus: tuple[int, ...]  # cores to run on
     page_size: int

@@ -68,6 +68,12 @@ def test_stages_have_as_many_weights_as_each_other():
     assert [len(part.layers) for part in split_model(SMOLLM2, tp=1, pp=30)] == [1] * 30
 
 
+def test_an_engine_for_prompts_divides_its_layers_evenly():
+    for stages, layers in ((2, [15, 15]), (4, [8, 8, 7, 7])):
+        parts = split_model(SMOLLM2, tp=1, pp=stages, decodes=False)
+        assert [len(part.layers) for part in parts] == layers
+
+
 def test_more_parts_than_there_is_to_divide_are_refused():
     with pytest.raises(BadRequest, match="3 KV heads cannot be split over 4 workers"):
         split_model(SMOLLM2, tp=4, pp=1)

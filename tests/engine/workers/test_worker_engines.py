@@ -146,7 +146,8 @@ def test_a_worker_with_other_weights_is_refused():
     """The model's files were replaced after the lead had read them."""
     config = load_model("tiny", dtype=torch.float32, device=torch.device("cpu")).config
     settings = WorkerSettings(
-        model="tiny", dtype="float32", device="cpu", quantization="none", tp=2, pp=1, threads=1,
+        model="tiny", dtype="float32", device="cpu", quantization="none", tp=2, pp=1,
+        decodes=True, threads=1,
         cpus=(0,), page_size=16, device_pages=0, hidden=config.hidden_size, logits_rows=64,
     )  # fmt: skip
     shards = [part.shard for part in split_model(config, tp=2, pp=1)]
