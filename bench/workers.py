@@ -9,8 +9,8 @@ are measured in turn; a ratio is the median of the repeats' own ratios.
   DéjàVu counts the requests of a microbatch, and a pipeline has as many microbatches as stages: so
   `16_each` compares two microbatches of 16 with a batch of 16 (the aim is 1.6). `16_in_all` divides
   the same 16 requests: each stage then reads its weights twice as often per token. `prefill` is one
-  prompt of 2000 tokens, whose chunks follow each other through the stages, on an engine that divides
-  its layers for prompts (`--role prefill`), and `prefill_any` on one that divides them for decodes.
+  prompt of 2000 tokens, whose chunks follow each other through the stages, on an engine that
+  divides its layers for prompts (`--role prefill`); `prefill_any` on one that does for decodes.
 - `tp2_vs_threads`: two workers that share each layer, over one process with two threads.
 - `lead_share`: the share of a step at batch 32 in which no worker of `--tp 2` computes: what the
   lead does between two steps (the aim is at most 0.05).
