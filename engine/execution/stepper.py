@@ -190,7 +190,7 @@ class Stepper:
         self._mirrors.renew()
         for send in list(self._scheduler.sends):
             if send.put.failed:
-                self._close(send)
+                self._close_failed(send)
             else:  # a waiting send must not lose its lease
                 send.put.renew()
         self.parallel_sampling.sweep()
@@ -346,6 +346,14 @@ class Stepper:
 
     def _close_if_computed(self, send: Send) -> None:
         if send not in self._closing and self._cache.length(send.seq_id) >= send.target:
+            self._close(send)
+
+    def _close_failed(self, send: Send) -> None:
+        """Close a send whose put has failed, once no step under way has it."""
+        if self._scheduler.in_flight(send):
+            self._scheduler.hold(send)
+            self._deferred.append(partial(self._close_failed, send))
+        elif send in self._scheduler.sends:
             self._close(send)
 
     def _close(self, send: Send) -> None:

@@ -6,14 +6,17 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
 import pytest
 from engine_helpers import generation, make_cache
 
 from engine.execution.step_output import StepOutput
 from engine.execution.stepper import Stepper
+from engine.protocol import BadRequest
 from engine.sampling.sampled import Sampled
-from engine.scheduling import Chunk, Generation, Scheduler
+from engine.scheduling import Chunk, Generation, Scheduler, Send
+from kvcache.types import SeqId
 
 
 class Pipeline:
@@ -177,6 +180,45 @@ def test_a_step_that_fails_fails_those_that_follow_it(pipeline, caplog, failing:
     pipeline.run_until_idle()
     assert len(pipeline.tokens()["r2"]) == 3
     assert again.cached <= 64 * failing
+
+
+class FailingPut:
+    """A put whose receiver's lease has ended, as the sender finds out later."""
+
+    claim, bytes_sent, copy_s, failed = 1, 0, 0.0, False
+
+    def __init__(self) -> None:
+        self.write = self.signal = self.renew = self.cancel = lambda *_of: None
+
+    def close(self) -> Future[None]:
+        closed: Future[None] = Future()
+        if self.failed:
+            closed.set_exception(BadRequest("the lease has ended"))
+        else:
+            closed.set_result(None)
+        return closed
+
+
+def test_a_send_that_fails_in_several_steps_ends_with_them(pipeline):
+    """Its pages are freed then, and a stream beside it goes on."""
+    pipeline.stepper.submit(generation(1, [1] * 20, max_tokens=40))
+    for _ in range(4):
+        pipeline.stepper.step()
+    prompt = [number % 500 for number in range(700)]
+    pipeline.cache.add_sequence(SeqId(9), prompt)
+    pipeline.cache.grow(SeqId(9), 700)
+    put = FailingPut()
+    send = Send("s", SeqId(9), prompt, 0, 0, put, Future(), 0.0, started=True)
+    pipeline.stepper.submit(send)
+    for _ in range(3):
+        pipeline.stepper.step()
+    assert pipeline.scheduler.in_flight(send)
+    put.failed = True
+    pipeline.now += 1  # so that a sweep is due
+    pipeline.run_until_idle()
+    assert "the lease has ended" in str(send.done.exception())
+    assert len(pipeline.tokens()["r1"]) == 40
+    assert not pipeline.stepper.stats.failed_steps
 
 
 def test_a_generation_is_aborted_when_its_step_has_ended(pipeline):
