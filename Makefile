@@ -8,6 +8,10 @@ RUN := $(VENV)/bin/python
 WORKERS ?= 2
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Container images often set it. Then each process would compile our sources again, and an engine, a
+# router and a dry run are processes of their own.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo serve test test-fast test-thorough test-vllm conformance fuzz soak starve attack mutants \
 	advise-trial check \
 	bench-strategies bench-put bench-router bench-router-idle bench-faults bench-disagg \
