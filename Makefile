@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
 	bench-changing-traffic bench-simulated-engines bench-simulation bench-layers \
-	bench-receiving bench-vllm-fleet figures peers clean
+	bench-receiving bench-vllm-fleet bench-workers figures peers clean
 
 ##@ Try it
 
@@ -134,6 +134,9 @@ bench-simulation: $(VENV)/demo.stamp  ## time and memory of simulating 100,000 r
 
 figures: $(VENV)/test.stamp  ## the papers' figures and tables again, with verdicts (docs/figures.md)
 	@$(RUN) -m bench.figures $(FIGURES)
+
+bench-workers: $(VENV)/demo.stamp  ## engines of several workers: throughput, recovery, swapping (WORKERS_FLAGS)
+	@$(RUN) -m bench.workers $(WORKERS_FLAGS)
 
 bench-faults: $(VENV)/demo.stamp  ## engines that die and hang under load (FAULTS_MINUTES=5, FAULTS_STREAMS=16)
 	@$(RUN) -m bench.faults --minutes $(or $(FAULTS_MINUTES),5) --streams $(or $(FAULTS_STREAMS),16) $(FAULTS_FLAGS)

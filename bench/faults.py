@@ -19,7 +19,13 @@ stopped one is detected by its silence after `health_timeout_s` and one interval
 checks, 2.5 s in all.
 `detect` is from the signal until the request's leg has ended, `resume` until its next token.
 
-Run: `make bench-faults`, or `python -m bench.faults [--minutes 5] [--streams 16] [--save]`.
+With `--engine-flags`, such as `--pp 2`, engines have workers. Half of their faults then hit one of
+the workers: it is killed or stopped, and the engine has to replace it; `worker_faults` counts them.
+Answers are compared with those of an engine of one process, or with `--oracle-flags`: sums of
+`--tp 2` are rounded otherwise.
+
+Run: `make bench-faults`, or `python -m bench.faults [--minutes 5] [--streams 16] [--save]
+[--engine-flags "--pp 2" --engine-flags "--pp 2 --device-pages 600"]`.
 """
 
 from __future__ import annotations
@@ -28,18 +34,21 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import secrets
+import shlex
 import signal
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from bench.faults_fleet import Engine, deployed, leaked_pages, oracle, until_up
+from bench.faults_fleet import UP_S, Engine, deployed, leaked_pages, oracle, until_up
 from bench.report import publish, table
 from router.base.sse import DONE, EventSplitter
 
@@ -69,6 +78,7 @@ class Case:
 @dataclass
 class Tally:
     faults: list[Fault] = field(default_factory=list)
+    worker_faults: Counter[str] = field(default_factory=Counter)
     requests: int = 0
     failed: list[str] = field(default_factory=list)
     differing: int = 0
@@ -105,18 +115,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--engine-flags", action="append", default=[], type=shlex.split)
+    parser.add_argument("--oracle-flags", default=[], type=shlex.split)
     parser.add_argument("--save", action="store_true")
     flags = parser.parse_args()
-    figures = asyncio.run(run(flags.minutes, flags.streams))
+    engines = [tuple(each) for each in flags.engine_flags]
+    figures = asyncio.run(run(flags.minutes, flags.streams, engines, tuple(flags.oracle_flags)))
     rows = [[name, str(value)] for name, value in figures.items()]
     table("engines that die and hang under load", ["what", "value"], rows)
-    publish("faults", figures)
+    publish("faults" if not engines else "faults_split", figures)
 
 
-async def run(minutes: float, streams: int) -> dict[str, Any]:
-    async with deployed(EVERY) as (engines, router, http):
+async def run(
+    minutes: float,
+    streams: int,
+    flags: Sequence[tuple[str, ...]],
+    oracle_flags: tuple[str, ...],
+) -> dict[str, Any]:
+    async with deployed(EVERY, flags) as (engines, router, http):
         cases = [_case(number) for number in range(CASES)]
-        async with oracle() as alone:
+        async with oracle(oracle_flags) as alone:
             for case in cases:
                 case.tokens, case.text = await _undisturbed(http, alone, case)
         tally = Tally()
@@ -141,6 +159,8 @@ async def run(minutes: float, streams: int) -> dict[str, Any]:
         "every": EVERY,
         "killed": kills,
         "stopped": len(tally.faults) - kills,
+        "worker_faults": dict(tally.worker_faults),
+        "engine_flags": [" ".join(own) for own in flags],
         "requests": tally.requests,
         "failed": len(tally.failed),
         "differing": tally.differing,
@@ -239,6 +259,10 @@ async def _break(
     await asyncio.sleep(PAUSE_S[1])
     while time.monotonic() < give_up:
         victim = source.choice(engines)
+        if victim.flags and source.random() < 0.5:
+            await _break_worker(http, victim, tally, source)
+            await asyncio.sleep(source.uniform(*PAUSE_S))
+            continue
         kind = source.choice(("kill", "kill", "stop", "stop and kill"))
         number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
         tally.faults.append(Fault(kind.split()[0], victim.name, time.time()))
@@ -254,6 +278,26 @@ async def _break(
         await until_up(http, router)
         tally.faults[-1].over = time.time()
         await asyncio.sleep(source.uniform(*PAUSE_S))
+
+
+async def _break_worker(
+    http: httpx.AsyncClient, victim: Engine, tally: Tally, source: random.Random
+) -> None:
+    """Kill or stop a worker, and wait until the engine has replaced it."""
+
+    async def workers() -> list[dict[str, Any]]:
+        state = (await http.get(f"{victim.url}/microserving/state")).json()
+        found: list[dict[str, Any]] = state["workers"]
+        return found
+
+    before = await workers()
+    kind, rank = source.choice(("kill", "stop")), source.randrange(len(before))
+    number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+    os.kill(before[rank]["pid"], number)
+    tally.worker_faults[kind] += 1
+    async with asyncio.timeout(UP_S):
+        while (await workers())[rank]["restarts"] == before[rank]["restarts"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 async def _listen(http: httpx.AsyncClient, router: str, tally: Tally) -> None:

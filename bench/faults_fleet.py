@@ -7,15 +7,16 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import httpx
 
 from router.conformance.forkserver import ForkedProcess, run_engine, run_microserve
 
-__all__ = ["Engine", "deployed", "leaked_pages", "oracle", "until_up"]
+__all__ = ["UP_S", "Engine", "deployed", "leaked_pages", "oracle", "until_up"]
 
 NAMES = ("a", "b", "c")
 PAGES = 1024
@@ -30,6 +31,7 @@ class Engine:
 
     name: str
     secret: str
+    flags: tuple[str, ...] = ()
     url: str = ""
     process: ForkedProcess | None = None
 
@@ -37,7 +39,7 @@ class Engine:
         port = self.url.rpartition(":")[2] or "0"
         flags = ("tiny", "--port", port, "--threads", "1", "--pool-pages", str(PAGES))
         self.process = ForkedProcess(
-            run_engine, *flags, "--engine-id", self.name, MICROSERVE_SECRET=self.secret
+            run_engine, *flags, *self.flags, "--engine-id", self.name, MICROSERVE_SECRET=self.secret
         )
         self.url = self.process.line().split()[-1]
 
@@ -52,11 +54,14 @@ class Engine:
 
 @asynccontextmanager
 async def deployed(
-    every: int,
+    every: int, flags: Sequence[tuple[str, ...]] = ()
 ) -> AsyncIterator[tuple[list[Engine], str, httpx.AsyncClient]]:
-    """Start three engines and a replicating router. Yield the engines, its URL and a client."""
+    """Start three engines and a replicating router. Yield the engines, its URL and a client.
+
+    `flags` are further flags of the first ones.
+    """
     secret = secrets.token_hex(16)
-    engines = [Engine(name, secret) for name in NAMES]
+    engines = [Engine(name, secret, own) for name, own in zip_longest(NAMES, flags, fillvalue=())]
     router: ForkedProcess | None = None
     try:
         for one in engines:
@@ -76,9 +81,9 @@ async def deployed(
 
 
 @asynccontextmanager
-async def oracle() -> AsyncIterator[str]:
+async def oracle(flags: tuple[str, ...] = ()) -> AsyncIterator[str]:
     """Start an engine that stays undisturbed, and yield its URL."""
-    one = Engine("oracle", secrets.token_hex(16))
+    one = Engine("oracle", secrets.token_hex(16), flags)
     one.start()
     try:
         yield one.url

@@ -65,7 +65,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         message = "--device cuda: no transport supports pools in GPU memory yet"
         raise BadRequest(message, param="device")
     dtype = _dtype(config)
-    split = config.tp * config.pp > 1
+    split = config.has_workers
     threads = 1 if split else config.threads or len(os.sched_getaffinity(0))
     # A thread that computes in parallel keeps its OpenMP team until it ends. With a second team
     # there are more threads than cores, and OpenMP puts threads to sleep after each product. So
@@ -83,6 +83,10 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         group = _start_workers(model, config, dtype) if split else None
         try:
             context, memory = _context(model, config), read_memory()
+            if config.device_pages:
+                _check_memory(
+                    memory, "device_pages", config.device_pages, _page(model, config, dtype)
+                )
             layout = _layout(model, config, dtype, context, memory)
             fingerprint = layout.fingerprint(_kv_digest(model))
             transport = make_transport(config.transport, epoch, secret=secret, host=config.host)
@@ -123,6 +127,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         swap=config.preemption == "swap",
         decode_slowdown=config.decode_slowdown,
         depth=config.pp,
+        step_pages=config.device_pages // 2,
     )
     metrics = EngineMetrics(config.model)
     engine = MicroserveEngine(
@@ -165,6 +170,7 @@ def _start_workers(model: LoadedModel, config: EngineConfig, dtype: torch.dtype)
             threads=config.threads,
             cpus=tuple(sorted(os.sched_getaffinity(0))),
             page_size=config.page_size,
+            device_pages=config.device_pages,
             hidden=model.config.hidden_size,
             logits_rows=config.pp * -(-config.max_batch // LOGITS_STEP) * LOGITS_STEP,
         ),
@@ -238,7 +244,10 @@ def _context(model: LoadedModel, config: EngineConfig) -> int:
             "tokens",
             param="max_model_len",
         )
-    return config.max_model_len or longest
+    context = config.max_model_len or longest
+    if config.device_pages:  # all pages of a sequence are in one half
+        context = min(context, config.device_pages // 2 * config.page_size)
+    return context
 
 
 def _layout(
@@ -248,8 +257,7 @@ def _layout(
 
     Logs the number of pages and its reason.
     """
-    shape = model.config
-    one = KVLayout(shape.num_layers, 1, config.page_size, shape.num_kv_heads, shape.head_dim, dtype)
+    one = _page(model, config, dtype)
     if config.pool_pages:
         _check_memory(memory, "pool_pages", config.pool_pages, one)
         size = PoolSize(config.pool_pages, "--pool-pages")
@@ -279,6 +287,12 @@ def _layout(
     else:
         log.info("%s; contexts of up to %d tokens", said, context)
     return replace(one, pages=size.pages + 1)  # plus the scratch page
+
+
+def _page(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> KVLayout:
+    """Return the shape of a page of all layers."""
+    of = model.config
+    return KVLayout(of.num_layers, 1, config.page_size, of.num_kv_heads, of.head_dim, dtype)
 
 
 def _kv_digest(model: LoadedModel) -> str:

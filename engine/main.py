@@ -166,8 +166,10 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         parser.error(str(error))
     if config.vllm_args and config.backend != "vllm":
         parser.error("vLLM's flags need --backend vllm")
-    if config.tp * config.pp > 1 and (refused := _not_split(config)):
-        parser.error(f"--tp and --pp: {refused}")
+    if config.has_workers and (refused := _not_split(config)):
+        parser.error(f"--tp, --pp and --device-pages: {refused}")
+    if config.device_pages == 1:
+        parser.error("--device-pages must be at least 2: it has a half for each of two steps")
     if bool(config.disk_dir) != bool(config.disk_pages):
         parser.error("--disk-dir and --disk-pages go together")
     if config.disk_keep and not config.disk_pages:

@@ -89,6 +89,11 @@ class PagedCache:
         with self.lock:
             return self._sequences[seq_id].length
 
+    def planned_length(self, seq_id: SeqId) -> int:
+        """Return the length that the sequence has when all declared steps have ended."""
+        with self.lock:
+            return self._sequences.planned_length(seq_id)
+
     def publish(self, seq_id: SeqId, tokens: Sequence[int]) -> None:
         """Share the sequence's full pages through the prefix cache; `tokens` are its own."""
         with self.lock:
@@ -144,13 +149,17 @@ class PagedCache:
         """Declare a step: `lengths[i]` further tokens of sequence `seq_ids[i]`, row after row.
 
         `grow` must have made room. The step's metadata is planned once for all layers. If the store
-        executes several steps at a time, others may be declared before this one ends. They end in
-        the same order, and a sequence is in one of them at a time.
+        executes several steps at a time, others may be declared before this one ends, also with
+        further tokens of the same sequences. They end in the same order.
         """
         with self.lock:
             self._release_copied()
             step = self._sequences.begin_step(seq_ids, lengths)
-            self.store.begin(step)
+            try:
+                self.store.begin(step)
+            except BaseException:
+                self._sequences.abort_step(step)
+                raise
             self._steps.append(step)
             return step
 
@@ -177,11 +186,14 @@ class PagedCache:
             self.store.end()
 
     def abort_forward(self) -> None:
-        """Forget a step that failed; its tokens are not present."""
+        """Forget a step that failed; its tokens are not present.
+
+        Later steps with tokens of the same sequences fail, too: what they follow is missing.
+        """
         with self.lock:
             self.store.abort()
             if self._steps:
-                self._sequences.copied(self._steps.popleft().copies)
+                self._sequences.abort_step(self._steps.popleft())
 
     @contextmanager
     def _copying(self, new: SeqId) -> Iterator[None]:

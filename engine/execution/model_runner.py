@@ -13,6 +13,7 @@ from engine.models import Linear, LoadedModel
 from engine.protocol import Internal
 from engine.scheduling import Chunk
 from kvcache.cache import KVCache
+from kvcache.sequences import StepDescription
 
 __all__ = ["ModelRunner", "StepRows", "bucket", "stable_row_multiple", "step_rows"]
 
@@ -33,15 +34,16 @@ class StepRows(NamedTuple):
     logits: int  # how many of them are no padding
 
 
-def step_rows(chunks: Sequence[Chunk], cache: KVCache, padded: Callable[[int], int]) -> StepRows:
-    """Return the rows of a step; `padded` rounds a number of rows up."""
+def step_rows(
+    chunks: Sequence[Chunk], step: StepDescription, padded: Callable[[int], int]
+) -> StepRows:
+    """Return the rows of a step of these chunks; `padded` rounds a number of rows up."""
     tokens: list[int] = []
     positions: list[int] = []
     wanted: list[int] = []
-    for chunk in chunks:
-        start = cache.length(chunk.seq_id)
+    for chunk, span in zip(chunks, step.spans, strict=True):
         tokens += chunk.tokens
-        positions += range(start, start + len(chunk.tokens))
+        positions += range(span.start, span.start + span.count)
         if chunk.sample:
             wanted.append(len(tokens) - 1)
     logits = len(wanted)
@@ -74,11 +76,11 @@ class ModelRunner:
 
         If it raises, no token of the step counts as present.
         """
-        self._cache.begin_forward(
+        step = self._cache.begin_forward(
             [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         )
         try:
-            rows = step_rows(chunks, self._cache, self._padded)
+            rows = step_rows(chunks, step, self._padded)
             hidden = self._model(
                 torch.tensor(rows.tokens, device=self._device),
                 torch.tensor(rows.positions, device=self._device),

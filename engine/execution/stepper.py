@@ -81,6 +81,7 @@ class Stepper:
         self._start = start
         self._in_flight: deque[PlannedStep] = deque()  # steps that have been started
         self._deferred: list[Callable[[], object]] = []  # until a step has ended
+        self._failing: dict[Job, Exception] = {}  # when the last step with the job has ended
         self._inbox: deque[Callable[[], object]] = deque()
         self._mirrors = StepMirrors()
         self._closing = ClosingSends(cache, clock, self._post, self._sent)
@@ -224,6 +225,8 @@ class Stepper:
             log.exception("a step failed")
             self.stats.failed_steps += 1
             outputs = [self._fail(job, error) for job, _ in plan]
+        for job in [job for job in self._failing if not self._scheduler.in_flight(job)]:
+            outputs.append(self._fail(job, self._failing.pop(job)))
         self.stats.steps += len(durations) or 1
         self.stats.step_s += self.clock() - began
         return [output for output in outputs if output is not None]
@@ -246,6 +249,8 @@ class Stepper:
         self.stats.prompt_tokens += computed - len(sampling)
         outputs: list[StepOutput | None] = []
         for generation, sampled in zip(sampling, self._sample(logits, sampling), strict=True):
+            if generation in self._failing:
+                continue  # an earlier step failed, so this one computed nothing
             if sampled.failure is None:
                 outputs.append(self._append(generation, sampled))
             else:
@@ -290,6 +295,7 @@ class Stepper:
 
     def _abort(self, job: Job) -> None:
         if self._scheduler.in_flight(job):
+            self._scheduler.hold(job)
             self._deferred.append(partial(self._abort, job))
         elif isinstance(job, Generation):
             self._end(job)
@@ -308,6 +314,13 @@ class Stepper:
 
     def _fail(self, job: Job, error: Exception) -> StepOutput | None:
         failure = error if isinstance(error, MicroserveError) else Internal(f"step failed: {error}")
+        if self._scheduler.in_flight(job):  # later steps, which follow what is missing now
+            self._failing.setdefault(job, failure)
+            self._scheduler.hold(job)
+            if isinstance(job, Send):
+                job.failure = job.failure or failure
+                job.put.cancel()
+            return None
         if isinstance(job, Send):
             self._fail_send(job, failure)
             return None

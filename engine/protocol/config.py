@@ -47,6 +47,12 @@ class EngineConfig:
     pp: int = count(
         1, MODEL, "stages of workers, each with some of the layers (pipeline)", least=1, most=64
     )
+    device_pages: int = count(
+        0,
+        POOL,
+        "pages of each worker's own memory; the pages of a step are then copied there from the "
+        "pool, which may be larger, and new tokens back (swapping); 0: workers compute in the pool",
+    )
     max_model_len: int = count(
         0,
         MODEL,
@@ -150,6 +156,11 @@ class EngineConfig:
         "process id of a parent; the engine is killed when it ends; 0: none",
         most=2**31 - 1,
     )
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether worker processes compute, instead of the engine's own."""
+        return self.tp * self.pp > 1 or self.device_pages > 0
 
     @property
     def url(self) -> str:

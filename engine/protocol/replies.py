@@ -182,6 +182,12 @@ class WorkerState(Message):
     pid: Count
     weight_bytes: Count
     restarts: Count  # how often it was replaced since the engine started
+    computing_ms: float = 0.0  # without waiting for other stages; with it for the same stage
+    # With `--device-pages`: how long computing waited for pages, and the bytes of those fetched
+    # from the pool and of new tokens written back.
+    swap_wait_ms: float = 0.0
+    fetched_bytes: Count = 0
+    written_bytes: Count = 0
 
 
 class Lease(Message):

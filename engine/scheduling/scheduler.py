@@ -33,16 +33,22 @@ pages move in either direction, so the oldest job of the first priority always p
 from __future__ import annotations
 
 from bisect import bisect_left, insort_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from engine.scheduling.chunk import Chunk
 from engine.scheduling.chunk_budget import ChunkBudget
 from engine.scheduling.jobs import Generation, Job, Send
+from engine.scheduling.step_pages import StepPages
 from engine.scheduling.swapped import SwappedGenerations
 from kvcache.errors import NoCapacity
 from kvcache.sequences import SequenceCache
 
 __all__ = ["Scheduler"]
+
+# With several stages, a step takes at most this share of the longest prompt, or a short chunk.
+CHUNKS = 4  # for each stage
+SHORT_CHUNK = 64  # tokens
 
 
 class Scheduler:
@@ -57,12 +63,15 @@ class Scheduler:
         swap: bool = True,
         decode_slowdown: float = 0.0,
         depth: int = 1,
+        step_pages: int = 0,
     ) -> None:
         """With `swap`, a preempted job's pages move to a tier that has room.
 
         `token_budget` and `max_batch` bound a step's tokens and sequences; `ChunkBudget` explains
-        `decode_slowdown`. With `depth` steps under way at a time, each takes that share of the
-        decodes, and no job is in two of them; `ended` says when a step has ended.
+        `decode_slowdown`. With `depth` steps under way at a time, as in a pipeline of stages, each
+        takes that share of the decodes; the chunks of a prompt follow each other through the
+        stages, and are short enough for that. `ended` says when a step has ended. The sequences of
+        a step have at most `step_pages` pages together (0: no limit); decodes take turns then.
         """
         # Called on any thread when `plan` may find new work.
         self.wake: Callable[[], object] = lambda: None
@@ -76,7 +85,9 @@ class Scheduler:
         self._max_batch = max_batch
         self._swap = swap
         self.depth = depth
-        self._in_flight: set[Job] = set()  # in a step that is under way, if several are
+        self._step_pages = StepPages(cache, step_pages) if step_pages else None
+        self._in_flight: Counter[Job] = Counter()  # steps under way with the job, if several are
+        self._held: set[Job] = set()  # in no further step, because they end
         self._chunk_budget = ChunkBudget(decode_slowdown)
         self.planned = (0, 0)  # decodes and prompt tokens of the latest plan
         self._swapped = SwappedGenerations(cache, lambda: self.wake())  # all are in `waiting`
@@ -118,6 +129,9 @@ class Scheduler:
 
     def remove(self, job: Job) -> None:
         """Remove a job from all queues. The caller removes the sequence of a started job."""
+        self._held.discard(job)
+        if self._step_pages is not None:
+            self._step_pages.forget([job])
         if isinstance(job, Send):
             if job in self.sends:
                 self.sends.remove(job)
@@ -136,45 +150,55 @@ class Scheduler:
         self._publish()
         waited = set(self._untouched)
         self._admit()
-        decodes: list[tuple[Job, Chunk]] = []
+        decodes: list[tuple[Generation, Chunk]] = []
         prefills: list[Generation] = []
         elsewhere = 0  # decodes in other steps
-        length_of, page_size = self._cache.length, self._cache.page_size
+        length_of, page_size = self._cache.planned_length, self._cache.page_size
         for generation in list(self.running):
-            if not generation.started:  # preempted for one before it
-                continue
+            if not generation.started or generation in self._held:
+                continue  # preempted for one before it, or about to end
             length = length_of(generation.seq_id)
             if (missing := len(generation.tokens) - length) > 1:
                 prefills.append(generation)
-            elif generation in self._in_flight:
+            elif missing == 0:  # it is in a step under way
                 elsewhere += 1
             # The last page of a sequence has room unless it is full.
-            elif missing == 1 and (length % page_size or self._make_room(generation)):
+            elif length % page_size or self._make_room(generation):
                 last = generation.tokens[length:]
                 decodes.append((generation, Chunk(generation.seq_id, last, sample=True)))
-        if self.depth > 1:
-            decodes = decodes[: -(-(len(decodes) + elsewhere) // self.depth)]
-        counts = self._prompts(prefills, len(decodes), waited)
+        share = -(-(len(decodes) + elsewhere) // self.depth)
+        counts = self._prompts(prefills, min(len(decodes), share), waited)
         # Allocating pages for a later job may have preempted one that was chosen before.
         decodes = [(job, chunk) for job, chunk in decodes if job.started]
+        if self._step_pages is None:
+            decodes = decodes[:share]
+        else:
+            decodes, counts = self._step_pages.fit(decodes, share, counts)
         prompts = [(job, self._chunk(job, count)) for job, count in counts.items() if job.started]
         for job, _ in prompts:
             if isinstance(job, Generation):
                 self._untouched.discard(job)
-                self._unpublished.append(job)
+                if job not in self._unpublished:
+                    self._unpublished.append(job)
         self.planned = len(decodes), sum(len(chunk.tokens) for _, chunk in prompts)
-        plan = decodes + prompts
+        plan: list[tuple[Job, Chunk]] = [*decodes, *prompts]
         if self.depth > 1:
             self._in_flight.update(job for job, _ in plan)
         return plan
 
     def in_flight(self, job: Job) -> bool:
-        """Whether a job is in one of several steps that are under way. It must stay as it is."""
+        """Whether a job is in a step under way, if several are. Its sequence must stay then."""
         return job in self._in_flight
+
+    def hold(self, job: Job) -> None:
+        """Plan no further steps of a job that ends when those under way have ended."""
+        self._held.add(job)
 
     def ended(self, plan: Sequence[tuple[Job, Chunk]]) -> None:
         """Note that a step has ended, of several that are under way at a time."""
-        self._in_flight.difference_update(job for job, _ in plan)
+        if self.depth > 1:
+            self._in_flight.subtract(job for job, _ in plan)
+            self._in_flight = +self._in_flight
 
     def record_steps(
         self, durations: Sequence[float], planned: tuple[int, int] | None = None
@@ -198,19 +222,23 @@ class Scheduler:
     def _publish(self) -> None:
         """Share the prompt pages that the latest step computed; tiers may copy them from now on."""
         for job in self._unpublished:
-            if job not in self._in_flight:
-                self._cache.publish(job.seq_id, job.tokens)
+            self._cache.publish(job.seq_id, job.tokens)
         self._unpublished = [job for job in self._unpublished if job in self._in_flight]
 
     def _prompts(
         self, prefills: Sequence[Generation], decodes: int, waited: set[Generation]
     ) -> dict[Job, int]:
         """Return the prefills and sends that join `decodes` decodes, with their token counts."""
-        sends = [job for job in self.sends if self._missing(job) > 0 and not self.in_flight(job)]
+        sends = [job for job in self.sends if self._missing(job) > 0 and job not in self._held]
         if not prefills and not sends:
             return {}
         waiting = len(prefills) + len(sends)
-        budget = self._chunk_budget.tokens_allowed(decodes, waiting, max(self._budget - decodes, 2))
+        most = max(self._budget - decodes, 2)
+        if self.depth > 1:  # so that the stages compute a prompt at the same time
+            jobs: list[Job] = [*prefills, *sends]
+            longest = max(job.target for job in jobs)
+            most = min(most, max(-(-longest // (CHUNKS * self.depth)), SHORT_CHUNK))
+        budget = self._chunk_budget.tokens_allowed(decodes, waiting, most)
         half = budget // 2 if sends else 0
         wanted = sum(map(self._missing, sends))
         chosen = self._divide(prefills, budget - min(half, wanted), waited)
@@ -228,7 +256,7 @@ class Scheduler:
             if budget <= 0:
                 break
             leader, missing = self._leader(job, jobs, waited)
-            if leader in self._in_flight or not self._make_room(leader):
+            if not self._make_room(leader):
                 continue
             count = chosen.get(leader, 0)
             more = min(missing - count, budget if place else budget - budget // 2)
@@ -255,7 +283,7 @@ class Scheduler:
             elif other.started and (earlier or other not in self._untouched):
                 common = self._common(job, other)
                 if common > max(length, self._cache.length(other.seq_id)):
-                    return other, common - self._cache.length(other.seq_id)
+                    return other, common - self._cache.planned_length(other.seq_id)
         return job, self._missing(job)
 
     def _common(self, job: Job, other: Job) -> int:
@@ -317,10 +345,10 @@ class Scheduler:
 
     def _missing(self, job: Job) -> int:
         """Return the tokens to compute before the job can sample, or has sent everything."""
-        return job.target - self._cache.length(job.seq_id) if job.started else 0
+        return job.target - self._cache.planned_length(job.seq_id) if job.started else 0
 
     def _chunk(self, job: Job, count: int) -> Chunk:
-        start = self._cache.length(job.seq_id)
+        start = self._cache.planned_length(job.seq_id)
         stop = start + count
         sample = isinstance(job, Generation) and stop == job.target
         return Chunk(job.seq_id, job.tokens[start:stop], sample)

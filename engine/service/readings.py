@@ -54,6 +54,22 @@ def engine_readings(engine: MicroserveEngine) -> list[Reading]:
             lambda: sum(worker.restarts for worker in engine.workers()),
             counter=True,
         ),
+        Reading(
+            "microserve:swap_wait_seconds",
+            "Seconds that workers waited for pages of a step (--device-pages)",
+            lambda: sum(worker.swap_wait_ms for worker in engine.workers()) / 1e3,
+            counter=True,
+        ),
+        *(
+            Reading(
+                "microserve:swapped_bytes",
+                "Bytes between the pool and the workers' own memory",
+                partial(_swapped, engine, field),
+                counter=True,
+                labels={"direction": direction},
+            )
+            for direction, field in (("fetched", "fetched_bytes"), ("written", "written_bytes"))
+        ),
         stat("microserve:expired_leases", "Leases that expired", "expired_leases"),
         stat("vllm:prompt_tokens", "Prompt tokens computed", "prompt_tokens"),
         stat("vllm:generation_tokens", "Tokens sampled", "generation_tokens"),
@@ -65,6 +81,10 @@ def engine_readings(engine: MicroserveEngine) -> list[Reading]:
         ),
         *_tier_readings(cache),
     ]
+
+
+def _swapped(engine: MicroserveEngine, field: str) -> int:
+    return sum(getattr(worker, field) for worker in engine.workers())
 
 
 def _tier_readings(cache: KVCache) -> Iterator[Reading]:

@@ -77,6 +77,7 @@ class VirtualCache:
         self.grow = sequences.grow
         self.reserve = sequences.reserve
         self.length = sequences.length
+        self.planned_length = sequences.planned_length
         self.publish = sequences.publish
         self.swap_out = sequences.swap_out
         self.swap_in = sequences.swap_in

@@ -8,12 +8,18 @@ import os
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import astuple
+from queue import SimpleQueue
+from typing import TypeVar
 
 from engine.workers.settings import WorkerSettings
 from engine.workers.wire import Array, Kind, receive, send, send_text, text_of
 
 PR_SET_PDEATHSIG = 1
 log = logging.getLogger("engine.worker")
+Item = TypeVar("Item")
 
 
 def main() -> int:
@@ -42,6 +48,8 @@ def _serve(lead: socket.socket, settings: WorkerSettings) -> None:
     from engine.models import ModelError
     from engine.protocol import MicroserveError
     from engine.workers.compute import PartWorker
+    from engine.workers.step_message import StepMessage
+    from engine.workers.swapped_pages import SwapCounts
 
     try:
         worker = PartWorker(settings)
@@ -52,28 +60,57 @@ def _serve(lead: socket.socket, settings: WorkerSettings) -> None:
     digest = worker.model.weights_digest
     send(lead, Kind.DONE, [facts, list(digest.encode())])
 
-    def answer(kind: Kind, arrays: list[Array]) -> None:
-        if kind == Kind.STEP:
-            worker.step(arrays)
-        elif kind == Kind.ALLOCATE:
-            worker.map_pages(*map(int, arrays[0]))
-        elif kind == Kind.REJOIN:
-            worker.rejoin(text_of(arrays))
-        else:
-            raise ValueError(f"a lead sends no {kind.name}")
+    def answer(failure: Exception | None, computed_us: int, moved: SwapCounts) -> None:
+        if failure is None:
+            send(lead, Kind.DONE, [[computed_us, *astuple(moved)]])
+            return
+        log.error("%s", failure, exc_info=failure)
+        send_text(lead, Kind.FAILED, f"{type(failure).__name__}: {failure}")
 
-    try:
+    def announced() -> Iterator[tuple[Kind, list[Array], StepMessage | None]]:
+        """Yield the lead's messages; the worker knows of steps before they are yielded."""
         while True:
             kind, arrays = receive(lead)
+            step = StepMessage.of(arrays) if kind == Kind.STEP else None
+            if step is not None:
+                worker.announce(step)
+            yield kind, arrays, step
+
+    try:
+        for kind, arrays, step in read_ahead(announced()) if settings.device_pages else announced():
+            if step is not None:
+                worker.step(step, answer)
+                continue
+            failure = None
             try:
-                answer(kind, arrays)
-            except Exception as error:  # the lead says what becomes of it
-                log.exception("%s failed", kind.name)
-                send_text(lead, Kind.FAILED, f"{type(error).__name__}: {error}")
-            else:
-                send(lead, Kind.DONE)
+                if kind == Kind.ALLOCATE:
+                    worker.map_pages(*map(int, arrays[0]))
+                elif kind == Kind.REJOIN:
+                    worker.rejoin(text_of(arrays))
+                else:
+                    raise ValueError(f"a lead sends no {kind.name}")
+            except Exception as error:  # noqa: BLE001  the lead says what becomes of it
+                failure = error
+            answer(failure, 0, SwapCounts())
     finally:
         worker.close()
+
+
+def read_ahead(source: Iterator[Item]) -> Iterator[Item]:
+    """Yield the items of an iterator that another thread advances. Raises what it raises."""
+    items: SimpleQueue[Item | BaseException] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            for item in source:
+                items.put(item)
+        except BaseException as error:  # noqa: BLE001  raised below
+            items.put(error)
+
+    threading.Thread(target=read, name="messages", daemon=True).start()
+    while not isinstance(item := items.get(), BaseException):
+        yield item
+    raise item
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
-import numpy as np
 import torch
 
 from engine.execution.model_runner import stable_row_multiple
@@ -14,13 +16,53 @@ from engine.protocol import Internal
 from engine.workers.settings import WorkerSettings
 from engine.workers.shared_sum import SharedSum
 from engine.workers.stage_link import StageLink
-from engine.workers.wire import Array
+from engine.workers.step_message import StepMessage
+from engine.workers.swapped_pages import Done, SwapCounts, SwappedPages
 from kvcache.memory import KVLayout, PartRegion, Prefaulter, SplitLayout
 from kvcache.page_store import TorchPageStore
-from kvcache.sequences import Span, StepDescription
-from kvcache.types import TokenPos
+from kvcache.sequences import StepDescription
 
-__all__ = ["PartWorker"]
+__all__ = ["Answer", "PartWorker"]
+
+# What is told of a step: why it failed, microseconds that it was computed, what was moved for it.
+Answer = Callable[[Exception | None, int, SwapCounts], object]
+
+
+class _StepPages(Protocol):
+    """The pages of steps, one step after another."""
+
+    def announce(self, step: StepDescription) -> None: ...
+    def begin(self) -> None: ...
+    def attention(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor: ...
+    def end(self, done: Done) -> None: ...
+    def abort(self, done: Done) -> None: ...
+    def close(self) -> None: ...
+
+
+class _MappedPages:
+    """The lead's own pages, in place: `SwappedPages` without swapping."""
+
+    def __init__(self, region: PartRegion, *, query_heads: int) -> None:
+        self._store = TorchPageStore(region, query_heads=query_heads)
+        self._step = StepDescription((), ())
+        self.attention = self._store.attention
+        self.close = self._store.close
+
+    def announce(self, step: StepDescription) -> None:
+        self._step = step
+
+    def begin(self) -> None:
+        self._store.begin(self._step)
+
+    def end(self, done: Done) -> None:
+        self._store.end()
+        done(None, SwapCounts())
+
+    def abort(self, done: Done) -> None:
+        self._store.abort()
+        done(None, SwapCounts())
 
 
 class PartWorker:
@@ -49,7 +91,7 @@ class PartWorker:
             raise Internal(f"{settings.model} has no weights to split")
         self._transformer = self.model.transformer
         self._dtype = dtype
-        self._store: TorchPageStore | None = None
+        self._pages: _StepPages | None = None
         vocab = self.model.config.vocab_size
         size = settings.logits_rows * vocab * 4
         memory = mmap.mmap(settings.logits_fd, size)
@@ -92,7 +134,13 @@ class PartWorker:
         split = SplitLayout(whole, tuple(part.shard for part in parts))
         region = PartRegion(lead, fd, at, split, settings.rank)
         self._prefaulter.add(region)
-        self._store = TorchPageStore(region, query_heads=config.num_heads)
+        heads = config.num_heads
+        if settings.device_pages:
+            own = split.parts[settings.rank][1]
+            pages_ = settings.device_pages
+            self._pages = SwappedPages(region.pool, own, pages_, query_heads=heads)
+        else:
+            self._pages = _MappedPages(region, query_heads=heads)
 
     def rejoin(self, rendezvous: str) -> None:
         """Meet the other workers again, one of which is new. Raises as `StageLink`."""
@@ -112,53 +160,57 @@ class PartWorker:
             link.close()
 
     @property
-    def store(self) -> TorchPageStore:
-        """The part's pages. Raises `Internal` before there are any."""
-        if self._store is None:
+    def _step_pages(self) -> _StepPages:
+        """Raises `Internal` before there are any pages."""
+        if self._pages is None:
             raise Internal("no pages are allocated")
-        return self._store
+        return self._pages
+
+    def announce(self, message: StepMessage) -> None:
+        """Note a step that `step` will compute after those announced before. On any thread."""
+        self._step_pages.announce(message.step)
 
     @torch.inference_mode()
-    def step(self, arrays: list[Array]) -> None:
-        """Compute a step. No token of it counts as present if it fails.
+    def step(self, message: StepMessage, answer: Answer) -> None:
+        """Compute a step that was announced. Call `answer` when its tokens are in the lead's pool.
 
-        Raises what torch raises. It has left the other stages then: `rejoin` has to follow.
+        That may be on another thread, but in the order of the steps. If the step fails, no token of
+        it counts as present, and this worker has left the other stages: `rejoin` has to follow.
         """
-        begin, tokens, positions, wanted, spans, lengths, tables = arrays
-        pages = np.split(tables.astype(np.int32), np.cumsum(lengths)[:-1])
-        store, transformer, part = self.store, self._transformer, self._transformer.part
-        store.begin(
-            StepDescription(
-                (),
-                tuple(
-                    Span(int(row), TokenPos(int(start)), int(count), own)
-                    for (row, start, count), own in zip(spans.reshape(-1, 3), pages, strict=True)
-                ),
-            )
-        )
+        pages = self._step_pages
         try:
-            link = self._link
-            if link is None and self._settings.pp > 1:
-                raise Internal("this worker has left the others")
-            if link is None or part.first:
-                hidden = transformer.embedded(torch.from_numpy(tokens.copy()))
-            else:
-                hidden = link.take_over(len(tokens), self._settings.hidden, self._dtype)
-            hidden = transformer.run(hidden, torch.from_numpy(positions.copy()), store)
-            if link is None or part.last:
-                rows = torch.from_numpy(wanted.copy())
-                own = self._logits[int(begin[0]) : int(begin[0]) + len(rows)]
-                own.copy_(transformer.logits(hidden[rows]))
-            else:
-                link.pass_on(hidden)
-        except BaseException:
-            store.abort()
+            pages.begin()
+            computed_us = self._compute(message, pages)
+        except Exception as error:  # noqa: BLE001  the lead says what becomes of it
+            failure = error
             self._leave()
-            raise
-        store.end()
+            pages.abort(lambda _failure, moved: answer(failure, 0, moved))
+        else:
+            pages.end(lambda failure, moved: answer(failure, computed_us, moved))
+
+    def _compute(self, message: StepMessage, pages: _StepPages) -> int:
+        """Compute a step; return the µs it took, without those of waiting for other stages."""
+        transformer, part, link = self._transformer, self._transformer.part, self._link
+        if link is None and self._settings.pp > 1:
+            raise Internal("this worker has left the others")
+        if link is None or part.first:
+            began = time.perf_counter()
+            hidden = transformer.embedded(torch.from_numpy(message.tokens.copy()))
+        else:
+            hidden = link.take_over(len(message.tokens), self._settings.hidden, self._dtype)
+            began = time.perf_counter()
+        hidden = transformer.run(hidden, torch.from_numpy(message.positions.copy()), pages)
+        if link is None or part.last:
+            rows = torch.from_numpy(message.wanted.copy())
+            own = self._logits[message.begin : message.begin + len(rows)]
+            own.copy_(transformer.logits(hidden[rows]))
+        took = time.perf_counter() - began
+        if link is not None and not part.last:
+            link.pass_on(hidden)
+        return round(took * 1e6)
 
     def close(self) -> None:
         """Release the pages."""
         self._prefaulter.close()
-        if self._store is not None:
-            self._store.close()
+        if self._pages is not None:
+            self._pages.close()

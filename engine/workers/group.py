@@ -126,6 +126,10 @@ class WorkerGroup:
                 pid=worker.process.pid,
                 weight_bytes=worker.weight_bytes,
                 restarts=worker.restarts,
+                computing_ms=worker.counts[0] / 1e3,
+                swap_wait_ms=worker.counts[1] / 1e3,
+                fetched_bytes=worker.counts[2],
+                written_bytes=worker.counts[3],
             )
             for worker in list(self._workers)
         ]
@@ -230,7 +234,10 @@ class WorkerGroup:
         if kind != Kind.DONE:
             self._error = f"{worker.name}: {text_of(arrays)}"
             self._break(self._error)
-        return kind == Kind.DONE
+            return False
+        for counts in arrays:
+            worker.note(counts)
+        return True
 
     def _break(self, reason: str) -> None:
         """Have the supervisor replace what is lost, before anything else is done."""
@@ -363,10 +370,11 @@ class WorkerGroup:
                     cpus=share_of(settings.cpus, rank, count),
                     sum_fd=self._sum_fds[rank // settings.tp] if self._sum_fds else -1,
                 )
-                restarts = before[rank].restarts + 1 if rank in before else 0
-                if rank in before:
-                    before[rank].kill()
-                new.append(start(own, restarts=restarts))
+                worker = start(own)
+                if (old := before.get(rank)) is not None:
+                    old.kill()
+                    worker.restarts, worker.counts = old.restarts + 1, old.counts
+                new.append(worker)
             self._workers = sorted([*kept, *new], key=lambda worker: worker.settings.rank)
             self._meet(new, kept)
         self._map(new)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.workers.settings import WorkerSettings
-from engine.workers.wire import Kind, send_text
+from engine.workers.wire import Array, Kind, send_text
 
 __all__ = ["WorkerProcess", "share_of", "start"]
 
@@ -30,6 +30,15 @@ class WorkerProcess:
     sent: int = 0  # number of the latest message
     answered: int = 0  # number of the latest message that has been answered
     weight_bytes: int = 0
+    # µs of computing and of waiting for pages; bytes of pages fetched and of tokens written back.
+    counts: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    def note(self, counts: Array) -> None:
+        """Add what a worker tells of a step."""
+        computed, waited, fetched, written = (
+            a + b for a, b in zip(self.counts, counts.tolist(), strict=True)
+        )
+        self.counts = computed, waited, fetched, written
 
     @property
     def name(self) -> str:
@@ -61,7 +70,7 @@ class WorkerProcess:
         self.socket.close()
 
 
-def start(settings: WorkerSettings, *, restarts: int = 0) -> WorkerProcess:
+def start(settings: WorkerSettings) -> WorkerProcess:
     """Start a worker, and tell it what to load."""
     own, theirs = socket.socketpair()
     for end in (own, theirs):
@@ -77,7 +86,7 @@ def start(settings: WorkerSettings, *, restarts: int = 0) -> WorkerProcess:
         )
     with suppress(OSError):  # it has ended already, as its answer will say
         send_text(own, Kind.SETTINGS, settings.to_json())
-    return WorkerProcess(settings, process, own, restarts)
+    return WorkerProcess(settings, process, own)
 
 
 def share_of(cpus: Sequence[int], rank: int, count: int) -> tuple[int, ...]:

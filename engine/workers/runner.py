@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from engine.execution.model_runner import bucket, step_rows
 from engine.protocol import Internal
 from engine.scheduling import Chunk
+from engine.workers.step_message import StepMessage
 from engine.workers.store import WorkerStore
-from engine.workers.wire import Array, Kind
+from engine.workers.wire import Kind
 from kvcache.cache import KVCache
-from kvcache.sequences import StepDescription
 
 __all__ = ["WorkersRunner"]
 
@@ -54,19 +53,12 @@ class WorkersRunner:
             [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         )
         try:
-            rows = step_rows(chunks, cache, self._padded)
+            rows = step_rows(chunks, step, self._padded)
             if len(rows.wanted) > self._rows:
                 raise Internal(f"{rows.logits} rows of logits, where {self._rows} fit")
             begin = next(self._places) * self._rows
             number = self._group.tell(
-                Kind.STEP,
-                [
-                    [begin],
-                    rows.tokens,
-                    rows.positions,
-                    rows.wanted,
-                    *_described(step, cache.page_size),
-                ],
+                Kind.STEP, StepMessage.arrays_of(begin, rows, step, cache.page_size)
             )
         except Exception as failure:  # noqa: BLE001  `run` raises it
             self._started.append(_Started(failure=failure))
@@ -89,13 +81,3 @@ class WorkersRunner:
             raise
         self._cache.end_forward()
         return self._group.logits[started.begin : started.begin + started.rows]
-
-
-def _described(step: StepDescription, page_size: int) -> list[Array]:
-    """Return a step's spans, the lengths of their block tables, and these tables."""
-    tables = [span.pages[: -(-(span.start + span.count) // page_size)] for span in step.spans]
-    return [
-        np.array([(s.row, s.start, s.count) for s in step.spans], dtype=np.int64),
-        np.array([len(table) for table in tables], dtype=np.int64),
-        np.concatenate(tables).astype(np.int64),
-    ]

@@ -21,6 +21,7 @@ class WorkerSettings:
     threads: int  # 0: one for each of `cpus`
     cpus: tuple[int, ...]  # cores to run on
     page_size: int
+    device_pages: int  # of each worker's own memory, from which pages are swapped; 0: none
     hidden: int  # width of a row
     logits_rows: int  # that fit the memory for logits
     rank: int = 0

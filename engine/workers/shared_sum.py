@@ -28,6 +28,8 @@ __all__ = ["SharedSum", "set_stopped", "sum_bytes"]
 ROWS: Final = 1024  # of a sum; more are summed in parts
 LINE: Final = 8  # words of a cache line: each worker writes its own
 SPINS: Final = 2000  # looks at the numbers before others may have the core
+YIELD_S: Final = 0.002  # of such looks; then the worker sleeps between them
+SLEEP_S: Final = 0.0001
 TIMEOUT_S: Final = 600.0  # longer than any step: a worker that has not come by then is gone
 
 
@@ -83,12 +85,16 @@ class SharedSum:
         for _ in range(SPINS):
             if numbers.min() >= number:
                 return
-        end = time.monotonic() + TIMEOUT_S
+        began = now = time.monotonic()
         while numbers.min() < number:
-            os.sched_yield()
+            if now < began + YIELD_S:
+                os.sched_yield()
+            else:  # the other worker has no core now, so it may have this one
+                time.sleep(SLEEP_S)
             if self._stop[0]:
                 raise InterruptedError(f"sum {number} was stopped: a worker of the stage is lost")
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > began + TIMEOUT_S:
                 raise TimeoutError(f"a worker has not come to sum {number}")
 
     def _fence(self) -> None:

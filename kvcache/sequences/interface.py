@@ -55,6 +55,10 @@ class SequenceCache(Protocol):
         """Return the number of tokens whose KV the sequence has."""
         ...
 
+    def planned_length(self, seq_id: SeqId) -> int:
+        """Return the length that the sequence has when all steps under way have ended."""
+        ...
+
     def publish(self, seq_id: SeqId, tokens: Sequence[int]) -> None:
         """Share the sequence's full pages through the prefix cache; `tokens` are its own."""
         ...

@@ -25,6 +25,7 @@ class PagedSequence:
 
     table: BlockTable = field(default_factory=BlockTable)  # may reach past `length`
     length: int = 0  # tokens whose KV is present
+    coming: int = 0  # tokens of steps that are described and have not ended
     send: SendRange | None = None
 
     @property

@@ -76,6 +76,11 @@ class SequenceTable:
         """Return the number of tokens whose KV the sequence has."""
         return self._all[seq_id].length
 
+    def planned_length(self, seq_id: SeqId) -> int:
+        """Return the length that the sequence has when all described steps have ended."""
+        sequence = self._all[seq_id]
+        return sequence.length + sequence.coming
+
     def add_sequence(self, seq_id: SeqId, tokens: Sequence[int] = ()) -> int:
         """Add a sequence with the longest cached prefix of `tokens`; return its length."""
         self.check_new(seq_id)
@@ -152,7 +157,8 @@ class SequenceTable:
     def begin_step(self, seq_ids: Sequence[SeqId], counts: Sequence[int]) -> StepDescription:
         """Describe a step that computes `counts[i]` next tokens of `seq_ids[i]`, row after row.
 
-        Raises `Internal` where no room has been made.
+        They follow those of the steps that have been described and have not ended. Raises
+        `Internal` where no room has been made.
         """
         spans: list[Span] = []
         sends: list[StepSend] = []
@@ -160,7 +166,7 @@ class SequenceTable:
         page_size = self.page_size
         for seq_id, count in zip(seq_ids, counts, strict=True):
             sequence = self._all[seq_id]
-            start, table = TokenPos(sequence.length), sequence.table
+            start, table = TokenPos(sequence.length + sequence.coming), sequence.table
             end = TokenPos(start + count)
             if count < 1 or end > len(table) * page_size:
                 raise Internal(f"no room for {count} tokens at {start} of a sequence")
@@ -172,14 +178,29 @@ class SequenceTable:
                 )
             spans.append(Span(row, start, count, table.ids))
             row += count
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            self._all[seq_id].coming += count
         copies, self._copies = self._copies, []
         self._copying += copies
         return StepDescription(tuple(seq_ids), tuple(spans), tuple(sends), tuple(copies))
 
     def finish_step(self, step: StepDescription) -> None:
-        """Count the step's tokens as present."""
+        """Count the step's tokens as present. Steps end in the order of their descriptions."""
         for seq_id, span in zip(step.seq_ids, step.spans, strict=True):
-            self._all[seq_id].length = span.start + span.count
+            sequence = self._all[seq_id]
+            sequence.coming -= span.count
+            if sequence.length == span.start:  # no earlier step of it failed
+                sequence.length += span.count
+        self.copied(step.copies)
+
+    def abort_step(self, step: StepDescription) -> None:
+        """Forget a step that failed; its tokens are not present.
+
+        Later steps of the same sequences fail, too: what they follow is missing.
+        """
+        for seq_id, span in zip(step.seq_ids, step.spans, strict=True):
+            if (sequence := self._all.get(seq_id)) is not None:
+                sequence.coming -= span.count
         self.copied(step.copies)
 
     # Copies

@@ -26,6 +26,7 @@ __all__ = [
     "option",
     "read_ca",
     "read_params",
+    "split_flags",
     "with_vllm_flags",
 ]
 
@@ -169,6 +170,14 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Callable[[F], F]:
     elif hint in (int, float):
         kind = Number(hint, field.metadata.get("least"), field.metadata.get("most"))
     return option(*names, type=kind, show_default=field.default != "", **attributes)
+
+
+def split_flags(option: str, text: str) -> tuple[str, ...]:
+    """Return the arguments that a text has, as a shell would. Raises `click.UsageError`."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise click.UsageError(f"{option} {text!r}: {error}") from None
 
 
 def with_vllm_flags(flags: dict[str, Any], extra: tuple[str, ...]) -> dict[str, Any]:

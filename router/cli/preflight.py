@@ -48,18 +48,20 @@ def check_conformance(
     model: str,
     only: Collection[str],
     backend: Literal["microserve", "vllm"] = "microserve",
+    flags: Sequence[Sequence[str]] = (),
 ) -> bool:
     """Compare a strategy on real engines with a single engine, and print the result of each check.
 
-    `backend` is what computes in the engines. `only` names the checks to run; empty: all. Returns
-    whether all passed. Raises `Mistake` if the processes do not start.
+    `backend` is what computes in the engines, and `flags` are further flags of the first ones,
+    which the one that they are compared with does not get. `only` names the checks to run; empty:
+    all. Returns whether all passed. Raises `Mistake` if the processes do not start.
     """
     checks = [check for check in ALL if not only or check.__name__ in only]
 
     async def run() -> bool:
         click.echo(f"starting engines with {model} …", err=True)
         failed, requests = 0, 0
-        async with set_up(model, strategy, params, backend) as (deployment, oracle):
+        async with set_up(model, strategy, params, backend, flags) as (deployment, oracle):
             if not deployment.resumes:
                 click.echo("answers that lose their engine are greedy: no others resume exactly")
             async for result in run_checks(deployment, oracle, checks):

@@ -21,6 +21,7 @@ from router.cli.options import (
     Number,
     option,
     read_params,
+    split_flags,
 )
 from router.cli.preflight import check_conformance, check_strategy
 from router.conformance import ALL
@@ -163,6 +164,10 @@ def rollback(client: httpx.Client) -> None:
 @option("--model", default="tiny", show_default=True, group="Checks", help="the engines' model")
 @option("--backend", type=click.Choice(["microserve", "vllm"]), default="microserve",
         show_default=True, group="Checks", help="what computes in the real engines")  # fmt: skip
+@option("--engine-flags", multiple=True, metavar="TEXT", group="Checks",
+        help="further flags of the first real engine, as one text, such as '--tp 2'; repeat it for "
+        "the second and the third",
+)  # fmt: skip
 @option("--dry-run", is_flag=True, group="Checks",
         help="use simulated engines only; takes a second")  # fmt: skip
 @option("--fleet", is_flag=True, group="Checks",
@@ -178,6 +183,7 @@ def check(
     params: tuple[str, ...],
     model: str,
     backend: Literal["microserve", "vllm"],
+    engine_flags: tuple[str, ...],
     dry_run: bool,
     fleet: bool,
     only: tuple[str, ...],
@@ -198,8 +204,9 @@ def check(
     told = f", with fallbacks: {', '.join(fallbacks)}" if fallbacks else ""
     click.echo(f"{file}: dry run ok, {requests} requests against simulated engines{told}")
     if not dry_run and not check_conformance(
-        file, read_params(params), model=model, only=only, backend=backend
-    ):
+        file, read_params(params), model=model, only=only, backend=backend,
+        flags=[split_flags("--engine-flags", text) for text in engine_flags],
+    ):  # fmt: skip
         raise click.exceptions.Exit(1)
 
 

@@ -18,6 +18,7 @@ from router.cli.options import (
     given,
     option,
     read_params,
+    split_flags,
     with_vllm_flags,
 )
 from router.cli.preflight import check_address, check_folder, check_strategy, check_tls
@@ -63,6 +64,12 @@ BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the ro
         help="number of engines that prefill")  # fmt: skip
 @option("--decode", type=click.IntRange(min=0), default=0, group="Engines",
         help="number of engines that decode")  # fmt: skip
+@option("--prefill-flags", default="", metavar="TEXT", group="Engines",
+        help="further flags of the engines that prefill, as one text, such as '--tp 2'",
+)  # fmt: skip
+@option("--decode-flags", default="", metavar="TEXT", group="Engines",
+        help="further flags of the engines that decode, as one text, such as '--pp 2'",
+)  # fmt: skip
 @option("--strategy", default=ROUTER.strategy, show_default=True, metavar="NAME|FILE.py",
         group="Strategy", help="strategy that routes requests")  # fmt: skip
 @option("--param", "params", multiple=True, metavar="K=V", group="Strategy",
@@ -84,6 +91,8 @@ def up(
     engines: int | None,
     prefill: int,
     decode: int,
+    prefill_flags: str,
+    decode_flags: str,
     strategy: str,
     params: tuple[str, ...],
     allow_upload: bool,
@@ -109,6 +118,10 @@ def up(
     flags = with_vllm_flags(flags, vllm_flags)
     if engines is not None and (prefill or decode):
         raise click.UsageError("use either --engines, or --prefill and --decode")
+    role_args = {
+        "prefill": _split("--prefill-flags", prefill_flags, of=prefill),
+        "decode": _split("--decode-flags", decode_flags, of=decode),
+    }
     roles = ("prefill",) * prefill + ("decode",) * decode or ("any",) * (engines or 2)
     check_address(host, port)
     check_folder("--state-file", state_file)
@@ -134,6 +147,7 @@ def up(
         host=host,
         port=port,
         engine_flags=given(EngineConfig, {n: v for n, v in flags.items() if n not in PASSED_ON}),
+        role_args=role_args,
         admin_key=admin_key,
         api_key=api_key,
         engine_api_key=engine_api_key,
@@ -151,6 +165,17 @@ def up(
         if not isinstance(cause, StartFailed | OSError):
             raise
         raise click.ClickException(str(cause)) from None
+
+
+def _split(option: str, text: str, *, of: int) -> tuple[str, ...]:
+    """Return the arguments in a text for the `of` engines of a role. Raises `UsageError`."""
+    arguments = split_flags(option, text)
+    if arguments and not of:
+        raise click.UsageError(f"{option} needs engines of that role: --prefill N --decode M")
+    set_here = {f"--{name.replace('_', '-')}" for name in OWN}
+    if wrong := [one for one in arguments if one.partition("=")[0] in set_here]:
+        raise click.UsageError(f"{option}: up sets {wrong[0]} itself")
+    return arguments
 
 
 async def _run_until_signal(fleet: Fleet) -> None:

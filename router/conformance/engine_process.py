@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain, repeat
 from typing import Literal
 
 from router.conformance.forkserver import ForkedProcess, Program, run_engine
@@ -22,11 +23,14 @@ FLAGS = ("--port", "0", "--threads", "1", "--dtype", "float32", "--pool-pages", 
 class EngineProcess:
     """One engine behind its proxy. Another process can replace it after `die`."""
 
-    def __init__(self, name: str, model: str, secret: str, backend: Backend) -> None:
+    def __init__(
+        self, name: str, model: str, secret: str, backend: Backend, flags: Sequence[str] = ()
+    ) -> None:
         self.name = name
         self.proxy = Proxy(name)
         self.url = ""  # the engine's own, not the proxy's
-        self._flags = (model, *FLAGS, "--engine-id", name, *(VLLM if backend == "vllm" else ()))
+        more = VLLM if backend == "vllm" else ()
+        self._flags = (model, *FLAGS, *flags, "--engine-id", name, *more)
         self._secret = secret
         self._process: ForkedProcess | None = None
 
@@ -53,11 +57,20 @@ class EngineProcess:
 
 @asynccontextmanager
 async def running_engines(
-    model: str, count: int, backend: Backend = "microserve"
+    model: str,
+    count: int,
+    backend: Backend = "microserve",
+    flags: Sequence[Sequence[str]] = (),
 ) -> AsyncIterator[list[EngineProcess]]:
-    """Start engines that share a secret; they end with the body. Raises `StartFailed`."""
+    """Start engines that share a secret; they end with the body. Raises `StartFailed`.
+
+    `flags` are further flags of the first ones, for each of these.
+    """
     secret = secrets.token_hex(32)
-    engines = [EngineProcess(f"engine-{number}", model, secret, backend) for number in range(count)]
+    engines = [
+        EngineProcess(f"engine-{number}", model, secret, backend, own)
+        for number, own in zip(range(count), chain(flags, repeat(())), strict=False)
+    ]
     try:
         async with asyncio.TaskGroup() as starts:
             for engine in engines:

@@ -48,11 +48,18 @@ class Result:
 
 @asynccontextmanager
 async def set_up(
-    model: str, strategy: str, params: Mapping[str, Any], backend: Backend = "microserve"
+    model: str,
+    strategy: str,
+    params: Mapping[str, Any],
+    backend: Backend = "microserve",
+    flags: Sequence[Sequence[str]] = (),
 ) -> AsyncIterator[tuple[Deployment, Deployment]]:
-    """Start a strategy with three engines, and the oracle. Raises `StartFailed`."""
+    """Start a strategy with three engines, and the oracle. Raises `StartFailed`.
+
+    `flags` are further flags of each of the three.
+    """
     async with (
-        running_engines(model, 4, backend) as (*engines, single),
+        running_engines(model, 4, backend, flags) as (*engines, single),
         deployed([single], "data_parallel") as oracle,
         deployed(engines, strategy, params) as deployment,
     ):

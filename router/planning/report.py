@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from router.base import print_table, table_of
-from router.planning.instances import Instance
+from router.planning.instances import Division, Instance
 from router.planning.placement import Choice, Rated
 
 __all__ = ["fleet_of", "placeholder", "show_choice", "up_command", "why_not"]
 
+UNDIVIDED = Division(1, 1)
 SHOWN = 8  # candidates of a table
 
 
@@ -63,12 +64,23 @@ def placeholder(model: str) -> str:
     return f"<folder or hub id of {model}>"
 
 
-def up_command(model: str, prefills: int, decodes: int) -> str:
-    """Return the command that starts so many engines for each phase, and routes between them."""
-    return (
-        f"microserve up {shlex.quote(model)} --prefill {prefills} --decode {decodes} "
-        "--strategy prefill_decode"
-    )
+def up_command(
+    model: str,
+    prefills: int,
+    decodes: int,
+    prefill: Division = UNDIVIDED,
+    decode: Division = UNDIVIDED,
+) -> str:
+    """Return the command that starts so many engines for each phase, and routes between them.
+
+    The engines of a phase have as many workers as its division has GPUs.
+    """
+    arguments = ["microserve", "up", model, "--prefill", str(prefills), "--decode", str(decodes)]
+    for phase, division in (("prefill", prefill), ("decode", decode)):
+        split = (("tp", division.tp), ("pp", division.pp))
+        if flags := " ".join(f"--{name} {count}" for name, count in split if count > 1):
+            arguments += [f"--{phase}-flags", flags]
+    return shlex.join([*arguments, "--strategy", "prefill_decode"])
 
 
 def fleet_of(instances: Sequence[tuple[int, Instance]]) -> str | None:

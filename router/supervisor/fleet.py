@@ -34,7 +34,10 @@ STEADY_S = 30.0  # a child that ran this long is restarted after the first delay
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """Settings of `up`: one engine for each of `roles`, with `engine_flags` (of `EngineConfig`)."""
+    """Settings of `up`: one engine for each of `roles`, with `engine_flags` (of `EngineConfig`).
+
+    `role_args` are further arguments of the engines of a role, which win over `engine_flags`.
+    """
 
     model: str
     roles: tuple[str, ...]
@@ -42,6 +45,7 @@ class FleetConfig:
     host: str
     port: int
     engine_flags: dict[str, Any] = field(default_factory=dict)
+    role_args: dict[str, tuple[str, ...]] = field(default_factory=dict)
     admin_key: str = ""
     api_key: str = ""
     engine_api_key: str = ""  # of the engines; empty: a random one
@@ -111,16 +115,16 @@ class Fleet:
         env["MICROSERVE_ENGINE_API_KEY"] = self._engine_key
         shares = _shares(len(config.roles), config.engine_flags)
         for number, (role, share) in enumerate(zip(config.roles, shares, strict=True)):
-            flags = {
-                **config.engine_flags,
-                **share,
+            flags = {**config.engine_flags, **share}
+            own = {
                 "role": role,
                 "engine_id": f"engine-{number}",
                 "port": 0,
                 "memory_share": f"{1 / len(config.roles):.6f}",
                 "parent_pid": os.getpid(),
             }
-            argv = module_command("engine", config.model, *as_arguments(flags))
+            arguments = *as_arguments(flags), *config.role_args.get(role, ()), *as_arguments(own)
+            argv = module_command("engine", config.model, *arguments)
             self._engines.append(ChildProcess(f"engine-{number}", argv, env, to=self._note))
         await _together(child.start(tasks) for child in self._engines)
         for child in self._engines:

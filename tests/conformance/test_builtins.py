@@ -69,5 +69,15 @@ async def test_all_on_tiny(tiny: Testbed, strategy: str, params: dict[str, Any])
 @pytest.mark.conformance
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("strategy", "params"), CASES)
+async def test_all_on_mixed_splits(
+    mixed_splits: Testbed, strategy: str, params: dict[str, Any]
+) -> None:
+    """No strategy notices how its engines are split, but by their speed."""
+    await passes(mixed_splits, ALL, strategy, params)
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("strategy", "params"), CASES)
 async def test_all_on_smollm2(smollm2: Testbed, strategy: str, params: dict[str, Any]) -> None:
     await passes(smollm2, ALL, strategy, params)

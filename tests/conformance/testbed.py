@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -21,9 +21,9 @@ class Testbed:
 
 
 @asynccontextmanager
-async def testbed(model: str) -> AsyncIterator[Testbed]:
+async def testbed(model: str, flags: Sequence[Sequence[str]] = ()) -> AsyncIterator[Testbed]:
     async with (
-        running_engines(model, 4) as (*engines, single),
+        running_engines(model, 4, flags=flags) as (*engines, single),
         deployed([single], "data_parallel") as oracle,
     ):
         yield Testbed(engines, oracle)

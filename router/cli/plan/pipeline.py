@@ -13,9 +13,10 @@ from engine.latency import DEVICES, MODELS, StepWork, find_profile
 from engine.protocol import BadRequest
 from router.base import print_table, table_console, table_of
 from router.cli.options import GroupedCommand, Number, option
-from router.cli.plan.placement import COUNT, REPLACE, report
+from router.cli.plan.placement import COUNT, REPLACE, WORKERS, report
 from router.cli.workload_options import POSITIVE
 from router.planning import (
+    Division,
     Job,
     Microbatch,
     Served,
@@ -149,7 +150,8 @@ def _plan(
         f"a microbatch twice as large with swapping is {'faster' if swaps else 'not faster'} "
         f"than two without",
     ]
-    command = up_command(placeholder(name), 1, 1)
+    stages = Division(gpus_per_machine, best.prompt), Division(gpus_per_machine, best.token)
+    command = up_command(placeholder(name), 1, 1, *stages)
     document = {
         "plan": "pipeline", "model": model, "machines": machines, "prompt_s": prompt_s,
         "token_s": token_s, "prompt": best.prompt, "token": best.token,
@@ -189,11 +191,7 @@ def _show(planned: _Planned, console: Console) -> None:
     console.print()
     for note in planned.notes:
         click.echo(note)
-    click.echo(
-        f"\n  {planned.command}\n  ({REPLACE})\n  (engines here run on one device: the plan "
-        f"holds for a prefill engine with pp={best.prompt} and a decode engine with "
-        f"pp={best.token})"
-    )
+    click.echo(f"\n  {planned.command}\n  ({REPLACE})\n  ({WORKERS})")
 
 
 def _jobs(count: int, tokens: int, spread: float, seed: int) -> list[Job]:

@@ -41,9 +41,10 @@ from router.planning import (
 from router.simulation import TARGET
 from router.telemetry import Slo
 
-__all__ = ["COUNT", "REPLACE", "placement", "report"]
+__all__ = ["COUNT", "REPLACE", "WORKERS", "placement", "report"]
 
 COUNT = click.IntRange(1, 4096)
+WORKERS = "the workers of an engine are processes of one host, and compute on its CPUs so far"
 REQUESTS = 500
 REPLACE = (
     "replace <…> by a model that engines can load: a folder, a .gguf file or a hub id of the "
@@ -206,15 +207,12 @@ class _Placing:
     def _commands(
         self, prefill: Instance, decode: Instance, prefills: int, decodes: int
     ) -> list[str]:
-        commands = [up_command(self._served, prefills, decodes)]
+        commands = [up_command(self._served, prefills, decodes, prefill.division, decode.division)]
         click.echo(f"\n  {commands[0]}")
         if self._served.startswith("<"):
             click.echo(f"  ({REPLACE})")
         if max(prefill.division.gpus, decode.division.gpus) > 1:
-            click.echo(
-                "  (engines here run on one device: the plan holds for engines that divide the "
-                "model as above)"
-            )
+            click.echo(f"  ({WORKERS})")
         fleet = fleet_of([(prefills, prefill), (decodes, decode)])
         if fleet is not None:
             commands.append(self._simulate(fleet, prefills, decodes))

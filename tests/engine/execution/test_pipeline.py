@@ -19,14 +19,18 @@ from engine.scheduling import Chunk, Generation, Scheduler
 class Pipeline:
     """A stepper whose runner has up to `depth` steps under way; time passes when one ends."""
 
-    def __init__(self, depth: int, *, pages: int = 64, budget: int = 64) -> None:
+    def __init__(
+        self, depth: int, *, pages: int = 64, budget: int = 64, step_pages: int = 0
+    ) -> None:
         self.now = 0.0
         self.cache = make_cache(None, pages)
         store = self.cache.store  # of one step at a time; nothing is computed here
         store.begin = store.end = store.abort = lambda *_step: None
         self.scheduler = Scheduler(
-            self.cache, token_budget=budget, max_batch=16, swap=False, depth=depth
-        )
+            self.cache, token_budget=budget, max_batch=16, swap=False, depth=depth,
+            step_pages=step_pages,
+        )  # fmt: skip
+        self.step_pages = step_pages
         self.stepper = Stepper(
             self.cache, self.scheduler, self, self.sample, self.deliver, lambda: self.now,
             start=self.start,
@@ -38,11 +42,14 @@ class Pipeline:
         self.outputs: list[StepOutput] = []
 
     def start(self, chunks: Sequence[Chunk]) -> None:
-        busy = {chunk.seq_id for earlier in self.started for chunk in earlier}
-        assert busy.isdisjoint(chunk.seq_id for chunk in chunks)
-        self.cache.begin_forward(
+        """A sequence whose next token is not known yet is in no further step."""
+        sampling = {c.seq_id for earlier in self.started for c in earlier if c.sample}
+        assert sampling.isdisjoint(chunk.seq_id for chunk in chunks)
+        step = self.cache.begin_forward(
             [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         )
+        used = [-(-(span.start + span.count) // 16) for span in step.spans]
+        assert not self.step_pages or sum(used) <= self.step_pages
         self.started.append(chunks)
         self.steps.append({int(chunk.seq_id) for chunk in chunks})
         self.most = max(self.most, len(self.started))
@@ -105,6 +112,73 @@ def test_a_single_generation_has_one_step_under_way(pipeline):
     assert pipeline.most == 1 and len(pipeline.tokens()["r1"]) == 6
 
 
+def test_sequences_take_turns_where_a_step_has_few_pages():
+    """Ten decodes of three pages each, of which two fit a step, and a prompt of five pages."""
+    machine = Pipeline(2, step_pages=6)
+    for number in range(1, 11):
+        machine.stepper.submit(generation(number, [number] * 34, max_tokens=12))
+    while len(machine.tokens()) < 10:
+        machine.stepper.step()
+    machine.stepper.submit(generation(11, [11] * 80, max_tokens=2))
+    counts: list[int] = []
+    while machine.stepper.step().chunks:
+        tokens = machine.tokens()
+        counts.append(max(map(len, tokens.values())) - min(map(len, tokens.values())))
+        if "r11" in tokens and not counts[-1] > 11:
+            prompt_done = len(counts)
+    assert {len(tokens) for name, tokens in machine.tokens().items() if name != "r11"} == {12}
+    assert len(machine.tokens()["r11"]) == 2
+    assert prompt_done < 60  # the prompt did not wait for the decodes' end
+    machine.check()
+    machine.cache.transport.close()
+
+
+def test_the_chunks_of_a_prompt_follow_each_other(pipeline):
+    """Also of a send; and a second prompt with the same prefix waits until it is shared."""
+    prompt = [number % 500 for number in range(600)]
+    pipeline.stepper.submit(generation(1, prompt, max_tokens=3))
+    pipeline.stepper.step()
+    pipeline.stepper.submit(generation(2, [*prompt[:400], 7, 7], max_tokens=3))
+    pipeline.run_until_idle()
+    both = [one & other for one, other in itertools.pairwise(pipeline.steps)]
+    assert sum(bool(each) for each in both) >= 6  # 600 tokens, 64 a step
+    assert len(pipeline.steps) <= 10 + 2 + 2 * 2
+    assert [len(tokens) for tokens in pipeline.tokens().values()] == [3, 3]
+    shared = [job for job in pipeline.outputs if job.generation.request_id == "r2"]
+    assert shared[0].generation.cached == 400
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_prompt_that_is_aborted_in_several_steps_ends_with_them(pipeline, steps: int):
+    job = generation(1, [number % 500 for number in range(700)], max_tokens=3)
+    pipeline.stepper.submit(job)
+    for _ in range(steps):
+        pipeline.stepper.step()
+    before = len(pipeline.steps)
+    pipeline.stepper.abort(job)
+    pipeline.run_until_idle()
+    assert len(pipeline.steps) <= before + 1
+    assert not pipeline.tokens() and not pipeline.scheduler.running
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_a_step_that_fails_fails_those_that_follow_it(pipeline, caplog, failing: int):
+    """What was computed behind the hole is neither counted nor shared."""
+    prompt = [number % 500 for number in range(600)]
+    pipeline.stepper.submit(generation(1, prompt, max_tokens=3))
+    for _ in range(failing):
+        pipeline.stepper.step()
+    pipeline.fail_next = True
+    pipeline.run_until_idle()
+    (failure,) = [one.failure for one in pipeline.outputs]
+    assert "boom" in str(failure)
+    again = generation(2, prompt, max_tokens=3)
+    pipeline.stepper.submit(again)
+    pipeline.run_until_idle()
+    assert len(pipeline.tokens()["r2"]) == 3
+    assert again.cached <= 64 * failing
+
+
 def test_a_generation_is_aborted_when_its_step_has_ended(pipeline):
     jobs = [generation(number, [number] * 40, max_tokens=50) for number in (1, 2)]
     for job in jobs:
@@ -133,13 +207,13 @@ def test_a_step_that_fails_fails_its_own_jobs(pipeline, caplog):
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("depth", [2, 3])
-def test_tokens_are_those_of_one_step_at_a_time(depth: int, seed: int):
-    """With few pages, shared prefixes, preemptions and aborts at random."""
+@pytest.mark.parametrize(("depth", "step_pages"), [(2, 0), (3, 0), (1, 9), (2, 9), (3, 9)])
+def test_tokens_are_those_of_one_step_at_a_time(depth: int, step_pages: int, seed: int):
+    """With few pages, shared prefixes and preemptions, and where a step has few of the pages."""
     histories = []
-    for deep in (1, depth):
+    for deep, most in ((1, 0), (depth, step_pages)):
         source = random.Random(seed)
-        machine = Pipeline(deep, pages=14, budget=24)
+        machine = Pipeline(deep, pages=14, budget=24, step_pages=most)
         shared = [source.randrange(500) for _ in range(40)]
         jobs = []
         for number in range(1, 13):

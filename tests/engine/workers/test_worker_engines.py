@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,8 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from engine_process import EngineProcess
 from smollm2_greedy import continuations
+
+from engine.models import load_model, split_model
+from engine.protocol import BadRequest
+from engine.workers import WorkerGroup, WorkerSettings
 
 SPLITS = [("2", "1"), ("2", "2")]  # two stages alone: with SmolLM2
 
@@ -30,8 +36,13 @@ def split_engine(request) -> Iterator[EngineProcess]:
 
 def workers_of(process: EngineProcess) -> list[int]:
     """Return the pids of an engine's workers."""
+    return children_of(process.pid)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the pids of the workers that a process has started."""
     found = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True
+        ["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True
     ).stdout
     return [int(line.split()[0]) for line in found.splitlines() if "engine.workers" in line]
 
@@ -116,6 +127,49 @@ def test_a_split_that_cannot_be_is_refused_with_a_sentence(arguments: list[str],
     assert "Traceback" not in done.stderr
 
 
+def test_a_worker_that_is_killed_while_it_loads_ends_the_start():
+    """As by the kernel, when the memory is short."""
+    command = [sys.executable, "-m", "engine", "tiny", "--tp", "2", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as lead:
+        while not (found := children_of(lead.pid)):
+            assert lead.poll() is None
+            time.sleep(0.01)
+        os.kill(found[-1], signal.SIGKILL)
+        _, said = lead.communicate(timeout=60)
+    assert lead.returncode == 2
+    assert "ended while it loaded the model, with signal 9" in said.splitlines()[-1]
+    assert "worker 0 (stage 0 of 1, part 0 of 2)" in said or "worker 1" in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in found)
+
+
+def test_a_worker_with_other_weights_is_refused():
+    """The model's files were replaced after the lead had read them."""
+    config = load_model("tiny", dtype=torch.float32, device=torch.device("cpu")).config
+    settings = WorkerSettings(
+        model="tiny", dtype="float32", device="cpu", quantization="none", tp=2, pp=1, threads=1,
+        cpus=(0,), page_size=16, device_pages=0, hidden=config.hidden_size, logits_rows=64,
+    )  # fmt: skip
+    shards = [part.shard for part in split_model(config, tp=2, pp=1)]
+    with pytest.raises(BadRequest, match=r"worker 0 \(.*\) has loaded weights .*, not another"):
+        WorkerGroup(settings, shards, vocab=config.vocab_size, digest="another")
+    assert not children_of(os.getpid())
+
+
+def test_each_worker_has_its_share_of_the_weights():
+    """And what all of a stage have: norms. Tied embeddings are in the first and the last stage."""
+    sizes = {}
+    for split in (("1", "1"), ("2", "1"), ("1", "2"), ("2", "2")):
+        process = EngineProcess(*flags(split), "--device-pages", "80")
+        try:
+            sizes[split] = [one["weight_bytes"] for one in process.state()["workers"]]
+        finally:
+            process.kill()
+    (whole,) = sizes["1", "1"]
+    for split, each in sizes.items():
+        assert max(each) < whole / len(each) * 1.02, split
+        assert whole <= sum(each) < whole + 4096 * len(each), split
+
+
 @pytest.mark.parametrize("split", [("3", "1"), ("1", "2")], ids=str)
 def test_smollm2_continues_as_in_transformers(split: tuple[str, str]):
     process = EngineProcess(
@@ -125,5 +179,26 @@ def test_smollm2_continues_as_in_transformers(split: tuple[str, str]):
         for each in continuations()[:3]:
             got = tokens_of(process, each.prompt, max_tokens=len(each.tokens))
             each.check(got, f"tp {split[0]}, pp {split[1]}")
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("split", [("1", "1"), ("1", "2"), ("2", "1")], ids=str)
+def test_swapped_steps_give_the_tokens_of_one_process(engine_process, split: tuple[str, str]):
+    """The workers have memory for 80 of the pool's 300 pages; twelve streams have 230 of them."""
+    wanted = [tokens_of(engine_process, prompt, max_tokens=24) for prompt in prompts()]
+    process = EngineProcess(
+        *flags(split), "--pool-pages", "300", "--device-pages", "80", "--max-batch", "12"
+    )
+    try:
+        for _ in range(2):
+            with ThreadPoolExecutor(12) as threads:
+                got = list(threads.map(lambda p: tokens_of(process, p, max_tokens=24), prompts()))
+            assert got == wanted
+        process.at_rest()
+        workers = process.state()["workers"]
+        assert all(0 < one["written_bytes"] < one["fetched_bytes"] for one in workers)
+        # The longest context is the half of that memory.
+        assert process.http.get("/microserving/model").json()["context_length"] == 40 * 16
     finally:
         process.kill()

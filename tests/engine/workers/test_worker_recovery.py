@@ -80,7 +80,33 @@ def test_streams_go_on_when_a_worker_is_killed(engine, wanted, tp: int, pp: int,
     process.at_rest()
 
 
-@pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 1), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_kv_that_is_swapped_outlives_the_worker(engine, wanted, number: signal.Signals):
+    """The worker has memory of its own, which is lost; its tokens came back to the lead's pool."""
+    process = start(1, 2, "--device-pages", "60")
+    engine.append(process)
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        answers = [threads.submit(tokens, process, prompt, 200) for prompt in PROMPTS]
+        while process.state()["running"] < len(PROMPTS):
+            time.sleep(0.01)
+        before = workers(process)
+        os.kill(before[1]["pid"], number)
+        assert [answer.result() for answer in answers] == wanted
+    after = workers(process)
+    assert [one["restarts"] for one in after] == [0, 1]
+    assert after[1]["written_bytes"] > before[1]["written_bytes"]
+    computed = sum(len(prompt) - 1 for prompt in PROMPTS)
+    assert metric(process, "vllm:prompt_tokens_total") == computed
+    process.at_rest()
+
+
+STOPPED = [
+    pytest.param(*case.values, marks=[] if case.values in ((2, 1, 1), (1, 2, 0)) else case.marks)
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("tp", "pp", "rank"), STOPPED, ids=str)
 def test_a_stopped_worker_is_replaced(engine, wanted, tp: int, pp: int, rank: int):
     process = start(tp, pp)
     engine.append(process)

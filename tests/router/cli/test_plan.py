@@ -47,8 +47,11 @@ def test_high_affinity_places_each_phase_and_says_how_to_run_it():
         assert chosen["instances"] * mine["gpus"] == min(gpus)
         assert chosen["instances"] * mine["goodput"] >= 20
     n, m = found["prefill"]["instances"], found["decode"]["instances"]
-    up = f"up '<folder or hub id of opt-13b>' --prefill {n} --decode {m} --strategy prefill_decode"
-    up = f"microserve {up}"
+    up = f"microserve up '<folder or hub id of opt-13b>' --prefill {n} --decode {m}"
+    for phase in ("prefill", "decode"):
+        split = [f"--{name} {k}" for name in ("tp", "pp") if (k := found[phase][name]) > 1]
+        up += f" --{phase}-flags '{' '.join(split)}'" if split else ""
+    up += " --strategy prefill_decode"
     assert found["commands"][0] == up and up in result.stdout
     assert "replace <…> by a model that engines can load" in result.stdout
     assert found["attained"]["ttft"] >= 0.9 and found["attained"]["tpot"] >= 0.9
@@ -132,7 +135,11 @@ def test_machines_are_split_and_makespans_simulated():
     assert found["splits"][0][:2] == [3, 5] and found["disaggregation_wins"]
     split, together, *_ = found["simulated"]
     assert split["makespan_s"] < together["makespan_s"] and split["cost"] < together["cost"]
-    assert "slower, by its" in result.stdout and "pp=3" in result.stdout
+    assert "slower, by its" in result.stdout
+    assert found["commands"][0].endswith(
+        "--prefill 1 --decode 1 --prefill-flags '--tp 2 --pp 3' --decode-flags '--tp 2 --pp 5' "
+        "--strategy prefill_decode"
+    )
 
 
 def test_a_slow_network_is_in_the_prompts_pipeline():

@@ -160,6 +160,9 @@ def test_killing_up_ends_its_children(tmp_path):
         (["tiny", "--dtype", "float32", "--cpus", "999"], "failed to start"),
         (["tiny", "--strategy", "nothing"], "no strategy 'nothing'"),
         (["tiny", "--param", "nothing"], "K=V"),
+        (["tiny", "--decode-flags", "--tp 2"], "--decode-flags needs engines of that role"),
+        (["tiny", "--prefill", "1", "--prefill-flags", "--port=1"], "up sets --port=1 itself"),
+        (["tiny", "--prefill", "1", "--prefill-flags", "--tp '2"], "No closing quotation"),
     ],
 )
 def test_a_failed_start_says_why(flags, says):
@@ -198,7 +201,8 @@ def streamed(state: dict, number: int = 0, at: int = 0) -> list[int]:
     }  # fmt: skip
     tokens: list[int] = []
     url = state["router"]["url"] + "/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=90) as reply:
+    headers = {"X-Request-Id": "streamed"}
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=90) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
@@ -219,3 +223,20 @@ def test_a_restarted_single_engine_continues_its_generation(tmp_path):
         went_on = streamed(state, signal.SIGKILL, at=100)
         assert len(went_on) == 600
         assert streamed(state) == went_on
+
+
+def test_engines_of_a_role_have_flags_of_their_own(tmp_path):
+    """Two stages prefill, and a worker that swaps its pages decodes."""
+    split = ("--prefill-flags", "--pp 2", "--decode-flags", "--device-pages 256", "--strategy")
+    with up(tmp_path, "--prefill", "1", "--decode", "1", *split, "prefill_decode") as (_, state):
+        tokens = streamed(state)
+        url = state["router"]["url"]
+        engines = httpx.get(f"{url}/admin/engines").json()["engines"]
+        receipt = httpx.get(f"{url}/admin/requests/streamed").json()
+    stages = {one["role"]: [w["stage"] for w in one["state"]["workers"]] for one in engines}
+    assert stages == {"prefill": [0, 1], "decode": [0]}
+    calls = [leg["call"] for leg in receipt["legs"]]
+    assert calls == ["prep_recv", "remote_send", "start_generate"]
+    (tmp_path / "state.json").unlink()
+    with up(tmp_path, "--engines", "1") as (_, state):
+        assert streamed(state) == tokens

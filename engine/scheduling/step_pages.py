@@ -1,0 +1,84 @@
+"""Steps whose pages are bounded: sequences take turns in a memory that does not hold all of them.
+
+A worker with memory of its own (`--device-pages`) computes a step in half of it, while the pages of
+the next step come into the other half (DéjàVu's microbatches, DJ9). So the sequences of a step have
+to fit that half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engine.scheduling.chunk import Chunk
+from engine.scheduling.jobs import Generation, Job
+from kvcache.sequences import SequenceCache
+
+__all__ = ["StepPages"]
+
+Decodes = list[tuple[Generation, Chunk]]
+
+
+class StepPages:
+    """Chooses the decodes and chunks whose sequences fit a step. A page that several share counts
+    for each of them.
+
+    Decodes that have waited longest come first. If no prompt that could be in a step fits beside
+    its decodes, prompts come first in the next one. A sequence that fits alone always progresses.
+    """
+
+    def __init__(self, cache: SequenceCache, most: int) -> None:
+        """`most` is the number of pages of a step."""
+        self._cache = cache
+        self._most = most
+        self._latest: dict[Generation, int] = {}  # the latest step in which each decoded
+        self._steps = 0
+        self._prompts_first = False
+
+    def fit(
+        self, decodes: Decodes, most: int, counts: dict[Job, int]
+    ) -> tuple[Decodes, dict[Job, int]]:
+        """Return at most `most` of the decodes, and the prompts with their token counts."""
+        self._steps += 1
+        room = self._most
+        if self._prompts_first:
+            chosen, room = self._prompts(counts, room)
+            decodes, _ = self._decodes(decodes, most, room)
+        else:
+            decodes, room = self._decodes(decodes, most, room)
+            chosen, _ = self._prompts(counts, room)
+        self._prompts_first = bool(counts) and not chosen
+        return decodes, chosen
+
+    def forget(self, jobs: Iterable[Job]) -> None:
+        """Forget jobs that have ended."""
+        for job in jobs:
+            if isinstance(job, Generation):
+                self._latest.pop(job, None)
+
+    def _decodes(
+        self, decodes: Sequence[tuple[Generation, Chunk]], most: int, room: int
+    ) -> tuple[Decodes, int]:
+        chosen: Decodes = []
+        for job, chunk in sorted(decodes, key=lambda each: self._latest.get(each[0], 0)):
+            pages = self._pages(self._cache.planned_length(job.seq_id) + 1)
+            if pages > room or len(chosen) == most:
+                break
+            room -= pages
+            self._latest[job] = self._steps
+            chosen.append((job, chunk))
+        return chosen, room
+
+    def _prompts(self, counts: dict[Job, int], room: int) -> tuple[dict[Job, int], int]:
+        chosen: dict[Job, int] = {}
+        for job, count in counts.items():
+            if not job.started:
+                continue
+            length = self._cache.planned_length(job.seq_id)
+            fitting = min(count, room * self._cache.page_size - length)
+            if fitting > 0:
+                chosen[job] = fitting
+                room -= self._pages(length + fitting)
+        return chosen, room
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self._cache.page_size)
