@@ -36,6 +36,7 @@ def engines() -> Iterator[dict[tuple[int, int], EngineProcess]]:
     for tp, pp in SPLITS:
         split = () if tp * pp == 1 else ("--tp", str(tp), "--pp", str(pp))
         started[tp, pp] = EngineProcess(*split, "--pool-pages", "300", "--max-batch", "8")
+        started[tp, pp].http.timeout = 120.0  # on a busy host a new worker takes long to start
     yield started
     for process in started.values():
         process.kill()
