@@ -41,7 +41,7 @@ test-thorough: $(VENV)/test.stamp  ## run the further cases of the tests that ta
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m thorough $(PYTEST)
 
 test-vllm: $(VENV)/test.stamp .peers/vllm/engine.stamp  ## run the tests of engines with --backend vllm (installs vLLM, 3.4 GB)
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m vllm $(PYTEST)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "vllm and not thorough" $(PYTEST)
 
 check: $(VENV)/test.stamp  ## check style, types, layers, dependencies and the figures of documents
 	@$(RUN) -m ruff format --check .
