@@ -20,6 +20,8 @@ from engine.models import load_model, split_model
 from engine.protocol import BadRequest
 from engine.workers import WorkerGroup, WorkerSettings
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 SPLITS = [("2", "1"), ("2", "2")]  # two stages alone: with SmolLM2
 
 

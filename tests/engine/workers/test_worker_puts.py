@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from engine_process import EngineProcess
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 SPLITS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 LENGTH = 211
 ENDS = (1, 100, 160, LENGTH - 1)

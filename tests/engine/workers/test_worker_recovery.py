@@ -15,6 +15,8 @@ import httpx
 import pytest
 from engine_process import EngineProcess
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 SPLITS = [(2, 1), (1, 2), (2, 2)]
 FIRST = [(2, 1, 1), (2, 2, 0)]
 # Each worker of each split in turn; those after the first ones in `make test-thorough`.
