@@ -47,7 +47,7 @@ class EngineClient:
         """Return the events of a generation."""
         return list(self.stream(prompt, **fields))
 
-    def at_rest(self, within_s: float = 10.0) -> dict[str, Any]:
+    def at_rest(self, within_s: float = 30.0) -> dict[str, Any]:
         """Wait until nothing runs and every page is free or cached; check the integrity."""
         give_up = time.monotonic() + within_s
         while True:

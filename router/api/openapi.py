@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine
+from functools import cache
 from http import HTTPStatus
 from importlib import resources
 from typing import Any
@@ -84,12 +85,16 @@ def api_router(tag: str) -> APIRouter:
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return FastAPI's `responses` for errors of these statuses."""
+    # A reference, not the model: FastAPI would build a validator for each status of each route,
+    # which takes most of a router's start, and replies are not validated.
+    content = {JSON: {"schema": {"$ref": REF.format(model=ErrorObject.__name__)}}}
     return {
-        status: {"model": ErrorObject, "description": HTTPStatus(status).phrase}
+        status: {"description": HTTPStatus(status).phrase, "content": content}
         for status in sorted(statuses)
     }
 
 
+@cache
 def raw_body(body: Any) -> dict[str, Any]:
     """Return FastAPI's `openapi_extra` for a function that reads a body of type `body` itself."""
     return {RAW_BODY: TypeAdapter(body).json_schema(ref_template=REF)}
@@ -131,6 +136,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
         "ValidationError",
     ):  # ours are `ErrorObject`s, of status 400
         schemas.pop(name, None)
+    error = TypeAdapter(ErrorObject).json_schema(ref_template=REF, mode="serialization")
+    schemas.update(error.pop("$defs", {}), **{ErrorObject.__name__: error})
     operations = [one for methods in document["paths"].values() for one in methods.values()]
     for operation in operations:
         operation["responses"].pop("422", None)

@@ -255,14 +255,14 @@ def engines(
 
 
 class Router(ForkedProcess):
-    """A router process in front of engines."""
+    """A router process in front of engines, started as by `up`, which has made the dry run."""
 
     def __init__(
         self, running: list[EngineProcess], port: int = 0, strategy: str = "prefill_decode"
     ) -> None:
         urls = [word for engine in running for word in ("--engine", engine.url)]
-        flags = ("router", "--strategy", strategy, "--port", str(port), *urls)
-        super().__init__(run_microserve, *flags)
+        flags = ("--strategy", strategy, "--port", str(port), "--parent-pid", str(os.getpid()))
+        super().__init__(run_microserve, "router", *flags, *urls)
         self.url = self.line().split()[-1]
         self.port = httpx.URL(self.url).port or 0
 

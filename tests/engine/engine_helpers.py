@@ -159,7 +159,7 @@ async def serving(
 
 async def at_rest(engine: MicroserveEngine) -> None:
     """Wait until nothing runs and every page, of the pool and of tiers, is free or cached."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             uses = [engine.cache.page_use(), *engine.cache.tier_use()]
             busy = engine.running + engine.waiting + engine.puts_in_flight

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import aiohttp
@@ -25,6 +26,7 @@ VOCAB = 1000
 PAGE = 16
 
 
+@cache
 def tokenizer_json() -> str:
     """Return a tokenizer with the words `w0 w1 …`: token id i is the word wi."""
     vocab = {f"w{i}": i for i in range(VOCAB)}
@@ -92,7 +94,7 @@ class FakeEngine:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds; it is checked after every call to this engine."""
-        async with asyncio.timeout(10), self.changed:
+        async with asyncio.timeout(30), self.changed:
             await self.changed.wait_for(condition)
 
     async def _note(self, call: str, http: web.Request) -> dict[str, Any]:
@@ -325,7 +327,7 @@ class Routed:
 
     async def settled(self) -> None:
         """Wait until the cleanup after all requests is done."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not self.idle():  # noqa: ASYNC110  there is no event for this
                 await asyncio.sleep(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,17 @@ from forked import ForkedProcess, run_microserve
 
 
 class RouterProcess(ForkedProcess):
-    """`microserve router`, ready to be called."""
+    """`microserve router`, ready to be called.
+
+    With a built-in strategy it starts as `up` starts it, which has made the dry run before.
+    """
 
     def __init__(self, engines: list[str], strategy: str | Path, *flags: str) -> None:
+        flags = ("--strategy", str(strategy), "--port", "0", *flags)
+        if not str(strategy).endswith(".py"):
+            flags = ("--parent-pid", str(os.getpid()), *flags)
         urls = [part for url in engines for part in ("--engine", url)]
-        super().__init__(
-            run_microserve, "router", *urls, "--strategy", str(strategy), "--port", "0", *flags
-        )
+        super().__init__(run_microserve, "router", *urls, *flags)
         self.url = self.line().split()[-1]
         self.http = httpx.Client(base_url=self.url, timeout=30, verify=False)
 

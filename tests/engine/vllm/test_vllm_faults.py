@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -115,7 +116,7 @@ def test_a_lease_that_nobody_claims_expires(pair: list[VllmProcess]):
     receiver = pair[1]
     ids = prompt(100, 400)
     lease = receiver.post("prep_recv", request_id=unique(), prompt=ids, end=99, lease_ms=300).json()
-    receiver.at_rest(within_s=5)
+    receiver.at_rest()
     gone = receiver.post("commit", lease_id=lease["lease_id"])
     assert (gone.status_code, gone.json()["error"]["type"]) == (410, "lease_expired")
 
@@ -126,7 +127,7 @@ def test_a_client_that_leaves_ends_its_generation(pair: list[VllmProcess]):
     for _ in range(3):
         next(events)
     events.close()
-    engine.at_rest(within_s=5)
+    engine.at_rest()
 
 
 def test_a_client_that_leaves_while_its_kv_is_awaited(pair: list[VllmProcess]):
@@ -142,7 +143,7 @@ def test_a_client_that_leaves_while_its_kv_is_awaited(pair: list[VllmProcess]):
             timeout=0.5,
         )  # fmt: skip
     receiver.post("release", request_id=request_id)
-    receiver.at_rest(within_s=5)
+    receiver.at_rest()
 
 
 def test_bad_calls_are_refused_and_write_nothing(pair: list[VllmProcess]):
@@ -249,8 +250,16 @@ def test_a_stopped_sender_holds_no_blocks_for_ever(pair: list[VllmProcess]):
         receiver.at_rest()
 
 
-@pytest.mark.parametrize("victim", ["sender", "receiver"])
-@pytest.mark.parametrize("delay", [0.0, 0.1, 0.25])
+KILLED = {("sender", 0.0), ("receiver", 0.1), ("sender", 0.25)}  # each starts two or three engines
+
+
+@pytest.mark.parametrize(
+    ("victim", "delay"),
+    [
+        pytest.param(*case, marks=() if case in KILLED else pytest.mark.thorough)
+        for case in itertools.product(("sender", "receiver"), (0.0, 0.1, 0.25))
+    ],
+)
 def test_sigkill_in_mid_put(victim: str, delay: float):
     with running(
         VllmProcess(cpu="0", vllm=(*EAGER, "--max-num-batched-tokens", "256"), pages=300),
@@ -264,7 +273,7 @@ def test_sigkill_in_mid_put(victim: str, delay: float):
         os.kill(dead.process.pid, signal.SIGKILL)  # the lead alone
         dead.process.wait()
         thread.join(timeout=60)
-        give_up = time.monotonic() + 5
+        give_up = time.monotonic() + 30
         while lives(core) and time.monotonic() < give_up:
             time.sleep(0.05)
         assert not lives(core), "the engine core has outlived its lead"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from engine_process import EngineProcess
+from engine_process import EngineClient, EngineProcess
 from forked import ForkedProcess, run_microserve
 from vllm_engines import VllmProcess, prompt, pytestmark, running
 
@@ -52,8 +52,9 @@ def until_up(router: Router) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("strategy", ["prefill_decode", "balanced", "cache_aware", "replicate"])
-def test_kv_moves_among_vllm_engines_only(strategy: str):
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[EngineClient]]:
+    """One of ours, and two of vLLM's."""
     ours = EngineProcess(
         "--dtype", "float32", "--engine-id", "ours", "--pool-pages", "512", secret=SECRET
     )
@@ -61,32 +62,39 @@ def test_kv_moves_among_vllm_engines_only(strategy: str):
         VllmProcess("--engine-id", f"v{number}", cpu=str(number), secret=SECRET)
         for number in range(2)
     ]
-    router = None
     try:
         with running(*vllm):
-            router = Router([ours.url, *(engine.url for engine in vllm)], strategy)
-            until_up(router)
-            listed = router.engines()
-            assert listed["v0"]["kv"] == listed["v1"]["kv"] != listed["ours"]["kv"]
-            assert "mirror" in listed["ours"]["capabilities"]
-            assert "mirror" not in listed["v0"]["capabilities"]
-            kinds = set()
-            for number in range(9):
-                found = router.ask(prompt(120, 9000 + number))
-                alone = ours.generate(prompt(120, 9000 + number), max_tokens=16)
-                assert found["ids"] == [t for event in alone for t in event["token_ids"]]
-                legs = found["receipt"]["legs"]
-                (decode,) = [leg["engine"] for leg in legs if leg["call"] == "start_generate"]
-                senders = [leg["engine"] for leg in legs if leg["call"] == "remote_send"]
-                assert all((each == "ours") == (decode == "ours") for each in senders)
-                kinds.add(decode == "ours")
-                assert not found["receipt"]["retries"]
-            assert kinds == {True, False}
-            for engine in vllm:
-                engine.at_rest()
-        ours.at_rest()
+            yield [ours, *vllm]
     finally:
-        if router is not None:
-            router.kill()
-        ours.signal(signal.SIGKILL)
         ours.kill()
+
+
+STRATEGIES = ("prefill_decode", "balanced", "cache_aware", "replicate")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_kv_moves_among_vllm_engines_only(engines: list[EngineClient], strategy: str):
+    ours, first = engines[0], 9000 + 100 * STRATEGIES.index(strategy)
+    router = Router([engine.url for engine in engines], strategy)
+    try:
+        until_up(router)
+        listed = router.engines()
+        assert listed["v0"]["kv"] == listed["v1"]["kv"] != listed["ours"]["kv"]
+        assert "mirror" in listed["ours"]["capabilities"]
+        assert "mirror" not in listed["v0"]["capabilities"]
+        kinds = set()
+        for seed in range(first, first + 9):
+            found = router.ask(prompt(120, seed))
+            alone = ours.generate(prompt(120, seed), max_tokens=16)
+            assert found["ids"] == [t for event in alone for t in event["token_ids"]]
+            legs = found["receipt"]["legs"]
+            (decode,) = [leg["engine"] for leg in legs if leg["call"] == "start_generate"]
+            senders = [leg["engine"] for leg in legs if leg["call"] == "remote_send"]
+            assert all((each == "ours") == (decode == "ours") for each in senders)
+            kinds.add(decode == "ours")
+            assert not found["receipt"]["retries"]
+        assert kinds == {True, False}
+        for engine in engines:
+            engine.at_rest()
+    finally:
+        router.kill()

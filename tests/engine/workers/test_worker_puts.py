@@ -11,9 +11,25 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from engine_process import EngineProcess
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 SPLITS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-PAIRS = list(itertools.permutations(SPLITS, 2))
-PROMPT = [(11 * i + i * i) % 500 for i in range(211)]
+LENGTH = 211
+ENDS = (1, 100, 160, LENGTH - 1)
+# Each pair with one end, each engine with three; the others in `make test-thorough`.
+CASES = [
+    pytest.param(sender, receiver, end, marks=() if far == n else pytest.mark.thorough)
+    for (a, sender), (b, receiver) in itertools.permutations(enumerate(SPLITS), 2)
+    for n in [(a + b) % len(ENDS)]
+    for far, end in enumerate(ENDS)
+]
+numbers = itertools.count()
+
+
+def new_prompt(length: int = LENGTH) -> list[int]:
+    """Return a prompt that no engine has seen; its first page is already different."""
+    number = next(numbers)
+    return [(11 * i + i * i + 7 * number) % 500 for i in range(length)]
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +38,7 @@ def engines() -> Iterator[dict[tuple[int, int], EngineProcess]]:
     for tp, pp in SPLITS:
         split = () if tp * pp == 1 else ("--tp", str(tp), "--pp", str(pp))
         started[tp, pp] = EngineProcess(*split, "--pool-pages", "300", "--max-batch", "8")
+        started[tp, pp].http.timeout = 120.0  # on a busy host a new worker takes long to start
     yield started
     for process in started.values():
         process.kill()
@@ -31,44 +48,40 @@ def tokens(process: EngineProcess, prompt: list[int], **fields) -> list[int]:
     return [t for event in process.generate(prompt, **fields) for t in event["token_ids"]]
 
 
-@pytest.fixture(scope="module")
-def wanted(engine_process) -> list[int]:
-    return tokens(engine_process, PROMPT, max_tokens=60)
-
-
-@pytest.mark.parametrize("end", [1, 100, 160, len(PROMPT) - 1])
-@pytest.mark.parametrize(("sender", "receiver"), PAIRS, ids=str)
+@pytest.mark.parametrize(("sender", "receiver", "end"), CASES, ids=str)
+@pytest.mark.parametrize("cached", [False, True], ids=["cold", "cached"])
 def test_kv_of_any_split_continues_on_any_other(
-    engines, wanted, request, sender: tuple[int, int], receiver: tuple[int, int], end: int
-):
-    """Each pair has a prompt of its own, cold on both sides; then the sender has it cached."""
+    engines, engine_process, sender: tuple[int, int], receiver: tuple[int, int], end: int,
+    cached: bool,
+):  # fmt: skip
+    """The sender computes the prompt, or has its pages; the receiver has never seen it."""
     ours, theirs = engines[sender], engines[receiver]
-    for round_ in ("cold", "cached"):
-        name = f"{request.node.name}-{round_}"
-        lease = theirs.post("prep_recv", request_id=name, prompt=PROMPT, end=end).json()
-        begin = lease["match_len"]
-        if begin < end:
-            sent = ours.post(
-                "remote_send", request_id=name, prompt=PROMPT, begin=begin, end=end,
-                kv_addr=lease["kv_addr"],
-            )  # fmt: skip
-            assert sent.json()["sent_tokens"] == end - begin
-        got = tokens(
-            theirs, PROMPT, max_tokens=60, request_id=name, lease_id=lease["lease_id"], begin=end
-        )
-        assert got == wanted
+    prompt, name = new_prompt(), f"{sender}-{receiver}-{end}-{cached}"
+    if cached:
+        tokens(ours, prompt, max_tokens=1)
+    lease = theirs.post("prep_recv", request_id=name, prompt=prompt, end=end).json()
+    assert lease["match_len"] == 0
+    sent = ours.post(
+        "remote_send", request_id=name, prompt=prompt, begin=0, end=end, kv_addr=lease["kv_addr"]
+    ).json()
+    assert sent["sent_tokens"] == end
+    assert sent["cached_tokens"] == (min(end, LENGTH // 16 * 16) if cached else 0)
+    got = tokens(
+        theirs, prompt, max_tokens=30, request_id=name, lease_id=lease["lease_id"], begin=end
+    )
+    assert got == tokens(engine_process, prompt, max_tokens=30)
     ours.at_rest()
     theirs.at_rest()
 
 
-def test_a_mirror_of_another_split_continues(engines, wanted):
+def test_a_mirror_of_another_split_continues(engines, engine_process):
     """A generation of two stages is mirrored into two tensor parallel workers, and ends there."""
-    ours, theirs = engines[1, 2], engines[2, 1]
+    ours, theirs, prompt = engines[1, 2], engines[2, 1], new_prompt()
     lease = theirs.post(
-        "prep_recv", request_id="mirror", prompt=PROMPT, end=len(PROMPT), reserve=80
+        "prep_recv", request_id="mirror", prompt=prompt, end=len(prompt), reserve=80
     ).json()
     mirror = {"kv_addr": lease["kv_addr"], "every": 4}
-    stream = ours.stream(PROMPT, max_tokens=60, request_id="mirror", mirror=mirror)
+    stream = ours.stream(prompt, max_tokens=60, request_id="mirror", mirror=mirror)
     got: list[int] = []
     for event in stream:
         got += event["token_ids"]
@@ -77,18 +90,21 @@ def test_a_mirror_of_another_split_continues(engines, wanted):
     stream.close()
     ours.post("release", request_id="mirror")
     rest = tokens(
-        theirs, PROMPT, max_tokens=60, request_id="mirror2", output=got,
+        theirs, prompt, max_tokens=60, request_id="mirror2", output=got,
         lease_id=lease["lease_id"],
     )  # fmt: skip
-    assert got + rest == wanted
+    assert got + rest == tokens(engine_process, prompt, max_tokens=60)
     ours.at_rest()
     theirs.at_rest()
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize(
+    "rank", [0, pytest.param(1, marks=pytest.mark.thorough),
+             pytest.param(2, marks=pytest.mark.thorough), 3]
+)  # fmt: skip
 def test_a_send_goes_on_when_a_worker_of_the_sender_is_killed(engines, rank: int):
     ours, theirs = engines[2, 2], engines[1, 1]
-    prompt = [(13 * i + rank) % 500 for i in range(1500)]
+    prompt = new_prompt(1500)
     name = f"killed-{rank}"
     lease = theirs.post("prep_recv", request_id=name, prompt=prompt, end=1499).json()
     pids = [w["pid"] for w in ours.state()["workers"]]

@@ -31,15 +31,15 @@ MINE = """
 from router import strategy
 
 @strategy
-async def mine(request, cluster):
+async def {name}(request, cluster):
     engine = cluster.engines.least_loaded()
 {body}
 """
 
 
-def mine(*lines: str) -> dict[str, str]:
+def mine(*lines: str, name: str = "mine") -> dict[str, str]:
     body = "\n".join(f"    {line}" for line in lines)
-    return {"source": MINE.format(body=body), "file": "mine.py"}
+    return {"source": MINE.format(body=body, name=name), "file": f"{name}.py"}
 
 
 GENERATE = ("async for chunk in engine.start_generate(request, begin=0):", "    yield chunk")
@@ -60,9 +60,9 @@ def record(r: Any, requests: int = 24) -> None:
         r.server.router.traffic.add(at, [prompt], [3], None, "data_parallel")
 
 
-async def upload(r: Any, *lines: str) -> None:
+async def upload(r: Any, *lines: str, name: str = "mine") -> None:
     """Load a strategy without a dry run, which would refuse the bad ones."""
-    loaded = mine(*lines)
+    loaded = mine(*lines, name=name)
     r.server.router.catalog.load(loaded["source"], file=loaded["file"])
 
 
@@ -125,31 +125,34 @@ async def test_progress_is_told_and_the_answer_is_the_last_event(route, fake):
     assert events[0]["progress"]["total"] == 2 and "keep" in events[-1]["advice"]
 
 
-@pytest.mark.parametrize(
-    ("lines", "failure"),
-    [
-        (("raise ValueError('broken on purpose')", "yield"), "broken on purpose"),
-        (("while True: pass", "yield"), "held up the event loop|CPU time"),
-        (("import asyncio", "while True: await asyncio.sleep(0)", "yield"), "without ever waiting"),
-        (("held = bytearray(6 << 30)", *GENERATE), "MemoryError"),
-        (("import os; os._exit(3)", "yield"), r"ended its process \(3\)"),
-        (("return", "yield"), "mine ended before the stream did"),
-    ],
-)
-async def test_a_bad_strategy_is_a_line_of_its_own(route, fake, monkeypatch, lines, failure):
+BAD = {
+    "raises": (("raise ValueError('broken on purpose')", "yield"), "broken on purpose"),
+    "spins": (("while True: pass", "yield"), "held up the event loop|CPU time"),
+    "polls": (
+        ("import asyncio", "while True: await asyncio.sleep(0)", "yield"), "without ever waiting",
+    ),
+    "hoards": (("held = bytearray(6 << 30)", *GENERATE), "MemoryError"),
+    "exits": (("import os; os._exit(3)", "yield"), r"ended its process \(3\)"),
+    "returns": (("return", "yield"), "returns ended before the stream did"),
+}  # fmt: skip
+
+
+async def test_a_bad_strategy_is_a_line_of_its_own(route, fake, monkeypatch):
     monkeypatch.setattr(advisor, "CPU_S", 30.0)
     async with route(fake("a", total_pages=512), grace_s=0.5) as r:
         record(r)
-        await upload(r, *lines)
-        asked = {**ASK, "candidates": [{"name": "mine"}, {"name": "cache_aware"}]}
+        for name, (lines, _) in BAD.items():
+            await upload(r, *lines, name=name)
+        asked = {**ASK, "candidates": [*({"name": name} for name in BAD), {"name": "cache_aware"}]}
         status, advice = await r.post("/admin/advise", asked)
         assert status == 200
-        bad = row(advice, "mine")
-        assert bad["failed"] is not None and bad["gain"] is None
-        assert re.search(failure, bad["failed"]), bad["failed"]
-        assert len(bad["failed"]) < 2100
+        for name, (_, failure) in BAD.items():
+            bad = row(advice, name)
+            assert bad["failed"] is not None and bad["gain"] is None
+            assert re.search(failure, bad["failed"]), bad["failed"]
+            assert len(bad["failed"]) < 2100
         assert row(advice, "cache_aware")["failed"] is None
-        assert advice["ranking"][-1]["name"] == "mine"
+        assert {one["name"] for one in advice["ranking"][-len(BAD) :]} == set(BAD)
 
 
 async def test_a_loaded_strategy_is_compared_from_its_source(route, fake):

@@ -35,13 +35,15 @@ def tokens_of(events):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "within_s"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 3.0)], ids=["kill", "stop"]
-)
-async def test_an_engine_that_dies_or_hangs_is_noticed(mocks, routed_to, number, within_s):
-    """Each engine has two streams when the signal comes; every request completes."""
-    async with routed_to([engine.url for engine in mocks], **DEFAULTS) as r:
-        registry, loop = r.server.router.registry, asyncio.get_running_loop()
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+async def test_an_engine_that_dies_or_hangs_is_noticed(mocks, routed_to, number):
+    """Each engine has two streams when the signal comes; every request completes.
+
+    A death is noticed by its connections, so long before the time of a silent engine is over.
+    """
+    config = DEFAULTS | ({"health_timeout_s": 120.0} if number == signal.SIGKILL else {})
+    async with routed_to([engine.url for engine in mocks], **config) as r:
+        registry = r.server.router.registry
         whole = tokens_of(await r.events("/v1/completions", ASK))
         assert len(whole) == ASK["max_tokens"]
         asking = [asyncio.create_task(r.events("/v1/completions", ASK)) for _ in range(4)]
@@ -49,11 +51,9 @@ async def test_an_engine_that_dies_or_hangs_is_noticed(mocks, routed_to, number,
             while not all(backend.load.streams == 2 for backend in registry):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         mocks[0].signal(number)
-        began = loop.time()
         async with asyncio.timeout(20):
             while registry["m0"].status != "down":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert loop.time() - began <= within_s + 1  # one second of slack for a busy machine
         for ask in asking:
             assert tokens_of(await ask) == whole
         await r.settled()
