@@ -22,8 +22,8 @@ from router.engines.http_client import HttpClient
 __all__ = ["Running", "decode_rate", "makespan", "prefill_rate", "running", "worker_share"]
 
 MODEL = "smollm2"
-SECONDS = 5.0  # over which tokens are counted
-PROMPT, LONG = 64, 2000  # tokens
+SECONDS = 4.0  # over which tokens are counted
+PROMPT, LONG = 64, 1200  # tokens
 START_S = 120.0
 
 

@@ -9,7 +9,7 @@ are measured in turn; a ratio is the median of the repeats' own ratios.
   DéjàVu counts the requests of a microbatch, and a pipeline has as many microbatches as stages: so
   `16_each` compares two microbatches of 16 with a batch of 16 (the aim is 1.6). `16_in_all` divides
   the same 16 requests: each stage then reads its weights twice as often per token. `prefill` is one
-  prompt of 2000 tokens, whose chunks follow each other through the stages, on an engine that
+  prompt of 1200 tokens, whose chunks follow each other through the stages, on an engine that
   divides its layers for prompts (`--role prefill`); `prefill_any` on one that does for decodes.
 - `tp2_vs_threads`: two workers that share each layer, over one process with two threads.
 - `lead_share`: the share of a step at batch 32 in which no worker of `--tp 2` computes: what the
@@ -63,9 +63,9 @@ SPLITS = {
     "two threads": ("--cpus", "0,1"),
     "tp 2": ("--tp", "2", "--cpus", "0,1"),
 }
-STREAMS, OUTPUT, KILLED_AT, RECOVERY_PROMPT = 8, 160, 0.5, 400
-DEVICE, STAGES = 240, 4
-SWAP_REQUESTS, SWAP_PROMPT, SWAP_OUTPUT = (8, 16, 32), 240, 96
+STREAMS, OUTPUT, KILLED_AT, RECOVERY_PROMPT = 8, 96, 0.5, 200
+DEVICE, STAGES = 120, 4
+SWAP_REQUESTS, SWAP_PROMPT, SWAP_OUTPUT = (8, 24), 160, 64
 KV_BYTES = 30 * 2 * 3 * 64  # elements of a token in all layers of SmolLM2
 
 
