@@ -1,47 +1,90 @@
-"""The process of a worker. The lead starts it, with one end of a socket pair."""
+"""The process that workers are forked from (`engine.workers.template`), and a worker."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import astuple
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import astuple, replace
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from engine.workers.settings import WorkerSettings
+from engine.workers.template import FORK, MESSAGE
 from engine.workers.wire import Array, Kind, receive, send, send_text, text_of
 
 PR_SET_PDEATHSIG = 1
+MOST_FDS = 8
 log = logging.getLogger("engine.worker")
 Item = TypeVar("Item")
 
 
 def main() -> int:
     """Serve the lead until it ends; return the exit status."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the lead, too
-    if os.getppid() != int(sys.argv[2]):
+    if not _end_with(int(sys.argv[2])):
         return 1
-    lead = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the lead, too
+    control = socket.socket(fileno=int(sys.argv[1]))
+    # What a worker needs. It starts no thread, so forks have all of this process.
+    importlib.import_module("engine.workers.compute")
+    importlib.import_module("engine.models.decoder")
+    gc.collect()
+    gc.freeze()  # so that collections in workers write less of the memory that they share
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, MESSAGE.size, MOST_FDS)
+        if len(message) < MESSAGE.size:
+            return 0  # the lead has ended
+        command, pid = MESSAGE.unpack(message)
+        if command == FORK:
+            own = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                _run_worker(own, fds)
+            for fd in fds:
+                os.close(fd)
+            answer = pid
+        else:
+            answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        control.sendall(MESSAGE.pack(command, answer))
+
+
+def _end_with(parent: int) -> bool:
+    """Have this process killed when its parent ends; return whether that is still there."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
+def _run_worker(parent: int, fds: Sequence[int]) -> NoReturn:
+    """Be a worker, with these descriptors: of its lead, of logits, and perhaps of sums."""
+    status = 1
+    try:
+        if _end_with(parent):
+            with suppress(EOFError, ConnectionError):  # the lead has ended
+                _serve(socket.socket(fileno=fds[0]), fds[1:])
+            status = 0
+    except BaseException:
+        log.exception("a worker has ended")
+    finally:
+        logging.shutdown()
+        os._exit(status)
+
+
+def _serve(lead: socket.socket, fds: Sequence[int]) -> None:
     settings = WorkerSettings.from_json(text_of(receive(lead)[1]))
+    settings = replace(settings, logits_fd=fds[0], sum_fd=fds[1] if len(fds) > 1 else -1)
     logging.basicConfig(
         level="INFO", format=f"%(asctime)s %(levelname)s {settings.name}: %(message)s"
     )
     os.sched_setaffinity(0, settings.cpus)
-    try:
-        _serve(lead, settings)
-    except (EOFError, ConnectionError):
-        return 0  # the lead has ended
-    return 0
-
-
-def _serve(lead: socket.socket, settings: WorkerSettings) -> None:
     import torch
 
     torch.set_num_threads(settings.threads or len(settings.cpus))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import select
 import socket
 import subprocess
 import tempfile
@@ -25,6 +24,7 @@ from engine.protocol import BadRequest, Internal, WorkerState
 from engine.workers.process import WorkerProcess, share_of, start
 from engine.workers.settings import WorkerSettings
 from engine.workers.shared_sum import set_stopped, sum_bytes
+from engine.workers.template import WorkerTemplate, readable
 from engine.workers.wire import Array, Kind, receive, send, send_text, text_of
 from kvcache.shard import Shard
 
@@ -92,6 +92,7 @@ class WorkerGroup:
         self._closed = threading.Event()
         self._fds: list[int] = []
         self._workers: list[WorkerProcess] = []
+        self._template = WorkerTemplate()
         tp, pp = settings.tp, settings.pp
         size = settings.logits_rows * vocab * 4
         logits_fd = self._memory("logits", size)
@@ -189,6 +190,7 @@ class WorkerGroup:
             with suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(end - time.monotonic(), 0.1))
             worker.kill()
+        self._template.close()
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
@@ -207,12 +209,12 @@ class WorkerGroup:
     def _collect(self, number: int) -> bool:
         """Take in answers until all workers have answered a message; return False if one fails."""
         while waiting := [worker for worker in self._workers if worker.answered < number]:
-            sockets = {worker.socket: worker for worker in self._workers}
-            readable, _, _ = select.select(list(sockets), [], [], ANSWER_S)
-            for worker in map(sockets.__getitem__, readable):
+            sockets = {worker.socket.fileno(): worker for worker in self._workers}
+            answered = readable(sockets, ANSWER_S)
+            for worker in map(sockets.__getitem__, answered):
                 if not self._take_answer(worker):
                     return False
-            if not readable:
+            if not answered:
                 for worker in waiting:
                     worker.process.kill()
                 names = ", ".join(worker.name for worker in waiting)
@@ -339,7 +341,7 @@ class WorkerGroup:
         for worker in self._workers:
             while not worker.dead and worker.answered < worker.sent:
                 left = max(end - time.monotonic(), 0.0)
-                if not select.select([worker.socket], [], [], left)[0]:
+                if not readable([worker.socket.fileno()], left):
                     worker.kill()
                     break
                 try:
@@ -370,7 +372,7 @@ class WorkerGroup:
                     cpus=share_of(settings.cpus, rank, count),
                     sum_fd=self._sum_fds[rank // settings.tp] if self._sum_fds else -1,
                 )
-                worker = start(own)
+                worker = start(self._template, own)
                 if (old := before.get(rank)) is not None:
                     old.kill()
                     worker.restarts, worker.counts = old.restarts + 1, old.counts
@@ -402,16 +404,16 @@ class WorkerGroup:
 
     def _answers(self, workers: Sequence[WorkerProcess]) -> dict[int, list[Array]]:
         """Return one answer of each worker, by its rank. Raises `BadRequest` if one fails."""
-        waiting = {worker.socket: worker for worker in workers}
+        waiting = {worker.socket.fileno(): worker for worker in workers}
         found: dict[int, list[Array]] = {}
         end = time.monotonic() + START_S
         while waiting:
             left = end - time.monotonic()
-            readable, _, _ = select.select(list(waiting), [], [], max(left, 0.0))
-            if not readable:
+            answered = readable(waiting, left)
+            if not answered:
                 names = ", ".join(worker.name for worker in waiting.values())
                 raise BadRequest(f"{names}: not ready after {START_S:.0f} s", param="tp")
-            for worker in map(waiting.pop, readable):
+            for worker in map(waiting.pop, answered):
                 try:
                     kind, arrays = receive(worker.socket)
                 except (OSError, EOFError):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.workers.settings import WorkerSettings
+from engine.workers.template import ForkedWorker, WorkerTemplate
 from engine.workers.wire import Array, Kind, send_text
 
 __all__ = ["WorkerProcess", "share_of", "start"]
@@ -24,7 +22,7 @@ class WorkerProcess:
     """A process, and how far it is with the messages of its lead."""
 
     settings: WorkerSettings
-    process: subprocess.Popen[bytes]
+    process: ForkedWorker
     socket: socket.socket
     restarts: int = 0  # of this rank
     sent: int = 0  # number of the latest message
@@ -70,20 +68,14 @@ class WorkerProcess:
         self.socket.close()
 
 
-def start(settings: WorkerSettings) -> WorkerProcess:
-    """Start a worker, and tell it what to load."""
+def start(template: WorkerTemplate, settings: WorkerSettings) -> WorkerProcess:
+    """Start a worker, and tell it what to load. Raises `OSError`."""
     own, theirs = socket.socketpair()
     for end in (own, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     with theirs:
-        arguments = [str(theirs.fileno()), str(os.getpid())]
         fds = (theirs.fileno(), settings.logits_fd, settings.sum_fd)
-        process = subprocess.Popen(  # noqa: S603  our own module
-            [sys.executable, "-P", "-m", "engine.workers", *arguments],
-            pass_fds=[fd for fd in fds if fd >= 0],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-        )
+        process = template.fork([fd for fd in fds if fd >= 0])
     with suppress(OSError):  # it has ended already, as its answer will say
         send_text(own, Kind.SETTINGS, settings.to_json())
     return WorkerProcess(settings, process, own)

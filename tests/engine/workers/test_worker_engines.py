@@ -9,8 +9,10 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from engine_process import EngineProcess
@@ -36,17 +38,12 @@ def split_engine(request) -> Iterator[EngineProcess]:
     process.kill()
 
 
-def workers_of(process: EngineProcess) -> list[int]:
-    """Return the pids of an engine's workers."""
-    return children_of(process.pid)
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the pids of the workers that a process has started."""
-    found = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True
-    ).stdout
-    return [int(line.split()[0]) for line in found.splitlines() if "engine.workers" in line]
+def workers_of(pid: int) -> list[int]:
+    """Return the pids of an engine's workers, behind that of the process they are forked from."""
+    with suppress(psutil.NoSuchProcess):
+        found = psutil.Process(pid).children(recursive=True)
+        return [each.pid for each in found if "engine.workers" in each.cmdline()]
+    return []
 
 
 def tokens_of(process: EngineProcess, prompt: list[int], **fields) -> list[int]:
@@ -91,8 +88,8 @@ def test_forks_of_a_prompt_are_those_of_one_process(engine_process, split_engine
 
 def test_a_signal_ends_the_engine_and_its_workers():
     process = EngineProcess(*flags(("2", "1")))
-    pids = workers_of(process)
-    assert len(pids) == 2
+    pids = workers_of(process.pid)
+    assert len(pids) == 3
     code, _ = process.stop()
     assert code == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -100,7 +97,7 @@ def test_a_signal_ends_the_engine_and_its_workers():
 
 def test_a_killed_engine_leaves_no_worker():
     process = EngineProcess(*flags(("2", "1")))
-    pids = workers_of(process)
+    pids = workers_of(process.pid)
     process.signal(signal.SIGKILL)
     process.wait()
     gone = time.monotonic() + 30
@@ -133,10 +130,10 @@ def test_a_worker_that_is_killed_while_it_loads_ends_the_start():
     """As by the kernel, when the memory is short."""
     command = [sys.executable, "-m", "engine", "tiny", "--tp", "2", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as lead:
-        while not (found := children_of(lead.pid)):
+        while len(found := workers_of(lead.pid)) < 2:
             assert lead.poll() is None
             time.sleep(0.01)
-        os.kill(found[-1], signal.SIGKILL)
+        os.kill(found[1], signal.SIGKILL)
         _, said = lead.communicate(timeout=60)
     assert lead.returncode == 2
     assert "ended while it loaded the model, with signal 9" in said.splitlines()[-1]
@@ -155,7 +152,7 @@ def test_a_worker_with_other_weights_is_refused():
     shards = [part.shard for part in split_model(config, tp=2, pp=1)]
     with pytest.raises(BadRequest, match=r"worker 0 \(.*\) has loaded weights .*, not another"):
         WorkerGroup(settings, shards, vocab=config.vocab_size, digest="another")
-    assert not children_of(os.getpid())
+    assert not workers_of(os.getpid())
 
 
 @pytest.mark.parametrize(
