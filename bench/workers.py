@@ -203,7 +203,9 @@ def kill(deployment: Deployment, what: str) -> None:
     url = f"{deployment.engines[0]}/microserving/state"
     state = httpx.get(url, headers=headers, timeout=60).json()
     victim = state["workers"][-1]["pid"]
-    os.kill(victim if what == "worker" else parent_of(victim), signal.SIGKILL)
+    if what == "engine":  # workers are forked from a child of it
+        victim = parent_of(parent_of(victim))
+    os.kill(victim, signal.SIGKILL)
 
 
 def parent_of(pid: int) -> int:
