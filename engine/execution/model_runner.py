@@ -14,7 +14,15 @@ from engine.protocol import Internal
 from engine.scheduling import Chunk
 from kvcache.cache import KVCache
 
-__all__ = ["ModelRunner", "StepRows", "bucket", "stable_row_multiple", "step_rows"]
+__all__ = [
+    "ModelRunner",
+    "StepRows",
+    "bucket",
+    "padding",
+    "row_multiple",
+    "stable_row_multiple",
+    "step_rows",
+]
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +61,8 @@ def step_rows(chunks: Sequence[Chunk], cache: KVCache, padded: Callable[[int], i
 class ModelRunner:
     """Runs chunks of many sequences as one batch over the paged cache.
 
-    Row counts are padded so that the bits of a row do not depend on the batch (float32 on a CPU)
-    and so that the number of distinct shapes stays small.
+    Row counts are padded so that the bits of a row do not depend on the batch (float32 on a CPU),
+    and so that the number of distinct shapes stays small where a library keeps a kernel for each.
     """
 
     def __init__(self, model: LoadedModel, cache: KVCache) -> None:
@@ -63,10 +71,7 @@ class ModelRunner:
         self._model = model.transformer
         self._cache = cache
         self._device = cache.store.device
-        self._padded = bucket
-        if cache.layout.dtype == torch.float32 and self._device.type == "cpu":
-            multiple = stable_row_multiple(self._model)
-            self._padded = lambda rows: -(-rows // multiple) * multiple
+        self._padded = padding(row_multiple(self._model, cache.layout.dtype, self._device))
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -90,6 +95,28 @@ class ModelRunner:
             raise
         self._cache.end_forward()
         return logits
+
+
+def row_multiple(model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
+    """Return a count of rows whose multiples a step has to have.
+
+    0: any count is fine; 1: it has to be one of a few (`bucket`).
+    """
+    if device.type != "cpu":
+        return 1
+    if dtype == torch.float32:
+        return stable_row_multiple(model)
+    layers = (layer for layer in model.modules() if isinstance(layer, Linear))
+    return int(any(layer.keeps_kernels for layer in layers))
+
+
+def padding(multiple: int) -> Callable[[int], int]:
+    """Return what rounds a number of rows up as `row_multiple` wants."""
+    if multiple == 0:
+        return int
+    if multiple == 1:
+        return bucket
+    return lambda rows: -(-rows // multiple) * multiple
 
 
 def bucket(rows: int) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.execution.model_runner import bucket, step_rows
+from engine.execution.model_runner import padding, step_rows
 from engine.protocol import Internal
 from engine.scheduling import Chunk
 from engine.workers.store import WorkerStore
@@ -44,8 +44,7 @@ class WorkersRunner:
         self._started: deque[_Started] = deque()
         self._places = cycle(range(depth))
         self._rows = len(group.logits) // depth
-        multiple = group.row_multiple
-        self._padded = bucket if multiple == 1 else lambda rows: -(-rows // multiple) * multiple
+        self._padded = padding(group.row_multiple)
 
     def start(self, chunks: Sequence[Chunk]) -> None:
         """Have the workers compute a step. If that fails, `run` raises why."""
