@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from engine.latency import padded_rows
 from engine.models import Linear, LoadedModel
 from engine.protocol import Internal
 from engine.scheduling import Chunk
@@ -17,8 +18,6 @@ from kvcache.cache import KVCache
 __all__ = [
     "ModelRunner",
     "StepRows",
-    "bucket",
-    "padding",
     "row_multiple",
     "stable_row_multiple",
     "step_rows",
@@ -41,8 +40,8 @@ class StepRows(NamedTuple):
     logits: int  # how many of them are no padding
 
 
-def step_rows(chunks: Sequence[Chunk], cache: KVCache, padded: Callable[[int], int]) -> StepRows:
-    """Return the rows of a step; `padded` rounds a number of rows up."""
+def step_rows(chunks: Sequence[Chunk], cache: KVCache, multiple: int) -> StepRows:
+    """Return the rows of a step, padded as `row_multiple` has it."""
     tokens: list[int] = []
     positions: list[int] = []
     wanted: list[int] = []
@@ -53,8 +52,8 @@ def step_rows(chunks: Sequence[Chunk], cache: KVCache, padded: Callable[[int], i
         if chunk.sample:
             wanted.append(len(tokens) - 1)
     logits = len(wanted)
-    padding = [0] * (padded(len(tokens)) - len(tokens))
-    wanted += [0] * (padded(logits) - logits)
+    padding = [0] * (padded_rows(len(tokens), multiple) - len(tokens))
+    wanted += [0] * (padded_rows(logits, multiple) - logits)
     return StepRows(tokens + padding, positions + padding, wanted, logits)
 
 
@@ -71,7 +70,7 @@ class ModelRunner:
         self._model = model.transformer
         self._cache = cache
         self._device = cache.store.device
-        self._padded = padding(row_multiple(self._model, cache.layout.dtype, self._device))
+        self.row_multiple = row_multiple(self._model, cache.layout.dtype, self._device)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -83,7 +82,7 @@ class ModelRunner:
             [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         )
         try:
-            rows = step_rows(chunks, self._cache, self._padded)
+            rows = step_rows(chunks, self._cache, self.row_multiple)
             hidden = self._model(
                 torch.tensor(rows.tokens, device=self._device),
                 torch.tensor(rows.positions, device=self._device),
@@ -100,7 +99,9 @@ class ModelRunner:
 def row_multiple(model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
     """Return a count of rows whose multiples a step has to have.
 
-    0: any count is fine; 1: it has to be one of a few (`bucket`).
+    0: any count is fine; 1: it has to be one of a few (`engine.latency.padded_rows`), since oneDNN
+    keeps a kernel for every count that it has multiplied: hundreds of MiB if prompts come in chunks
+    of arbitrary length.
     """
     if device.type != "cpu":
         return 1
@@ -108,25 +109,6 @@ def row_multiple(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
         return stable_row_multiple(model)
     layers = (layer for layer in model.modules() if isinstance(layer, Linear))
     return int(any(layer.keeps_kernels for layer in layers))
-
-
-def padding(multiple: int) -> Callable[[int], int]:
-    """Return what rounds a number of rows up as `row_multiple` wants."""
-    if multiple == 0:
-        return int
-    if multiple == 1:
-        return bucket
-    return lambda rows: -(-rows // multiple) * multiple
-
-
-def bucket(rows: int) -> int:
-    """Round `rows` up to one of a few row counts.
-
-    oneDNN keeps a kernel for every row count it has multiplied: hundreds of MiB if prompts come in
-    chunks of arbitrary length.
-    """
-    step = 1 if rows <= 8 else 4 if rows <= 32 else 16 if rows <= 128 else 64
-    return -(-rows // step) * step
 
 
 def stable_row_multiple(model: nn.Module) -> int:

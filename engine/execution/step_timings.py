@@ -40,6 +40,7 @@ class StepTimings:
     """
 
     def __init__(self) -> None:
+        self.row_multiple = 0  # of the runner's steps, as of `engine.latency.padded_rows`
         self._steps: _Kinds[StepTiming] = _Kinds()
         self._puts: _Kinds[PutTiming] = _Kinds()
         self._seen = 0

@@ -17,6 +17,7 @@ from itertools import combinations
 import numpy as np
 
 from engine.latency.fit import Fit, Matrix, Measured, residuals
+from engine.latency.rows import padded_rows
 from engine.latency.step import Coefficients, FittedLatency
 from engine.protocol import BadRequest
 
@@ -30,19 +31,19 @@ COLUMNS = 6
 ROUNDS = 3  # of a fit: the error of each is relative to the model before
 
 
-def fit_observed(measured: Sequence[Measured]) -> tuple[FittedLatency, Fit]:
-    """Fit the steps of one engine.
+def fit_observed(measured: Sequence[Measured], row_multiple: int = 0) -> tuple[FittedLatency, Fit]:
+    """Fit the steps of one engine, which pads their rows as `row_multiple` of the model has it.
 
     Raises: `BadRequest`, which says what was covered, if there are fewer than `LEAST` steps with
     prompts or with decodes, or if their sizes do not differ by `SPAN`.
     """
     _check_span("prompt tokens", [m.work.prompt_tokens for m in measured if m.work.prompt_tokens])
     _check_span("sequences that decode", [m.work.decodes for m in measured if m.work.decodes])
-    model = _fit(measured, rounds=0)
+    model = _fit(measured, row_multiple, rounds=0)
     ratios = [(m.seconds - model.seconds(m.work)) / model.seconds(m.work) for m in measured]
     limit = max(NEAR, FAR * float(np.median(np.abs(ratios))))
     kept = [m for m, ratio in zip(measured, ratios, strict=True) if ratio <= limit]
-    model = _fit(kept, ROUNDS)
+    model = _fit(kept, row_multiple, ROUNDS)
     prompts = [m for m in kept if m.work.prompt_tokens]
     decodes = [m for m in kept if m.work.decodes]
     alone = [m for m in decodes if not m.work.prompt_tokens]
@@ -59,20 +60,21 @@ def _check_span(what: str, sizes: Sequence[int]) -> None:
         )
 
 
-def _fit(measured: Sequence[Measured], rounds: int) -> FittedLatency:
+def _fit(measured: Sequence[Measured], row_multiple: int, rounds: int) -> FittedLatency:
     # A step with both pays the larger constant. Which one that is, the smaller error tells.
-    (best, least), (other, error) = (_rounds(measured, larger, rounds) for larger in (0, 3))
+    (best, least), (other, error) = (
+        _rounds(measured, _rows(measured, larger, row_multiple), rounds) for larger in (0, 3)
+    )
     a, b, c, d, e, f = map(float, other if error < least else best)
     decode: Coefficients = (d, e, f)
-    return FittedLatency((a, b, c), decode, decode, large_batch=1)
+    return FittedLatency((a, b, c), decode, decode, large_batch=1, row_multiple=row_multiple)
 
 
-def _rounds(measured: Sequence[Measured], larger: int, rounds: int) -> tuple[Matrix, float]:
-    """Return the coefficients and the squared error.
+def _rounds(measured: Sequence[Measured], rows: Matrix, rounds: int) -> tuple[Matrix, float]:
+    """Return the coefficients of the rows' terms and the squared error.
 
     That is relative to the model's time after some rounds, and to the measured one without.
     """
-    rows = _rows(measured, larger)
     times = np.array([seconds * 1e3 for _, seconds in measured])
     found, error = _solve(rows / times[:, None], np.ones(len(times)))
     for _ in range(rounds):
@@ -81,15 +83,18 @@ def _rounds(measured: Sequence[Measured], larger: int, rounds: int) -> tuple[Mat
     return found, error
 
 
-def _rows(measured: Sequence[Measured], larger: int) -> Matrix:
-    """Return the terms of each step."""
+def _rows(measured: Sequence[Measured], larger: int, row_multiple: int) -> Matrix:
+    """Return the terms of each step, those of `FittedLatency`."""
     rows = np.zeros((len(measured), COLUMNS))
     for row, (work, _) in zip(rows, measured, strict=True):
         both = bool(work.prompt_tokens and work.decodes)
+        tokens = work.prompt_tokens + work.decodes
+        padding = padded_rows(tokens, row_multiple) - tokens
         if work.prompt_tokens:
-            row[:3] = (not both or larger == 0, work.prompt_tokens, work.prompt_squares)
+            row[:3] = (not both or larger == 0, work.prompt_tokens + padding, work.prompt_squares)
+            padding = 0
         if work.decodes:
-            row[3:] = (not both or larger == 3, work.context, work.decodes)
+            row[3:] = (not both or larger == 3, work.context, work.decodes + padding)
     return rows
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.execution.model_runner import padding, step_rows
+from engine.execution.model_runner import step_rows
 from engine.protocol import Internal
 from engine.scheduling import Chunk
 from engine.workers.store import WorkerStore
@@ -44,7 +44,7 @@ class WorkersRunner:
         self._started: deque[_Started] = deque()
         self._places = cycle(range(depth))
         self._rows = len(group.logits) // depth
-        self._padded = padding(group.row_multiple)
+        self.row_multiple = group.row_multiple
 
     def start(self, chunks: Sequence[Chunk]) -> None:
         """Have the workers compute a step. If that fails, `run` raises why."""
@@ -53,7 +53,7 @@ class WorkersRunner:
             [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         )
         try:
-            rows = step_rows(chunks, cache, self._padded)
+            rows = step_rows(chunks, cache, self.row_multiple)
             if len(rows.wanted) > self._rows:
                 raise Internal(f"{rows.logits} rows of logits, where {self._rows} fit")
             begin = next(self._places) * self._rows

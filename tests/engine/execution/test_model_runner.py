@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from engine.execution import model_runner
-from engine.execution.model_runner import (
-    ModelRunner,
-    bucket,
-    padding,
-    row_multiple,
-    stable_row_multiple,
-)
+from engine.execution.model_runner import ModelRunner, row_multiple, stable_row_multiple
 from engine.models import Linear, load_model
 from engine.models.linear import Int8Linear, WidenedLinear
 from engine.scheduling.chunk import Chunk
@@ -22,13 +16,6 @@ from kvcache.memory.layout import KVLayout
 from kvcache.page_store.torch_store import TorchPageStore
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
-
-
-def test_padding_gives_few_row_counts_and_adds_few_rows():
-    sizes = [bucket(rows) for rows in range(2049)]
-    assert all(rows <= size <= max(rows + 3, rows * 1.5) for rows, size in enumerate(sizes))
-    assert sizes == sorted(sizes)
-    assert len(set(sizes)) < 60
 
 
 def test_rows_are_padded_only_where_a_library_keeps_a_kernel_for_each_count():
@@ -42,7 +29,6 @@ def test_rows_are_padded_only_where_a_library_keeps_a_kernel_for_each_count():
         assert row_multiple(layers, torch.bfloat16, cpu) == 1
     stable = torch.nn.ModuleList([CountingLinear(8, 8)])
     assert row_multiple(stable, torch.float32, cpu) == 8
-    assert [padding(multiple)(33) for multiple in (0, 1, 8)] == [33, 48, 40]
 
 
 @pytest.mark.slow

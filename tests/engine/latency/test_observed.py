@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,15 @@ def test_exact_steps_give_the_model_back(kinds: tuple[str, ...]):
     assert max(abs(model.seconds(w) / TRUE.seconds(w) - 1) for w in unseen) < 0.03
     assert fit.prefill.largest < 0.03 and fit.decode.largest < 0.03
     assert fit.prefill.points == sum(w.prompt_tokens > 0 for w in steps(120, kinds))
+
+
+def test_padded_steps_give_the_model_back_if_the_padding_is_known():
+    padded = replace(TRUE, row_multiple=1)
+    measured = timed(padded, steps(240))
+    model, _ = fit_observed(measured[:200], 1)
+    unknowing, _ = fit_observed(measured[:200])
+    assert max(abs(model.seconds(w) / seconds - 1) for w, seconds in measured[200:]) < 0.03
+    assert max(abs(unknowing.seconds(w) / seconds - 1) for w, seconds in measured[200:]) > 0.06
 
 
 def test_a_fixed_pace_is_fitted_without_terms_that_it_has_not():
