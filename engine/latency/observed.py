@@ -12,6 +12,7 @@ below the mean of the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -37,17 +38,57 @@ def fit_observed(measured: Sequence[Measured], row_multiple: int = 0) -> tuple[F
     Raises: `BadRequest`, which says what was covered, if there are fewer than `LEAST` steps with
     prompts or with decodes, or if their sizes do not differ by `SPAN`.
     """
-    _check_span("prompt tokens", [m.work.prompt_tokens for m in measured if m.work.prompt_tokens])
-    _check_span("sequences that decode", [m.work.decodes for m in measured if m.work.decodes])
+    _check_spans(measured)
+    single = [m for m in measured if m.work.decodes == 1 and not m.work.prompt_tokens]
+    others = [m for m in measured if m.work.decodes != 1 or m.work.prompt_tokens]
+    if len(single) >= LEAST:
+        try:
+            _check_spans(others)
+        except BadRequest:
+            pass
+        else:
+            model, kept = _undisturbed(others, row_multiple)
+            if (with_single := _with_single(model, single)) is not None:
+                return with_single, _fit_of(with_single, [*kept, *single])
+    model, kept = _undisturbed(measured, row_multiple)
+    return model, _fit_of(model, kept)
+
+
+def _with_single(model: FittedLatency, single: Sequence[Measured]) -> FittedLatency | None:
+    """Return the model with a time of its own for one decode, if that is far from the model's.
+
+    Processors may multiply one row in another way than several, several times as fast.
+    """
+    ratio = float(np.median([seconds / model.seconds(work) for work, seconds in single]))
+    if abs(ratio - 1) <= NEAR:
+        return None
+    _, token, sequence = model.decode
+    constant = float(np.median([seconds * 1e3 - token * w.context for w, seconds in single]))
+    own: Coefficients = (max(constant - sequence, 0.0), token, sequence)
+    return replace(model, decode=own, large_batch=2)
+
+
+def _undisturbed(
+    measured: Sequence[Measured], row_multiple: int
+) -> tuple[FittedLatency, list[Measured]]:
+    """Fit steps twice, the second time without those far above; return the others, too."""
     model = _fit(measured, row_multiple, rounds=0)
     ratios = [(m.seconds - model.seconds(m.work)) / model.seconds(m.work) for m in measured]
     limit = max(NEAR, FAR * float(np.median(np.abs(ratios))))
     kept = [m for m, ratio in zip(measured, ratios, strict=True) if ratio <= limit]
-    model = _fit(kept, row_multiple, ROUNDS)
+    return _fit(kept, row_multiple, ROUNDS), kept
+
+
+def _fit_of(model: FittedLatency, kept: Sequence[Measured]) -> Fit:
     prompts = [m for m in kept if m.work.prompt_tokens]
     decodes = [m for m in kept if m.work.decodes]
     alone = [m for m in decodes if not m.work.prompt_tokens]
-    return model, Fit(residuals(model, prompts), residuals(model, alone or decodes))
+    return Fit(residuals(model, prompts), residuals(model, alone or decodes))
+
+
+def _check_spans(measured: Sequence[Measured]) -> None:
+    _check_span("prompt tokens", [m.work.prompt_tokens for m in measured if m.work.prompt_tokens])
+    _check_span("sequences that decode", [m.work.decodes for m in measured if m.work.decodes])
 
 
 def _check_span(what: str, sizes: Sequence[int]) -> None:

@@ -113,3 +113,14 @@ def test_puts_are_fitted_to_their_bytes():
     assert latency.bandwidth == pytest.approx(2e9) and latency.layer_s == pytest.approx(1e-4)
     with pytest.raises(BadRequest, match="no put"):
         fit_put([], 4)
+
+
+def test_one_decode_alone_may_have_a_time_of_its_own():
+    """As where one row is multiplied in another way than several."""
+    fast = replace(TRUE, decode=(1.0, 2e-3, 0.5), large_batch=2)
+    work = [*steps(120), *(StepWork(decodes=1, context=100 + i) for i in range(12))]
+    model, fit = fit_observed(timed(fast, work, noise=0.02))
+    lone, two = StepWork(decodes=1, context=200), StepWork(decodes=2, context=400)
+    for one in (lone, two, StepWork(64, 4096, 1, 200)):
+        assert model.seconds(one) == pytest.approx(fast.seconds(one), rel=0.05)
+    assert fit.decode.largest < 0.1
