@@ -83,7 +83,8 @@ def step_work(plan: Sequence[tuple[Job, Chunk]], length: Callable[[SeqId], int])
     tokens = squares = decodes = context = 0
     for job, chunk in plan:
         begin, count = length(chunk.seq_id), len(chunk.tokens)
-        if count == 1 and isinstance(job, Generation) and job.generated:
+        # The last token of a prompt, if it is all that is left, costs what a decode does.
+        if count == 1 and chunk.sample and isinstance(job, Generation):
             decodes += 1
             context += begin
         else:

@@ -62,10 +62,9 @@ def _with_single(model: FittedLatency, single: Sequence[Measured]) -> FittedLate
     ratio = float(np.median([seconds / model.seconds(work) for work, seconds in single]))
     if abs(ratio - 1) <= NEAR:
         return None
-    _, token, sequence = model.decode
-    constant = float(np.median([seconds * 1e3 - token * w.context for w, seconds in single]))
-    own: Coefficients = (max(constant - sequence, 0.0), token, sequence)
-    return replace(model, decode=own, large_batch=2)
+    token = model.decode[1]
+    left = float(np.median([seconds * 1e3 - token * work.context for work, seconds in single]))
+    return replace(model, single_ms=left) if left > 0 else None
 
 
 def _undisturbed(

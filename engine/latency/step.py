@@ -59,6 +59,9 @@ class FittedLatency:
     `row_multiple`, as of `padded_rows`, is how the engine pads the rows of a step. Padding costs as
     much as tokens of prompts, and in a step without prompts as much as decodes.
 
+    One decode alone takes `single_ms`, and `b` for its context, where that is given: processors may
+    multiply one row in another way than several.
+
     With `pp` > 1 this is the time that one of `pp` pipeline stages takes. A batch passes all of
     them, and `pp` batches are under way at a time.
     """
@@ -70,11 +73,14 @@ class FittedLatency:
     pp: Annotated[int, Field(ge=1)] = 1
     stage_ms: Amount = 0.0
     row_multiple: Annotated[int, Field(ge=0)] = 0
+    single_ms: Amount = 0.0
     kind: Literal["fitted"] = "fitted"
 
     def seconds(self, work: StepWork) -> float:
         """Return the duration of a step in seconds; 0 for a step that computes nothing."""
         constant = varying = passing = 0.0
+        if self.single_ms and work.decodes == 1 and not work.prompt_tokens:
+            return (self.single_ms + self.decode[1] * work.context) / self.pp / 1e3
         if work.prompt_tokens:
             constant, token, square = self.prefill
             varying = (

@@ -117,7 +117,7 @@ def test_puts_are_fitted_to_their_bytes():
 
 def test_one_decode_alone_may_have_a_time_of_its_own():
     """As where one row is multiplied in another way than several."""
-    fast = replace(TRUE, decode=(1.0, 2e-3, 0.5), large_batch=2)
+    fast = replace(TRUE, single_ms=1.5)
     work = [*steps(120), *(StepWork(decodes=1, context=100 + i) for i in range(12))]
     model, fit = fit_observed(timed(fast, work, noise=0.02))
     lone, two = StepWork(decodes=1, context=200), StepWork(decodes=2, context=400)
