@@ -17,14 +17,16 @@ character is held back, which a simulation does not know.
 
 The first `BEFORE` requests of each run, real or simulated, are not counted: an engine that has just
 started does not know yet how long its steps take, and gives prompts another share of them. Steps
-scatter in the simulation as they did when they were measured. A simulated figure is the median of
-`DRAWS` simulations, which differ in the order of that scatter.
+scatter in the simulation as they did when they were measured.
 
-Real runs differ from each other: their engines, the router and the client share two cores. Each is
-compared with its own simulation, and `error` is the median over the repeats (`--repeats`) of the
-same requests. `repeat` is the real figure of the last run over that of the first one. `others_cpu`
-is the number of cores that other processes used: with more than a few hundredths, a run says
-little.
+One run says little where the engines are nearly full: simulations that differ only in the order of
+that scatter then differ by a tenth in mean TTFT (`chance`: the least and the most of them over the
+figure). So each real run is repeated (`--repeats`), and simulated `DRAWS` times with its own
+profiles. A figure is that of all requests of all repeats, on both sides, and `error` is the
+simulated one over the real one. `errors` are those of each repeat by itself, against the median of
+its simulations. `repeat` is the real figure of the last run over that of the first one.
+`others_cpu` is the number of cores that other processes used: with more than a few hundredths, a
+run says little.
 
 Run: `make bench-simulated-engines`, or `python -m bench.simulated_engines [--save]
 [--requests 60] [--repeats 3] [--dtype float32]`.
@@ -202,7 +204,7 @@ async def profile_of(url: str, key: str) -> tuple[Profile, Fit]:
         told = (await client.get(f"{url}/microserving/statistics")).json()
         info = (await client.get(f"{url}/microserving/model")).json()
     measured = [Measured(StepWork(*map(int, step[:4])), step[4]) for step in told["steps"]]
-    step, fit = fit_observed(measured)
+    step, fit = fit_observed(measured, told["row_multiple"])
     puts = [(int(size), seconds) for size, seconds in told["puts"]]
     put = fit_put(puts, info["layers"]) if puts else PutLatency(bandwidth=1e10)
     profile = Profile(
@@ -233,7 +235,7 @@ def simulate(
 def compare(
     name: str, rate: float, requests: int, repeats: Sequence[RealRun], call_s: float
 ) -> dict[str, Any]:
-    """Return each figure: the real runs' median, the simulated ones', and the difference."""
+    """Return each figure of the real requests, of the simulated ones, and the difference."""
     run: dict[str, Any] = {"strategy": name, "params": STRATEGIES[name], "rate": rate}
     simulated = []
     for repeat in repeats:
@@ -241,18 +243,24 @@ def compare(
         draws = [simulate(name, rate, requests, profiles, call_s, seed) for seed in range(DRAWS)]
         simulated.append(draws)
     for figure, of in TIMES.items():
-        real = [values(map(of, repeat.outcomes)) for repeat in repeats]
-        ours = [[values(map(of, records)) for records in draws] for draws in simulated]
+        real = [[of(one) for one in repeat.outcomes] for repeat in repeats]
+        ours = [[[of(one) for one in records] for records in draws] for draws in simulated]
+        all_real = values(itertools.chain(*real))
+        all_ours = values(itertools.chain(*itertools.chain(*ours)))
         run[figure] = {}
         for statistic in ("mean", "p99"):
-            medians = [statistics.median(draw[statistic] for draw in draws) for draws in ours]
-            measured = [one[statistic] for one in real]
-            errors = [s / m - 1 for s, m in zip(medians, measured, strict=True)]
+            measured = [values(one)[statistic] for one in real]
+            drawn = [[values(one)[statistic] for one in draws] for draws in ours]
+            of_all, of_draws = all_ours[statistic], list(itertools.chain(*drawn))
             run[figure][statistic] = {
-                "real_ms": 1e3 * statistics.median(measured),
-                "simulated_ms": 1e3 * statistics.median(medians),
-                "error": statistics.median(errors),
-                "errors": errors,
+                "real_ms": 1e3 * all_real[statistic],
+                "simulated_ms": 1e3 * of_all,
+                "error": of_all / all_real[statistic] - 1,
+                "errors": [
+                    statistics.median(draws) / one - 1
+                    for draws, one in zip(drawn, measured, strict=True)
+                ],
+                "chance": [min(of_draws) / of_all - 1, max(of_draws) / of_all - 1],
                 "repeat": measured[-1] / measured[0] - 1,
             }
     return run

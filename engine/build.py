@@ -152,6 +152,8 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
             cache, scheduler, mock_runner, mock_sample, engine.deliver, time.monotonic
         )
     engine.loop = StepLoop(stepper, engine.died, compute_threads=threads)
+    if isinstance(runner, ModelRunner | WorkersRunner):
+        engine.loop.timings.row_multiple = runner.row_multiple
     metrics.register(engine_readings(engine))
     return engine
 

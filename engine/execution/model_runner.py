@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from engine.latency import padded_rows
 from engine.models import Linear, LoadedModel
 from engine.protocol import Internal
 from engine.scheduling import Chunk
 from kvcache.cache import KVCache
 from kvcache.sequences import StepDescription
 
-__all__ = ["ModelRunner", "StepRows", "bucket", "stable_row_multiple", "step_rows"]
+__all__ = [
+    "ModelRunner",
+    "StepRows",
+    "row_multiple",
+    "stable_row_multiple",
+    "step_rows",
+]
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +41,8 @@ class StepRows(NamedTuple):
     logits: int  # how many of them are no padding
 
 
-def step_rows(
-    chunks: Sequence[Chunk], step: StepDescription, padded: Callable[[int], int]
-) -> StepRows:
-    """Return the rows of a step of these chunks; `padded` rounds a number of rows up."""
+def step_rows(chunks: Sequence[Chunk], step: StepDescription, multiple: int) -> StepRows:
+    """Return the rows of a step of these chunks, padded as `row_multiple` has it."""
     tokens: list[int] = []
     positions: list[int] = []
     wanted: list[int] = []
@@ -47,16 +52,16 @@ def step_rows(
         if chunk.sample:
             wanted.append(len(tokens) - 1)
     logits = len(wanted)
-    padding = [0] * (padded(len(tokens)) - len(tokens))
-    wanted += [0] * (padded(logits) - logits)
+    padding = [0] * (padded_rows(len(tokens), multiple) - len(tokens))
+    wanted += [0] * (padded_rows(logits, multiple) - logits)
     return StepRows(tokens + padding, positions + padding, wanted, logits)
 
 
 class ModelRunner:
     """Runs chunks of many sequences as one batch over the paged cache.
 
-    Row counts are padded so that the bits of a row do not depend on the batch (float32 on a CPU)
-    and so that the number of distinct shapes stays small.
+    Row counts are padded so that the bits of a row do not depend on the batch (float32 on a CPU),
+    and so that the number of distinct shapes stays small where a library keeps a kernel for each.
     """
 
     def __init__(self, model: LoadedModel, cache: KVCache) -> None:
@@ -65,10 +70,7 @@ class ModelRunner:
         self._model = model.transformer
         self._cache = cache
         self._device = cache.store.device
-        self._padded = bucket
-        if cache.layout.dtype == torch.float32 and self._device.type == "cpu":
-            multiple = stable_row_multiple(self._model)
-            self._padded = lambda rows: -(-rows // multiple) * multiple
+        self.row_multiple = row_multiple(self._model, cache.layout.dtype, self._device)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -80,7 +82,7 @@ class ModelRunner:
             [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         )
         try:
-            rows = step_rows(chunks, step, self._padded)
+            rows = step_rows(chunks, step, self.row_multiple)
             hidden = self._model(
                 torch.tensor(rows.tokens, device=self._device),
                 torch.tensor(rows.positions, device=self._device),
@@ -94,14 +96,19 @@ class ModelRunner:
         return logits
 
 
-def bucket(rows: int) -> int:
-    """Round `rows` up to one of a few row counts.
+def row_multiple(model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
+    """Return a count of rows whose multiples a step has to have.
 
-    oneDNN keeps a kernel for every row count it has multiplied: hundreds of MiB if prompts come in
-    chunks of arbitrary length.
+    0: any count is fine; 1: it has to be one of a few (`engine.latency.padded_rows`), since oneDNN
+    keeps a kernel for every count that it has multiplied: hundreds of MiB if prompts come in chunks
+    of arbitrary length.
     """
-    step = 1 if rows <= 8 else 4 if rows <= 32 else 16 if rows <= 128 else 64
-    return -(-rows // step) * step
+    if device.type != "cpu":
+        return 1
+    if dtype == torch.float32:
+        return stable_row_multiple(model)
+    layers = (layer for layer in model.modules() if isinstance(layer, Linear))
+    return int(any(layer.keeps_kernels for layer in layers))
 
 
 def stable_row_multiple(model: nn.Module) -> int:

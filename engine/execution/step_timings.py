@@ -40,6 +40,7 @@ class StepTimings:
     """
 
     def __init__(self) -> None:
+        self.row_multiple = 0  # of the runner's steps, as of `engine.latency.padded_rows`
         self._steps: _Kinds[StepTiming] = _Kinds()
         self._puts: _Kinds[PutTiming] = _Kinds()
         self._seen = 0
@@ -82,7 +83,8 @@ def step_work(plan: Sequence[tuple[Job, Chunk]], length: Callable[[SeqId], int])
     tokens = squares = decodes = context = 0
     for job, chunk in plan:
         begin, count = length(chunk.seq_id), len(chunk.tokens)
-        if count == 1 and isinstance(job, Generation) and job.generated:
+        # The last token of a prompt, if it is all that is left, costs what a decode does.
+        if count == 1 and chunk.sample and isinstance(job, Generation):
             decodes += 1
             context += begin
         else:

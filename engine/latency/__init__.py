@@ -17,6 +17,7 @@ from engine.latency.profile import (
     write_profile,
 )
 from engine.latency.put import PutLatency
+from engine.latency.rows import padded_rows
 from engine.latency.scatter import Factors, Scatter, scatter_of
 from engine.latency.step import FittedLatency, FixedLatency, StepLatency, StepWork
 from engine.latency.table import TableLatency
@@ -45,6 +46,7 @@ __all__ = [
     "fit_latency",
     "fit_observed",
     "fit_put",
+    "padded_rows",
     "pool_tokens",
     "profile_fields",
     "profile_names",

@@ -12,11 +12,13 @@ below the mean of the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
 from engine.latency.fit import Fit, Matrix, Measured, residuals
+from engine.latency.rows import padded_rows
 from engine.latency.step import Coefficients, FittedLatency
 from engine.protocol import BadRequest
 
@@ -30,23 +32,62 @@ COLUMNS = 6
 ROUNDS = 3  # of a fit: the error of each is relative to the model before
 
 
-def fit_observed(measured: Sequence[Measured]) -> tuple[FittedLatency, Fit]:
-    """Fit the steps of one engine.
+def fit_observed(measured: Sequence[Measured], row_multiple: int = 0) -> tuple[FittedLatency, Fit]:
+    """Fit the steps of one engine, which pads their rows as `row_multiple` of the model has it.
 
     Raises: `BadRequest`, which says what was covered, if there are fewer than `LEAST` steps with
     prompts or with decodes, or if their sizes do not differ by `SPAN`.
     """
-    _check_span("prompt tokens", [m.work.prompt_tokens for m in measured if m.work.prompt_tokens])
-    _check_span("sequences that decode", [m.work.decodes for m in measured if m.work.decodes])
-    model = _fit(measured, rounds=0)
+    _check_spans(measured)
+    single = [m for m in measured if m.work.decodes == 1 and not m.work.prompt_tokens]
+    others = [m for m in measured if m.work.decodes != 1 or m.work.prompt_tokens]
+    if len(single) >= LEAST:
+        try:
+            _check_spans(others)
+        except BadRequest:
+            pass
+        else:
+            model, kept = _undisturbed(others, row_multiple)
+            if (with_single := _with_single(model, single)) is not None:
+                return with_single, _fit_of(with_single, [*kept, *single])
+    model, kept = _undisturbed(measured, row_multiple)
+    return model, _fit_of(model, kept)
+
+
+def _with_single(model: FittedLatency, single: Sequence[Measured]) -> FittedLatency | None:
+    """Return the model with a time of its own for one decode, if that is far from the model's.
+
+    Processors may multiply one row in another way than several, several times as fast.
+    """
+    ratio = float(np.median([seconds / model.seconds(work) for work, seconds in single]))
+    if abs(ratio - 1) <= NEAR:
+        return None
+    token = model.decode[1]
+    left = float(np.median([seconds * 1e3 - token * work.context for work, seconds in single]))
+    return replace(model, single_ms=left) if left > 0 else None
+
+
+def _undisturbed(
+    measured: Sequence[Measured], row_multiple: int
+) -> tuple[FittedLatency, list[Measured]]:
+    """Fit steps twice, the second time without those far above; return the others, too."""
+    model = _fit(measured, row_multiple, rounds=0)
     ratios = [(m.seconds - model.seconds(m.work)) / model.seconds(m.work) for m in measured]
     limit = max(NEAR, FAR * float(np.median(np.abs(ratios))))
     kept = [m for m, ratio in zip(measured, ratios, strict=True) if ratio <= limit]
-    model = _fit(kept, ROUNDS)
+    return _fit(kept, row_multiple, ROUNDS), kept
+
+
+def _fit_of(model: FittedLatency, kept: Sequence[Measured]) -> Fit:
     prompts = [m for m in kept if m.work.prompt_tokens]
     decodes = [m for m in kept if m.work.decodes]
     alone = [m for m in decodes if not m.work.prompt_tokens]
-    return model, Fit(residuals(model, prompts), residuals(model, alone or decodes))
+    return Fit(residuals(model, prompts), residuals(model, alone or decodes))
+
+
+def _check_spans(measured: Sequence[Measured]) -> None:
+    _check_span("prompt tokens", [m.work.prompt_tokens for m in measured if m.work.prompt_tokens])
+    _check_span("sequences that decode", [m.work.decodes for m in measured if m.work.decodes])
 
 
 def _check_span(what: str, sizes: Sequence[int]) -> None:
@@ -59,20 +100,21 @@ def _check_span(what: str, sizes: Sequence[int]) -> None:
         )
 
 
-def _fit(measured: Sequence[Measured], rounds: int) -> FittedLatency:
+def _fit(measured: Sequence[Measured], row_multiple: int, rounds: int) -> FittedLatency:
     # A step with both pays the larger constant. Which one that is, the smaller error tells.
-    (best, least), (other, error) = (_rounds(measured, larger, rounds) for larger in (0, 3))
+    (best, least), (other, error) = (
+        _rounds(measured, _rows(measured, larger, row_multiple), rounds) for larger in (0, 3)
+    )
     a, b, c, d, e, f = map(float, other if error < least else best)
     decode: Coefficients = (d, e, f)
-    return FittedLatency((a, b, c), decode, decode, large_batch=1)
+    return FittedLatency((a, b, c), decode, decode, large_batch=1, row_multiple=row_multiple)
 
 
-def _rounds(measured: Sequence[Measured], larger: int, rounds: int) -> tuple[Matrix, float]:
-    """Return the coefficients and the squared error.
+def _rounds(measured: Sequence[Measured], rows: Matrix, rounds: int) -> tuple[Matrix, float]:
+    """Return the coefficients of the rows' terms and the squared error.
 
     That is relative to the model's time after some rounds, and to the measured one without.
     """
-    rows = _rows(measured, larger)
     times = np.array([seconds * 1e3 for _, seconds in measured])
     found, error = _solve(rows / times[:, None], np.ones(len(times)))
     for _ in range(rounds):
@@ -81,15 +123,18 @@ def _rounds(measured: Sequence[Measured], larger: int, rounds: int) -> tuple[Mat
     return found, error
 
 
-def _rows(measured: Sequence[Measured], larger: int) -> Matrix:
-    """Return the terms of each step."""
+def _rows(measured: Sequence[Measured], larger: int, row_multiple: int) -> Matrix:
+    """Return the terms of each step, those of `FittedLatency`."""
     rows = np.zeros((len(measured), COLUMNS))
     for row, (work, _) in zip(rows, measured, strict=True):
         both = bool(work.prompt_tokens and work.decodes)
+        tokens = work.prompt_tokens + work.decodes
+        padding = padded_rows(tokens, row_multiple) - tokens
         if work.prompt_tokens:
-            row[:3] = (not both or larger == 0, work.prompt_tokens, work.prompt_squares)
+            row[:3] = (not both or larger == 0, work.prompt_tokens + padding, work.prompt_squares)
+            padding = 0
         if work.decodes:
-            row[3:] = (not both or larger == 3, work.context, work.decodes)
+            row[3:] = (not both or larger == 3, work.context, work.decodes + padding)
     return rows
 
 

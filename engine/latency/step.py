@@ -7,6 +7,8 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from engine.latency.rows import padded_rows
+
 __all__ = [
     "STRICT",
     "Amount",
@@ -54,6 +56,12 @@ class FittedLatency:
     chunks of a prompt together pay for its attention as much as the whole prompt at once.
     A step with prompts and decodes pays the larger `a` once, and all other terms of both.
 
+    `row_multiple`, as of `padded_rows`, is how the engine pads the rows of a step. Padding costs as
+    much as tokens of prompts, and in a step without prompts as much as decodes.
+
+    One decode alone takes `single_ms`, and `b` for its context, where that is given: processors may
+    multiply one row in another way than several.
+
     With `pp` > 1 this is the time that one of `pp` pipeline stages takes. A batch passes all of
     them, and `pp` batches are under way at a time.
     """
@@ -64,21 +72,34 @@ class FittedLatency:
     large_batch: Annotated[int, Field(ge=1)] = 95
     pp: Annotated[int, Field(ge=1)] = 1
     stage_ms: Amount = 0.0
+    row_multiple: Annotated[int, Field(ge=0)] = 0
+    single_ms: Amount = 0.0
     kind: Literal["fitted"] = "fitted"
 
     def seconds(self, work: StepWork) -> float:
         """Return the duration of a step in seconds; 0 for a step that computes nothing."""
         constant = varying = passing = 0.0
+        if self.single_ms and work.decodes == 1 and not work.prompt_tokens:
+            return (self.single_ms + self.decode[1] * work.context) / self.pp / 1e3
         if work.prompt_tokens:
             constant, token, square = self.prefill
-            varying = token * work.prompt_tokens + square * work.prompt_squares
+            varying = (
+                token * (work.prompt_tokens + self._padding(work)) + square * work.prompt_squares
+            )
             passing = self.stage_ms * self.pp
         if work.decodes:
             large = work.decodes >= self.large_batch
             own, token, sequence = self.large_decode if large else self.decode
             constant = max(constant, own)
-            varying += token * work.context + sequence * work.decodes
+            rows = work.decodes if work.prompt_tokens else work.decodes + self._padding(work)
+            varying += token * work.context + sequence * rows
         return ((constant + varying) / self.pp + passing) / 1e3
+
+    def _padding(self, work: StepWork) -> int:
+        if not self.row_multiple:
+            return 0
+        rows = work.prompt_tokens + work.decodes
+        return padded_rows(rows, self.row_multiple) - rows
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)

@@ -34,6 +34,8 @@ class Linear(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    # Whether a kernel is kept for each number of rows that was multiplied: oneDNN does that.
+    keeps_kernels = True
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -51,6 +53,8 @@ class Linear(nn.Module):
 
 class PackedLinear(Linear):
     """A bfloat16 `Linear` on a CPU whose weight is packed for `engine.kernels.linear_bf16`."""
+
+    keeps_kernels = False
 
     def __init__(self, plain: Linear) -> None:
         """Pack `plain`. Only where `linear_bf16.supports` its weight."""
@@ -96,6 +100,8 @@ class WidenedLinear(Linear):
     There torch's products of several rows take up to eight times as long in bfloat16. The weight
     is stored in bfloat16, and each product converts it, a block at a time.
     """
+
+    keeps_kernels = False
 
     def __init__(self, plain: Linear) -> None:
         nn.Module.__init__(self)

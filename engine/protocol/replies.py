@@ -248,3 +248,4 @@ class EngineStatistics(Message):
     max_waiting: int = Field(ge=1, lt=2**31)
     decode_slowdown: float = Field(ge=0.0, le=1e6, allow_inf_nan=False)
     lease_ms: int = Field(ge=1, le=3_600_000)
+    row_multiple: int = Field(default=0, ge=0, le=4096)  # as of `engine.latency.padded_rows`

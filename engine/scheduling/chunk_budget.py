@@ -3,7 +3,10 @@
     decode_s(decodes) + token_s * tokens  <=  slowdown * decode_s(decodes)
 
 If more prompts wait than sequences decode, the prompts get `waiting / decodes` times the decodes'
-time instead: one stream does not keep thirty requests from starting.
+time instead: one stream does not keep thirty requests from starting. Where a single further decode
+is known to take more than the slowdown, as on processors that multiply one row in another way than
+several, the step may take `slowdown` times as long as with that decode: a few tokens would cost as
+much, and a prompt would wait for the stream's end.
 
 Both terms are estimated from past steps:
 
@@ -119,7 +122,8 @@ class ChunkBudget:
         ratio = max(self._slowdown - 1, waiting / decodes if waiting > decodes else 0.0)
         decode_s = self._decode_seconds(decodes, similar)
         self._estimate = decodes, decode_s
-        fitting = ratio * decode_s * self._prompt_tokens
+        prompts_s = max(ratio * decode_s, self._of_one_more(decodes, decode_s))
+        fitting = prompts_s * self._prompt_tokens
         if self._prompt_tokens and fitting >= most * self._prompt_seconds:
             return most
         by_cost = int(fitting / self._prompt_seconds) if self._prompt_seconds else 0
@@ -160,6 +164,15 @@ class ChunkBudget:
         self._step += len(durations)
         for seconds in durations:
             self._line.add(decodes, seconds)
+
+    def _of_one_more(self, decodes: int, decode_s: float) -> float:
+        """Return what prompts may add where one more decode alone would exceed the slowdown; or 0.
+
+        Decodes join without being asked, so a prompt may take that time too, and its share of it.
+        """
+        joined_s = self._decode_seconds(decodes + 1, self._similar(decodes + 1))
+        longest_s = self._slowdown * joined_s
+        return longest_s - decode_s if joined_s > self._slowdown * decode_s else 0.0
 
     def _similar(self, decodes: int) -> list[_DecodeStep]:
         """Return the recent steps with about as many decodes and no prompt tokens."""

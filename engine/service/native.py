@@ -162,6 +162,7 @@ class NativeEngine:
             max_waiting=config.max_waiting,
             decode_slowdown=config.decode_slowdown,
             lease_ms=config.lease_ms,
+            row_multiple=timings.row_multiple,
         )
 
     async def check_integrity(self) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from engine.execution.model_runner import stable_row_multiple
+from engine.execution.model_runner import row_multiple
 from engine.models import LoadedModel, ModelConfig, Part, load_model, split_model
 from engine.protocol import Internal
 from engine.workers.settings import WorkerSettings
@@ -108,10 +108,8 @@ class PartWorker:
 
     @property
     def row_multiple(self) -> int:
-        """The count whose multiples of rows give the same bits per row; 1: it does not matter."""
-        if self._dtype != torch.float32:
-            return 1
-        return stable_row_multiple(self._transformer)
+        """As of `engine.execution.model_runner.row_multiple`."""
+        return row_multiple(self._transformer, self._dtype, torch.device("cpu"))
 
     @property
     def weight_bytes(self) -> int:

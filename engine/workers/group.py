@@ -75,7 +75,7 @@ class WorkerGroup:
         """
         self.on_loss: Callable[[str], object] = lambda _reason: None
         self.shards = tuple(shards)
-        self.row_multiple = 1
+        self.row_multiple = 0
         self._digest = digest
         self._settings = settings
         self._lock = threading.Lock()  # for messages, answers and recovery

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.execution.model_runner import bucket, step_rows
+from engine.execution.model_runner import step_rows
 from engine.protocol import Internal
 from engine.scheduling import Chunk
 from engine.workers.step_message import StepMessage
@@ -43,8 +43,7 @@ class WorkersRunner:
         self._started: deque[_Started] = deque()
         self._places = cycle(range(depth))
         self._rows = len(group.logits) // depth
-        multiple = group.row_multiple
-        self._padded = bucket if multiple == 1 else lambda rows: -(-rows // multiple) * multiple
+        self.row_multiple = group.row_multiple
 
     def start(self, chunks: Sequence[Chunk]) -> None:
         """Have the workers compute a step. If that fails, `run` raises why."""
@@ -53,7 +52,7 @@ class WorkersRunner:
             [chunk.seq_id for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
         )
         try:
-            rows = step_rows(chunks, step, self._padded)
+            rows = step_rows(chunks, step, self.row_multiple)
             if len(rows.wanted) > self._rows:
                 raise Internal(f"{rows.logits} rows of logits, where {self._rows} fit")
             begin = next(self._places) * self._rows

@@ -109,7 +109,7 @@ class _Speed(NamedTuple):
 
 def _speed(one: Facts, everywhere: Sequence[Measured], given: Profile | None) -> _Speed:
     try:
-        return _Speed(*_fitted(_steps(one)), _OWN)
+        return _Speed(*_fitted(_steps(one), _row_multiple(one)), _OWN)
     except BadRequest as error:
         problem: str = one["problem"] or error.message
     try:
@@ -124,9 +124,11 @@ def _speed(one: Facts, everywhere: Sequence[Measured], given: Profile | None) ->
         ) from None
 
 
-def _fitted(steps: Sequence[Measured]) -> tuple[FittedLatency, Fit, tuple[float, ...]]:
+def _fitted(
+    steps: Sequence[Measured], row_multiple: int = 0
+) -> tuple[FittedLatency, Fit, tuple[float, ...]]:
     """Raises: `BadRequest` if the steps do not tell the coefficients."""
-    latency, fit = fit_observed(steps)
+    latency, fit = fit_observed(steps, row_multiple)
     return latency, fit, scatter_of(latency, steps)
 
 
@@ -142,6 +144,11 @@ def _put(
 def _steps(one: Facts) -> list[Measured]:
     statistics = one["statistics"] or {}
     return [Measured(StepWork(*step[:4]), step[4]) for step in statistics.get("steps", ())]
+
+
+def _row_multiple(one: Facts) -> int:
+    multiple: int = (one["statistics"] or {}).get("row_multiple", 0)
+    return multiple
 
 
 def _puts(one: Facts) -> list[tuple[int, float]]:

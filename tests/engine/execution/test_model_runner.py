@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.execution.model_runner import ModelRunner, bucket, stable_row_multiple
+from engine.execution import model_runner
+from engine.execution.model_runner import ModelRunner, row_multiple, stable_row_multiple
 from engine.models import Linear, load_model
+from engine.models.linear import Int8Linear, WidenedLinear
 from engine.scheduling.chunk import Chunk
 from kvcache.cache import KVCache
 from kvcache.lease.identity import Identity
@@ -16,16 +18,23 @@ from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import EngineId, SeqId
 
 
-def test_padding_gives_few_row_counts_and_adds_few_rows():
-    sizes = [bucket(rows) for rows in range(2049)]
-    assert all(rows <= size <= max(rows + 3, rows * 1.5) for rows, size in enumerate(sizes))
-    assert sizes == sorted(sizes)
-    assert len(set(sizes)) < 60
+def test_rows_are_padded_only_where_a_library_keeps_a_kernel_for_each_count():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    plain = Linear(32, 8, bias=False, dtype=torch.bfloat16)
+    plain.weight = torch.nn.Parameter(torch.ones(8, 32).bfloat16(), requires_grad=False)
+    assert row_multiple(torch.nn.ModuleList([WidenedLinear(plain)]), torch.bfloat16, cpu) == 0
+    assert row_multiple(torch.nn.ModuleList([WidenedLinear(plain)]), torch.bfloat16, gpu) == 1
+    for layer in (plain, Int8Linear(plain)):
+        layers = torch.nn.ModuleList([WidenedLinear(plain), layer])
+        assert row_multiple(layers, torch.bfloat16, cpu) == 1
+    stable = torch.nn.ModuleList([CountingLinear(8, 8)])
+    assert row_multiple(stable, torch.float32, cpu) == 8
 
 
 @pytest.mark.slow
-def test_padding_rows_change_nothing():
+def test_padding_rows_change_nothing(monkeypatch):
     """In bfloat16: 9 rows become 12, and 3 sequences of different lengths need logits."""
+    monkeypatch.setattr(model_runner, "row_multiple", lambda *_: 1)
     model = load_model("tiny", dtype=torch.bfloat16, device=torch.device("cpu"))
     shape = model.config
     heads, dim = shape.num_kv_heads, shape.head_dim

@@ -8,8 +8,10 @@ import pytest
 from engine_helpers import generation
 from stepper_machine import PROMPT, STEP_S, TOKEN_S, Machine, new_send
 
-from engine.execution.step_timings import EVERY, KINDS, LONGEST_S, PER_KIND, StepTimings
+from engine.execution.step_timings import EVERY, KINDS, LONGEST_S, PER_KIND, StepTimings, step_work
 from engine.latency import StepWork
+from engine.scheduling import Chunk
+from kvcache.types import SeqId
 
 
 def test_a_step_is_noted_with_what_it_computed(new: Callable[..., Machine]):
@@ -27,6 +29,14 @@ def test_a_step_is_noted_with_what_it_computed(new: Callable[..., Machine]):
     assert found[StepWork(20, 20**2, 1, 102)] == pytest.approx(STEP_S + 21 * TOKEN_S)
     alone = [work for work in found if not work.prompt_tokens]
     assert [(work.decodes, work.context) for work in alone] == [(1, 105), (1, 113)]  # of 13
+
+
+def test_the_last_token_of_a_prompt_alone_counts_as_a_decode():
+    """Of what another engine has prefilled: one row and its context, as of a decode."""
+    job, chunk = generation(1, [7] * 20), Chunk(SeqId(1), [7], sample=True)
+    assert step_work([(job, chunk)], lambda _: 19) == StepWork(0, 0, 1, 19)
+    inner = Chunk(SeqId(1), [7], sample=False)
+    assert step_work([(job, inner)], lambda _: 18) == StepWork(1, 19**2 - 18**2)
 
 
 def test_a_failed_step_is_not_noted(new: Callable[..., Machine], caplog: pytest.LogCaptureFixture):

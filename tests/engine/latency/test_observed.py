@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,15 @@ def test_exact_steps_give_the_model_back(kinds: tuple[str, ...]):
     assert max(abs(model.seconds(w) / TRUE.seconds(w) - 1) for w in unseen) < 0.03
     assert fit.prefill.largest < 0.03 and fit.decode.largest < 0.03
     assert fit.prefill.points == sum(w.prompt_tokens > 0 for w in steps(120, kinds))
+
+
+def test_padded_steps_give_the_model_back_if_the_padding_is_known():
+    padded = replace(TRUE, row_multiple=1)
+    measured = timed(padded, steps(240))
+    model, _ = fit_observed(measured[:200], 1)
+    unknowing, _ = fit_observed(measured[:200])
+    assert max(abs(model.seconds(w) / seconds - 1) for w, seconds in measured[200:]) < 0.03
+    assert max(abs(unknowing.seconds(w) / seconds - 1) for w, seconds in measured[200:]) > 0.06
 
 
 def test_a_fixed_pace_is_fitted_without_terms_that_it_has_not():
@@ -103,3 +113,14 @@ def test_puts_are_fitted_to_their_bytes():
     assert latency.bandwidth == pytest.approx(2e9) and latency.layer_s == pytest.approx(1e-4)
     with pytest.raises(BadRequest, match="no put"):
         fit_put([], 4)
+
+
+def test_one_decode_alone_may_have_a_time_of_its_own():
+    """As where one row is multiplied in another way than several."""
+    fast = replace(TRUE, single_ms=1.5)
+    work = [*steps(120), *(StepWork(decodes=1, context=100 + i) for i in range(12))]
+    model, fit = fit_observed(timed(fast, work, noise=0.02))
+    lone, two = StepWork(decodes=1, context=200), StepWork(decodes=2, context=400)
+    for one in (lone, two, StepWork(64, 4096, 1, 200)):
+        assert model.seconds(one) == pytest.approx(fast.seconds(one), rel=0.05)
+    assert fit.decode.largest < 0.1

@@ -54,6 +54,14 @@ def test_the_published_decodes_with_256_tokens_before_each(batch: int, milliseco
     assert OPT_13B.seconds(work) * 1e3 == pytest.approx(milliseconds, abs=5e-4)
 
 
+def test_padding_costs_as_much_as_prompts_or_without_them_as_decodes():
+    padded = FittedLatency((20.0, 0.5, 0.0), (10.0, 0.0, 1.0), (10.0, 0.0, 1.0), row_multiple=16)
+    assert padded.seconds(StepWork(5, 25)) * 1e3 == pytest.approx(20 + 0.5 * 16)
+    assert padded.seconds(StepWork(decodes=5)) * 1e3 == pytest.approx(10 + 16)
+    assert padded.seconds(StepWork(12, 144, 5, 50)) * 1e3 == pytest.approx(20 + 0.5 * 27 + 5)
+    assert padded.seconds(StepWork()) == 0.0
+
+
 def test_a_step_with_prompts_and_decodes_pays_the_larger_constant_once():
     prompts, decodes = prompt(512), StepWork(decodes=64, context=64 * 256)
     both = StepWork(512, 512**2, 64, 64 * 256)

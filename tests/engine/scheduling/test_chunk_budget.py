@@ -421,3 +421,15 @@ def test_one_step_of_a_batch_is_no_evidence_beside_two_of_another():
     for decodes, ms in ((2, 500.5), (4, 20.5), (4, 20.5)):
         budget.record(decodes, 0, ms / 1000)
     assert allowed(budget, 8) == 20
+
+
+def test_prompts_do_not_wait_for_a_lone_decode_that_is_much_faster_than_two():
+    """Two and more rows take four times as long as one, as products in float32 of bfloat16 do."""
+
+    def cost(decodes: int, tokens: int) -> float:
+        return 0.012 if decodes + tokens == 1 else (48 + 0.8 * (decodes + tokens)) / 1e3
+
+    budget = ChunkBudget(1.5)
+    learn(budget, 2, cost)
+    learn(budget, 1, cost)
+    assert run(budget, 1, 30, cost)[-1] == pytest.approx(0.5 * cost(2, 0) / 0.8e-3, abs=3)
