@@ -36,6 +36,9 @@ __all__ = ["OpenAIEngine"]
 
 DEFAULT_MAX_TOKENS = 16
 TAIL = 64  # tokens of the prompt on which the text after it may depend
+# Of a text, the tokenizer may make more tokens than the server has sampled: several of what begins
+# in the middle of a character, for instance. Only an answer that is longer than that is cut.
+SPARE, SPARE_SHARE = 16, 0.25
 FULL_S = 1.0  # until a full server is tried again
 NO_PAGES = PageCounts(total=0, free=0, cached=0, leased=0, active=0, quarantined=0, pinned=0)
 
@@ -85,7 +88,7 @@ class OpenAIEngine:
         skip_special = bool(body.get("skip_special_tokens", True))
         transcript = Transcript(
             vocabulary, [*prompt[-TAIL:], *output], told=dialect.ids != "text",
-            skip_special=skip_special,
+            skip_special=skip_special, most=_most_remade(request["max_tokens"]),
         )  # fmt: skip
         asked = Asked(
             prompt=len(prompt),
@@ -185,3 +188,8 @@ class OpenAIEngine:
 
     def _refuse(self, call: str) -> NoReturn:
         raise Unsupported(f"{self.url} is a plain OpenAI server: it has no {call}", code=call)
+
+
+def _most_remade(max_tokens: int) -> int:
+    """Return how many tokens may be made from the text of an answer of `max_tokens`."""
+    return max_tokens + SPARE + int(SPARE_SHARE * max_tokens)
