@@ -71,6 +71,7 @@ class OpenAIEngine:
         self._dialect: Dialect | None = None
         self._bos: int | None = None
         self._running = 0  # streams
+        self._heard: dict[Completion, int | None] = {}  # events of each, at the latest look
         # Such servers name no epoch. One that refuses connections has ended: the next is another.
         self._epoch = 1
         self._gone = False
@@ -99,14 +100,23 @@ class OpenAIEngine:
             chunk_tokens=body.get("stream_tokens", 1),
             interval_s=body.get("stream_ms", 0.0) / 1000,
         )
-        completion = Completion(asked, Answer(asked, transcript, vocabulary), self._ended)
+        completion = Completion(
+            asked, Answer(asked, transcript, vocabulary), lambda: self._ended(completion)
+        )
         self._running += 1
+        self._heard[completion] = -1  # it is work until it has been silent for a while
         completion.begin(self._tasks, self._http, orjson.dumps(request), headers)
         await completion.accepted()
         return completion
 
-    def _ended(self) -> None:
+    def _ended(self, completion: Completion) -> None:
         self._running -= 1
+        self._heard.pop(completion, None)
+
+    def _moving(self) -> int:
+        """Return how many streams have sent something since the latest look."""
+        before, self._heard = self._heard, {one: one.progress() for one in self._heard}
+        return sum(now != before[one] for one, now in self._heard.items())
 
     async def release(self, body: dict[str, Any], headers: Headers) -> None:
         """Nothing is held: an aborted stream has closed its connection."""
@@ -129,7 +139,8 @@ class OpenAIEngine:
     async def state(self) -> EngineState:
         """Return what is known: load from the server's metrics, else this router's streams.
 
-        There are no pages and no leases that anybody knows of.
+        Of these, only the ones that have sent something since the latest call: others would say of
+        a server that hangs that it works. There are no pages and no leases that anybody knows of.
         """
         gauges = await self._server.gauges()
         return EngineState(
@@ -139,7 +150,7 @@ class OpenAIEngine:
             model=self._model.name if self._model is not None else "",
             page_size=PAGE,
             pages=NO_PAGES,
-            running=gauges.running if gauges is not None else self._running,
+            running=gauges.running if gauges is not None else self._moving(),
             waiting=gauges.waiting if gauges is not None else 0,
             leases=[],
             puts_in_flight=0,

@@ -202,6 +202,7 @@ async def test_an_aborted_stream_closes_its_connection():
         assert server.headers[-1]["x-request-id"] == "me"
         await stream.next()
         assert (await engine.state()).running == 1
+        assert (await engine.state()).running == 0  # it has been silent since
         stream.abort("enough")
         with pytest.raises(EngineUnreachable, match="enough"):
             await stream.next()
