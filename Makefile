@@ -104,8 +104,8 @@ bench-engine: $(VENV)/demo.stamp .peers/vllm/stamp  ## tokens per second, agains
 bench-vllm-fleet: $(VENV)/demo.stamp .peers/vllm/engine.stamp  ## strategies over two vLLM engines, against vLLM asked directly
 	@$(RUN) -m bench.vllm_fleet $(FLEET_FLAGS)
 
-bench-vllm-disagg: $(VENV)/demo.stamp .peers/vllm/engine.stamp  ## 1P1D over two vLLM engines, and by vLLM's NixlConnector (DISAGG_FLAGS="--dtype float32")
-	@$(RUN) -m bench.vllm_disagg $(DISAGG_FLAGS)
+bench-vllm-disagg: $(VENV)/demo.stamp .peers/vllm/engine.stamp  ## 1P1D over two vLLM engines, and by vLLM's NixlConnector (VLLM_DISAGG_FLAGS="--dtype float32")
+	@$(RUN) -m bench.vllm_disagg $(VLLM_DISAGG_FLAGS)
 
 bench-quantization: $(VENV)/demo.stamp  ## int8 weights: accuracy, time and memory, against bfloat16 and float32
 	@$(RUN) -m bench.quantization

@@ -43,9 +43,10 @@ from bench.processes import cpu_s, machine_cpu_s, running, tree_cpu_s
 from bench.report import publish, spread, table
 from bench.vllm_fleet import BLOCK, MODEL, fleet, loaded, rate_of
 
-LENGTHS = (1000, 3000)  # tokens of a prompt that nothing has cached
+# Tokens of a prompt that nothing has cached, and how often it is sent within a repeat.
+LENGTHS = {1000: 3, 3000: 1}
 CONTEXT = 4096  # tokens
-TIMES_EACH = 3  # within a repeat
+REQUESTS = 16  # of a run under load
 OVER = "1p1d_over_one_engine"
 STRATEGY_OF = {"one engine": "data parallel", "1P1D": "1P1D"}
 Times = dict[str, dict[str, tuple[float, float]]]  # ms to the first and between two, by side, way
@@ -74,7 +75,7 @@ def main() -> None:
         ]
         rate = asyncio.run(rate_of(ours))
         sides = {"1P1D": (ours, "1P1D"), "vLLM": (nixl, "1P1D")}
-        load = asyncio.run(loaded(sides, rate, given.repeats))
+        load = asyncio.run(loaded(sides, rate, given.repeats, REQUESTS))
         others = machine_cpu_s() - all_before - (own_cpu_s(trees) - own_before)
         others /= time.monotonic() - since
     results = {
@@ -110,7 +111,7 @@ def first_tokens(deployment: Deployment, nixl: Nixl, *, theirs_first: bool) -> d
 def by_ours(deployment: Deployment, length: int) -> dict[str, tuple[float, float]]:
     """Return the times of both ways, which take turns."""
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in STRATEGY_OF}
-    for _ in range(TIMES_EACH):
+    for _ in range(LENGTHS[length]):
         for way, strategy in STRATEGY_OF.items():
             name, params = STRATEGIES[strategy]
             deployment.use(name, **params)
@@ -124,8 +125,8 @@ def by_vllm(nixl: Nixl, length: int) -> dict[str, tuple[float, float]]:
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in urls}
     with running(*nixl.servers):
         for url in urls.values():  # warm
-            arrivals(url, "peer", BLOCK)
-        for _ in range(TIMES_EACH):
+            arrivals(url, "peer", 4 * BLOCK)
+        for _ in range(LENGTHS[length]):
             for way, url in urls.items():
                 found[way].append(arrivals(url, "peer", length))
     return {way: medians(times) for way, times in found.items()}

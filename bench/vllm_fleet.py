@@ -188,7 +188,7 @@ async def rate_of(ours: Ours) -> float:
 
 
 async def loaded(
-    sides: dict[str, tuple[Arm, str]], rate: float, repeats: int
+    sides: dict[str, tuple[Arm, str]], rate: float, repeats: int, requests: int = REQUESTS
 ) -> dict[str, dict[str, Any]]:
     """Return the times of each side, an arm and its strategy, over those of the first one."""
     workload = WorkloadConfig(LOAD.name, input=LOAD.input, output=LOAD.output, rate=rate)
@@ -196,7 +196,7 @@ async def loaded(
     for number in range(repeats):
         for name in [*list(sides)[number % len(sides) :], *list(sides)[: number % len(sides)]]:
             arm, strategy = sides[name]
-            outcomes = await arm.run(strategy, [*unseen_requests(workload, REQUESTS)])
+            outcomes = await arm.run(strategy, [*unseen_requests(workload, requests)])
             runs[name].append({time_: mean(outcomes, time_) for time_ in ("jct", "ttft", "tpot")})
     first, *_ = sides
     return {
