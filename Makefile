@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
 	bench-changing-traffic bench-simulated-engines bench-simulation bench-layers \
-	bench-receiving bench-vllm-fleet bench-workers figures peers clean
+	bench-receiving bench-vllm-fleet bench-vllm-disagg bench-workers figures peers clean
 
 ##@ Try it
 
@@ -87,8 +87,8 @@ bench-router: $(VENV)/demo.stamp .peers/vllm-router/stamp  ## cost of a request 
 bench-router-idle: $(VENV)/demo.stamp  ## cost of 10,000 idle streams in the router
 	@$(RUN) -m bench.router_idle
 
-bench-aiperf: $(VENV)/demo.stamp .peers/aiperf/stamp  ## the router under NVIDIA's load tool aiperf, unmodified
-	@$(RUN) -m bench.aiperf
+bench-aiperf: $(VENV)/demo.stamp .peers/aiperf/stamp  ## the router under NVIDIA's load tool aiperf, unmodified (AIPERF_FLAGS="--backend vllm")
+	@$(RUN) -m bench.aiperf $(AIPERF_FLAGS)
 
 bench-disagg: $(VENV)/demo.stamp  ## disaggregation and replication of KV, against one engine
 	@$(RUN) -m bench.disagg $(DISAGG_FLAGS)
@@ -107,6 +107,9 @@ bench-engine: $(VENV)/demo.stamp .peers/vllm/stamp  ## tokens per second, agains
 
 bench-vllm-fleet: $(VENV)/demo.stamp .peers/vllm/engine.stamp  ## strategies over two vLLM engines, against vLLM asked directly
 	@$(RUN) -m bench.vllm_fleet $(FLEET_FLAGS)
+
+bench-vllm-disagg: $(VENV)/demo.stamp .peers/vllm/engine.stamp  ## 1P1D over two vLLM engines, and by vLLM's NixlConnector (VLLM_DISAGG_FLAGS="--dtype float32")
+	@$(RUN) -m bench.vllm_disagg $(VLLM_DISAGG_FLAGS)
 
 bench-quantization: $(VENV)/demo.stamp  ## int8 weights: accuracy, time and memory, against bfloat16 and float32
 	@$(RUN) -m bench.quantization
@@ -172,11 +175,12 @@ help:  ## list the targets
 	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check --requirement .peers/vllm/requirements.txt
 	@touch $@
 
-# This project in vLLM's environment. vLLM pins other versions of some of its dependencies.
+# This project in vLLM's environment. vLLM pins other versions of some of its dependencies. Its
+# NixlConnector imports `nixl`, a thin package that without --no-deps brings CUDA 13.
 .peers/vllm/engine.stamp: .peers/vllm/stamp pyproject.toml
 	@echo "installing microserve beside vLLM" >&2
 	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check fastapi-offline==1.7.7 gguf==0.19.0 orjson
-	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt nixl-cu12 --editable .
+	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt nixl-cu12 nixl==1.5.1 --editable .
 	@touch $@
 
 $(VENV)/bin/python:

@@ -6,12 +6,15 @@ completions, counts tokens by itself and by the server's `usage`, and reports er
 How: `microserve up tiny` with two engines; AIPerf in an environment of its own (`make peers`), with
 the model's tokenizer, `REQUESTS` requests of each kind, `CONCURRENCY` at a time. AIPerf's own
 figures are shown. The run passes if each request succeeded with the number of tokens requested.
+With `--backend vllm` the engines are vLLM's, under `prefill_decode`.
 
-Run: `make bench-aiperf`, or `python -m bench.aiperf [--save]`; exits 1 if a request failed.
+Run: `make bench-aiperf`, or `python -m bench.aiperf [--backend vllm] [--save]`; exits 1 if a
+request failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
@@ -25,18 +28,22 @@ from typing import Any
 
 import httpx
 
+from bench.peer_vllm import PYTHON
 from bench.report import publish, table
 
 REQUESTS, CONCURRENCY, PROMPT_TOKENS, TOKENS = 100, 8, 64, 16
 AIPERF = Path(__file__).parent.parent / ".peers" / "aiperf" / "bin" / "aiperf"
 START_S = 120.0
+VLLM = ("--backend", "vllm", "--prefill", "1", "--decode", "1", "--strategy", "prefill_decode",
+        "--pool-pages", "512", "--vllm-args=--enforce-eager --block-size 32")  # fmt: skip
 
 
 @contextmanager
-def deployment(folder: Path) -> Iterator[dict[str, Any]]:
+def deployment(folder: Path, *, vllm: bool = False) -> Iterator[dict[str, Any]]:
     """Start two engines and a router, and yield the contents of the state file."""
     state = folder / "state.json"
-    command = [sys.executable, "-m", "router", "up", "tiny", "--engines", "2", "--port", "0"]
+    python, kind = (str(PYTHON), VLLM) if vllm else (sys.executable, ("--engines", "2"))
+    command = [python, "-m", "router", "up", "tiny", *kind, "--port", "0"]
     with subprocess.Popen(
         [*command, "--state-file", str(state)], stdout=subprocess.DEVNULL
     ) as process:
@@ -95,10 +102,14 @@ def figures(document: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options.add_argument("--backend", choices=["microserve", "vllm"], default="microserve")
+    options.add_argument("--save", action="store_true", help="keep the figures in bench/results")
+    vllm = options.parse_args().backend == "vllm"
     if not AIPERF.exists():
         print("AIPerf is not set up: make peers", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as name, deployment(Path(name)) as state:
+    with tempfile.TemporaryDirectory() as name, deployment(Path(name), vllm=vllm) as state:
         url, key = state["engines"][0]["url"], state["engine_api_key"]
         save_tokenizer(url, key, Path(name) / "tokenizer")
         kinds = {
@@ -108,7 +119,7 @@ def main() -> int:
     columns = list(kinds["chat"])
     rows = [[kind, *(f"{row[column]:.1f}" for column in columns)] for kind, row in kinds.items()]
     table(f"AIPerf, {REQUESTS} requests of {TOKENS} tokens", ["endpoint", *columns], rows)
-    publish("aiperf", kinds)
+    publish("aiperf", kinds, *(["--backend vllm"] if vllm else []))
     good = {"succeeded": REQUESTS, "failed": 0, "tokens": TOKENS}
     return int(any({key: row[key] for key in good} != good for row in kinds.values()))
 

@@ -9,15 +9,13 @@ import asyncio
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from bench.deployment import Deployment, deployed
-from bench.peer_vllm import PYTHON, environment, save_folder, serve
+from bench.peer_vllm import PYTHON, environment, model_folder, serve
 from bench.processes import cpu_s, free_port, running, stopped_server, tree_cpu_s
 from bench.real_load import BODY, throughput
 from router.engines.http_client import HttpClient
@@ -133,9 +131,8 @@ def vllm_arm(model: str, dtype: str) -> Iterator[Vllm | None]:
         yield None
         return
     cores = sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name) / "model"
-        save_folder(model, folder)
+    folder = model_folder(model)
+    with ExitStack() as stack:
         servers, urls = [], []
         for number in range(2):
             port, core = free_port(), cores[number % len(cores)]

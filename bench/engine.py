@@ -34,7 +34,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -241,14 +240,13 @@ def _prompt(draw: random.Random, count: int) -> list[int]:
 def servers() -> Iterator[list[Server]]:
     """Start our engine and, if it is installed, vLLM. Both are stopped until their turns."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / MODEL
         port = free_port()
         engine = [sys.executable, "-m", "engine", MODEL, "--port", str(port), "--dtype", DTYPE]
         pool = ["--pool-pages", str(POOL_PAGES)]
         sides = [stack.enter_context(_started("ours", [*engine, *pool], port))]
         sides[0].path = "/microserving/start_generate"
         if peer_vllm.PYTHON.exists():
-            peer_vllm.save_folder(MODEL, folder)
+            folder = peer_vllm.model_folder(MODEL)
             port = free_port()
             command = peer_vllm.serve(folder, port, CONTEXT)
             sides.append(stack.enter_context(_started("vllm", command, port)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -11,18 +12,27 @@ from engine.models.loading.gguf_checkpoint import open_gguf
 from engine.models.loading.locate import locate
 from engine.models.model_folder import write_folder
 
-__all__ = ["PYTHON", "environment", "save_folder", "serve"]
+__all__ = ["PYTHON", "environment", "model_folder", "serve"]
 
 PYTHON = Path(__file__).parent.parent / ".peers" / "vllm" / "bin" / "python"
 KV_GIB = "2"
 
 
-def save_folder(model: str, folder: Path) -> None:
-    """Write a GGUF model, dequantised to bfloat16, as a Hugging Face folder of a Llama."""
+def model_folder(model: str) -> Path:
+    """Return a GGUF model, dequantised to bfloat16, as a Hugging Face folder of a Llama.
+
+    It stays in the peer's environment: vLLM compiles a model again for each path.
+    """
     source = locate(model)
-    checkpoint = open_gguf(source.path, source.sha256)
-    folder.mkdir()
-    write_folder(checkpoint, folder, torch.bfloat16)
+    folder = PYTHON.parent.parent / "models" / (source.sha256 or model)
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=PYTHON.parent.parent) as name:
+            written = Path(name) / "model"
+            written.mkdir()
+            write_folder(open_gguf(source.path, source.sha256), written, torch.bfloat16)
+            folder.parent.mkdir(exist_ok=True)
+            written.rename(folder)
+    return folder
 
 
 def serve(folder: Path, port: int, context: int, dtype: str = "bfloat16") -> list[str]:

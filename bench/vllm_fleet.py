@@ -8,8 +8,6 @@ every strategy. Beside it are two of vLLM's own OpenAI servers on the same cores
 while they are not measured. The sides alternate within a repeat; a ratio is the median of the
 repeats' own ratios.
 
-- `ttft_1p1d_vs_single`: time to first token of 1000 tokens that nothing has cached, with prefill on
-  one engine and decode on the other, over that on one engine. The aim is at most 1.10.
 - `router_vs_direct_tpot`: time per output token of `STREAMS` streams at a time, through the router
   under `data_parallel`, over that of the two servers asked directly. The aim is at most 1.03.
 - `migrate_vs_recompute`: prompts of 1000 and 3000 tokens of which all but 500 are cached on the
@@ -18,6 +16,7 @@ repeats' own ratios.
 - `load`: mean JCT and TTFT of each strategy under Poisson arrivals of `bench.balance`'s lengths for
   Figure 11, at `SHARE` of 1P1D's throughput, over those of `data_parallel`; vLLM's two servers
   beside.
+- Time to first token under 1P1D, and 1P1D by vLLM alone: `bench.vllm_disagg`.
 - `differing`: greedy answers in float32 under a strategy that differ from those of one engine,
   one request at a time, and `failed`: requests of all runs that failed.
 
@@ -29,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import os
 import statistics
 import sys
@@ -54,7 +52,6 @@ MODEL = "smollm2"
 BLOCK = 32  # tokens
 ENGINES = ("--prefill", "1", "--decode", "1", "--pool-pages", "1024")
 VLLM = (f"--vllm-args=--block-size {BLOCK}",)
-TTFT_TOKENS = 1000
 CACHED = {1000: 512, 3000: 2496}  # tokens of the prompt that are cached elsewhere, by its length
 STREAMS = WorkloadConfig("fixed", input=32, output=64)
 STREAMS_AT_A_TIME = 16
@@ -87,18 +84,15 @@ def main() -> None:
         roots = [os.getpid(), *deployment.pids, *(server.pid for server in peers.servers)]
         own_began, own_before = time.monotonic(), sum(map(tree_cpu_s, roots[1:]))
         machine_before, this_before = machine_cpu_s(), cpu_s(roots[0])
-        ttft = [first_tokens(deployment) for _ in range(given.repeats)]
         moved = [migrations(deployment, swap=bool(n % 2)) for n in range(given.repeats)]
         arms: dict[str, Arm] = {"ours": ours, "vLLM": peers}
         tpot = [asyncio.run(streams(arms, first=bool(n % 2))) for n in range(given.repeats)]
-        rate, load = asyncio.run(loaded(ours, arms, given.repeats))
+        rate = asyncio.run(rate_of(ours))
+        sides = {name: (arms["ours"], name) for name in LOADED} | {"vLLM": (peers, "data parallel")}
+        load = asyncio.run(loaded(sides, rate, given.repeats))
         own = sum(map(tree_cpu_s, roots[1:])) - own_before + cpu_s(roots[0]) - this_before
         others = (machine_cpu_s() - machine_before - own) / (time.monotonic() - own_began)
     results = {
-        "ttft_1p1d_vs_single": spread([each["1P1D"] / each["data parallel"] for each in ttft]),
-        "ttft_ms": {
-            name: spread([each[name] for each in ttft]) for name in ("data parallel", "1P1D")
-        },
         "router_vs_direct_tpot": spread([each["ours"] / each["vLLM"] for each in tpot]),
         "tpot_ms": {name: spread([each[name] * 1e3 for each in tpot]) for name in arms},
         "migrate_vs_recompute": {
@@ -153,29 +147,6 @@ def complete(deployment: Deployment, prompt: list[int]) -> list[int]:
     return ids
 
 
-def first_tokens(deployment: Deployment) -> dict[str, float]:
-    """Return the median time to first token of each strategy, in ms, one request at a time."""
-    found: dict[str, list[float]] = {"data parallel": [], "1P1D": []}
-    for _, name in itertools.product(range(TIMES_EACH), found):
-        strategy, params = STRATEGIES[name]
-        deployment.use(strategy, **params)
-        body = {
-            "model": MODEL, "prompt": tokens(TTFT_TOKENS), "max_tokens": 2, "temperature": 0,
-            "stream": True, "ignore_eos": True, "return_token_ids": True,
-        }  # fmt: skip
-        began = time.perf_counter()
-        with httpx.stream(
-            "POST", f"{deployment.url}/v1/completions", json=body, timeout=600
-        ) as reply:
-            times = [
-                (time.perf_counter() - began) * 1e3
-                for line in reply.iter_lines()
-                if line.startswith("data: {")
-            ]
-        found[name].append(times[0])
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
 def migrations(deployment: Deployment, *, swap: bool) -> dict[int, float]:
     """Return, by length, how many times as long the first token takes if all is computed."""
     pids = deployment.pids[1:]
@@ -211,29 +182,28 @@ async def streams(arms: dict[str, Arm], *, first: bool) -> dict[str, float]:
     return found
 
 
+async def rate_of(ours: Ours) -> float:
+    """Return `SHARE` of 1P1D's throughput, in requests per second."""
+    return SHARE * await ours.saturate("1P1D", list(unseen_requests(LOAD, 2 * FULL)), FULL)
+
+
 async def loaded(
-    ours: Ours, arms: dict[str, Arm], repeats: int
-) -> tuple[float, dict[str, dict[str, Any]]]:
-    """Return the rate, and each strategy's times under it over those of our data parallel."""
-    full = await ours.saturate("1P1D", list(unseen_requests(LOAD, 2 * FULL)), FULL)
-    rate = full * SHARE
+    sides: dict[str, tuple[Arm, str]], rate: float, repeats: int, requests: int = REQUESTS
+) -> dict[str, dict[str, Any]]:
+    """Return the times of each side, an arm and its strategy, over those of the first one."""
     workload = WorkloadConfig(LOAD.name, input=LOAD.input, output=LOAD.output, rate=rate)
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in (*LOADED, "vLLM")}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for number in range(repeats):
-        order = list(runs)[number % len(runs) :] + list(runs)[: number % len(runs)]
-        for name in order:
-            arm, strategy = (
-                (arms["vLLM"], "data parallel") if name == "vLLM" else (arms["ours"], name)
-            )
-            requests = [*unseen_requests(workload, REQUESTS)]
-            outcomes = await arm.run(strategy, requests)
+        for name in [*list(sides)[number % len(sides) :], *list(sides)[: number % len(sides)]]:
+            arm, strategy = sides[name]
+            outcomes = await arm.run(strategy, [*unseen_requests(workload, requests)])
             runs[name].append({time_: mean(outcomes, time_) for time_ in ("jct", "ttft", "tpot")})
-    base = runs["data parallel"]
-    return rate, {
+    first, *_ = sides
+    return {
         name: {
             **{
-                f"{time_}_over_data_parallel": spread(
-                    [one[time_] / other[time_] for one, other in zip(of, base, strict=True)]
+                f"{time_}_over_{first.replace(' ', '_')}": spread(
+                    [one[time_] / other[time_] for one, other in zip(of, runs[first], strict=True)]
                 )
                 for time_ in ("jct", "ttft")
             },
@@ -257,7 +227,7 @@ def show(results: dict[str, Any]) -> None:
     def row(name: str, each: dict[str, float]) -> list[str]:
         return [name, *(f"{each[of]:.2f}" for of in ("median", "min", "max"))]
 
-    rows = [row(name, results[name]) for name in ("ttft_1p1d_vs_single", "router_vs_direct_tpot")]
+    rows = [row("router_vs_direct_tpot", results["router_vs_direct_tpot"])]
     rows += [
         row(f"migrated, of {length} tokens", each)
         for length, each in results["migrate_vs_recompute"].items()

@@ -30,7 +30,7 @@ __all__ = ["ForkedProcess", "Program", "run_engine", "run_microserve"]
 PRELOAD = [
     "engine.main", "engine.build", "engine.api.app", "kvcache.cache", "router.cli", "xgrammar",
 ]  # fmt: skip
-START_S = 120.0
+START_S = 300.0  # four vLLM engines at once import and warm up for minutes on two slow cores
 PR_SET_PDEATHSIG = 1
 Program = Callable[[Sequence[str]], object]
 _environment = threading.Lock()
@@ -79,10 +79,15 @@ class ForkedProcess:
         self.pid = self._process.pid or 0
 
     def line(self) -> str:
-        """Return the next line of output. Raises `StartFailed`, with the log, if it ended."""
+        """Return the next line of output.
+
+        Raises `StartFailed`, with the log, if it ended or takes more than `START_S`.
+        """
         line = b""
         while not line.endswith(b"\n"):
-            byte = os.read(self._output.fileno(), 1) if self._output.poll(START_S) else b""
+            if not self._output.poll(START_S):
+                raise StartFailed(f"not ready within {START_S:.0f} s\n{self.log}")
+            byte = os.read(self._output.fileno(), 1)
             if not byte:
                 raise StartFailed(self.log)
             line += byte

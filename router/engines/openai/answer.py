@@ -53,10 +53,15 @@ class Answer:
         self._text = TEXT_ALONE + TEXT_PER_TOKEN * asked.max_tokens  # characters that may come
 
     def release(self) -> Chunk | None:
-        """Return what may be passed on before the end, if there is anything."""
+        """Return what may be passed on before the end, if there is anything.
+
+        It is the end if the text has more tokens than were asked for.
+        """
         if not self.waiting:
             return None
         chunk = self._chunk(self._matched())
+        if self._transcript.full:
+            self.last = Chunk([], "", finish_reason="length")
         return chunk if chunk.token_ids or chunk.text else None
 
     def take(self, event: CompletionEvent) -> None:
@@ -104,6 +109,10 @@ class Answer:
         elif len(logprobs) == len(ids):
             for one, token in zip(logprobs, ids, strict=True):
                 one["token_id"] = token
+        elif logprobs and asked.ids == "token_ids":
+            raise EngineUnreachable(
+                f"the server sent log probabilities of {len(logprobs)} tokens with {len(ids)}"
+            )
         finished = part.finished
         new_ids, new_text, new_logprobs = self._new
         new_ids += ids
@@ -114,6 +123,8 @@ class Answer:
             return
         stop = part.stop_reason
         self.last = self._chunk(self._matched(last=True))
+        if self._transcript.full:
+            finished, stop = "length", None
         self.last.finish_reason = finished
         self.last.stop_reason = stop[:TEXT_PER_TOKEN] if isinstance(stop, str) else stop
 

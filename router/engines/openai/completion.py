@@ -168,15 +168,19 @@ class Completion:
 
     def _take(self, event: CompletionEvent) -> None:
         """Pass on what an event adds. Raises `MicroserveError`."""
-        answer = self._answer
-        waited = answer.last is not None
-        answer.take(event)
-        if answer.last is None:
+        self._answer.take(event)
+        if self._answer.last is None:
             self._release()
+        self._await_usage()
+
+    def _await_usage(self) -> None:
+        """End the answer if its usage is there; otherwise soon, if it is at its end."""
+        last = self._answer.last
+        if last is None:
             return
-        if answer.last.usage is not None:
+        if last.usage is not None:
             self._finish()
-        elif not waited:
+        elif self._tail is None:
             self._tail = self._loop.call_later(TAIL_S, self._tail_over)
 
     def _pass_on(self, chunk: Chunk) -> None:
@@ -220,6 +224,9 @@ class Completion:
             return
         if (chunk := self._answer.release()) is not None:
             self._pass_on(chunk)
+        if self._answer.last is not None:
+            self._finish()
+            return
         self._end(error)
 
     def _end(self, error: MicroserveError) -> None:
@@ -236,6 +243,7 @@ class Completion:
         self._timer = None
         if not self._over and self._answer.last is None:
             self._release()
+            self._await_usage()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -36,6 +36,9 @@ __all__ = ["OpenAIEngine"]
 
 DEFAULT_MAX_TOKENS = 16
 TAIL = 64  # tokens of the prompt on which the text after it may depend
+# Of a text, the tokenizer may make more tokens than the server has sampled: several of what begins
+# in the middle of a character, for instance. Only an answer that is longer than that is cut.
+SPARE, SPARE_SHARE = 16, 0.25
 FULL_S = 1.0  # until a full server is tried again
 NO_PAGES = PageCounts(total=0, free=0, cached=0, leased=0, active=0, quarantined=0, pinned=0)
 
@@ -68,6 +71,7 @@ class OpenAIEngine:
         self._dialect: Dialect | None = None
         self._bos: int | None = None
         self._running = 0  # streams
+        self._heard: dict[Completion, int | None] = {}  # events of each, at the latest look
         # Such servers name no epoch. One that refuses connections has ended: the next is another.
         self._epoch = 1
         self._gone = False
@@ -85,7 +89,7 @@ class OpenAIEngine:
         skip_special = bool(body.get("skip_special_tokens", True))
         transcript = Transcript(
             vocabulary, [*prompt[-TAIL:], *output], told=dialect.ids != "text",
-            skip_special=skip_special,
+            skip_special=skip_special, most=_most_remade(request["max_tokens"]),
         )  # fmt: skip
         asked = Asked(
             prompt=len(prompt),
@@ -96,14 +100,23 @@ class OpenAIEngine:
             chunk_tokens=body.get("stream_tokens", 1),
             interval_s=body.get("stream_ms", 0.0) / 1000,
         )
-        completion = Completion(asked, Answer(asked, transcript, vocabulary), self._ended)
+        completion = Completion(
+            asked, Answer(asked, transcript, vocabulary), lambda: self._ended(completion)
+        )
         self._running += 1
+        self._heard[completion] = -1  # it is work until it has been silent for a while
         completion.begin(self._tasks, self._http, orjson.dumps(request), headers)
         await completion.accepted()
         return completion
 
-    def _ended(self) -> None:
+    def _ended(self, completion: Completion) -> None:
         self._running -= 1
+        self._heard.pop(completion, None)
+
+    def _moving(self) -> int:
+        """Return how many streams have sent something since the latest look."""
+        before, self._heard = self._heard, {one: one.progress() for one in self._heard}
+        return sum(now != before[one] for one, now in self._heard.items())
 
     async def release(self, body: dict[str, Any], headers: Headers) -> None:
         """Nothing is held: an aborted stream has closed its connection."""
@@ -126,7 +139,8 @@ class OpenAIEngine:
     async def state(self) -> EngineState:
         """Return what is known: load from the server's metrics, else this router's streams.
 
-        There are no pages and no leases that anybody knows of.
+        Of these, only the ones that have sent something since the latest call: others would say of
+        a server that hangs that it works. There are no pages and no leases that anybody knows of.
         """
         gauges = await self._server.gauges()
         return EngineState(
@@ -136,7 +150,7 @@ class OpenAIEngine:
             model=self._model.name if self._model is not None else "",
             page_size=PAGE,
             pages=NO_PAGES,
-            running=gauges.running if gauges is not None else self._running,
+            running=gauges.running if gauges is not None else self._moving(),
             waiting=gauges.waiting if gauges is not None else 0,
             leases=[],
             puts_in_flight=0,
@@ -185,3 +199,8 @@ class OpenAIEngine:
 
     def _refuse(self, call: str) -> NoReturn:
         raise Unsupported(f"{self.url} is a plain OpenAI server: it has no {call}", code=call)
+
+
+def _most_remade(max_tokens: int) -> int:
+    """Return how many tokens may be made from the text of an answer of `max_tokens`."""
+    return max_tokens + SPARE + int(SPARE_SHARE * max_tokens)

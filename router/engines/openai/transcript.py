@@ -38,13 +38,22 @@ class Transcript:
 
     With `told`, the server tells the tokens. Without, and from the moment on at which its tokens
     contradict its text, they are made from the text: `exact` is False then. Such tokens may be
-    others than those that the server sampled, but their text is the same.
+    others than those that the server sampled, but their text is the same. They are cut where there
+    would be more than `most`, with their text; `full` says so, and nothing is passed on after it.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, before: Sequence[int], *, told: bool, skip_special: bool
+        self,
+        vocabulary: Vocabulary,
+        before: Sequence[int],
+        *,
+        told: bool,
+        skip_special: bool,
+        most: int,
     ) -> None:
         self.exact = told
+        self.full = False
+        self._left = most  # tokens that may still be passed on
         self._vocabulary = vocabulary
         self._skipped = vocabulary.special if skip_special else frozenset[int]()
         self._context = vocabulary.recent(before, self._skipped)
@@ -80,6 +89,8 @@ class Transcript:
                 remade.logprobs += self._logprobs
                 return remade
             tokens = next(iter(self._vocabulary.encodings(self._text)), [])
+            if len(tokens) > self._left:
+                return self._cut(tokens)
         return Released(tokens, self._text, self._logprobs)
 
     def _agreeing(self) -> tuple[int, int]:
@@ -126,16 +137,28 @@ class Transcript:
 
     def _remade(self) -> Released:
         """Return tokens for all of the text that waits, if there are any that have this text."""
-        if not self._text:
+        if not self._text or self.full:
             return Released()
         before = self._vocabulary.text(self._context)
         for tokens in self._vocabulary.encodings(self._text):
             if self._after(before, tokens) == self._text:
+                if len(tokens) > self._left:
+                    return self._cut(tokens)
                 return self._release(tokens, len(self._text), len(self._logprobs))
         return Released()
 
+    def _cut(self, tokens: list[int]) -> Released:
+        """Return as many of the tokens as may be passed on, with their text."""
+        self.full = True
+        tokens = tokens[: self._left]
+        text = self._after(self._vocabulary.text(self._context), tokens) or ""
+        if not self._text.startswith(text):  # it ends in the middle of a character
+            text = text.rstrip(REPLACEMENT)
+        return self._release(tokens, len(text), len(tokens))
+
     def _release(self, tokens: list[int], length: int, logprobs: int) -> Released:
         out = Released(tokens, self._text[:length], self._logprobs[:logprobs])
+        self._left -= len(tokens)
         self._text = self._text[length:]
         self._logprobs = self._logprobs[logprobs:]
         if self.exact:

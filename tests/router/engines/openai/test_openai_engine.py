@@ -15,6 +15,7 @@ from engine.protocol import BadRequest, Internal, NoCapacity, Unauthorized, Unsu
 from router.base import BadReply, Chunk, Conflict, EngineUnreachable, NobodyListens
 from router.engines.http_client import HttpClient
 from router.engines.openai import Descriptions, OpenAIEngine, ServerAddress
+from router.engines.openai.engine import SPARE
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 CALL = {"request_id": "r", "prompt": PROMPT, "max_tokens": 30, "temperature": 0.0}
@@ -201,6 +202,7 @@ async def test_an_aborted_stream_closes_its_connection():
         assert server.headers[-1]["x-request-id"] == "me"
         await stream.next()
         assert (await engine.state()).running == 1
+        assert (await engine.state()).running == 0  # it has been silent since
         stream.abort("enough")
         with pytest.raises(EngineUnreachable, match="enough"):
             await stream.next()
@@ -334,11 +336,37 @@ async def test_invalid_log_probabilities(logprobs):
 async def test_log_probabilities_of_more_tokens_than_were_asked_for(logprobs, at_once):
     if not at_once:
         logprobs = {name: values[:16] for name, values in logprobs.items()}
-    async with ScriptedOpenAI().serving() as server, connected(server) as engine:
+    async with ScriptedOpenAI(ids="none").serving() as server, connected(server) as engine:
         server.events_instead = [event(choices=[{"text": "", "logprobs": logprobs}]) * 2]
         with pytest.raises(EngineUnreachable, match="more than max_tokens"):
             stream = await engine.start_generate({**CALL, "logprobs": 1}, {})
             await stream.next()
+
+
+async def test_log_probabilities_of_another_number_of_tokens():
+    logprobs = {"tokens": ["a"] * 2, "token_logprobs": [-1.0] * 2}
+    async with ScriptedOpenAI().serving() as server, connected(server) as engine:
+        server.events_instead = [
+            event(choices=[{"text": "a", "token_ids": [67], "logprobs": logprobs}])
+        ]
+        with pytest.raises(EngineUnreachable, match="log probabilities of 2 tokens with 1"):
+            stream = await engine.start_generate({**CALL, "logprobs": 1}, {})
+            await stream.next()
+
+
+@pytest.mark.parametrize("parts", [["a" * 99], ["a" * 9, "a" * 90], ["a"] * 99])
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_text_without_tokens_is_cut_behind_max_tokens(parts, goes_on):
+    """A server that generates more than it was asked for, and tells no tokens."""
+    async with ScriptedOpenAI(ids="none").serving() as server, connected(server) as engine:
+        lines = "".join(event(choices=[{"text": part}]) for part in parts)
+        server.events_instead = [
+            lines if goes_on else lines + event(choices=[{"text": "", "finish_reason": "stop"}])
+        ]
+        chunk = await generated(engine, max_tokens=5)
+    text = "a" * (5 + SPARE + 1)
+    assert (chunk.text, chunk.finish_reason) == (text, "length")
+    assert chunk.token_ids == TOKENIZER.encode(text).ids
 
 
 async def test_log_probabilities_that_nobody_asked_for_are_not_read():

@@ -141,13 +141,16 @@ async def test_a_client_that_leaves_ends_the_call(front):
         await until(lambda: server.running == 0 and server.left == 1)
 
 
-async def test_a_silent_server_is_given_up(front):
+@pytest.mark.parametrize("metrics", [True, False])
+async def test_a_silent_server_is_given_up(front, metrics):
+    """Also one of which only this router's own streams tell that it works."""
     a, b = ScriptedOpenAI(), ScriptedOpenAI()
     a.gate = asyncio.Event()
     async with front(a, b, engine_silence_s=0.2) as r:
-        a.more["/metrics"] = (200, "vllm:num_requests_running 0\n")
-        for backend in r.server.router.registry:
-            backend.client._server._told = True
+        if metrics:
+            a.more["/metrics"] = (200, "vllm:num_requests_running 0\n")
+            for backend in r.server.router.registry:
+                backend.client._server._told = True
         for _ in range(2):
             status, body = await r.post("/v1/completions", ASK)
             assert (status, body["choices"][0]["text"]) == (200, TEXT)

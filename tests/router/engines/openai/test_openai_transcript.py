@@ -38,7 +38,7 @@ class Checked:
     """Passes the server's events on, and checks the invariant after each."""
 
     def __init__(self, vocabulary: Vocabulary, *, told: bool, before: list[int]) -> None:
-        self.transcript = Transcript(vocabulary, before, told=told, skip_special=True)
+        self.transcript = Transcript(vocabulary, before, told=told, skip_special=True, most=1 << 20)
         self.vocabulary, self.before = vocabulary, before
         self.tokens: list[int] = []
         self.text = ""
@@ -115,7 +115,7 @@ def test_tokens_without_text_are_not_waited_for_without_end(monkeypatch):
 
     monkeypatch.setattr(BYTES, "text", counted)
     first = ids_of("世")[:1]  # of three bytes
-    checked = Transcript(BYTES, [5], told=True, skip_special=True)
+    checked = Transcript(BYTES, [5], told=True, skip_special=True, most=1 << 20)
     for _ in range(5000):
         checked.push(first, "", [])
     assert decoded[0] < 200_000
@@ -159,13 +159,13 @@ def test_a_word_that_goes_on_where_the_tokenizer_would_put_a_space():
 def test_text_that_no_tokens_have_comes_at_the_end():
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     vocabulary = Vocabulary(words.to_str(), 3)
-    transcript = Transcript(vocabulary, [0], told=False, skip_special=True)
+    transcript = Transcript(vocabulary, [0], told=False, skip_special=True, most=1 << 20)
     assert transcript.push([], "nowhere", []).text == ""
     assert transcript.push([], " found", [], last=True).text == "nowhere found"
 
 
 def test_log_probabilities_come_with_their_tokens():
-    transcript = Transcript(BYTES, [5], told=True, skip_special=True)
+    transcript = Transcript(BYTES, [5], told=True, skip_special=True, most=1 << 20)
     first, second = {"logprob": -1.0}, {"logprob": -2.0}
     a, b = ids_of("ab")
     assert transcript.push([a], "", [first]).logprobs == []
@@ -173,3 +173,17 @@ def test_log_probabilities_come_with_their_tokens():
     assert (released.tokens, released.logprobs) == ([a], [first])
     released = transcript.push([], "b", [], last=True)
     assert (released.tokens, released.logprobs) == ([b], [second])
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_text_with_more_tokens_than_were_asked_for_is_cut(last):
+    transcript = Transcript(BYTES, [5], told=False, skip_special=True, most=5)
+    assert transcript.push([], "abc", []).tokens == ids_of("abc") and not transcript.full
+    released = transcript.push([], "defg", [], last=last)
+    assert (released.tokens, released.text) == (ids_of("de"), "de") and transcript.full
+
+
+def test_a_cut_within_a_character_leaves_its_text_out():
+    transcript = Transcript(BYTES, [5], told=False, skip_special=True, most=2)
+    released = transcript.push([], "a\u4e16b", [])
+    assert (released.tokens, released.text) == (ids_of("a\u4e16")[:2], "a")
