@@ -219,15 +219,14 @@ class Completion:
         """
         if self._over:
             return
-        if self._answer.last is not None:  # only its usage is missing
-            self._finish()
-            return
-        if (chunk := self._answer.release()) is not None:
+        complete = self._answer.last is not None  # only its usage is missing
+        if not complete and (chunk := self._answer.release()) is not None:
             self._pass_on(chunk)
-        if self._answer.last is not None:
+            complete = self._answer.last is not None
+        if complete:
             self._finish()
-            return
-        self._end(error)
+        else:
+            self._end(error)
 
     def _end(self, error: MicroserveError) -> None:
         self._over = True
