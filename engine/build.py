@@ -128,6 +128,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         decode_slowdown=config.decode_slowdown,
         depth=config.pp,
         step_pages=config.device_pages // 2,
+        step_samples=config.max_batch if split else 0,
     )
     metrics = EngineMetrics(config.model)
     engine = MicroserveEngine(
@@ -176,7 +177,7 @@ def _start_workers(model: LoadedModel, config: EngineConfig, dtype: torch.dtype)
             page_size=config.page_size,
             device_pages=config.device_pages,
             hidden=model.config.hidden_size,
-            logits_rows=config.pp * -(-config.max_batch // LOGITS_STEP) * LOGITS_STEP,
+            logits_rows=config.pp * (config.max_batch // LOGITS_STEP + 1) * LOGITS_STEP,
         ),
         [part.shard for part in parts],
         vocab=model.config.vocab_size,

@@ -182,8 +182,10 @@ class PagedCache:
         with self.lock:
             if not self._steps:
                 raise Internal("end_forward without begin_forward")
-            self._sequences.finish_step(self._steps.popleft())
-            self.store.end()
+            try:
+                self._sequences.finish_step(self._steps.popleft())
+            finally:
+                self.store.end()
 
     def abort_forward(self) -> None:
         """Forget a step that failed; its tokens are not present.

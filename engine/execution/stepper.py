@@ -215,8 +215,8 @@ class Stepper:
         plan, began = step.plan, step.began
         outputs: list[StepOutput | None]
         timings = self.timings
-        work = timings.work_of(plan, self._cache.length) if timings is not None else None
         try:
+            work = timings.work_of(plan, self._cache.length) if timings is not None else None
             outputs = self._compute(plan)
             self._scheduler.record_steps(durations or (self.clock() - began,), step.counts)
             if timings is not None and work is not None:

@@ -22,8 +22,9 @@ class StepPages:
     """Chooses the decodes and chunks whose sequences fit a step. A page that several share counts
     for each of them.
 
-    Decodes that have waited longest come first. If no prompt that could be in a step fits beside
-    its decodes, prompts come first in the next one. A sequence that fits alone always progresses.
+    Decodes that have waited longest come first. If a prompt found no room beside the decodes,
+    prompts come first in the next step, those that found none before the others. So a sequence that
+    fits alone always progresses, and so do the decodes.
     """
 
     def __init__(self, cache: SequenceCache, most: int) -> None:
@@ -32,6 +33,7 @@ class StepPages:
         self._most = most
         self._latest: dict[Generation, int] = {}  # the latest step in which each decoded
         self._steps = 0
+        self._left_out: list[Job] = []  # prompts that found no room in the latest step
         self._prompts_first = False
 
     def fit(
@@ -40,13 +42,16 @@ class StepPages:
         """Return at most `most` of the decodes, and the prompts with their token counts."""
         self._steps += 1
         room = self._most
+        first = {job: counts[job] for job in self._left_out if job in counts}
+        counts = first | counts
         if self._prompts_first:
             chosen, room = self._prompts(counts, room)
             decodes, _ = self._decodes(decodes, most, room)
         else:
             decodes, room = self._decodes(decodes, most, room)
             chosen, _ = self._prompts(counts, room)
-        self._prompts_first = bool(counts) and not chosen
+        self._left_out = [job for job in counts if job not in chosen]
+        self._prompts_first = bool(self._left_out) and not self._prompts_first
         return decodes, chosen
 
     def forget(self, jobs: Iterable[Job]) -> None:

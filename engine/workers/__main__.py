@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import importlib
 import logging
@@ -31,7 +32,8 @@ def main() -> int:
     """Serve the lead until it ends; return the exit status."""
     if not _end_with(int(sys.argv[2])):
         return 1
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the lead, too
+    for number in (signal.SIGINT, signal.SIGTERM):  # the lead gets them too, and ends its workers
+        signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     # What a worker needs. It starts no thread, so forks have all of this process.
     importlib.import_module("engine.workers.compute")
@@ -44,17 +46,28 @@ def main() -> int:
             return 0  # the lead has ended
         command, pid = MESSAGE.unpack(message)
         if command == FORK:
-            own = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                control.close()
-                _run_worker(own, fds)
-            for fd in fds:
-                os.close(fd)
-            answer = pid
+            answer = _fork(control, fds)
         else:
-            answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            try:
+                answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            except ChildProcessError:
+                answer = -signal.SIGKILL
         control.sendall(MESSAGE.pack(command, answer))
+
+
+def _fork(control: socket.socket, fds: Sequence[int]) -> int:
+    """Fork a worker with these descriptors; return its pid, or a negative error number."""
+    own = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        pid = -(error.errno or errno.EAGAIN)
+    if pid == 0:
+        control.close()
+        _run_worker(own, fds)
+    for fd in fds:
+        os.close(fd)
+    return pid
 
 
 def _end_with(parent: int) -> bool:

@@ -90,6 +90,7 @@ class WorkerGroup:
         self._stopped_since: dict[int, float] = {}  # by pid
         self._pages: list[int] = []
         self._closed = threading.Event()
+        self._ended = threading.Event()  # all workers are gone, after `_closed`
         self._fds: list[int] = []
         self._workers: list[WorkerProcess] = []
         self._template = WorkerTemplate()
@@ -179,8 +180,10 @@ class WorkerGroup:
                     return
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers. Calls that wait for them raise `Internal`."""
         self._closed.set()
+        self._lost = self._lost or "the engine ends"
+        self._healthy.set()
         self._kick.set()
         for worker in self._workers:
             with suppress(OSError):
@@ -191,6 +194,7 @@ class WorkerGroup:
                 worker.process.wait(max(end - time.monotonic(), 0.1))
             worker.kill()
         self._template.close()
+        self._ended.set()
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
@@ -255,7 +259,16 @@ class WorkerGroup:
     # On the supervisor's thread
 
     def _supervise(self, started: Future[None]) -> None:
-        """Start the workers, and replace those that are lost, until `close`."""
+        """Start the workers, and replace those that are lost, until `close`.
+
+        Stays until the workers have ended: without this thread, the kernel would end them at once.
+        """
+        try:
+            self._supervise_until_closed(started)
+        finally:
+            self._ended.wait()
+
+    def _supervise_until_closed(self, started: Future[None]) -> None:
         try:
             self._start(range(self._settings.tp * self._settings.pp))
         except Exception as error:  # noqa: BLE001  the constructor raises it
@@ -355,6 +368,8 @@ class WorkerGroup:
         """Start these workers, and have all of them meet. Raises `BadRequest` and `OSError`."""
         settings = self._settings
         count = settings.tp * settings.pp
+        if self._closed.is_set():
+            raise BadRequest("the engine ends")
         for memory in self._sums:
             set_stopped(memory, settings.tp, stopped=False)
         kept = [worker for worker in self._workers if worker.settings.rank not in ranks]
@@ -409,7 +424,12 @@ class WorkerGroup:
         end = time.monotonic() + START_S
         while waiting:
             left = end - time.monotonic()
-            answered = readable(waiting, left)
+            if self._closed.is_set():
+                raise BadRequest("the engine ends")
+            answered = readable(waiting, min(left, WATCH_S))
+            if not answered and left > 0:
+                self._kill_stopped()
+                continue
             if not answered:
                 names = ", ".join(worker.name for worker in waiting.values())
                 raise BadRequest(f"{names}: not ready after {START_S:.0f} s", param="tp")

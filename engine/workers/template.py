@@ -5,8 +5,8 @@ them once and computes nothing, so that a worker starts, and is replaced, in mil
 workers share that memory.
 
 Messages to it are two int64. `FORK` comes with the descriptors that the worker gets; the answer is
-its pid. `REAP` comes with the pid of a worker that has ended; the answer is its exit code, negative
-for a signal.
+its pid, or a negative error number. `REAP` comes with the pid of a worker that has ended; the
+answer is its exit code, negative for a signal.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = ["FORK", "MESSAGE", "REAP", "ForkedWorker", "WorkerTemplate", "readabl
 FORK, REAP = 1, 2
 MESSAGE: Final = struct.Struct("<qq")
 START_S = 120.0  # to import torch, on a busy host
+ANSWER_S = 20.0  # later on
 
 
 class WorkerTemplate:
@@ -40,6 +41,7 @@ class WorkerTemplate:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._closed = False
 
     def fork(self, fds: Sequence[int]) -> ForkedWorker:
         """Start a worker with copies of these descriptors. Raises `OSError`."""
@@ -47,24 +49,42 @@ class WorkerTemplate:
             control = self._control
             if control is None or self._process is None or self._process.poll() is not None:
                 control = self._start()
-            socket.send_fds(control, [MESSAGE.pack(FORK, 0)], fds)
-            return ForkedWorker(self, self._answer(control))
+            try:
+                socket.send_fds(control, [MESSAGE.pack(FORK, 0)], fds)
+                pid = self._answer(control)
+                control.settimeout(ANSWER_S)
+            except OSError:  # a late answer would be taken for that to the next message
+                self._end()
+                raise
+            if pid < 0:
+                raise OSError(-pid, f"a worker cannot be forked: {os.strerror(-pid)}")
+            return ForkedWorker(self, control, pid)
 
-    def reap(self, pid: int) -> int:
-        """Return the exit code of a worker that has ended; it was killed if the template has."""
-        with self._lock, suppress(OSError):
-            if self._control is not None:
-                self._control.sendall(MESSAGE.pack(REAP, pid))
-                return self._answer(self._control)
-        return -signal.SIGKILL
+    def reap(self, of: socket.socket, pid: int) -> int:
+        """Return the exit code of a worker that has ended; it was killed if the template has.
+
+        `of` is the connection by which it was forked.
+        """
+        with self._lock:
+            if self._control is not of:
+                return -signal.SIGKILL
+            try:
+                of.sendall(MESSAGE.pack(REAP, pid))
+                return self._answer(of)
+            except OSError:
+                self._end()
+                return -signal.SIGKILL
 
     def close(self) -> None:
-        """End the process, and with it all workers that are left."""
+        """End the process, and with it all workers that are left. No further ones start."""
         with self._lock:
+            self._closed = True
             self._end()
 
     def _start(self) -> socket.socket:
         self._end()
+        if self._closed:
+            raise OSError("the engine ends")
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own.settimeout(START_S)
         with theirs:
@@ -101,9 +121,10 @@ class WorkerTemplate:
 class ForkedWorker:
     """A process that is no child of this one. The calls are those of `subprocess.Popen`."""
 
-    def __init__(self, template: WorkerTemplate, pid: int) -> None:
+    def __init__(self, template: WorkerTemplate, of: socket.socket, pid: int) -> None:
+        """`of` is the connection by which `template` has forked it."""
         self.pid = pid
-        self._template = template
+        self._template, self._of = template, of
         self._lock = threading.Lock()
         self._pidfd = os.pidfd_open(pid)
         self._code: int | None = None
@@ -112,7 +133,7 @@ class ForkedWorker:
         """Return the exit code, negative for a signal; None while the process runs."""
         with self._lock:
             if self._code is None and readable([self._pidfd], 0):
-                self._code = self._template.reap(self.pid)
+                self._code = self._template.reap(self._of, self.pid)
                 os.close(self._pidfd)
             return self._code
 

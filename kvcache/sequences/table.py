@@ -187,7 +187,9 @@ class SequenceTable:
     def finish_step(self, step: StepDescription) -> None:
         """Count the step's tokens as present. Steps end in the order of their descriptions."""
         for seq_id, span in zip(step.seq_ids, step.spans, strict=True):
-            sequence = self._all[seq_id]
+            sequence = self._all.get(seq_id)
+            if sequence is None:
+                continue
             sequence.coming -= span.count
             if sequence.length == span.start:  # no earlier step of it failed
                 sequence.length += span.count

@@ -23,7 +23,13 @@ class Pipeline:
     """A stepper whose runner has up to `depth` steps under way; time passes when one ends."""
 
     def __init__(
-        self, depth: int, *, pages: int = 64, budget: int = 64, step_pages: int = 0
+        self,
+        depth: int,
+        *,
+        pages: int = 64,
+        budget: int = 64,
+        step_pages: int = 0,
+        step_samples: int = 0,
     ) -> None:
         self.now = 0.0
         self.cache = make_cache(None, pages)
@@ -31,9 +37,9 @@ class Pipeline:
         store.begin = store.end = store.abort = lambda *_step: None
         self.scheduler = Scheduler(
             self.cache, token_budget=budget, max_batch=16, swap=False, depth=depth,
-            step_pages=step_pages,
+            step_pages=step_pages, step_samples=step_samples,
         )  # fmt: skip
-        self.step_pages = step_pages
+        self.step_pages, self.step_samples = step_pages, step_samples
         self.stepper = Stepper(
             self.cache, self.scheduler, self, self.sample, self.deliver, lambda: self.now,
             start=self.start,
@@ -53,6 +59,8 @@ class Pipeline:
         )
         used = [-(-(span.start + span.count) // 16) for span in step.spans]
         assert not self.step_pages or sum(used) <= self.step_pages
+        samples = sum(chunk.sample for chunk in chunks)
+        assert not self.step_samples or samples <= self.step_samples + 1
         self.started.append(chunks)
         self.steps.append({int(chunk.seq_id) for chunk in chunks})
         self.most = max(self.most, len(self.started))
@@ -132,6 +140,44 @@ def test_sequences_take_turns_where_a_step_has_few_pages():
     assert {len(tokens) for name, tokens in machine.tokens().items() if name != "r11"} == {12}
     assert len(machine.tokens()["r11"]) == 2
     assert prompt_done < 60  # the prompt did not wait for the decodes' end
+    machine.check()
+    machine.cache.transport.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_samples_no_more_than_it_has_rows_for(depth: int):
+    """Leases start beyond `max_batch`. All streams go on at the same pace; short prompts join."""
+    machine = Pipeline(depth, step_samples=3)
+    for number in range(1, 13):
+        machine.stepper.submit(generation(number, [number] * 3, max_tokens=30))
+    spread = []
+    while machine.stepper.step().chunks:
+        lengths = [len(tokens) for tokens in machine.tokens().values()]
+        if len(lengths) == 12:
+            spread.append(max(lengths) - min(lengths))
+    assert {len(tokens) for tokens in machine.tokens().values()} == {30}
+    assert max(spread) <= 8  # those that began first are a few tokens ahead
+    machine.check()
+    machine.cache.transport.close()
+
+
+def test_short_prompts_do_not_starve_a_long_one_where_a_step_has_few_pages():
+    machine = Pipeline(2, pages=200, budget=64, step_pages=12)
+    for number in range(1, 4):
+        machine.stepper.submit(generation(number, [number] * 40, max_tokens=120))
+    for _ in range(8):
+        machine.stepper.step()
+    long = generation(50, [number % 500 for number in range(150)], max_tokens=2)
+    machine.stepper.submit(long)
+    steps = 0
+    while "r50" not in machine.tokens():
+        machine.stepper.submit(generation(100 + steps, [steps % 500] * 12, max_tokens=1))
+        machine.stepper.step()
+        steps += 1
+    assert steps < 40
+    lengths = [len(machine.tokens()[f"r{number}"]) for number in range(1, 4)]
+    assert min(lengths) >= 4  # nor the decodes
+    machine.run_until_idle()
     machine.check()
     machine.cache.transport.close()
 
