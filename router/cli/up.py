@@ -172,9 +172,13 @@ def _split(option: str, text: str, *, of: int) -> tuple[str, ...]:
     arguments = split_flags(option, text)
     if arguments and not of:
         raise click.UsageError(f"{option} needs engines of that role: --prefill N --decode M")
-    set_here = {f"--{name.replace('_', '-')}" for name in OWN}
-    if wrong := [one for one in arguments if one.partition("=")[0] in set_here]:
-        raise click.UsageError(f"{option}: up sets {wrong[0]} itself")
+    if "--" in arguments:
+        raise click.UsageError(f"{option}: what follows -- goes behind all flags of up")
+    names = [one.partition("=")[0] for one in arguments if one.startswith("--")]
+    set_here = [f"--{name.replace('_', '-')}" for name in OWN]
+    for name in names:  # engines take abbreviations too
+        if any(own.startswith(name) for own in set_here):
+            raise click.UsageError(f"{option}: up sets {name} itself")
     return arguments
 
 

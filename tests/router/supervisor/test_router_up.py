@@ -161,7 +161,8 @@ def test_killing_up_ends_its_children(tmp_path):
         (["tiny", "--strategy", "nothing"], "no strategy 'nothing'"),
         (["tiny", "--param", "nothing"], "K=V"),
         (["tiny", "--decode-flags", "--tp 2"], "--decode-flags needs engines of that role"),
-        (["tiny", "--prefill", "1", "--prefill-flags", "--port=1"], "up sets --port=1 itself"),
+        (["tiny", "--prefill", "1", "--prefill-flags", "--port=1"], "up sets --port itself"),
+        (["tiny", "--prefill", "1", "--prefill-flags", "--hos 1"], "up sets --hos itself"),
         (["tiny", "--prefill", "1", "--prefill-flags", "--tp '2"], "No closing quotation"),
     ],
 )
