@@ -237,16 +237,12 @@ class VllmEngine:
     async def pin(self, call: Pin) -> int:
         """Protect the cached part of `prompt` from eviction; return its number of tokens."""
         self._limits.check_prompt(call.prompt)
-        tokens = int((await self._core.call("pin", prompt=call.prompt))["tokens"])
-        self._changed.set()
-        return tokens
+        return int((await self._core.call("pin", prompt=call.prompt))["tokens"])
 
     async def unpin(self, call: Pin) -> int:
         """End that protection; return the number of tokens that had it. Idempotent."""
         self._limits.check_prompt(call.prompt)
-        tokens = int((await self._core.call("unpin", prompt=call.prompt))["tokens"])
-        self._changed.set()
-        return tokens
+        return int((await self._core.call("unpin", prompt=call.prompt))["tokens"])
 
     async def release(self, call: Release) -> None:
         """End a lease, or everything that runs under a request id. Idempotent."""

@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 class _Waiting:
     claimed: asyncio.Future[None]
     over: asyncio.Future[dict[str, Any]]  # the note of its end
-    computing: asyncio.Future[None] | None = None  # the request of vLLM's, if it needs one
 
 
 class Sends:
@@ -121,17 +120,12 @@ class Sends:
 
     async def _end(self, request_id: str, waiting: _Waiting) -> None:
         try:
-            if waiting.computing is not None:
-                waiting.computing.cancel()  # what has landed, or has failed, needs no more work
-                await asyncio.wait((waiting.computing,))
             await self._core.call("end_send", request_id=request_id)
         except MicroserveError as error:
             log.warning("the send %s did not end: %s", request_id, error.message)
         finally:
             del self._live[request_id]
-            for future in (waiting.claimed, waiting.over, waiting.computing):
-                if future is None:
-                    continue
+            for future in (waiting.claimed, waiting.over):
                 future.add_done_callback(_heed)
                 future.cancel()
             self._changed()
@@ -150,15 +144,18 @@ class Sends:
         )
         if opened["whole"]:
             return await waiting.over
-        if not opened["claimed"]:
-            await asyncio.wait((waiting.claimed, waiting.over), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((waiting.claimed, waiting.over), return_when=asyncio.FIRST_COMPLETED)
         if waiting.over.done():
             waiting.over.result()  # raises
-        computing = waiting.computing = asyncio.ensure_future(self._compute(call, end))
-        await asyncio.wait((computing, waiting.over), return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.over.done():
-            await computing  # raises, or only the last bytes are under way
-        return await waiting.over
+        computing = asyncio.ensure_future(self._compute(call, end))
+        try:
+            await asyncio.wait((computing, waiting.over), return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.over.done():
+                await computing  # raises, or only the last bytes are under way
+            return await waiting.over
+        finally:
+            computing.cancel()  # what has landed, or has failed, needs no more of vLLM's work
+            await asyncio.wait((computing,))
 
     async def _compute(self, call: RemoteSend, end: int) -> None:
         """Have vLLM compute the KV of `prompt[:end]`."""

@@ -16,6 +16,7 @@ CHECKS = ("lengths", "together", "clients_that_leave")
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.thorough,
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason="make test-vllm installs vLLM"),

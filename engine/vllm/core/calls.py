@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -19,9 +18,6 @@ __all__ = ["MicroserveWorker"]
 
 log = logging.getLogger(__name__)
 
-COUNTED = ("hello", "state")  # calls that tell the counts; the lead makes one after each change
-CLAIM_S = 0.002  # a call waits so long for a claim, which takes less unless the peer is stopped
-
 _numbers = count(1)
 
 
@@ -33,7 +29,7 @@ class MicroserveWorker:
         try:
             here = core()
             reply = CALLS[name](here, **body)
-            here.report(**({"every_s": 0.0} if name in COUNTED else {}))
+            here.report()
         except MicroserveError as error:
             retry = getattr(error, "retry_after_s", None)
             return {**error_body(error), "retry_after_s": retry}
@@ -117,12 +113,8 @@ def unpin(here: Core, prompt: list[int]) -> dict[str, Any]:
 def open_send(
     here: Core, request_id: str, prompt: list[int], begin: int, end: int, kv_addr: str
 ) -> dict[str, Any]:
-    """Begin a send. `whole`: everything is cached, and no request of vLLM's is needed. `claimed`:
-    the lease is; otherwise a note will say so.
-    """
-    send = here.sends.open(request_id, prompt, begin, end, kv_addr)
-    wait((send.claim,), CLAIM_S)
-    return {"whole": send.whole, "claimed": send.put is not None}
+    """Begin a send. `whole`: everything is cached, and no request of vLLM's is needed."""
+    return {"whole": here.sends.open(request_id, prompt, begin, end, kv_addr).whole}
 
 
 def end_send(here: Core, request_id: str) -> dict[str, Any]:

@@ -99,15 +99,12 @@ class VllmPages:
         known = len(self._cached(request.block_hashes))
         blocks = [self._pool.blocks[page] for page in pages]
         full = min(len(blocks), len(request.block_hashes))
-        index = known
-        while index < full:
-            # In runs: a later block of the prefix may be cached though an earlier one is not.
-            end = index
-            while end < full and blocks[end].block_hash is None:
-                end += 1
-            if end > index:
-                self._pool.cache_full_blocks(request, blocks, index, end, self._page_size, GROUP)
-            index = end + 1
+        for index in range(known, full):
+            # One by one: a later block of the prefix may be cached though an earlier one is not.
+            if blocks[index].block_hash is None:
+                self._pool.cache_full_blocks(
+                    request, blocks, index, index + 1, self._page_size, GROUP
+                )
 
     def pin(self, tokens: Sequence[int]) -> int:
         """Protect the cached part of `tokens`; return its tokens. Raises `NoCapacity`."""

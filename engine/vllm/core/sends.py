@@ -32,7 +32,6 @@ class Send:
     sent: int  # positions before it are queued
     whole: bool  # everything is cached: vLLM computes nothing
     cached: int | None = None  # of `end`, when vLLM began; None: it has not
-    claim: Future[None] = field(default_factory=Future)  # over, whatever has become of it
     put: Put | None = None  # once the lease is claimed
     blocks: list[PageId] = field(default_factory=list)
     over: Future[None] = field(default_factory=Future)  # no write of it is in flight any more
@@ -94,7 +93,7 @@ class Sends:
             send.cached = end
             send.blocks = self._pages.share(cached)
         self._live[request_id] = send
-        send.claim = self._claims.submit(self._claim, send, kv_addr, list(prompt))
+        self._claims.submit(self._claim, send, kv_addr, list(prompt))
         return send
 
     def cancel(self, request_id: str) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -36,9 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["Core", "core"]
 
 PR_SET_PDEATHSIG = 1
-# How long vLLM's thread holds the interpreter lock while the threads of puts and notes wait for it.
-# Python's default of 5 ms would delay the end of a send several times.
-SWITCH_INTERVAL_S = 0.0005
 _cores: list[Core] = []  # at most one: vLLM makes two connectors in this process, which share it
 
 
@@ -65,7 +60,6 @@ class Core:
         """Make the memory. Raises `BadRequest` for models whose KV cannot be moved."""
         settings = CoreSettings.read(config.kv_transfer_config.kv_connector_extra_config)
         _die_with(settings.lead)
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         # vLLM asks for the processor's matrix tiles (AMX) in some kernels only. Its attention uses
         # them, too, and would end the process if a receiver of KV begins with one token.
         torch.cpu._init_amx()
@@ -146,11 +140,8 @@ class Core:
         """Note when that much has landed in a lease, or it has ended."""
         self._arrivals.watch(lease_id, slot, nonce, wanted)
 
-    def report(self, *, every_s: float = math.inf) -> None:
-        """Note changes of the prefix cache and, after `every_s` since the last time, the counts.
-
-        To count takes time for each block of the pool.
-        """
+    def report(self, *, every_s: float = 0.0) -> None:
+        """Note changes of the prefix cache and, after `every_s` since the last time, the counts."""
         added, removed = self.pages.changes()
         note: dict[str, Any] = {}
         if added or removed:

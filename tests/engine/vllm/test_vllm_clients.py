@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from vllm_engines import PYTHON, pytestmark
+from vllm_engines import PYTHON
+from vllm_engines import pytestmark as of_vllm
 from vllm_fleets import Fleet
 
 from bench.aiperf import save_tokenizer
 
-__all__ = ["pytestmark"]
+pytestmark = [*of_vllm, pytest.mark.thorough]
 
 CHAT: dict[str, Any] = {
     "model": "tiny", "messages": [{"role": "user", "content": "Gr\u00fc\u00dfe, w\u00f6rld " * 8}],
