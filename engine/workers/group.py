@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 
 from engine.protocol import BadRequest, Internal, WorkerState
+from engine.workers.exchange.settings import WorkerSettings
+from engine.workers.exchange.shared_sum import set_stopped, sum_bytes
+from engine.workers.exchange.wire import Array, Kind, receive, send, send_text, text_of
 from engine.workers.process import WorkerProcess, share_of, start
-from engine.workers.settings import WorkerSettings
-from engine.workers.shared_sum import set_stopped, sum_bytes
 from engine.workers.template import WorkerTemplate, readable
-from engine.workers.wire import Array, Kind, receive, send, send_text, text_of
 from kvcache.shard import Shard
 
 __all__ = ["WorkerGroup"]
@@ -54,7 +54,7 @@ class _Told(NamedTuple):
 class WorkerGroup:
     """All workers of one engine. They do what they are told in the same order.
 
-    A worker that ends, is stopped or hangs is replaced (DéjàVu, §4.2.4, in our case without a
+    A worker that ends, is stopped or hangs is replaced (DéjàVu, §4.2.3, in our case without a
     replica, because the pages are the lead's memory): the others give up the steps under way and
     keep their weights, a new process loads the part and maps its pages, all meet again, and the
     steps that had not ended are computed again. Meanwhile `tell` and `wait` wait. If that fails

@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.workers.settings import WorkerSettings
+from engine.workers.exchange.settings import WorkerSettings
+from engine.workers.exchange.wire import Array, Kind, send_text
 from engine.workers.template import ForkedWorker, WorkerTemplate
-from engine.workers.wire import Array, Kind, send_text
 
 __all__ = ["WorkerProcess", "share_of", "start"]
 

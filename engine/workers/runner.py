@@ -12,9 +12,9 @@ import torch
 from engine.execution.model_runner import step_rows
 from engine.protocol import Internal
 from engine.scheduling import Chunk
-from engine.workers.step_message import StepMessage
+from engine.workers.exchange.step_message import StepMessage
+from engine.workers.exchange.wire import Kind
 from engine.workers.store import WorkerStore
-from engine.workers.wire import Kind
 from kvcache.cache import KVCache
 
 __all__ = ["WorkersRunner"]

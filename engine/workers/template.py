@@ -3,10 +3,6 @@
 A worker needs torch and this project's modules, which take seconds to import. One process imports
 them once and computes nothing, so that a worker starts, and is replaced, in milliseconds, and the
 workers share that memory.
-
-Messages to it are two int64. `FORK` comes with the descriptors that the worker gets; the answer is
-its pid, or a negative error number. `REAP` comes with the pid of a worker that has ended; the
-answer is its exit code, negative for a signal.
 """
 
 from __future__ import annotations
@@ -15,18 +11,16 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Final
 
-__all__ = ["FORK", "MESSAGE", "REAP", "ForkedWorker", "WorkerTemplate", "readable"]
+from engine.workers.exchange.forks import FORK, MESSAGE, REAP
 
-FORK, REAP = 1, 2
-MESSAGE: Final = struct.Struct("<qq")
+__all__ = ["ForkedWorker", "WorkerTemplate", "readable"]
+
 START_S = 120.0  # to import torch, on a busy host
 ANSWER_S = 20.0  # later on
 
@@ -90,7 +84,7 @@ class WorkerTemplate:
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603  our own module
                 [
-                    *(sys.executable, "-P", "-m", "engine.workers"),
+                    *(sys.executable, "-P", "-m", "engine.workers.part"),
                     *(str(theirs.fileno()), str(os.getpid())),
                 ],
                 pass_fds=[theirs.fileno()],
@@ -143,7 +137,7 @@ class ForkedWorker:
             return code
         readable([self._pidfd], timeout)
         if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired("engine.workers", timeout or 0.0)
+            raise subprocess.TimeoutExpired("engine.workers.part", timeout or 0.0)
         return code
 
     def kill(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.workers.swapped_pages import SwapCounts, SwappedPages
+from engine.workers.part.swapped_pages import SwapCounts, SwappedPages
 from kvcache.errors import NoCapacity
 from kvcache.memory import KVLayout, LocalRegion
 from kvcache.page_store import TorchPageStore

@@ -42,7 +42,7 @@ def workers_of(pid: int) -> list[int]:
     """Return the pids of an engine's workers, behind that of the process they are forked from."""
     with suppress(psutil.NoSuchProcess):
         found = psutil.Process(pid).children(recursive=True)
-        return [each.pid for each in found if "engine.workers" in each.cmdline()]
+        return [each.pid for each in found if "engine.workers.part" in each.cmdline()]
     return []
 
 

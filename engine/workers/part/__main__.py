@@ -18,9 +18,9 @@ from dataclasses import astuple, replace
 from queue import SimpleQueue
 from typing import NoReturn, TypeVar
 
-from engine.workers.settings import WorkerSettings
-from engine.workers.template import FORK, MESSAGE
-from engine.workers.wire import Array, Kind, receive, send, send_text, text_of
+from engine.workers.exchange.forks import FORK, MESSAGE
+from engine.workers.exchange.settings import WorkerSettings
+from engine.workers.exchange.wire import Array, Kind, receive, send, send_text, text_of
 
 PR_SET_PDEATHSIG = 1
 MOST_FDS = 8
@@ -36,7 +36,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     # What a worker needs. It starts no thread, so forks have all of this process.
-    importlib.import_module("engine.workers.compute")
+    importlib.import_module("engine.workers.part.compute")
     importlib.import_module("engine.models.decoder")
     gc.collect()
     gc.freeze()  # so that collections in workers write less of the memory that they share
@@ -103,9 +103,9 @@ def _serve(lead: socket.socket, fds: Sequence[int]) -> None:
     torch.set_num_threads(settings.threads or len(settings.cpus))
     from engine.models import ModelError
     from engine.protocol import MicroserveError
-    from engine.workers.compute import PartWorker
-    from engine.workers.step_message import StepMessage
-    from engine.workers.swapped_pages import SwapCounts
+    from engine.workers.exchange.step_message import StepMessage
+    from engine.workers.part.compute import PartWorker
+    from engine.workers.part.swapped_pages import SwapCounts
 
     try:
         worker = PartWorker(settings)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.execution.model_runner import StepRows
-from engine.workers.wire import Array
+from engine.workers.exchange.wire import Array
 from kvcache.sequences import Span, StepDescription
 from kvcache.types import TokenPos
 

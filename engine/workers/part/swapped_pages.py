@@ -1,4 +1,4 @@
-"""Microbatch swapping: a worker whose own memory holds the pages of two steps at a time (DJ9).
+"""Microbatch swapping: a worker whose own memory holds the pages of two steps at a time.
 
     pool of the lead (host)     all pages of this part
                                   │ fetch: pages              ▲ write back: new tokens
