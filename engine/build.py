@@ -28,6 +28,7 @@ from engine.protocol.config import EngineConfig
 from engine.sampling.sampler import sample
 from engine.scheduling import Chunk
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_limits import StepLimits
 from engine.service.engine import MicroserveEngine
 from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
@@ -120,6 +121,9 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
             start = workers.start
         elif model.transformer is not None:
             runner = computing.submit(ModelRunner, model, cache).result()
+    limits = None
+    if split:
+        limits = StepLimits(cache, samples=config.max_batch, pages=config.device_pages // 2)
     scheduler = Scheduler(
         cache,
         token_budget=config.token_budget,
@@ -127,8 +131,7 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         swap=config.preemption == "swap",
         decode_slowdown=config.decode_slowdown,
         depth=config.pp,
-        step_pages=config.device_pages // 2,
-        step_samples=config.max_batch if split else 0,
+        limits=limits,
     )
     metrics = EngineMetrics(config.model)
     engine = MicroserveEngine(

@@ -294,13 +294,23 @@ class Stepper:
             self._close_if_computed(job)
 
     def _abort(self, job: Job) -> None:
-        if self._scheduler.in_flight(job):
-            self._scheduler.hold(job)
-            self._deferred.append(partial(self._abort, job))
-        elif isinstance(job, Generation):
+        if self._deferred_until_out(job, partial(self._abort, job)):
+            return
+        if isinstance(job, Generation):
             self._end(job)
         else:
             self._fail_send(job, Internal("the send was aborted"))
+
+    def _deferred_until_out(self, job: Job, action: Callable[[], object]) -> bool:
+        """Have `action` called once no step under way has the job; return False if none has.
+
+        No further step gets it.
+        """
+        if not self._scheduler.in_flight(job):
+            return False
+        self._scheduler.hold(job)
+        self._deferred.append(action)
+        return True
 
     def _end(self, generation: Generation) -> None:
         self._scheduler.remove(generation)
@@ -350,10 +360,8 @@ class Stepper:
 
     def _close_failed(self, send: Send) -> None:
         """Close a send whose put has failed, once no step under way has it."""
-        if self._scheduler.in_flight(send):
-            self._scheduler.hold(send)
-            self._deferred.append(partial(self._close_failed, send))
-        elif send in self._scheduler.sends:
+        deferred = self._deferred_until_out(send, partial(self._close_failed, send))
+        if not deferred and send in self._scheduler.sends:
             self._close(send)
 
     def _close(self, send: Send) -> None:

@@ -35,19 +35,16 @@ from __future__ import annotations
 from bisect import bisect_left, insort_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from engine.scheduling.chunk import Chunk
 from engine.scheduling.chunk_budget import ChunkBudget
 from engine.scheduling.jobs import Generation, Job, Send
-from engine.scheduling.step_pages import StepPages
+from engine.scheduling.step_limits import StepLimits
 from engine.scheduling.swapped import SwappedGenerations
 from kvcache.errors import NoCapacity
 from kvcache.sequences import SequenceCache
 
 __all__ = ["Scheduler"]
-
-Decode = tuple[Generation, Chunk]
 
 # With several stages, a step takes at most this share of the longest prompt, or a short chunk.
 CHUNKS = 4  # for each stage
@@ -66,18 +63,15 @@ class Scheduler:
         swap: bool = True,
         decode_slowdown: float = 0.0,
         depth: int = 1,
-        step_pages: int = 0,
-        step_samples: int = 0,
+        limits: StepLimits | None = None,
     ) -> None:
         """With `swap`, a preempted job's pages move to a tier that has room.
 
         `token_budget` and `max_batch` bound a step's tokens and sequences; `ChunkBudget` explains
         `decode_slowdown`. With `depth` steps under way at a time, as in a pipeline of stages, each
         takes that share of the decodes; the chunks of a prompt follow each other through the
-        stages, and are short enough for that. `ended` says when a step has ended. The sequences of
-        a step have at most `step_pages` pages together (0: no limit); decodes take turns then.
-        A step samples the next tokens of at most `step_samples` sequences (0: no limit), or one
-        more where these are decodes: leases are started also beyond `max_batch`.
+        stages, and are short enough for that. `ended` says when a step has ended. `limits` bound
+        what a step has besides.
         """
         # Called on any thread when `plan` may find new work.
         self.wake: Callable[[], object] = lambda: None
@@ -91,10 +85,7 @@ class Scheduler:
         self._max_batch = max_batch
         self._swap = swap
         self.depth = depth
-        self._step_pages = StepPages(cache, step_pages) if step_pages else None
-        self._step_samples = step_samples
-        self._turn = 0  # steps in which not all decodes fitted
-        self._latest: dict[Generation, int] = {}  # the latest of them with each job
+        self._limits = limits
         self._in_flight: Counter[Job] = Counter()  # steps under way with the job, if several are
         self._held: set[Job] = set()  # in no further step, because they end
         self._chunk_budget = ChunkBudget(decode_slowdown)
@@ -139,14 +130,13 @@ class Scheduler:
     def remove(self, job: Job) -> None:
         """Remove a job from all queues. The caller removes the sequence of a started job."""
         self._held.discard(job)
-        if self._step_pages is not None:
-            self._step_pages.forget([job])
+        if self._limits is not None:
+            self._limits.forget(job)
         if isinstance(job, Send):
             if job in self.sends:
                 self.sends.remove(job)
         elif job in self.running:
             self.running.remove(job)
-            self._latest.pop(job, None)
             self._untouched.discard(job)
             self.published(job)
         elif job in self.waiting:
@@ -160,7 +150,7 @@ class Scheduler:
         self._publish()
         waited = set(self._untouched)
         self._admit()
-        decodes: list[Decode] = []
+        decodes: list[tuple[Generation, Chunk]] = []
         prefills: list[Generation] = []
         elsewhere = 0  # decodes in other steps
         length_of, page_size = self._cache.planned_length, self._cache.page_size
@@ -180,17 +170,10 @@ class Scheduler:
         counts = self._prompts(prefills, min(len(decodes), share), waited)
         # Allocating pages for a later job may have preempted one that was chosen before.
         decodes = [(job, chunk) for job, chunk in decodes if job.started]
-        if self._step_pages is not None:
-            if self._step_samples:
-                share = min(share, self._step_samples)
-            decodes, counts = self._step_pages.fit(decodes, share, counts)
-        elif self._step_samples and share > self._step_samples:
-            decodes = self._in_turn(decodes, self._step_samples)
+        if self._limits is not None:
+            decodes, counts = self._limits.fit(decodes, share, counts)
         else:
             decodes = decodes[:share]
-        if self._step_samples:  # each chunk may be the last one of its prompt
-            most = max(self._step_samples - len(decodes), 1)
-            counts = dict(islice(counts.items(), most))
         prompts = [(job, self._chunk(job, count)) for job, count in counts.items() if job.started]
         for job, _ in prompts:
             if isinstance(job, Generation):
@@ -202,13 +185,6 @@ class Scheduler:
         if self.depth > 1:
             self._in_flight.update(job for job, _ in plan)
         return plan
-
-    def _in_turn(self, decodes: list[Decode], count: int) -> list[Decode]:
-        """Return the `count` decodes that have waited longest."""
-        latest, self._turn = self._latest, self._turn + 1
-        chosen = sorted(decodes, key=lambda each: latest.get(each[0], 0))[:count]
-        latest.update((job, self._turn) for job, _ in chosen)
-        return chosen
 
     def in_flight(self, job: Job) -> bool:
         """Whether a job is in a step under way, if several are. Its sequence must stay then."""

@@ -16,6 +16,7 @@ from engine.execution.stepper import Stepper
 from engine.protocol import BadRequest
 from engine.sampling.sampled import Sampled
 from engine.scheduling import Chunk, Generation, Scheduler, Send
+from engine.scheduling.step_limits import StepLimits
 from kvcache.types import SeqId
 
 
@@ -35,9 +36,12 @@ class Pipeline:
         self.cache = make_cache(None, pages)
         store = self.cache.store  # of one step at a time; nothing is computed here
         store.begin = store.end = store.abort = lambda *_step: None
+        limits = None
+        if step_pages or step_samples:
+            limits = StepLimits(self.cache, samples=step_samples or 16, pages=step_pages)
         self.scheduler = Scheduler(
             self.cache, token_budget=budget, max_batch=16, swap=False, depth=depth,
-            step_pages=step_pages, step_samples=step_samples,
+            limits=limits,
         )  # fmt: skip
         self.step_pages, self.step_samples = step_pages, step_samples
         self.stepper = Stepper(

@@ -1,37 +1,44 @@
-"""Steps whose pages are bounded: sequences take turns in a memory that does not hold all of them.
+"""What a step of an engine of workers has room for: sequences take turns where not all fit.
 
-A worker with memory of its own (`--device-pages`) computes a step in half of it, while the pages of
-the next step come into the other half (DéjàVu's microbatches, DJ9). So the sequences of a step have
-to fit that half.
+- Rows of logits, for the sequences whose next token it samples. Generations start from leases also
+  beyond `max_batch`.
+- Pages, where workers have memory of their own (`--device-pages`): a step is computed in half of
+  it, while the pages of the next one come into the other half (DéjàVu's microbatches, §4.2.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 
 from engine.scheduling.chunk import Chunk
 from engine.scheduling.jobs import Generation, Job
 from kvcache.sequences import SequenceCache
 
-__all__ = ["StepPages"]
+__all__ = ["StepLimits"]
 
 Decodes = list[tuple[Generation, Chunk]]
 
 
-class StepPages:
-    """Chooses the decodes and chunks whose sequences fit a step. A page that several share counts
-    for each of them.
+class StepLimits:
+    """Chooses the decodes and chunks of a step.
+
+    A page that several sequences share counts for each of them.
 
     Decodes that have waited longest come first. If a prompt found no room beside the decodes,
     prompts come first in the next step, those that found none before the others. So a sequence that
     fits alone always progresses, and so do the decodes.
     """
 
-    def __init__(self, cache: SequenceCache, most: int) -> None:
-        """`most` is the number of pages of a step."""
+    def __init__(self, cache: SequenceCache, *, samples: int, pages: int = 0) -> None:
+        """A step samples for `samples` sequences, or one more where these are decodes.
+
+        The sequences of a step have at most `pages` pages together; 0: no limit.
+        """
         self._cache = cache
-        self._most = most
-        self._latest: dict[Generation, int] = {}  # the latest step in which each decoded
+        self._samples = samples
+        self._most = pages or sys.maxsize
+        self._latest: dict[Job, int] = {}  # the latest step in which each decoded
         self._steps = 0
         self._left_out: list[Job] = []  # prompts that found no room in the latest step
         self._prompts_first = False
@@ -41,24 +48,24 @@ class StepPages:
     ) -> tuple[Decodes, dict[Job, int]]:
         """Return at most `most` of the decodes, and the prompts with their token counts."""
         self._steps += 1
-        room = self._most
+        most, room = min(most, self._samples), self._most
         first = {job: counts[job] for job in self._left_out if job in counts}
         counts = first | counts
         if self._prompts_first:
-            chosen, room = self._prompts(counts, room)
+            prompts, room = self._prompts(counts, room)
             decodes, _ = self._decodes(decodes, most, room)
         else:
             decodes, room = self._decodes(decodes, most, room)
-            chosen, _ = self._prompts(counts, room)
+            prompts, _ = self._prompts(counts, room)
+        # Each chunk may be the last one of its prompt, and sampled for.
+        chosen = dict(list(prompts.items())[: max(self._samples - len(decodes), 1)])
         self._left_out = [job for job in counts if job not in chosen]
         self._prompts_first = bool(self._left_out) and not self._prompts_first
         return decodes, chosen
 
-    def forget(self, jobs: Iterable[Job]) -> None:
-        """Forget jobs that have ended."""
-        for job in jobs:
-            if isinstance(job, Generation):
-                self._latest.pop(job, None)
+    def forget(self, job: Job) -> None:
+        """Forget a job that has ended."""
+        self._latest.pop(job, None)
 
     def _decodes(
         self, decodes: Sequence[tuple[Generation, Chunk]], most: int, room: int
