@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import statistics
 import subprocess
 import sys
 import time
@@ -37,11 +35,6 @@ class Running:
     def state(self) -> dict:
         """Return its state."""
         return httpx.get(f"{self.url}/microserving/state", timeout=60).json()
-
-    def metric(self, name: str) -> float:
-        """Return the value of a metric without labels of its own."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 @contextmanager
@@ -153,9 +146,5 @@ def _settle(engine: Running) -> None:
         if not state["running"] + state["waiting"]:
             return
         if time.monotonic() > end:
-            raise SystemExit(f"engine {os.getpid()} does not come to rest: {state}")
+            raise SystemExit(f"engine {engine.pid} does not come to rest: {state}")
         time.sleep(pause)
-
-
-def median_of(values: Sequence[float]) -> float:
-    return statistics.median(values)

@@ -24,7 +24,15 @@ from engine.protocol import BadRequest, Internal, WorkerState
 from engine.workers.exchange.settings import WorkerSettings
 from engine.workers.exchange.shared_sum import set_stopped, sum_bytes
 from engine.workers.exchange.wire import Array, Kind, receive, send, send_text, text_of
-from engine.workers.process import WorkerProcess, share_of, start
+from engine.workers.process import (
+    ANSWER_S,
+    POLL_S,
+    StopWatch,
+    WorkerProcess,
+    first_answers,
+    share_of,
+    start,
+)
 from engine.workers.template import WorkerTemplate, readable
 from kvcache.shard import Shard
 
@@ -32,12 +40,8 @@ __all__ = ["WorkerGroup"]
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 60.0  # a step that takes longer counts as a hang
 RETURN_S = 5.0  # for the other workers to give up a step after one is lost
-START_S = 300.0  # for a new worker to load its weights
-STOPPED_S = 2.0  # a worker that is stopped for longer counts as lost
 BLAME_S = 0.5  # to find out whose end another worker's failure comes from
-WATCH_S = POLL_S = 0.1
 STOP_S = 5.0  # for workers to end by themselves
 RECOVERIES = 3  # in a row, without a step that ended or `CALM_S` between them
 CALM_S = 30.0
@@ -87,7 +91,7 @@ class WorkerGroup:
         self._error = ""  # what a worker said that failed and lives
         self._broken = self._lost = ""
         self._attempts, self._recovered = 0, 0.0
-        self._stopped_since: dict[int, float] = {}  # by pid
+        self._stops = StopWatch()
         self._pages: list[int] = []
         self._closed = threading.Event()
         self._ended = threading.Event()  # all workers are gone, after `_closed`
@@ -277,9 +281,9 @@ class WorkerGroup:
         started.set_result(None)
         self._healthy.set()
         while not self._closed.is_set() and not self._lost:
-            self._kick.wait(WATCH_S)
+            self._kick.wait(POLL_S)
             self._kick.clear()
-            self._kill_stopped()
+            self._stops.end_stopped(self._workers)
             if self._healthy.is_set() and not any(worker.dead for worker in self._workers):
                 continue
             with self._lock:
@@ -287,18 +291,6 @@ class WorkerGroup:
                     return
                 self._break("")
                 self._recover()
-
-    def _kill_stopped(self) -> None:
-        """End workers that have been stopped for long: the others wait for them."""
-        now = time.monotonic()
-        stopped = {w.process.pid: w for w in self._workers if not w.dead and w.stopped}
-        since = self._stopped_since
-        self._stopped_since = {pid: since.get(pid, now) for pid in stopped}
-        for pid, worker in stopped.items():
-            if now - self._stopped_since[pid] > STOPPED_S:
-                log.warning("%s is stopped: it is replaced", worker.name)
-                worker.process.kill()
-                worker.process.wait()
 
     def _recover(self) -> None:
         """Replace the workers that are lost, and have all go on where they were."""
@@ -398,7 +390,7 @@ class WorkerGroup:
 
     def _meet(self, new: Sequence[WorkerProcess], kept: Sequence[WorkerProcess]) -> None:
         """Wait until new workers have loaded their weights, and the others have met them."""
-        facts = self._answers([*new, *kept])
+        facts = first_answers([*new, *kept], self._while_waiting)
         for worker in new:
             arrays = facts[worker.settings.rank]
             (multiple, worker.weight_bytes), said = arrays[0].tolist(), text_of(arrays[1:])
@@ -415,38 +407,13 @@ class WorkerGroup:
         if self._pages:
             for worker in workers:
                 send(worker.socket, Kind.ALLOCATE, [self._pages])
-            self._answers(workers)
+            first_answers(workers, self._while_waiting)
 
-    def _answers(self, workers: Sequence[WorkerProcess]) -> dict[int, list[Array]]:
-        """Return one answer of each worker, by its rank. Raises `BadRequest` if one fails."""
-        waiting = {worker.socket.fileno(): worker for worker in workers}
-        found: dict[int, list[Array]] = {}
-        end = time.monotonic() + START_S
-        while waiting:
-            left = end - time.monotonic()
-            if self._closed.is_set():
-                raise BadRequest("the engine ends")
-            answered = readable(waiting, min(left, WATCH_S))
-            if not answered and left > 0:
-                self._kill_stopped()
-                continue
-            if not answered:
-                names = ", ".join(worker.name for worker in waiting.values())
-                raise BadRequest(f"{names}: not ready after {START_S:.0f} s", param="tp")
-            for worker in map(waiting.pop, answered):
-                try:
-                    kind, arrays = receive(worker.socket)
-                except (OSError, EOFError):
-                    raise BadRequest(
-                        f"{worker.name} ended while it loaded the model, with {worker.ending}",
-                        param="tp",
-                    ) from None
-                if kind != Kind.DONE:
-                    raise BadRequest(f"{worker.name}: {text_of(arrays)}", param="tp")
-                found[worker.settings.rank] = arrays
-        for worker in workers:
-            worker.socket.settimeout(ANSWER_S)
-        return found
+    def _while_waiting(self) -> None:
+        """Is called again and again while workers load. Raises `BadRequest` if the engine ends."""
+        if self._closed.is_set():
+            raise BadRequest("the engine ends")
+        self._stops.end_stopped(self._workers)
 
     def _memory(self, name: str, size: int) -> int:
         """Return a descriptor of zeroed memory that only this user can map; `close` closes it."""

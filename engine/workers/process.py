@@ -1,20 +1,37 @@
-"""One worker process, as its lead sees it."""
+"""Worker processes, as their lead sees them: started, loaded, stopped, ended."""
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.protocol import BadRequest
 from engine.workers.exchange.settings import WorkerSettings
-from engine.workers.exchange.wire import Array, Kind, send_text
-from engine.workers.template import ForkedWorker, WorkerTemplate
+from engine.workers.exchange.wire import Array, Kind, receive, send_text, text_of
+from engine.workers.template import ForkedWorker, WorkerTemplate, readable
 
-__all__ = ["WorkerProcess", "share_of", "start"]
+__all__ = [
+    "ANSWER_S",
+    "POLL_S",
+    "StopWatch",
+    "WorkerProcess",
+    "first_answers",
+    "share_of",
+    "start",
+]
+
+log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 4 << 20
+START_S = 300.0  # for a new worker to load its weights
+ANSWER_S = 60.0  # a step that takes longer counts as a hang
+STOPPED_S = 2.0  # a worker that is stopped for longer counts as lost
+POLL_S = 0.1
 
 
 @dataclass(slots=True)
@@ -79,6 +96,58 @@ def start(template: WorkerTemplate, settings: WorkerSettings) -> WorkerProcess:
     with suppress(OSError):  # it has ended already, as its answer will say
         send_text(own, Kind.SETTINGS, settings.to_json())
     return WorkerProcess(settings, process, own)
+
+
+def first_answers(
+    workers: Sequence[WorkerProcess], while_waiting: Callable[[], object]
+) -> dict[int, list[Array]]:
+    """Return the answer of each of these workers, which load or meet, by its rank.
+
+    Calls `while_waiting` again and again. Raises `BadRequest` if one of them fails, and what that
+    call raises.
+    """
+    waiting = {worker.socket.fileno(): worker for worker in workers}
+    found: dict[int, list[Array]] = {}
+    end = time.monotonic() + START_S
+    while waiting:
+        while_waiting()
+        left = end - time.monotonic()
+        answered = readable(waiting, min(left, POLL_S))
+        if not answered and left <= 0:
+            names = ", ".join(worker.name for worker in waiting.values())
+            raise BadRequest(f"{names}: not ready after {START_S:.0f} s", param="tp")
+        for worker in map(waiting.pop, answered):
+            try:
+                kind, arrays = receive(worker.socket)
+            except (OSError, EOFError):
+                raise BadRequest(
+                    f"{worker.name} ended while it loaded the model, with {worker.ending}",
+                    param="tp",
+                ) from None
+            if kind != Kind.DONE:
+                raise BadRequest(f"{worker.name}: {text_of(arrays)}", param="tp")
+            found[worker.settings.rank] = arrays
+    for worker in workers:
+        worker.socket.settimeout(ANSWER_S)
+    return found
+
+
+class StopWatch:
+    """Ends workers that a signal has stopped for long: the others wait for them."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}  # by pid
+
+    def end_stopped(self, workers: Sequence[WorkerProcess]) -> None:
+        """End those that have been stopped for `STOPPED_S`. Call it often."""
+        now = time.monotonic()
+        stopped = {w.process.pid: w for w in workers if not w.dead and w.stopped}
+        self._since = {pid: self._since.get(pid, now) for pid in stopped}
+        for pid, worker in stopped.items():
+            if now - self._since[pid] > STOPPED_S:
+                log.warning("%s is stopped: it is replaced", worker.name)
+                worker.process.kill()
+                worker.process.wait()
 
 
 def share_of(cpus: Sequence[int], rank: int, count: int) -> tuple[int, ...]:

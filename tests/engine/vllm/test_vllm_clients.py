@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 from vllm_engines import PYTHON
 from vllm_engines import pytestmark as of_vllm
-from vllm_fleets import Fleet
+from vllm_fleets import Fleet, running_fleet
 
 from bench.aiperf import save_tokenizer
 
@@ -28,12 +28,9 @@ PROMPTS, TOKENS_IN, TOKENS_OUT = 24, 48, 12
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path_factory.mktemp("clients"))
-    try:
+    with running_fleet(tmp_path_factory.mktemp("clients")) as fleet:
         fleet.use("prefill_decode", {})
         yield fleet
-    finally:
-        fleet.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from vllm_engines import prompt, pytestmark
-from vllm_fleets import START_S, Fleet
+from vllm_fleets import START_S, Fleet, running_fleet
 
 __all__ = ["pytestmark"]
 
@@ -29,11 +29,8 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path_factory.mktemp("fleet"))
-    try:
+    with running_fleet(tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet
-    finally:
-        fleet.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +105,13 @@ class Fleet:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def running_fleet(folder: Path) -> Iterator[Fleet]:
+    """Run a fleet until the end of the block."""
+    fleet = Fleet(folder)
+    try:
+        yield fleet
+    finally:
+        fleet.stop()
