@@ -21,9 +21,17 @@ from typing import NamedTuple
 import torch
 
 from engine.protocol import BadRequest, Internal, WorkerState
-from engine.workers.exchange.settings import WorkerSettings
-from engine.workers.exchange.shared_sum import set_stopped, sum_bytes
-from engine.workers.exchange.wire import Array, Kind, receive, send, send_text, text_of
+from engine.workers.exchange import (
+    Array,
+    Kind,
+    WorkerSettings,
+    receive,
+    send,
+    send_text,
+    set_stopped,
+    sum_bytes,
+    text_of,
+)
 from engine.workers.process import (
     ANSWER_S,
     POLL_S,

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.protocol import BadRequest
-from engine.workers.exchange.settings import WorkerSettings
-from engine.workers.exchange.wire import Array, Kind, receive, send_text, text_of
+from engine.workers.exchange import Array, Kind, WorkerSettings, receive, send_text, text_of
 from engine.workers.template import ForkedWorker, WorkerTemplate, readable
 
 __all__ = [

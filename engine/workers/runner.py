@@ -12,8 +12,7 @@ import torch
 from engine.execution.model_runner import step_rows
 from engine.protocol import Internal
 from engine.scheduling import Chunk
-from engine.workers.exchange.step_message import StepMessage
-from engine.workers.exchange.wire import Kind
+from engine.workers.exchange import Kind, StepMessage
 from engine.workers.store import WorkerStore
 from kvcache.cache import KVCache
 

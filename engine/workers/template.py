@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from engine.workers.exchange.forks import FORK, MESSAGE, REAP
+from engine.workers.exchange import FORK, MESSAGE, REAP
 
 __all__ = ["ForkedWorker", "WorkerTemplate", "readable"]
 

@@ -1,4 +1,4 @@
-"""Measures an engine's steps and puts, and fits the latency model to them (DistServe, DS9).
+"""Measures an engine's steps and puts, and fits DistServe's latency model (its appendix) to them.
 
 Steps are timed by the engine itself, so that neither HTTP nor the router counts:
 

@@ -18,9 +18,18 @@ from dataclasses import astuple, replace
 from queue import SimpleQueue
 from typing import NoReturn, TypeVar
 
-from engine.workers.exchange.forks import FORK, MESSAGE
-from engine.workers.exchange.settings import WorkerSettings
-from engine.workers.exchange.wire import Array, Kind, receive, send, send_text, text_of
+from engine.workers.exchange import (
+    FORK,
+    MESSAGE,
+    Array,
+    Kind,
+    StepMessage,
+    WorkerSettings,
+    receive,
+    send,
+    send_text,
+    text_of,
+)
 
 PR_SET_PDEATHSIG = 1
 MOST_FDS = 8
@@ -103,7 +112,6 @@ def _serve(lead: socket.socket, fds: Sequence[int]) -> None:
     torch.set_num_threads(settings.threads or len(settings.cpus))
     from engine.models import ModelError
     from engine.protocol import MicroserveError
-    from engine.workers.exchange.step_message import StepMessage
     from engine.workers.part.compute import PartWorker
     from engine.workers.part.swapped_pages import SwapCounts
 

@@ -13,9 +13,7 @@ import torch
 from engine.execution.model_runner import row_multiple
 from engine.models import LoadedModel, ModelConfig, Part, load_model, split_model
 from engine.protocol import Internal
-from engine.workers.exchange.settings import WorkerSettings
-from engine.workers.exchange.shared_sum import SharedSum
-from engine.workers.exchange.step_message import StepMessage
+from engine.workers.exchange import SharedSum, StepMessage, WorkerSettings
 from engine.workers.part.stage_link import StageLink
 from engine.workers.part.swapped_pages import Done, SwapCounts, SwappedPages
 from kvcache.memory import KVLayout, PartRegion, Prefaulter, SplitLayout

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from engine.workers.exchange.settings import WorkerSettings
+from engine.workers.exchange import WorkerSettings
 
 __all__ = ["StageLink"]
 

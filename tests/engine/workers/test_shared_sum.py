@@ -9,8 +9,7 @@ import threading
 import pytest
 import torch
 
-from engine.workers.exchange import shared_sum
-from engine.workers.exchange.shared_sum import SharedSum, sum_bytes
+from engine.workers.exchange import SharedSum, shared_sum, sum_bytes
 
 WIDTH = 24
 

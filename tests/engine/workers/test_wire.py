@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from engine.workers.exchange.wire import MOST_BYTES, Kind, receive, send, send_text, text_of
+from engine.workers.exchange import MOST_BYTES, Kind, receive, send, send_text, text_of
 
 
 @pytest.fixture
