@@ -89,6 +89,12 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
                     memory, "device_pages", config.device_pages, _page(model, config, dtype)
                 )
             layout = _layout(model, config, dtype, context, memory)
+            if config.device_pages >= layout.pages:
+                raise BadRequest(
+                    f"--device-pages {config.device_pages}: the pool has {layout.pages - 1} pages; "
+                    "workers compute in the pool without this flag",
+                    param="device_pages",
+                )
             fingerprint = layout.fingerprint(_kv_digest(model))
             transport = make_transport(config.transport, epoch, secret=secret, host=config.host)
             store: PageStore
@@ -254,7 +260,14 @@ def _context(model: LoadedModel, config: EngineConfig) -> int:
         )
     context = config.max_model_len or longest
     if config.device_pages:  # all pages of a sequence are in one half
-        context = min(context, config.device_pages // 2 * config.page_size)
+        fitting = config.device_pages // 2 * config.page_size
+        if config.max_model_len > fitting:
+            raise BadRequest(
+                f"--max-model-len {config.max_model_len}: half of --device-pages "
+                f"{config.device_pages} has room for {fitting} tokens",
+                param="max_model_len",
+            )
+        context = min(context, fitting)
     return context
 
 

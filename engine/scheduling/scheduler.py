@@ -88,6 +88,7 @@ class Scheduler:
         self._limits = limits
         self._in_flight: Counter[Job] = Counter()  # steps under way with the job, if several are
         self._held: set[Job] = set()  # in no further step, because they end
+        self._giving_way: set[Job] = set()  # not in the next step, so that they can be preempted
         self._chunk_budget = ChunkBudget(decode_slowdown)
         self.planned = (0, 0)  # decodes and prompt tokens of the latest plan
         self._swapped = SwappedGenerations(cache, lambda: self.wake())  # all are in `waiting`
@@ -148,6 +149,7 @@ class Scheduler:
     def plan(self) -> list[tuple[Job, Chunk]]:
         """Return the next step's chunks, with pages for each; empty if there is nothing to do."""
         self._publish()
+        self._giving_way.clear()
         waited = set(self._untouched)
         self._admit()
         decodes: list[tuple[Generation, Chunk]] = []
@@ -167,6 +169,7 @@ class Scheduler:
                 last = generation.tokens[length:]
                 decodes.append((generation, Chunk(generation.seq_id, last, sample=True)))
         share = -(-(len(decodes) + elsewhere) // self.depth)
+        prefills = [job for job in prefills if job not in self._giving_way]
         counts = self._prompts(prefills, min(len(decodes), share), waited)
         # Allocating pages for a later job may have preempted one that was chosen before.
         decodes = [(job, chunk) for job, chunk in decodes if job.started]
@@ -356,14 +359,18 @@ class Scheduler:
     def _make_room(self, job: Job) -> bool:
         """Allocate pages for all the job has to compute, preempting the last generations if needed.
 
-        Returns False if there is no room, or if the job itself was preempted.
+        Returns False if there is no room, or if the job itself was preempted. A generation in a
+        step under way is preempted when that has ended; no generation before it is.
         """
         while job.started:
             try:
                 self._cache.grow(job.seq_id, job.target)
             except NoCapacity:
-                last = next((j for j in reversed(self.running) if j not in self._in_flight), None)
-                if last is None or self._swapped.moving:
+                if not self.running or self._swapped.moving:
+                    return False
+                last = self.running[-1]
+                if last in self._in_flight:
+                    self._giving_way.add(last)
                     return False
                 self._preempt(last)
             else:

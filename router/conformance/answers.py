@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import httpx
@@ -74,15 +76,19 @@ async def complete(
     raise RequestFailed("the stream ended without [DONE]")
 
 
-def difference(got: Answer, wanted: Answer) -> str:
-    """Describe the first difference; empty if there is none. Cached tokens are not compared."""
+def difference(got: Answer, wanted: Answer, rounding: float = 0.0) -> str:
+    """Describe the first difference; empty if there is none. Cached tokens are not compared.
+
+    Log probabilities may differ by `rounding`, relative and absolute.
+    """
     if got.choices.keys() != wanted.choices.keys():
         return f"the choices are {sorted(got.choices)}, not {sorted(wanted.choices)}"
     for index, choice in sorted(wanted.choices.items()):
         for name in COMPARED:
-            if got.choices[index][name] != choice[name]:
+            own = got.choices[index][name]
+            if not _equal(own, choice[name], rounding):
                 where = f"choice {index}: " if len(wanted.choices) > 1 else ""
-                return f"{where}{name} {_first_difference(got.choices[index][name], choice[name])}"
+                return f"{where}{name} {_first_difference(own, choice[name], rounding)}"
     for name in COUNTED:
         if got.usage.get(name) != wanted.usage.get(name):
             return f"usage: {name} is {got.usage.get(name)}, not {wanted.usage.get(name)}"
@@ -98,13 +104,25 @@ def _joined(before: Any, after: Any) -> Any:
     return before + after if isinstance(before, str | list) else after
 
 
-def _first_difference(got: Any, wanted: Any) -> str:
+def _equal(got: Any, wanted: Any, rounding: float) -> bool:
+    if isinstance(got, float) and isinstance(wanted, float):
+        return math.isclose(got, wanted, rel_tol=rounding, abs_tol=rounding)
+    if isinstance(got, dict) and isinstance(wanted, dict):
+        same = got.keys() == wanted.keys()
+        return same and all(_equal(got[name], wanted[name], rounding) for name in wanted)
+    if isinstance(got, list) and isinstance(wanted, list):
+        return len(got) == len(wanted) and all(map(_equal, got, wanted, repeat(rounding)))
+    return bool(got == wanted)
+
+
+def _first_difference(got: Any, wanted: Any, rounding: float) -> str:
     if isinstance(got, dict) and isinstance(wanted, dict):
         for name, value in wanted.items():
-            if got.get(name) != value:
-                return f"{name} {_first_difference(got.get(name), value)}"
+            if not _equal(got.get(name), value, rounding):
+                return f"{name} {_first_difference(got.get(name), value, rounding)}"
     if isinstance(got, list) and isinstance(wanted, list):
-        same = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), None)
+        pairs = enumerate(zip(got, wanted, strict=False))
+        same = next((i for i, (a, b) in pairs if not _equal(a, b, rounding)), None)
         if same is None:
             return f"are {len(got)}, not {len(wanted)}"
         return f"differ from number {same} on: {got[same]!r}, not {wanted[same]!r}"

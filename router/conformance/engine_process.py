@@ -27,17 +27,18 @@ class EngineProcess:
         self, name: str, model: str, secret: str, backend: Backend, flags: Sequence[str] = ()
     ) -> None:
         self.name = name
+        self.flags = flags  # beyond those of all engines
         self.proxy = Proxy(name)
         self.url = ""  # the engine's own, not the proxy's
         more = VLLM if backend == "vllm" else ()
-        self._flags = (model, *FLAGS, *flags, "--engine-id", name, *more)
+        self._all_flags = (model, *FLAGS, *flags, "--engine-id", name, *more)
         self._secret = secret
         self._process: ForkedProcess | None = None
 
     async def start(self) -> None:
         """Start the engine and wait until it listens. Raises `StartFailed`."""
         self._process, self.url = await start_program(
-            run_engine, *self._flags, MICROSERVE_SECRET=self._secret
+            run_engine, *self._all_flags, MICROSERVE_SECRET=self._secret
         )
         self.proxy.open(int(self.url.rpartition(":")[2]))
 

@@ -126,6 +126,8 @@ async def test_the_context_is_bounded_by_the_flag_and_by_the_pool():
         ({"max_model_len": 8193}, "the context of tiny is 8192 tokens"),
         ({"pool_pages": 1 << 34}, "--pool-pages 17179869184 needs"),
         ({"host_pages": 1 << 34}, "--host-pages 17179869184 needs"),
+        ({"device_pages": 8, "max_model_len": 65}, "half of --device-pages 8 has room for 64"),
+        ({"device_pages": 21, "pool_pages": 20}, "--device-pages 21: the pool has 20 pages"),
     ],
 )
 async def test_a_context_or_pool_that_cannot_be_is_refused(flags: dict[str, int], said: str):

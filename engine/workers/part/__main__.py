@@ -113,6 +113,7 @@ def _serve(lead: socket.socket, fds: Sequence[int]) -> None:
     from engine.models import ModelError
     from engine.protocol import MicroserveError
     from engine.workers.part.compute import PartWorker
+    from engine.workers.part.stage_link import StageLost
     from engine.workers.part.swapped_pages import SwapCounts
 
     try:
@@ -125,11 +126,13 @@ def _serve(lead: socket.socket, fds: Sequence[int]) -> None:
     send(lead, Kind.DONE, [facts, list(digest.encode())])
 
     def answer(failure: Exception | None, computed_us: int, moved: SwapCounts) -> None:
-        if failure is None:
-            send(lead, Kind.DONE, [[computed_us, *astuple(moved)]])
-            return
-        log.error("%s", failure, exc_info=failure)
-        send_text(lead, Kind.FAILED, f"{type(failure).__name__}: {failure}")
+        with suppress(ConnectionError):  # the lead has ended, as the next `receive` says
+            if failure is None:
+                send(lead, Kind.DONE, [[computed_us, *astuple(moved)]])
+                return
+            expected = isinstance(failure, StageLost)  # where another worker was lost
+            log.error("%s", failure, exc_info=None if expected else failure)
+            send_text(lead, Kind.FAILED, f"{type(failure).__name__}: {failure}")
 
     def announced() -> Iterator[tuple[Kind, list[Array], StepMessage | None]]:
         """Yield the lead's messages; the worker knows of steps before they are yielded."""

@@ -10,10 +10,14 @@ import torch.distributed as dist
 
 from engine.workers.exchange import WorkerSettings
 
-__all__ = ["StageLink"]
+__all__ = ["StageLink", "StageLost"]
 
 # Longer than any step: a peer that has not answered by then is gone.
 TIMEOUT = timedelta(seconds=600)
+
+
+class StageLost(Exception):
+    """The connection to another stage broke: its worker has ended, or leaves to meet a new one."""
 
 
 class StageLink:
@@ -36,21 +40,33 @@ class StageLink:
     def pass_on(self, hidden: torch.Tensor) -> None:
         """Give hidden states to the worker of the next stage with the same part.
 
-        Returns before that worker takes them, unless it has not taken the ones before.
+        Returns before that worker takes them, unless it has not taken the ones before. Raises
+        `StageLost`.
         """
-        if self._passing is not None:
-            self._passing[0].wait()
         hidden = hidden.contiguous()
-        work = dist.isend(hidden, self._rank + self._tp)
+        try:
+            if self._passing is not None:
+                self._passing[0].wait()
+            work = dist.isend(hidden, self._rank + self._tp)
+        except RuntimeError as error:
+            raise _lost("next", error) from error
         self._passing = None if work is None else (work, hidden)
 
     def take_over(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the hidden states, [rows, width], of the stage before."""
+        """Return the hidden states, [rows, width], of the stage before. Raises `StageLost`."""
         hidden = torch.empty((rows, width), dtype=dtype)
-        dist.recv(hidden, self._rank - self._tp)
+        try:
+            dist.recv(hidden, self._rank - self._tp)
+        except RuntimeError as error:
+            raise _lost("previous", error) from error
         return hidden
 
     def close(self) -> None:
         """Leave the others: their calls that wait for this worker fail."""
         self._passing = None
         dist.destroy_process_group()
+
+
+def _lost(stage: str, error: RuntimeError) -> StageLost:
+    said = str(error).partition(". This is typically")[0]
+    return StageLost(f"the {stage} stage does not answer: {said}")

@@ -127,6 +127,26 @@ def test_a_single_generation_has_one_step_under_way(pipeline):
     assert pipeline.most == 1 and len(pipeline.tokens()["r1"]) == 6
 
 
+@pytest.mark.parametrize("later", ["decodes", "computes its prompt"])
+def test_the_last_generation_is_preempted_although_a_step_has_it(later: str):
+    """The first one needs a page whenever the other is in a step under way."""
+    machine = Pipeline(2, pages=6, budget=16)
+    first = generation(1, [1] * 30, max_tokens=60)
+    prompt = [2] * 30 if later == "decodes" else [2] * 50
+    machine.stepper.submit(first)
+    if later != "decodes":
+        while first.generated < 2:
+            machine.stepper.step()
+    machine.stepper.submit(generation(2, prompt, max_tokens=40, priority=1))
+    machine.stepper.step()
+    while machine.stepper.step().chunks:
+        assert first.started or first.generated == 60
+    assert machine.scheduler.preemptions
+    assert {len(tokens) for tokens in machine.tokens().values()} == {60, 40}
+    machine.check()
+    machine.cache.transport.close()
+
+
 def test_sequences_take_turns_where_a_step_has_few_pages():
     """Ten decodes of three pages each, of which two fit a step, and a prompt of five pages."""
     machine = Pipeline(2, step_pages=6)
