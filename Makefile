@@ -129,8 +129,8 @@ bench-changing-traffic: $(VENV)/demo.stamp  ## strategies under traffic that cha
 bench-simulated-vllm: $(VENV)/demo.stamp  ## virtual engines against real runs of vLLM (LLMSERVINGSIM=its bench/examples)
 	@$(RUN) -m bench.simulated_vllm $(LLMSERVINGSIM)
 
-bench-simulated-engines: $(VENV)/demo.stamp  ## simulations against real engines of this machine, from their own statistics
-	@$(RUN) -m bench.simulated_engines
+bench-simulated-engines: $(VENV)/demo.stamp  ## simulations against real engines of this machine, from their own statistics (SIMULATED_FLAGS="--dtype float32 --layers 8")
+	@$(RUN) -m bench.simulated_engines $(SIMULATED_FLAGS)
 
 bench-simulation: $(VENV)/demo.stamp  ## time and memory of simulating 100,000 requests over 64 engines
 	@$(RUN) -m bench.simulation

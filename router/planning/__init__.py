@@ -37,7 +37,14 @@ from router.planning.placement import (
     node_pairs,
 )
 from router.planning.queueing import crossover, divided_ttft, mean_ttft, pipelined_ttft
-from router.planning.report import fleet_of, placeholder, show_choice, up_command, why_not
+from router.planning.report import (
+    fleet_of,
+    placeholder,
+    show_choice,
+    together_command,
+    up_command,
+    why_not,
+)
 from router.planning.requests import Sample, sample_requests
 
 __all__ = [
@@ -86,6 +93,7 @@ __all__ = [
     "show_choice",
     "streaming_overhead",
     "swapping_helps",
+    "together_command",
     "up_command",
     "why_not",
 ]

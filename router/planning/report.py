@@ -11,7 +11,14 @@ from router.base import print_table, table_of
 from router.planning.instances import Division, Instance
 from router.planning.placement import Choice, Rated
 
-__all__ = ["fleet_of", "placeholder", "show_choice", "up_command", "why_not"]
+__all__ = [
+    "fleet_of",
+    "placeholder",
+    "show_choice",
+    "together_command",
+    "up_command",
+    "why_not",
+]
 
 UNDIVIDED = Division(1, 1)
 SHOWN = 8  # candidates of a table
@@ -81,6 +88,15 @@ def up_command(
         if flags := " ".join(f"--{name} {count}" for name, count in split if count > 1):
             arguments += [f"--{phase}-flags", flags]
     return shlex.join([*arguments, "--strategy", "prefill_decode"])
+
+
+def together_command(model: str, count: int, division: Division) -> str:
+    """Return the command that starts so many engines that each serve whole requests."""
+    arguments = ["microserve", "up", model, "--engines", str(count)]
+    for name, workers in (("tp", division.tp), ("pp", division.pp)):
+        if workers > 1:
+            arguments += [f"--{name}", str(workers)]
+    return shlex.join([*arguments, "--strategy", "data_parallel"])
 
 
 def fleet_of(instances: Sequence[tuple[int, Instance]]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
@@ -31,6 +31,7 @@ from router.planning import (
     placeholder,
     plan_split,
     swapping_helps,
+    together_command,
     up_command,
 )
 from router.workload import lognormal
@@ -85,15 +86,22 @@ def pipeline(**options: Any) -> None:
     report(run)
 
 
+class _Run(NamedTuple):
+    """A simulated way to use the machines, and the command for it."""
+
+    name: str
+    served: Served
+    command: str
+
+
 @dataclass(frozen=True, slots=True)
 class _Planned:
     """A plan, and its JSON document."""
 
     splits: list[Split]  # the fastest first
-    runs: list[tuple[str, Served]]  # simulated, by name
+    runs: list[_Run]  # the split first
     price: float
     notes: list[str]
-    command: str
     document: dict[str, Any]
 
 
@@ -133,7 +141,9 @@ def _plan(
     splits = plan_split(machines, whole, memory, gbps * 1e9 / 8)
     best = splits[0]
     jobs = _jobs(microbatches, tokens, early_stops, seed)
-    runs = _simulate(jobs, machines, whole, memory, best)
+    runs = _simulate(jobs, machines, whole, memory, best, placeholder(name), gpus_per_machine)
+    fastest = min(runs, key=lambda run: run.served.makespan_s)
+    gain = runs[0].served.makespan_s / fastest.served.makespan_s - 1
     ideal = balanced_split(machines, prompt_s, token_s, tokens, best.streaming)
     wins = disaggregation_wins(machines, prompt_s, token_s, best.streaming)
     swaps = swapping_helps(
@@ -149,9 +159,10 @@ def _plan(
         f"m = {best.streaming:.3g}",
         f"a microbatch twice as large with swapping is {'faster' if swaps else 'not faster'} "
         f"than two without",
-    ]
-    stages = Division(gpus_per_machine, best.prompt), Division(gpus_per_machine, best.token)
-    command = up_command(placeholder(name), 1, 1, *stages)
+        "in the simulation, the split is fastest"
+        if fastest is runs[0] else
+        f"in the simulation, the split takes {gain:.0%} longer than {fastest.name}",
+    ]  # fmt: skip
     document = {
         "plan": "pipeline", "model": model, "machines": machines, "prompt_s": prompt_s,
         "token_s": token_s, "prompt": best.prompt, "token": best.token,
@@ -160,12 +171,13 @@ def _plan(
         "swapping_helps": swaps,
         "splits": [[s.prompt, s.token, s.prompt_s, s.token_s] for s in splits],
         "simulated": [
-            {"name": run, "makespan_s": served.makespan_s, "cost": served.cost(price)}
-            for run, served in runs
+            {"name": run.name, "makespan_s": run.served.makespan_s,
+             "cost": run.served.cost(price), "command": run.command}
+            for run in runs
         ],
-        "strategy": {"name": "prefill_decode", "params": {}}, "commands": [command],
+        "strategy": {"name": "prefill_decode", "params": {}}, "commands": [runs[0].command],
     }  # fmt: skip
-    return _Planned(splits, runs, price, notes, command, document)
+    return _Planned(splits, runs, price, notes, document)
 
 
 def _show(planned: _Planned, console: Console) -> None:
@@ -185,13 +197,16 @@ def _show(planned: _Planned, console: Console) -> None:
     print_table(table, console)
     console.print()
     runs = table_of("", ">makespan s", ">cost", title="simulated, all microbatches at once")
-    for name, served in planned.runs:
+    for name, served, _ in planned.runs:
         runs.add_row(name, f"{served.makespan_s:.4g}", f"{served.cost(planned.price):.3g}")
     print_table(runs, console)
     console.print()
     for note in planned.notes:
         click.echo(note)
-    click.echo(f"\n  {planned.command}\n  ({REPLACE})\n  ({WORKERS})")
+    click.echo()
+    for name, _, command in planned.runs:
+        click.echo(f"  # {name}\n  {command}")
+    click.echo(f"  ({REPLACE})\n  ({WORKERS})")
 
 
 def _jobs(count: int, tokens: int, spread: float, seed: int) -> list[Job]:
@@ -204,19 +219,36 @@ def _jobs(count: int, tokens: int, spread: float, seed: int) -> list[Job]:
 
 
 def _simulate(
-    jobs: list[Job], machines: int, batch: Microbatch, memory: float, best: Split
-) -> list[tuple[str, Served]]:
+    jobs: list[Job], machines: int, batch: Microbatch, memory: float, best: Split, model: str,
+    gpus: int,
+) -> list[_Run]:  # fmt: skip
+    """Simulate the split, one pipeline for both, and the fastest number of several ones."""
     times = batch.prompt_s, batch.token_s
-    split = disaggregated(jobs, best.prompt, best.token, *times, best.streaming)
-    runs = [(f"{best.prompt} for prompts, {best.token} for tokens", split)]
+    stages = Division(gpus, best.prompt), Division(gpus, best.token)
+    runs = [
+        _Run(
+            f"{best.prompt} for prompts, {best.token} for tokens",
+            disaggregated(jobs, best.prompt, best.token, *times, best.streaming),
+            up_command(model, 1, 1, *stages),
+        )
+    ]
     _, least = least_machines(batch, memory)
     if least is not None and least <= machines:
-        runs.append((f"one pipeline of {machines} for both", colocated(jobs, machines, *times)))
+        runs.append(
+            _Run(
+                f"one pipeline of {machines} for both",
+                colocated(jobs, machines, *times),
+                together_command(model, 1, Division(gpus, machines)),
+            )
+        )
         several = [
-            (f"{count} pipelines of {machines // count} for both",
-             data_parallel(jobs, count, machines // count, *times))
+            _Run(
+                f"{count} pipelines of {machines // count} for both",
+                data_parallel(jobs, count, machines // count, *times),
+                together_command(model, count, Division(gpus, machines // count)),
+            )
             for count in range(2, machines // least + 1)
             if machines % count == 0
-        ]  # fmt: skip
-        runs += sorted(several, key=lambda run: run[1].makespan_s)[:1]
+        ]
+        runs += sorted(several, key=lambda run: run.served.makespan_s)[:1]
     return runs

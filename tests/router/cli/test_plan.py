@@ -142,6 +142,18 @@ def test_machines_are_split_and_makespans_simulated():
     )
 
 
+def test_the_plan_says_where_whole_requests_are_faster():
+    arguments = ("opt-66b@a100", "--machines", "8", "--gpus-per-machine", "4")
+    result = plan("pipeline", *arguments)
+    split, _, several = document(result)["simulated"]
+    assert several["makespan_s"] < split["makespan_s"]
+    longer = split["makespan_s"] / several["makespan_s"] - 1
+    said = f"the split takes {longer:.0%} longer than 8 pipelines of 1 for both"
+    assert said in result.stdout and "disaggregation does not win" in result.stdout
+    assert several["command"].endswith("--engines 8 --tp 4 --strategy data_parallel")
+    assert several["command"] in result.stdout and split["command"] in result.stdout
+
+
 def test_a_slow_network_is_in_the_prompts_pipeline():
     fast, slow = (
         document(plan("pipeline", "opt-66b@a100", "--machines", "8", "--gpus-per-machine", "2",
