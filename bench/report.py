@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 from datetime import UTC, datetime
@@ -62,6 +63,13 @@ def only_save(doc: str) -> None:
     options.parse_args()
 
 
+def _command() -> str:
+    """Return the command of this process."""
+    module = sys.modules["__main__"].__spec__
+    called = ["-m", module.name] if module else [sys.argv[0]]
+    return shlex.join(["python", *called, *(flag for flag in sys.argv[1:] if flag != "--save")])
+
+
 def publish(name: str, figures: dict[str, Any], *flags: str) -> None:
     """Print the document as the last line; with `--save`, also keep it under `bench/results/`.
 
@@ -71,7 +79,7 @@ def publish(name: str, figures: dict[str, Any], *flags: str) -> None:
     document = {
         **figures,
         "bench": name,
-        "command": " ".join([f"python -m bench.{name}", *flags]),
+        "command": _command(),
         "date": now.isoformat(timespec="seconds"),
         "machine": machine(),
     }
