@@ -40,6 +40,7 @@ from engine.workers.process import (
     first_answers,
     share_of,
     start,
+    threads_of,
 )
 from engine.workers.template import WorkerTemplate, readable
 from kvcache.shard import Shard
@@ -385,6 +386,7 @@ class WorkerGroup:
                     rank=rank,
                     rendezvous=rendezvous,
                     cpus=share_of(settings.cpus, rank, count),
+                    threads=threads_of(settings.threads, settings.cpus, rank, count),
                     sum_fd=self._sum_fds[rank // settings.tp] if self._sum_fds else -1,
                 )
                 worker = start(self._template, own)

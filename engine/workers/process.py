@@ -22,6 +22,7 @@ __all__ = [
     "first_answers",
     "share_of",
     "start",
+    "threads_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -156,3 +157,13 @@ def share_of(cpus: Sequence[int], rank: int, count: int) -> tuple[int, ...]:
         return tuple(cpus)
     begin = each * rank + min(rank, more)
     return tuple(cpus[begin : begin + each + (rank < more)])
+
+
+def threads_of(threads: int, cpus: Sequence[int], rank: int, count: int) -> int:
+    """Return the threads of one of `count` workers: its share of `threads`; 0: of the cores.
+
+    More threads than cores would wait for each other in every product.
+    """
+    if threads:
+        return max(threads // count, 1)
+    return len(share_of(cpus, rank, count)) if len(cpus) >= count else 1

@@ -19,7 +19,7 @@ class WorkerSettings:
     tp: int
     pp: int
     decodes: bool  # whether the last stage has fewer layers: see `split_model`
-    threads: int  # 0: one for each of `cpus`
+    threads: int  # of all workers, 0: one for each of `cpus`; then of this one
     cpus: tuple[int, ...]  # cores to run on
     page_size: int
     device_pages: int  # of each worker's own memory, from which pages are swapped; 0: none

@@ -109,7 +109,7 @@ def _serve(lead: socket.socket, fds: Sequence[int]) -> None:
     os.sched_setaffinity(0, settings.cpus)
     import torch
 
-    torch.set_num_threads(settings.threads or len(settings.cpus))
+    torch.set_num_threads(settings.threads)
     from engine.models import ModelError
     from engine.protocol import MicroserveError
     from engine.workers.part.compute import PartWorker

@@ -21,6 +21,7 @@ from smollm2_greedy import continuations
 from engine.models import load_model, split_model
 from engine.protocol import BadRequest
 from engine.workers import WorkerGroup, WorkerSettings
+from engine.workers.process import threads_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -177,6 +178,22 @@ def test_each_worker_has_its_share_of_the_weights(split: tuple[str, str]):
     (whole,), each = sizes
     assert max(each) < whole / len(each) * 1.02
     assert whole <= sum(each) < whole + 4096 * len(each)
+
+
+@pytest.mark.parametrize(
+    ("threads", "cpus", "count", "each"),
+    [
+        (0, [0, 1], 2, [1, 1]),
+        (0, [0, 1, 2], 2, [2, 1]),
+        (0, [0, 1], 4, [1, 1, 1, 1]),
+        (2, [0, 1], 2, [1, 1]),  # as `microserve up` starts an engine on two cores
+        (1, [0, 1], 2, [1, 1]),
+        (8, list(range(8)), 2, [4, 4]),
+    ],
+)
+def test_workers_divide_the_threads(threads: int, cpus: list[int], count: int, each: list[int]):
+    """With two threads on one core, each product waits for the other thread: 15 times as long."""
+    assert [threads_of(threads, cpus, rank, count) for rank in range(count)] == each
 
 
 @pytest.mark.parametrize("split", [("3", "1"), ("1", "2")], ids=str)
