@@ -217,13 +217,7 @@ class Lender:
                 short -= len(loan.pages)
         now = self._clock()
         return [
-            Notice(
-                loan.debtor,
-                loan.epoch,
-                loan.lease_id,
-                len(loan.pages),
-                max(0.0, loan.deadline - now),
-            )
+            Notice(loan.debtor, loan.epoch, loan.lease_id, len(loan.pages), loan.deadline - now)
             for loan in self._loans.values()
             if loan.called_back
         ]
@@ -281,11 +275,10 @@ class Lender:
             self._end([loan for loan in self._loans.values() if loan.debtor == debtor])
         self._epochs.pop(debtor, None)
         self._epochs[debtor] = epoch
-        if len(self._epochs) > REMEMBERED:
-            owing = {loan.debtor for loan in self._loans.values()}
-            for idle in [each for each in self._epochs if each not in owing]:
-                if len(self._epochs) > REMEMBERED and idle != debtor:
-                    del self._epochs[idle]
+        if (surplus := len(self._epochs) - REMEMBERED) > 0:
+            kept = {debtor, *(loan.debtor for loan in self._loans.values())}
+            for idle in [each for each in self._epochs if each not in kept][:surplus]:
+                del self._epochs[idle]
 
     def _end(self, loans: Sequence[Loan]) -> int:
         for loan in loans:

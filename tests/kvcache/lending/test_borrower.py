@@ -37,6 +37,7 @@ def test_pages_are_held_once_they_are_granted(borrower: Borrower):
     assert borrower.borrowed_from() == {C: 3}
     (debt,) = borrower.debts()
     assert (debt.creditor, debt.epoch, debt.pages) == (C, 1, PAGES)
+    assert not debt.called_back
 
 
 def test_ids_are_new(borrower: Borrower):
@@ -123,6 +124,18 @@ def test_a_lost_debt_is_not_revived(borrower: Borrower, clock: Clock):
     clock.now += 1
     borrower.renewed(renewing, Renewal((lease_id,), (), ()))
     assert not borrower.holds(lease_id)
+
+
+def test_an_answer_about_a_loan_given_back_meanwhile_counts_for_the_others(
+    borrower: Borrower, clock: Clock
+):
+    one, two = borrowed(borrower), borrowed(borrower)
+    clock.now += 4
+    (renewing,) = borrower.renewals()
+    borrower.give_back(one)
+    assert borrower.renewed(renewing, Renewal((one, two), (), ())) == []
+    clock.now += 9
+    assert [debt.lease_id for debt in borrower.debts()] == [two]
 
 
 def test_what_the_creditor_has_ended_is_lost(borrower: Borrower):

@@ -288,19 +288,41 @@ def test_a_lender_needs_a_cap_and_a_time(most: int, lease_s: float):
         Lender(PageManager(4, 4), epoch=1, most=most, lease_s=lease_s, growth=int, clock=Clock())
 
 
-def test_memory_of_the_past_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lender, "REMEMBERED", 8)
-    kept = LeaseId("kept")
-    world.allocate(A, kept, 1)
-    for number in range(50):
-        debtor, lease_id = EngineId(f"d{number}"), LeaseId(str(number))
-        world.allocate(debtor, lease_id, 1)
-        world.free(debtor, lease_id)
-    assert len(world.lender._ended) <= 8
-    assert len(world.lender._epochs) <= 9
-    assert world.renew(A, kept).renewed == (kept,)
-    with pytest.raises(StaleEpoch):  # the epoch of a debtor with a loan is not forgotten
-        world.allocate(A, L2, 1, epoch=0)
+def test_long_names_and_short_times_are_taken(world: World):
+    debtor, lease_id = EngineId("x" * 256), LeaseId("y" * 256)
+    assert world.allocate(debtor, lease_id, 1) == [1]
+    Lender(PageManager(4, 4), epoch=1, most=1, lease_s=0.1, growth=int, clock=Clock())
+
+
+def test_memory_of_ended_loans_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lender, "REMEMBERED", 3)
+    ids = [LeaseId(str(number)) for number in range(5)]
+    for lease_id in ids:
+        world.allocate(A, lease_id, 1)
+        world.free(A, lease_id)
+    for lease_id in ids[2:]:
+        with pytest.raises(LeaseExpired):
+            world.allocate(A, lease_id, 1)
+    assert world.allocate(A, ids[1], 1) == [1]  # forgotten; it ends at its deadline
+    world.check(available=PAGES - 1)
+
+
+def test_memory_of_debtors_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch):
+    """Those without a loan that have been silent for longest are forgotten."""
+    monkeypatch.setattr(lender, "REMEMBERED", 3)
+    c, d, e = (EngineId(name) for name in "cde")
+    world.allocate(A, L1, 1, epoch=5)
+    for debtor in (B, c, B, d):
+        world.free(debtor, L1) if debtor is not d else world.renew(d, L1)
+    known = [debtor for debtor in (A, B, c, d) if debtor in world.lender._epochs]
+    assert known == [A, B, d]
+    world.allocate(B, L2, 1)
+    world.allocate(d, L2, 1)
+    world.allocate(e, L2, 1)  # all of them have loans
+    assert set(world.lender._epochs) == {A, B, d, e}
+    world.check(available=PAGES - 4)
+    with pytest.raises(StaleEpoch):
+        world.allocate(A, L2, 1, epoch=4)
 
 
 def loan(**fields: object) -> Loan:

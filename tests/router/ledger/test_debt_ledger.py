@@ -267,6 +267,13 @@ def test_who_refused_is_not_asked_again_until_its_next_heartbeat(world: World):
     assert world.ask("a", 4) == ["c", "e"]
 
 
+def test_nobody_is_expected_to_lend_more_than_it_has(world: World):
+    world.hear("b", 10)
+    world.ledger.expect(EngineId("b"), 11)
+    world.ledger.expect(EngineId("unknown"), 11)
+    assert world.available("b", "unknown") == [0, 0]
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_question_for_no_pages_is_refused(world: World, size: int):
     world.hear("b", 10)
@@ -300,6 +307,14 @@ def test_debts_are_what_both_sides_report(world: World):
     world.hear("c", lent={"a": 4}, borrowed={"b": 1})
     world.hear("d")
     assert world.ledger.debts() == {("a", "b"): 3, ("a", "c"): 2}
+
+
+def test_an_old_row_hides_no_other(world: World):
+    world.hear("d", borrowed={"b": 5})
+    world.now += FRESH_S + 1
+    world.hear("a", borrowed={"b": 5})
+    world.hear("b", lent={"a": 5, "d": 5})
+    assert world.ledger.debts() == {("a", "b"): 5}
 
 
 @pytest.mark.parametrize("silent", ["a", "b"])

@@ -130,6 +130,11 @@ def test_a_thousand_instances_in_a_circle():
     assert (len(swap.cycle), swap.pages) == (1000, 3)
 
 
+def test_the_positions_of_figure_4():
+    assert net_positions(FIGURE_4) == {"0": 19, "1": -21, "3": 2}
+    assert remote_pages(FIGURE_4) == 28
+
+
 @pytest.mark.parametrize("least", [0, -1])
 def test_a_threshold_is_at_least_a_page(least: int):
     with pytest.raises(BadRequest):
