@@ -3,8 +3,8 @@
 May import `memory` and the rooms below it.
 """
 
+from kvcache.attention.block_tree import BLOCK
 from kvcache.attention.plan import Plan, Planner, row_slots
 from kvcache.attention.select import planner_for
-from kvcache.attention.stable import BLOCK
 
 __all__ = ["BLOCK", "Plan", "Planner", "planner_for", "row_slots"]
