@@ -9,6 +9,7 @@ from kvcache.attention.held import HeldSpan, Part
 from kvcache.attention.partial import PartialAttention
 from kvcache.attention.plan import HeldPlan, HeldPlanner, Plan, Planner, row_slots
 from kvcache.attention.select import held_planner_for, planner_for
+from kvcache.attention.ship_or_pull import ship_queries
 
 __all__ = [
     "BLOCK",
@@ -23,4 +24,5 @@ __all__ = [
     "held_planner_for",
     "planner_for",
     "row_slots",
+    "ship_queries",
 ]
