@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvcache.attention.block_tree import BLOCK, Node
@@ -71,8 +70,7 @@ class _Mask(NamedTuple):
 
     block: int  # of the pass
     hidden: torch.Tensor  # [sequences, 1, rows, BLOCK] bool: keys that a row may not see
-    unwritten: torch.Tensor  # [sequences, 1, BLOCK, 1] bool: slots that hold no key
-    blind: bool  # whether there is a row that sees no key
+    unwritten: list[list[int]]  # [sequence, begin, end]: its slots [begin, end) hold no key
 
 
 class _Pass(NamedTuple):
@@ -82,6 +80,7 @@ class _Pass(NamedTuple):
     blocks: int
     pages: torch.Tensor  # [blocks * sequences * pages per block] int64
     masks: list[_Mask]
+    blind: bool  # whether a row sees no key of one of the blocks
 
 
 class _Merge(NamedTuple):
@@ -133,65 +132,60 @@ class _Planner:
         group: int,
         device: torch.device,
     ) -> None:
-        self._sequences, self._page_size, self._device = sequences, page_size, device
-        self._rows, self._group = rows, group
-        self._per_block = BLOCK // page_size
-        self._end = -(-sequences[0].end // BLOCK)  # blocks of the longest sequence
+        self._page_size, self._device = page_size, device
+        count, longest = sequences[0].count, sequences[0].end
+        blocks, per_block = -(-longest // BLOCK), BLOCK // page_size
+        self._starts = np.array([each.start for each in sequences])
+        self._ends = self._starts + count
+        # Row r of a sequence is query token r // group; padding rows repeat the last token.
+        self._tokens = (np.arange(rows) // group).clip(max=count - 1)
+        begins = np.arange(0, blocks * BLOCK, BLOCK)
+        self._reach: list[int] = (self._ends > begins[:, None]).sum(1).tolist()
+        tables = np.full((len(sequences), blocks * per_block), ABSENT, dtype=np.int64)
+        for own, each in zip(tables, sequences, strict=True):
+            some = each.table[: -(-each.end // page_size)]
+            own[: len(some)] = some
+        # [blocks, sequences, pages per block]
+        pages = tables.reshape(len(sequences), blocks, per_block).swapaxes(0, 1)
+        self._absent = pages == ABSENT
+        self._pages = np.where(self._absent, SCRATCH_PAGE, pages)
+        self._all_held = (~self._absent).all(2)
 
     def work(self, node: Node) -> _Pass | _Merge:
-        first, end = node.first, min(node.end, self._end)
-        reach = self._reach(first)
+        """Plan the blocks of a node that the longest sequence reaches; there are some."""
+        first, end = node.first, min(node.end, len(self._reach))
+        reach = self._reach[first]
         blocks = (end - first) * reach
-        small = blocks <= PASS_BLOCKS and blocks * self._rows <= PASS_ROWS
-        if node.level == 0 or (small and self._reach(end - 1) == reach):
+        small = blocks <= PASS_BLOCKS and blocks * len(self._tokens) <= PASS_ROWS
+        if node.level == 0 or (small and self._reach[end - 1] == reach):
             return self._pass(first, end, reach)
         left, right = node.halves
-        if right.first >= self._end:
+        if right.first >= len(self._reach):
             return self.work(left)
         return _Merge(self.work(left), self.work(right))
 
-    def _reach(self, block: int) -> int:
-        """Return how many sequences have keys in a block."""
-        return sum(each.end > block * BLOCK for each in self._sequences)
-
     def _pass(self, first: int, end: int, reach: int) -> _Pass:
-        pages, masks = [], []
-        for block in range(first, end):
-            held = [self._pages(each, block) for each in self._sequences[:reach]]
-            mask = self._mask(block, held, block - first)
-            if mask is not None:
-                masks.append(mask)
-            pages += held
-        ids = np.concatenate(pages, dtype=np.int64)
-        ids[ids == ABSENT] = SCRATCH_PAGE
-        return _Pass(reach, end - first, torch.from_numpy(ids).to(self._device), masks)
+        masks = [
+            self._mask(block - first, block, reach)
+            for block in range(first, end)
+            if self._starts[reach - 1] < (block + 1) * BLOCK - 1  # the least of those that reach
+            or not self._all_held[block, :reach].all()
+        ]
+        blind = any(bool(mask.hidden.all(-1).any()) for mask in masks)
+        pages = torch.from_numpy(self._pages[first:end, :reach].reshape(-1))
+        return _Pass(reach, end - first, pages.to(self._device), masks, blind)
 
-    def _pages(self, sequence: QueryRows, block: int) -> PageIds:
-        """Return the pages of a block up to the sequence's end, and ABSENT for all others."""
-        first = block * self._per_block
-        end = min(first + self._per_block, -(-sequence.end // self._page_size))
-        held = sequence.table[first:end]
-        return np.pad(held, (0, self._per_block - len(held)), constant_values=ABSENT)
-
-    def _mask(self, block: int, held: Sequence[PageIds], at: int) -> _Mask | None:
-        """Return the mask of a block, which is number `at` of its pass; None: all is visible."""
-        sequences = self._sequences[: len(held)]
+    def _mask(self, at: int, block: int, reach: int) -> _Mask:
+        """Return the mask of a block, which is number `at` of its pass."""
         keys = np.arange(block * BLOCK, (block + 1) * BLOCK)
-        present: npt.NDArray[np.bool_] = np.repeat(np.stack(held) != ABSENT, self._page_size, 1)
-        starts = np.array([each.start for each in sequences])
-        if present.all() and starts.min() >= keys[-1]:
-            return None
-        # Row r of a sequence is query token r // group; padding rows repeat the last token.
-        count = sequences[0].count
-        token = (np.arange(self._rows) // self._group).clip(max=count - 1)
-        unwritten = ~present | (keys >= starts[:, None] + count)
-        hidden = (keys > (starts[:, None] + token)[..., None]) | unwritten[:, None]
-        return _Mask(
-            at,
-            torch.from_numpy(hidden)[:, None].to(self._device),
-            torch.from_numpy(unwritten)[:, None, :, None].to(self._device),
-            bool(hidden.all(-1).any()),
-        )
+        absent = np.repeat(self._absent[block, :reach], self._page_size, 1)
+        unwritten = absent | (keys >= self._ends[:reach, None])
+        hidden = (keys > (self._starts[:reach, None] + self._tokens)[..., None]) | unwritten[
+            :, None
+        ]
+        sequences, borders = np.nonzero(np.diff(unwritten, axis=1, prepend=False, append=False))
+        slots = np.stack([sequences[::2], borders[::2], borders[1::2]], axis=1).tolist()
+        return _Mask(at, torch.from_numpy(hidden)[:, None].to(self._device), slots)
 
 
 def tile_queries(tile: Tile, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -242,24 +236,27 @@ def _attend_pass(work: _Pass, queries: torch.Tensor, pages: torch.Tensor) -> Sof
     heads, rows = live * kv_heads, queries.shape[1]
     kv = pages.index_select(0, work.pages).view(blocks * live, -1, 2, page_size, kv_heads, dim)
     kv = kv.permute(2, 0, 4, 1, 3, 5).reshape(2, blocks * heads, BLOCK, dim).float()
+    keys, values = kv.unbind()
     queries = queries[:heads]
     if blocks > 1:
         queries = queries.expand(blocks, heads, rows, dim).reshape(blocks * heads, rows, dim)
-    scores = torch.bmm(queries, kv[0].transpose(1, 2))
+    scores = torch.bmm(queries, keys.transpose(1, 2))
     for mask in work.masks:
         some = slice(mask.block * heads, (mask.block + 1) * heads)
         scores[some].view(live, kv_heads, rows, BLOCK).masked_fill_(mask.hidden, -torch.inf)
         # A reused page may hold any value, NaN included, and 0 * NaN is not 0.
-        kv[1, some].view(live, kv_heads, BLOCK, dim).masked_fill_(mask.unwritten, 0.0)
+        own = values[some].view(live, kv_heads, BLOCK, dim)
+        for sequence, begin, end in mask.unwritten:
+            own[sequence, :, begin:end].zero_()
     top = scores.amax(-1, keepdim=True)
-    if any(mask.blind for mask in work.masks):
+    if work.blind:
         top.clamp_(min=LOWEST)  # −inf − −inf is NaN
     weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
-    values = torch.bmm(weights, kv[1])
+    summed = torch.bmm(weights, values)
     if blocks == 1:
-        return SoftmaxSums(values, top, total)
-    sums = SoftmaxSums(*(tensor.view(blocks, heads, rows, -1) for tensor in (values, top, total)))
+        return SoftmaxSums(summed, top, total)
+    sums = SoftmaxSums(*(tensor.view(blocks, heads, rows, -1) for tensor in (summed, top, total)))
     step = 1
     while step < blocks:  # a level of the tree, all its pairs at once; a block without one waits
         right = SoftmaxSums(*(tensor[step :: 2 * step] for tensor in sums))
