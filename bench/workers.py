@@ -16,19 +16,21 @@ are measured in turn; a ratio is the median of the repeats' own ratios.
   lead does between two steps (the aim is at most 0.05).
 - `recovery`: eight streams behind a router, on an engine of two stages. How many times as long they
   take if a worker is killed in the middle, and if the whole engine is: then `up` starts it again,
-  and all prompts are computed once more. `differing` answers are not those without a death.
+  and clients send their requests again. `differing` answers are not those without a death.
 - `swapping`: four stages whose workers have memory for `DEVICE` pages. Without swapping these are
   the pool; with it, the pool has four times as many. How many times as long a batch of requests
   takes without, by the number of requests. `swapping_predicted` is DéjàVu's inequality (§G.1) with
   the measured time of a token and bandwidth of copies: whether a doubled microbatch pays.
 
-Run: `make bench-workers`, or `python -m bench.workers [--save] [--repeats 3] [--dtype float32]`.
+Each part has its own document. Run: `make bench-workers`, or `python -m bench.workers [--save]
+[--repeats 3] [--dtype float32] [--only splits]`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import statistics
@@ -64,6 +66,7 @@ SPLITS = {
     "tp 2": ("--tp", "2", "--cpus", "0,1"),
 }
 STREAMS, OUTPUT, KILLED_AT, RECOVERY_PROMPT = 8, 96, 0.5, 200
+RETRY_S = 0.1
 DEVICE, STAGES = 120, 4
 SWAP_REQUESTS, SWAP_PROMPT, SWAP_OUTPUT = (8, 24), 160, 64
 KV_BYTES = 30 * 2 * 3 * 64  # elements of a token in all layers of SmolLM2
@@ -77,16 +80,17 @@ def main() -> None:
     options.add_argument("--save", action="store_true")
     options.add_argument("--only", choices=["splits", "recovery", "swapping"])
     given = options.parse_args()
-    began, before = time.monotonic(), machine_cpu_s()
     parts = {"splits": splits, "recovery": recovery, "swapping": swapping}
-    results: dict[str, Any] = {}
     for name, part in parts.items():
-        if given.only in (None, name):
-            results |= part(given.repeats, given.dtype)
-    publish("workers", {
-        **results, "dtype": given.dtype, "minutes": round((time.monotonic() - began) / 60, 1),
-        "all_cpu_s": round(machine_cpu_s() - before, 1),
-    })  # fmt: skip
+        if given.only not in (None, name):
+            continue
+        began, before = time.monotonic(), machine_cpu_s()
+        figures = part(given.repeats, given.dtype)
+        publish(f"workers_{name}", {
+            **figures, "dtype": given.dtype, "repeats": given.repeats,
+            "minutes": round((time.monotonic() - began) / 60, 1),
+            "all_cpu_s": round(machine_cpu_s() - before, 1),
+        })  # fmt: skip
 
 
 def splits(repeats: int, dtype: str) -> dict[str, Any]:
@@ -170,11 +174,16 @@ def recovery(repeats: int, dtype: str) -> dict[str, Any]:
 async def streams(
     deployment: Deployment, prompts: list[list[int]], dies: str
 ) -> tuple[float, list[list[int]]]:
-    """Return how long the streams take, and their tokens; one process dies in the middle."""
+    """Return how long the streams take, and their tokens; one process dies in the middle.
+
+    A request that fails because the engine died is sent again.
+    """
     answers: list[list[int]] = [[] for _ in prompts]
     waiting = [dies] if dies in ("worker", "engine") else []
 
-    async def one(number: int) -> None:
+    async def one(number: int) -> bool:
+        """Return whether the stream has ended as it should."""
+        answers[number] = []
         body = {
             "model": MODEL, "prompt": prompts[number], "max_tokens": OUTPUT, "temperature": 0,
             "stream": True, "ignore_eos": True, "return_token_ids": True,
@@ -184,16 +193,23 @@ async def streams(
             async for line in reply.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
-                event = httpx.Response(200, text=line[6:]).json()
+                event = json.loads(line[6:])
                 if "error" in event:
+                    if dies == "engine":
+                        return False
                     raise SystemExit(f"a stream failed: {event}")
                 answers[number] += event["choices"][0].get("token_ids") or []
                 if waiting and sum(map(len, answers)) > KILLED_AT * OUTPUT * len(prompts):
                     kill(deployment, waiting.pop())
+        return len(answers[number]) == OUTPUT
+
+    async def until_done(number: int) -> None:
+        while not await one(number):  # noqa: ASYNC110
+            await asyncio.sleep(RETRY_S)
 
     async with httpx.AsyncClient() as client:
         began = time.perf_counter()
-        await asyncio.gather(*map(one, range(len(prompts))))
+        await asyncio.gather(*map(until_done, range(len(prompts))))
         return time.perf_counter() - began, answers
 
 
