@@ -289,7 +289,7 @@ def one_token(engine: Running) -> float:
     after = engine.state()["workers"][0]["computing_ms"]
     makespan(engine, [tokens(SWAP_PROMPT)], 1)
     prompt = engine.state()["workers"][0]["computing_ms"] - after
-    return (after - before - prompt) / 32 / 1e3
+    return float(after - before - prompt) / 32 / 1e3
 
 
 def copy_bandwidth(dtype: str) -> float:
