@@ -19,6 +19,7 @@ from engine.protocol.calls import (
 from engine.protocol.capabilities import ALL_CAPABILITIES, Capability
 from engine.protocol.config import EngineConfig
 from engine.protocol.flags import LONGEST_S, flag, seconds, secret
+from engine.protocol.heartbeat import Heartbeat
 from engine.protocol.limits import Limits, generation_begin, resolve_position, send_range
 from engine.protocol.names import page_name, page_names
 from engine.protocol.replies import (
@@ -80,6 +81,7 @@ __all__ = [
     "Extend",
     "ExtendReply",
     "Forbidden",
+    "Heartbeat",
     "Internal",
     "KVIncomplete",
     "Lease",

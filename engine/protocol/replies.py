@@ -11,6 +11,7 @@ from engine.protocol.message import Count, FinishReason, Message, Role
 from kvcache.types import PageName
 
 __all__ = [
+    "EngineName",
     "EngineState",
     "EngineStatistics",
     "Event",

@@ -1,10 +1,28 @@
-"""Attention over paged KV: a plan for a step, and its backends.
+"""Attention over paged KV: a plan for a step, its backends, and attention over several pools.
 
 May import `memory` and the rooms below it.
 """
 
-from kvcache.attention.plan import Plan, Planner, row_slots
-from kvcache.attention.select import planner_for
-from kvcache.attention.stable import BLOCK
+from kvcache.attention.block_tree import BLOCK
+from kvcache.attention.distributed import combine
+from kvcache.attention.held import HeldSpan, Part
+from kvcache.attention.partial import PartialAttention
+from kvcache.attention.plan import HeldPlan, HeldPlanner, Plan, Planner, row_slots
+from kvcache.attention.select import held_planner_for, planner_for
+from kvcache.attention.ship_or_pull import ship_queries
 
-__all__ = ["BLOCK", "Plan", "Planner", "planner_for", "row_slots"]
+__all__ = [
+    "BLOCK",
+    "HeldPlan",
+    "HeldPlanner",
+    "HeldSpan",
+    "Part",
+    "PartialAttention",
+    "Plan",
+    "Planner",
+    "combine",
+    "held_planner_for",
+    "planner_for",
+    "row_slots",
+    "ship_queries",
+]

@@ -44,7 +44,7 @@ from kvcache.kernels.prefill_attention import PrefillAttention
 from kvcache.kernels.segments import KVSegment
 from kvcache.sequences import Span
 
-__all__ = ["Bf16Plan", "precompile"]
+__all__ = ["Bf16Plan", "precompile", "split_segment"]
 
 SINGLE_ROWS = 8  # chunks up to this length are faster row by row than with torch's kernel
 MIN_SAVING = 128  # keys that sharing a segment must save
@@ -87,7 +87,7 @@ class Bf16Plan:
             segments = [
                 part
                 for segment in segments
-                for part in _split(segment, target, kv_heads, group, page_size)
+                for part in split_segment(segment, target, kv_heads, group, page_size)
             ]
         counts = Counter(row.row for segment in segments for row in segment.rows)
         merges, self._partials = [], 0
@@ -147,7 +147,7 @@ def _rows(span: Span) -> list[Row]:
     return [Row(span.row + at, span.pages, span.start + at + 1) for at in range(span.count)]
 
 
-def _split(
+def split_segment(
     segment: Segment, target: int, kv_heads: int, group: int, page_size: int
 ) -> list[Segment]:
     """Split a segment at page boundaries, so that its work items read about `target` keys each."""

@@ -1,4 +1,4 @@
-"""`Plan`: the attention of a step, planned once and run in every layer."""
+"""`Plan` and `HeldPlan`: attention of a step, planned once and run in every layer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvcache.attention.held import HeldSpan, Part
 from kvcache.sequences import Span
 
-__all__ = ["Plan", "Planner", "row_slots"]
+__all__ = ["HeldPlan", "HeldPlanner", "Plan", "Planner", "row_slots"]
 
 
 class Plan(Protocol):
@@ -31,7 +32,21 @@ class Plan(Protocol):
         ...
 
 
+class HeldPlan(Protocol):
+    """The partial results of some rows over the pages of their sequences that are held here."""
+
+    def attend(self, pages: torch.Tensor, q: torch.Tensor) -> list[list[Part]]:
+        """Return the parts of each span over one layer's pages; none where it has no pages here.
+
+        `pages` is `[pages, 2, page_size, kv_heads, head_dim]`, `q` is `[rows, heads, head_dim]`,
+        both of the same dtype. A part's rows are those of its span. Raises `BadRequest` if `q` or
+        the pool do not fit the spans.
+        """
+        ...
+
+
 Planner = Callable[[Sequence[Span]], Plan]  # rows of the spans are in order and start at 0
+HeldPlanner = Callable[[Sequence[HeldSpan]], HeldPlan]
 
 
 def row_slots(spans: Sequence[Span], page_size: int) -> npt.NDArray[np.int64]:

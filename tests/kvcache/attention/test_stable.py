@@ -14,7 +14,8 @@ import pytest
 import torch
 from attention_world import World
 
-from kvcache.attention.stable import BLOCK, QUERY_TILE
+from kvcache.attention.block_tree import BLOCK
+from kvcache.attention.tiles import QUERY_TILE
 from kvcache.pages.page_pool import SCRATCH_PAGE
 
 

@@ -1,0 +1,26 @@
+"""Infinite-LLM's gManager: which instance has memory to lend, and who owes whom how much.
+
+Decides on plain data and calls no engine. Imports `base` and `engine.protocol` only.
+"""
+
+from router.ledger.debts import Debts, net_positions, remote_pages, settle
+from router.ledger.ledger import Candidate, Ledger
+from router.ledger.prefill import Part, plan_prefill
+from router.ledger.swaps import Commit, Freeze, Order, SendHome, Swap, plan_swaps
+
+__all__ = [
+    "Candidate",
+    "Commit",
+    "Debts",
+    "Freeze",
+    "Ledger",
+    "Order",
+    "Part",
+    "SendHome",
+    "Swap",
+    "net_positions",
+    "plan_prefill",
+    "plan_swaps",
+    "remote_pages",
+    "settle",
+]

@@ -1,0 +1,153 @@
+"""DGFM: cycles of debts are swapped away, so that pages come home (Infinite-LLM, section 4.5).
+
+Where each instance of a cycle owes to the next one, every host can send the same number of pages
+home to their owner, and every owner has room for them in what it sends away itself. No instance
+needs a free page for that. The search of the paper's algorithm 1 is one for undirected graphs and
+finds a cycle in the acyclic debts of Figure 4. This one is a depth-first search in three colours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.protocol import BadRequest
+from router.base import EngineId
+from router.ledger.debts import Debts, Edge, check_debts
+
+__all__ = ["Commit", "Freeze", "Order", "SendHome", "Swap", "plan_swaps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """An instance changes neither what it owes to `creditor` nor what `debtor` owes to it."""
+
+    instance: EngineId
+    creditor: EngineId
+    debtor: EngineId
+
+
+@dataclass(frozen=True, slots=True)
+class SendHome:
+    """`host` sends `pages` of `owner` to it, which takes them into the slots that this frees."""
+
+    host: EngineId
+    owner: EngineId
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """An instance's share of the swap is done: its accounts fall by `pages` on both sides."""
+
+    instance: EngineId
+    creditor: EngineId
+    debtor: EngineId
+    pages: int
+
+
+Order = Freeze | SendHome | Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """A cycle of debts that fall by `pages` each: remote pages fall by `pages * len(cycle)`.
+
+    Each instance owes to the next one, and the last one to the first.
+    """
+
+    cycle: tuple[EngineId, ...]
+    pages: int
+
+    @property
+    def edges(self) -> list[Edge]:
+        """The debts of the cycle, as (debtor, creditor)."""
+        return list(zip(self.cycle, (*self.cycle[1:], self.cycle[0]), strict=True))
+
+    def orders(self) -> list[Order]:
+        """Return the orders to the instances. Each kind begins once the one before it is done."""
+        edges = self.edges
+        around = list(zip(edges, [edges[-1], *edges[:-1]], strict=True))
+        return [
+            *(Freeze(me, creditor, debtor) for (me, creditor), (debtor, _) in around),
+            *(SendHome(creditor, debtor, self.pages) for debtor, creditor in edges),
+            *(Commit(me, creditor, debtor, self.pages) for (me, creditor), (debtor, _) in around),
+        ]
+
+
+def plan_swaps(debts: Debts, least: int) -> list[Swap]:
+    """Return swaps, to be done in this order, after which no cycle of debts >= `least` is left.
+
+    `least` is in pages, the paper's threshold: no swap moves fewer. Each swap takes the smallest
+    debt of its cycle. Free pages and net position of every instance stay as they are. The order of
+    the instances' ids decides which cycles are found first. Takes O(instances * debts) steps.
+    Raises `BadRequest` if `least` is below 1, for a debt below 0, and for one to oneself.
+    """
+    if least < 1:
+        raise BadRequest("a swap moves at least one page", param="least")
+    check_debts(debts)
+    return _Search(debts, least).run()
+
+
+class _Search:
+    """A depth-first search that cancels the cycles that it meets.
+
+    An instance is white (not met), grey (on the path) or black (in no cycle of what is left). Debts
+    only shrink, so a black one stays black.
+    """
+
+    def __init__(self, debts: Debts, least: int) -> None:
+        self._left = dict(debts)
+        self._least = least
+        # Creditors that have yet to be looked at, the next one last.
+        self._todo: dict[EngineId, list[EngineId]] = {}
+        for debtor, creditor in sorted(debts, reverse=True):
+            self._todo.setdefault(debtor, []).append(creditor)
+        self._path: list[EngineId] = []
+        self._grey: dict[EngineId, int] = {}  # place in the path
+        self._black: set[EngineId] = set()
+        self._swaps: list[Swap] = []
+
+    def run(self) -> list[Swap]:
+        for start in sorted(self._todo):
+            if start not in self._black:
+                self._from(start)
+        return self._swaps
+
+    def _from(self, start: EngineId) -> None:
+        """Search from a white instance until the path is empty."""
+        self._enter(start)
+        while self._path:
+            here = self._path[-1]
+            todo = self._todo.get(here)
+            if not todo:
+                self._path.pop()
+                del self._grey[here]
+                self._black.add(here)
+            elif self._left[here, todo[-1]] < self._least or todo[-1] in self._black:
+                todo.pop()
+            elif todo[-1] in self._grey:
+                self._cancel(self._grey[todo[-1]])
+            else:
+                self._enter(todo[-1])
+
+    def _enter(self, instance: EngineId) -> None:
+        self._grey[instance] = len(self._path)
+        self._path.append(instance)
+
+    def _cancel(self, first: int) -> None:
+        """Cancel the cycle from place `first` of the path; cut the path where a debt is now small.
+
+        What lies behind the cut is white again: it may be in cycles that other paths lead to.
+        """
+        cycle = self._path[first:]
+        edges = Swap(tuple(cycle), 1).edges
+        pages = min(self._left[edge] for edge in edges)
+        for edge in edges:
+            self._left[edge] -= pages
+        self._swaps.append(Swap(tuple(cycle), pages))
+        for place, edge in enumerate(edges[:-1], start=first + 1):
+            if self._left[edge] < self._least:
+                for instance in self._path[place:]:
+                    del self._grey[instance]
+                del self._path[place:]
+                break
