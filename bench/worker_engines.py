@@ -23,6 +23,7 @@ MODEL = "smollm2"
 SECONDS = 4.0  # over which tokens are counted
 PROMPT, LONG = 64, 1200  # tokens
 START_S = 120.0
+POLL_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,10 @@ def decode_rate(engine: Running, streams: int) -> float:
     return asyncio.run(_decode_rate(engine, streams))
 
 
-async def _decode_rate(engine: Running, streams: int) -> float:
+async def _decode_rate(
+    engine: Running, streams: int, decoding: asyncio.Event | None = None
+) -> float:
+    """Return the tokens per second; `decoding` is set when all streams decode, for `SECONDS`."""
     client = HttpClient(engine.url)
     counts = [0] * streams
     try:
@@ -69,6 +73,8 @@ async def _decode_rate(engine: Running, streams: int) -> float:
             if any(task.done() for task in tasks):
                 raise SystemExit("a stream ended before it was measured")
         began, before = time.perf_counter(), sum(counts)
+        if decoding is not None:
+            decoding.set()
         await asyncio.sleep(SECONDS)
         rate = (sum(counts) - before) / (time.perf_counter() - began)
         for task in tasks:
@@ -121,19 +127,30 @@ async def _makespan(engine: Running, prompts: Sequence[list[int]], count: int) -
 
 
 def worker_share(engine: Running, streams: int) -> float:
-    """Return the share of a decode's time in which the busiest worker computes."""
+    """Return the share of decode steps in which the busiest worker computes.
+
+    From the end of one step to that of another: a worker's time is counted when its step ends.
+    """
 
     def computing() -> list[float]:
         return [worker["computing_ms"] for worker in engine.state()["workers"]]
 
+    async def end_of_step() -> tuple[float, list[float]]:
+        first = latest = await asyncio.to_thread(computing)
+        while latest == first:
+            await asyncio.sleep(POLL_S)
+            latest = await asyncio.to_thread(computing)
+        return time.perf_counter(), latest
+
     async def measure() -> float:
-        task = asyncio.create_task(_decode_rate(engine, streams))
-        await asyncio.sleep(SECONDS / 2)  # within the time that `_decode_rate` measures
-        began, before = time.perf_counter(), await asyncio.to_thread(computing)
+        decoding = asyncio.Event()
+        task = asyncio.create_task(_decode_rate(engine, streams, decoding))
+        await decoding.wait()
+        began, before = await end_of_step()
         await asyncio.sleep(SECONDS / 2)
-        after, took = await asyncio.to_thread(computing), time.perf_counter() - began
+        ended, after = await end_of_step()
         await task
-        return max(b - a for a, b in zip(before, after, strict=True)) / 1e3 / took
+        return max(b - a for a, b in zip(before, after, strict=True)) / 1e3 / (ended - began)
 
     return asyncio.run(measure())
 

@@ -12,8 +12,8 @@ are measured in turn; a ratio is the median of the repeats' own ratios.
   prompt of 1200 tokens, whose chunks follow each other through the stages, on an engine that
   divides its layers for prompts (`--role prefill`); `prefill_any` on one that does for decodes.
 - `tp2_vs_threads`: two workers that share each layer, over one process with two threads.
-- `lead_share`: the share of a step at batch 32 in which no worker of `--tp 2` computes: what the
-  lead does between two steps (the aim is at most 0.05).
+- `lead_share`: the share of a step, by the batch, in which no worker of `--tp 2` computes: what the
+  lead does between two steps (the aim is at most 0.05 at 32).
 - `recovery`: eight streams behind a router, on an engine of two stages. How many times as long they
   take if a worker is killed in the middle, and if the whole engine is: then `up` starts it again,
   and clients send their requests again. `differing` answers are not those without a death.
@@ -65,6 +65,7 @@ SPLITS = {
     "two threads": ("--cpus", "0,1"),
     "tp 2": ("--tp", "2", "--cpus", "0,1"),
 }
+LEAD_BATCHES = (8, 32)
 STREAMS, OUTPUT, KILLED_AT, RECOVERY_PROMPT = 8, 96, 0.5, 200
 RETRY_S = 0.1
 DEVICE, STAGES = 120, 4
@@ -78,9 +79,9 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--dtype", default="float32")
     options.add_argument("--save", action="store_true")
-    options.add_argument("--only", choices=["splits", "recovery", "swapping"])
+    options.add_argument("--only", choices=["splits", "lead", "recovery", "swapping"])
     given = options.parse_args()
-    parts = {"splits": splits, "recovery": recovery, "swapping": swapping}
+    parts = {"splits": splits, "lead": lead, "recovery": recovery, "swapping": swapping}
     for name, part in parts.items():
         if given.only not in (None, name):
             continue
@@ -96,7 +97,6 @@ def main() -> None:
 def splits(repeats: int, dtype: str) -> dict[str, Any]:
     """Compare the throughput of splits."""
     rates: dict[tuple[str, str], list[float]] = {}
-    lead = []
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(running(*flags, *POOL, "--dtype", dtype))
@@ -110,7 +110,6 @@ def splits(repeats: int, dtype: str) -> dict[str, Any]:
                 for batch in (16, 32) if name != "pp 2, prefill" else ():
                     rates.setdefault((name, str(batch)), []).append(decode_rate(engine, batch))
                 rates.setdefault((name, "prefill"), []).append(prefill_rate(engine))
-            lead.append(1 - worker_share(engines["tp 2"], 32))
 
     def ratio(over: tuple[str, str], under: tuple[str, str]) -> dict[str, float]:
         return spread([a / b for a, b in zip(rates[over], rates[under], strict=True)])
@@ -131,9 +130,23 @@ def splits(repeats: int, dtype: str) -> dict[str, Any]:
         "tp2_vs_threads": {
             of: ratio(("tp 2", of), ("two threads", of)) for of in ("16", "32", "prefill")
         },
-        "lead_share": spread(lead),
         "tokens_per_s": {f"{name}, {of}": spread(each) for (name, of), each in rates.items()},
     }
+
+
+def lead(repeats: int, dtype: str) -> dict[str, Any]:
+    """Measure what the lead takes of a step."""
+    with running(*SPLITS["tp 2"], *POOL, "--dtype", dtype) as engine:
+        decode_rate(engine, 4)
+        shares = {
+            str(batch): spread([1 - worker_share(engine, batch) for _ in range(repeats)])
+            for batch in LEAD_BATCHES
+        }
+    table(
+        "share of a step in which no worker computes", ["streams", "share"],
+        [[batch, f"{share['median']:.1%}"] for batch, share in shares.items()],
+    )  # fmt: skip
+    return {"lead_share": shares}
 
 
 def recovery(repeats: int, dtype: str) -> dict[str, Any]:
