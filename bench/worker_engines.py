@@ -23,7 +23,7 @@ MODEL = "smollm2"
 SECONDS = 4.0  # over which tokens are counted
 PROMPT, LONG = 64, 1200  # tokens
 START_S = 120.0
-POLL_S = 0.002
+SHARE_TOKENS = 64  # new ones of each stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,7 @@ def decode_rate(engine: Running, streams: int) -> float:
     return asyncio.run(_decode_rate(engine, streams))
 
 
-async def _decode_rate(
-    engine: Running, streams: int, decoding: asyncio.Event | None = None
-) -> float:
-    """Return the tokens per second; `decoding` is set when all streams decode, for `SECONDS`."""
+async def _decode_rate(engine: Running, streams: int) -> float:
     client = HttpClient(engine.url)
     counts = [0] * streams
     try:
@@ -73,8 +70,6 @@ async def _decode_rate(
             if any(task.done() for task in tasks):
                 raise SystemExit("a stream ended before it was measured")
         began, before = time.perf_counter(), sum(counts)
-        if decoding is not None:
-            decoding.set()
         await asyncio.sleep(SECONDS)
         rate = (sum(counts) - before) / (time.perf_counter() - began)
         for task in tasks:
@@ -127,32 +122,17 @@ async def _makespan(engine: Running, prompts: Sequence[list[int]], count: int) -
 
 
 def worker_share(engine: Running, streams: int) -> float:
-    """Return the share of decode steps in which the busiest worker computes.
+    """Return the share of the time of some streams in which the busiest worker computes.
 
-    From the end of one step to that of another: a worker's time is counted when its step ends.
+    From rest to rest, so that both clocks have the same steps.
     """
 
     def computing() -> list[float]:
         return [worker["computing_ms"] for worker in engine.state()["workers"]]
 
-    async def end_of_step() -> tuple[float, list[float]]:
-        first = latest = await asyncio.to_thread(computing)
-        while latest == first:
-            await asyncio.sleep(POLL_S)
-            latest = await asyncio.to_thread(computing)
-        return time.perf_counter(), latest
-
-    async def measure() -> float:
-        decoding = asyncio.Event()
-        task = asyncio.create_task(_decode_rate(engine, streams, decoding))
-        await decoding.wait()
-        began, before = await end_of_step()
-        await asyncio.sleep(SECONDS / 2)
-        ended, after = await end_of_step()
-        await task
-        return max(b - a for a, b in zip(before, after, strict=True)) / 1e3 / (ended - began)
-
-    return asyncio.run(measure())
+    before = computing()
+    took = makespan(engine, [tokens(PROMPT) for _ in range(streams)], SHARE_TOKENS)
+    return max(b - a for a, b in zip(before, computing(), strict=True)) / 1e3 / took
 
 
 def _settle(engine: Running) -> None:

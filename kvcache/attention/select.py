@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import TypedDict
 
 import torch
 
@@ -15,6 +16,13 @@ from kvcache.memory import KVLayout
 __all__ = ["held_planner_for", "planner_for"]
 
 log = logging.getLogger(__name__)
+
+
+class _Bf16Shape(TypedDict):
+    kv_heads: int
+    group: int
+    dim: int
+    page_size: int
 
 
 def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
@@ -29,19 +37,16 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
 
             if supports(layout):
                 return FlashInfer(layout, group, device).plan
-            shape = f"heads of {layout.head_dim} in {layout.dtype}"
-            log.warning("attention is slow here: FlashInfer has no kernels for %s", shape)
+            heads = f"heads of {layout.head_dim} in {layout.dtype}"
+            log.warning("attention is slow here: FlashInfer has no kernels for %s", heads)
         except (ImportError, RuntimeError) as error:  # RuntimeError: incompatible versions
             log.warning("attention is slow here: %s (pip install -e '.[cuda]' in the clone)", error)
-    if layout.dtype == torch.bfloat16 and device.type == "cpu":
-        try:
-            from kvcache.attention.cpu_bf16 import Bf16Plan, precompile
-        except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
-            log.warning("attention in bfloat16 is slow here: %s", error)
-        else:
-            heads, dim, page_size = layout.held.heads, layout.head_dim, layout.page_size
-            precompile(heads, group, dim, page_size)
-            return partial(Bf16Plan, kv_heads=heads, group=group, dim=dim, page_size=page_size)
+    if _has_bf16_kernels(layout, device):
+        from kvcache.attention.cpu_bf16 import Bf16Plan, precompile
+
+        shape = _bf16_shape(layout, group)
+        precompile(**shape)
+        return partial(Bf16Plan, **shape)
     return partial(StablePlan, page_size=layout.page_size, group=group, device=device)
 
 
@@ -52,12 +57,29 @@ def held_planner_for(layout: KVLayout, group: int, device: torch.device) -> Held
     `Bf16Plan`, where these are available; otherwise it is `StableHeldPlan`, whose parts merge in
     float32 to the bits of `StablePlan`.
     """
-    if layout.dtype == torch.bfloat16 and device.type == "cpu":
-        try:
-            from kvcache.attention.held_bf16 import Bf16HeldPlan
-        except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
-            log.warning("attention in bfloat16 is slow here: %s", error)
-        else:
-            heads, dim, page_size = layout.held.heads, layout.head_dim, layout.page_size
-            return partial(Bf16HeldPlan, kv_heads=heads, group=group, dim=dim, page_size=page_size)
+    if _has_bf16_kernels(layout, device):
+        from kvcache.attention.held_bf16 import Bf16HeldPlan
+
+        return partial(Bf16HeldPlan, **_bf16_shape(layout, group))
     return partial(StableHeldPlan, page_size=layout.page_size, group=group, device=device)
+
+
+def _has_bf16_kernels(layout: KVLayout, device: torch.device) -> bool:
+    """Return whether the kernels for bfloat16 on CPUs serve the pool; say why if they should."""
+    if layout.dtype != torch.bfloat16 or device.type != "cpu":
+        return False
+    try:
+        import kvcache.attention.cpu_bf16  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
+        log.warning("attention in bfloat16 is slow here: %s", error)
+        return False
+    return True
+
+
+def _bf16_shape(layout: KVLayout, group: int) -> _Bf16Shape:
+    return {
+        "kv_heads": layout.held.heads,
+        "group": group,
+        "dim": layout.head_dim,
+        "page_size": layout.page_size,
+    }

@@ -192,7 +192,7 @@ def test_each_worker_has_its_share_of_the_weights(split: tuple[str, str]):
     ],
 )
 def test_workers_divide_the_threads(threads: int, cpus: list[int], count: int, each: list[int]):
-    """With two threads on one core, each product waits for the other thread: 15 times as long."""
+    """With two threads on one core, each product waits for the other thread."""
     assert [threads_of(threads, cpus, rank, count) for rank in range(count)] == each
 
 
