@@ -31,7 +31,6 @@ def _no_strategy_outlives_its_test():
     gc.collect()
 
 
-
 async def swallows_and_waits(request, cluster):
     """Swallow the cancellation inside a lease, so that a leak would show."""
     engine = cluster.decode.round_robin()
