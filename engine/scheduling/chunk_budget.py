@@ -1,6 +1,6 @@
 """The number of prompt tokens that a step may add to its decodes.
 
-    decode_s(decodes) + token_s * tokens  <=  slowdown * decode_s(decodes)
+    decode_s(decodes) + chunk_s + token_s * tokens  <=  slowdown * decode_s(decodes)
 
 If more prompts wait than sequences decode, the prompts get `waiting / decodes` times the decodes'
 time instead: one stream does not keep thirty requests from starting. Where a single further decode
@@ -8,13 +8,23 @@ is known to take more than the slowdown, as on processors that multiply one row 
 several, the step may take `slowdown` times as long as with that decode: a few tokens would cost as
 much, and a prompt would wait for the stream's end.
 
-Both terms are estimated from past steps:
+All terms are estimated from past steps:
 
 - `decode_s`, the time of the decodes alone, is the lower quartile over the latest steps with about
   as many decodes and no prompt tokens. The quartile ignores momentary disturbances of the machine.
-- `token_s`, the cost of one prompt token, grows with the context before it; old measurements
+- `chunk_s`, what any prompt tokens cost beside their number. On a processor that multiplies four
+  rows in another way than more, that may be longer than the decodes. The slope of a step's time
+  over its tokens comes from the differences between steps that follow each other, which have about
+  the same context; `chunk_s` is what the slope leaves of their time. While steps take few tokens,
+  one in `TRIAL_EVERY` takes more, so that there are differences. Steps of few tokens say little, so
+  `chunk_s` gives a step at most twice the tokens of those before it.
+- `token_s`, the cost of one further token, grows with the context before it; old measurements
   therefore decay within a few steps. The time of a few tokens, fewer than were allowed, is mostly
   that of the step: they change the estimate little.
+
+Where `chunk_s` leaves less than half of the prompts' time, tokens get as much time as `chunk_s`
+takes, but at most all of the prompts' time. Such a step exceeds the slowdown. With the few tokens
+that fit, it would hardly be shorter, and a prompt would need many times the steps.
 
 The time of a batch that was not measured lately is read off a line through the earlier steps
 without prompt tokens. If these all had as many decodes, there is no line, and estimates that are
@@ -31,6 +41,7 @@ which profiles the budget beforehand; here it is measured while serving.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -46,6 +57,11 @@ MAX_AGE = 160  # steps after which a measurement is dropped; spans at least two 
 MAX_MEASUREMENTS = 32  # steps without prompt tokens
 SIMILAR = 1.25  # batches within this ratio take about the same time
 DECAY = 0.5  # per step, of the measured token cost
+TRIAL_EVERY = 16  # steps with prompt tokens and decodes
+TRIAL = 4 * MIN_TOKENS  # the tokens of a trial
+CHUNK_DECAY = 0.9  # per step, of the time and tokens that `chunk_s` is taken from
+SLOPE_DECAY = 0.98  # per difference between two steps
+LONG = 4  # times the decodes' time: chunks of `MIN_TOKENS` that take longer are not tried longer
 MEMORY = 0.998  # what a step keeps of its weight in the line, per step without prompt tokens
 SPREAD = 0.1  # of the decodes of these steps, relative to their mean: with less there is no line
 LEAST_STEPS = 8  # likewise; a step that was held up counts less among more
@@ -91,6 +107,59 @@ class _Line:
         return max(self._times + slope * (weight * decodes - total), 0.0) / weight
 
 
+class _TokenCost:
+    """The time of prompt tokens, in proportion to their number. Old steps decay quickly."""
+
+    __slots__ = ("_seconds", "_tokens")
+
+    def __init__(self) -> None:
+        self._seconds = self._tokens = 0.0
+
+    def add(self, tokens: int, seconds: float, share: float) -> None:
+        """Learn the time of `tokens`, which were this share of the tokens that were allowed."""
+        decay, weight = DECAY**share, share**2
+        self._seconds = self._seconds * decay + seconds * weight
+        self._tokens = self._tokens * decay + tokens * weight
+
+    def of(self, tokens: int) -> float:
+        """Return the time of so many tokens; 0 if nothing is known."""
+        return tokens * self._seconds / self._tokens if self._tokens else 0.0
+
+    def tokens_in(self, seconds: float) -> float:
+        """Return how many tokens take so long; 0 if nothing is known."""
+        if not self._tokens:
+            return 0.0
+        return seconds * self._tokens / self._seconds if self._seconds else math.inf
+
+
+class _ChunkCost:
+    """`chunk_s`, of steps with decodes and prompt tokens: seconds beyond those of the decodes."""
+
+    __slots__ = ("_latest", "_products", "_squares", "_times", "_tokens", "_weight")
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._times = 0.0  # of the latest steps
+        self._squares = self._products = 0.0  # of differences in tokens, and with those in time
+        self._latest: tuple[int, int, float] | None = None  # decodes, tokens, seconds
+
+    def add(self, decodes: int, tokens: int, seconds: float) -> None:
+        self._weight = self._weight * CHUNK_DECAY + 1
+        self._tokens = self._tokens * CHUNK_DECAY + tokens
+        self._times = self._times * CHUNK_DECAY + seconds
+        if self._latest is not None and self._latest[0] == decodes:
+            more, longer = tokens - self._latest[1], seconds - self._latest[2]
+            self._squares = self._squares * SLOPE_DECAY + more * more
+            self._products = self._products * SLOPE_DECAY + more * longer
+        self._latest = decodes, tokens, seconds
+
+    def seconds(self) -> float:
+        """Return `chunk_s`; 0 if the steps differ too little to tell."""
+        if not self._squares or self._squares * self._weight**2 < self._tokens**2:
+            return 0.0
+        slope = max(self._products / self._squares, 0.0)
+        return max(self._times - slope * self._tokens, 0.0) / self._weight
+
+
 class ChunkBudget:
     """Arithmetic without a clock: `tokens_allowed` before each step, `record` after it."""
 
@@ -99,8 +168,11 @@ class ChunkBudget:
         self._slowdown = slowdown
         self._decode_steps: deque[_DecodeStep] = deque(maxlen=MAX_MEASUREMENTS)
         self._line = _Line()
-        self._prompt_seconds = 0.0  # decaying sum of seconds beyond the decodes' own
-        self._prompt_tokens = 0.0  # decaying sum of the tokens that took them
+        self._chunk = _ChunkCost()
+        self._cost = _TokenCost()  # as if `chunk_s` were 0
+        self._cost_beside_chunk = _TokenCost()
+        self._most_tokens = 0.0  # of the steps before, halved by each step
+        self._steps_to_trial = TRIAL_EVERY
         self._step = 0
         self._estimate: tuple[int, float] | None = None  # decodes, and `_decode_seconds` of these
         self._probes_left = float(PROBES)
@@ -123,11 +195,17 @@ class ChunkBudget:
         decode_s = self._decode_seconds(decodes, similar)
         self._estimate = decodes, decode_s
         prompts_s = max(ratio * decode_s, self._of_one_more(decodes, decode_s))
-        fitting = prompts_s * self._prompt_tokens
-        if self._prompt_tokens and fitting >= most * self._prompt_seconds:
-            return most
-        by_cost = int(fitting / self._prompt_seconds) if self._prompt_seconds else 0
-        self._allowed = min(most, max(MIN_TOKENS, by_cost))
+        tokens = self._cost.tokens_in(prompts_s)
+        chunk_s = self._chunk.seconds()
+        if chunk_s:
+            tokens_s = max(prompts_s - chunk_s, min(prompts_s, chunk_s))
+            beside = self._cost_beside_chunk.tokens_in(tokens_s)
+            tokens = max(tokens, min(beside, 2 * self._most_tokens))
+        if tokens < TRIAL and self._steps_to_trial <= 0:
+            self._steps_to_trial = TRIAL_EVERY
+            if self._cost.of(MIN_TOKENS) < LONG * decode_s:
+                tokens = TRIAL
+        self._allowed = int(min(most, max(MIN_TOKENS, tokens)))
         return self._allowed
 
     def record(self, decodes: int, tokens: int, seconds: float) -> None:
@@ -146,13 +224,18 @@ class ChunkBudget:
         else:
             decode_s = self._decode_seconds(decodes, self._similar(decodes)) if decodes else 0.0
         prompt_s = max(seconds - decode_s, 0.0)
-        if decodes and self._prompt_tokens:  # caps the weight of a single slow step
-            expected = tokens * self._prompt_seconds / self._prompt_tokens
-            prompt_s = min(prompt_s, max(decode_s, 2 * expected))
         share = min(tokens / allowed, 1.0) if allowed else 1.0
-        decay, weight = DECAY**share, share**2
-        self._prompt_seconds = self._prompt_seconds * decay + prompt_s * weight
-        self._prompt_tokens = self._prompt_tokens * decay + tokens * weight
+        chunk_s = 0.0
+        if decodes:
+            if expected := self._cost.of(tokens):  # caps the weight of a single slow step
+                expected = max(expected, self._chunk.seconds() + self._cost_beside_chunk.of(tokens))
+                prompt_s = min(prompt_s, max(decode_s, 2 * expected))
+            self._chunk.add(decodes, tokens, prompt_s)
+            chunk_s = self._chunk.seconds()
+            self._steps_to_trial -= 1
+        self._cost.add(tokens, prompt_s, share)
+        self._cost_beside_chunk.add(tokens, max(prompt_s - chunk_s, 0.0), share)
+        self._most_tokens = max(tokens, self._most_tokens / 2**share)
 
     def record_decodes(self, decodes: int, durations: Sequence[float]) -> None:
         """Learn how long, in seconds, steps of `decodes` decodes and no prompt tokens took."""

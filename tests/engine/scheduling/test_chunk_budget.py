@@ -433,3 +433,50 @@ def test_prompts_do_not_wait_for_a_lone_decode_that_is_much_faster_than_two():
     learn(budget, 2, cost)
     learn(budget, 1, cost)
     assert run(budget, 1, 30, cost)[-1] == pytest.approx(0.5 * cost(2, 0) / 0.8e-3, abs=3)
+
+
+def serve_prompts(chunk_ms: float, token_ms: float, scatter: float, deep_ms: float = 0.0):
+    """Serve prompts of 400 tokens, one by one, beside 16 decodes that take 30 ms.
+
+    A token takes `deep_ms` more for each token before it. Returns, of each of the later steps, the
+    prompt tokens, and how many times as long as its decodes it takes without scatter.
+    """
+    budget, source, left = ChunkBudget(1.75), random.Random(1), 400
+    budget.record(0, 200, (15 + chunk_ms + 200 * token_ms) / 1e3)
+    steps = []
+    for _ in range(2000):
+        tokens = min(budget.tokens_allowed(16, 1, BUDGET), left)
+        prompt_ms = tokens * (token_ms + deep_ms * (400 - left)) + (chunk_ms if tokens else 0)
+        budget.record(16, tokens, (30 + prompt_ms) * source.gauss(1, scatter) / 1e3)
+        left = left - tokens or 400
+        if tokens:
+            steps.append((tokens, 1 + prompt_ms / 30))
+    return steps[500:]
+
+
+@pytest.mark.parametrize("scatter", [0, 0.04])
+@pytest.mark.parametrize("chunk_ms", [0, 3, 6])
+def test_the_cost_of_a_chunk_is_part_of_the_slowdown(chunk_ms: float, scatter: float):
+    times = sorted(times for _, times in serve_prompts(chunk_ms, 0.3, scatter))
+    assert times[len(times) // 2] == pytest.approx(1.72, abs=0.05)
+    assert times[-1] < 2
+
+
+@pytest.mark.parametrize("scatter", [0, 0.04])
+@pytest.mark.parametrize("chunk_ms", [22, 45, 100])
+def test_a_chunk_that_costs_more_than_prompts_may_take_has_many_tokens(
+    chunk_ms: float, scatter: float
+):
+    """With a cost per token alone, these would be the least tokens, for hundreds of steps."""
+    steps = serve_prompts(chunk_ms, 0.45, scatter)
+    tokens = sorted(tokens for tokens, _ in steps)
+    assert tokens[len(tokens) // 2] > 4 * MIN_TOKENS
+    assert max(times for _, times in steps) < 1.2 * (1 + (chunk_ms + 0.75 * 30) / 30)
+
+
+@pytest.mark.parametrize("scatter", [0, 0.04])
+def test_deep_tokens_are_not_taken_for_the_cost_of_a_chunk(scatter: float):
+    """Deep in a prompt, fewer tokens take as long: their times alone are all about the same."""
+    times = sorted(times for _, times in serve_prompts(0, 0.25, scatter, deep_ms=0.001))
+    assert times[len(times) * 9 // 10] < 2
+    assert times[-1] < 2.4
