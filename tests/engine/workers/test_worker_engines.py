@@ -196,7 +196,9 @@ def test_workers_divide_the_threads(threads: int, cpus: list[int], count: int, e
     assert [threads_of(threads, cpus, rank, count) for rank in range(count)] == each
 
 
-@pytest.mark.parametrize("split", [("3", "1"), ("1", "2")], ids=str)
+@pytest.mark.parametrize(
+    "split", [("3", "1"), pytest.param(("1", "2"), marks=pytest.mark.thorough)], ids=str
+)
 def test_smollm2_continues_as_in_transformers(split: tuple[str, str]):
     process = EngineProcess(
         *flags(split), "--dtype", "float32", "--pool-pages", "400", model="smollm2"
@@ -209,7 +211,9 @@ def test_smollm2_continues_as_in_transformers(split: tuple[str, str]):
         process.kill()
 
 
-@pytest.mark.parametrize("split", [("1", "2"), ("2", "1")], ids=str)
+@pytest.mark.parametrize(
+    "split", [("1", "2"), pytest.param(("2", "1"), marks=pytest.mark.thorough)], ids=str
+)
 def test_swapped_steps_give_the_tokens_of_one_process(engine_process, split: tuple[str, str]):
     """The workers have memory for 80 of the pool's 300 pages; twelve streams have 230 of them."""
     wanted = [tokens_of(engine_process, prompt, max_tokens=24) for prompt in prompts()]

@@ -18,7 +18,7 @@ from engine_process import EngineProcess
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 SPLITS = [(2, 1), (1, 2), (2, 2)]
-FIRST = [(2, 1, 1), (2, 2, 0)]
+FIRST = [(2, 2, 0)]
 # Each worker of each split in turn; those after the first ones in `make test-thorough`.
 CASES = [
     pytest.param(tp, pp, rank, marks=() if (tp, pp, rank) in FIRST else pytest.mark.thorough)
@@ -122,7 +122,9 @@ def test_streams_go_on_when_a_worker_is_killed(
     process.at_rest()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)]
+)
 def test_kv_that_is_swapped_outlives_the_worker(engines, engine_process, number: signal.Signals):
     """The worker has memory of its own, which is lost; its tokens came back to the lead's pool."""
     process, prompts = engines(1, 2, "--device-pages", "60"), new_prompts()
@@ -144,7 +146,7 @@ def test_kv_that_is_swapped_outlives_the_worker(engines, engine_process, number:
 
 
 STOPPED = [
-    pytest.param(*case.values, marks=[] if case.values in ((2, 1, 1), (1, 2, 0)) else case.marks)
+    pytest.param(*case.values, marks=[] if case.values == (2, 1, 1) else pytest.mark.thorough)
     for case in CASES
 ]
 

@@ -383,7 +383,13 @@ def lone(tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", CASES)
+@pytest.mark.parametrize(
+    "style",
+    [
+        style if style == "seed and logprobs" else pytest.param(style, marks=pytest.mark.thorough)
+        for style in KINDS
+    ],
+)
 async def test_a_restarted_single_engine_continues_from_its_disk(
     lone, routed_to, undisturbed, style
 ):
@@ -438,10 +444,15 @@ async def test_the_wait_for_a_dead_engine_is_bounded(lone, routed_to):
 @pytest.mark.parametrize(
     ("strategy", "style"),
     [
-        *(("data_parallel", style) for style in KINDS),
+        *(
+            pytest.param(
+                "data_parallel", style, marks=() if style in HARD else pytest.mark.thorough
+            )
+            for style in KINDS
+        ),
         ("prefill_decode", "greedy"),
         ("replicate", "seed and logprobs"),
-        ("replicate", "n"),
+        pytest.param("replicate", "n", marks=pytest.mark.thorough),
     ],
 )
 async def test_draining_moves_the_kv(fleet, replicated, undisturbed, strategy, style):

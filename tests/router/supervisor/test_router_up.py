@@ -194,10 +194,10 @@ def test_the_demo_ends_with_demo_ok():
     assert done.stdout.splitlines()[-1] == "demo ok"
 
 
-def streamed(state: dict, number: int = 0, at: int = 0) -> list[int]:
-    """Return 600 streamed greedy tokens; signal the engine with `number` when `at` have arrived."""
+def streamed(state: dict, number: int = 0, at: int = 0, *, count: int = 600) -> list[int]:
+    """Stream `count` greedy tokens; signal the engine with `number` when `at` have arrived."""
     body = {
-        "prompt": [(7 * n * n + 3 * n) % 500 + 1 for n in range(200)], "max_tokens": 600,
+        "prompt": [(7 * n * n + 3 * n) % 500 + 1 for n in range(200)], "max_tokens": count,
         "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
     }  # fmt: skip
     tokens: list[int] = []
@@ -230,7 +230,7 @@ def test_engines_of_a_role_have_flags_of_their_own(tmp_path):
     """Two stages prefill, and a worker that swaps its pages decodes."""
     split = ("--prefill-flags", "--pp 2", "--decode-flags", "--device-pages 256", "--strategy")
     with up(tmp_path, "--prefill", "1", "--decode", "1", *split, "prefill_decode") as (_, state):
-        tokens = streamed(state)
+        tokens = streamed(state, count=100)
         url = state["router"]["url"]
         engines = httpx.get(f"{url}/admin/engines").json()["engines"]
         receipt = httpx.get(f"{url}/admin/requests/streamed").json()
@@ -239,4 +239,4 @@ def test_engines_of_a_role_have_flags_of_their_own(tmp_path):
     calls = [leg["call"] for leg in receipt["legs"]]
     assert calls == ["prep_recv", "remote_send", "start_generate"]
     with up(tmp_path, "--engines", "1") as (_, state):
-        assert streamed(state) == tokens
+        assert streamed(state, count=100) == tokens
