@@ -246,7 +246,8 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
         config = dataclasses.replace(
             config, port=port, engine_id=config.engine_id or f"{host}:{port}"
         )
-        epoch = time.time_ns()  # less than that of the next process: lent memory needs the order
+        # Lent memory needs the order of epochs. A wall clock may be wrong.
+        epoch = max(time.time_ns(), 1)
         most = most_connections(config.max_connections)
         budget = BodyBudget(max(config.max_bodies_mb, config.max_body_mb) << 20)
         async with running(config, secret, epoch) as (engine, app):
