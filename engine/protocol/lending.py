@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import FailFast, Field
+from pydantic import Field
 
 from engine.protocol.message import Count, EngineName, Message
 
@@ -66,7 +66,7 @@ class LendFree(LendCall):
     """
 
     lease_id: LoanName
-    pages: Annotated[list[PageNumber], FailFast(), Field(max_length=MAX_FREED)] | None = None
+    pages: list[PageNumber] | None = Field(default=None, max_length=MAX_FREED, fail_fast=True)
 
 
 class LendFreeReply(Message):
@@ -82,7 +82,7 @@ class LendFreeReply(Message):
 class LendRenew(LendCall):
     """`POST /microserving/lend/renew`: keep loans for another `lease_ms`."""
 
-    lease_ids: Annotated[list[LoanName], FailFast(), Field(max_length=MAX_RENEWED)]
+    lease_ids: list[LoanName] = Field(max_length=MAX_RENEWED, fail_fast=True)
 
 
 class LendRenewReply(Message):

@@ -293,10 +293,15 @@ class Registry:
         return backend.leaving and backend.load.idle
 
     def _lending_cost(self, debtor: EngineId, creditor: EngineId) -> float:
-        """Return the ledger's cost of communication: all pairs that exchange KV are equally far."""
+        """Return the ledger's cost of communication: all pairs that exchange KV are equally far.
+
+        It is infinite for a creditor that takes no new work.
+        """
         known = {backend.state.engine_id: backend for backend in self if backend.state is not None}
-        ends = known.get(debtor), known.get(creditor)
-        return 1.0 if ends[0] and ends[1] and ends[0].exchanges_with(ends[1]) else math.inf
+        one, other = known.get(debtor), known.get(creditor)
+        if one is None or other is None or not other.usable or not one.exchanges_with(other):
+            return math.inf
+        return 1.0
 
     def _debts_changed(self, heartbeat: Heartbeat) -> None:
         self._events.publish(

@@ -99,7 +99,6 @@ def test_cpus():
         (["tiny", "--port", "0", "--host-pages", str(1 << 40)], 2, "--host-pages"),
         (["tiny", "--port", "0", "--disk-pages", str(1 << 40), "--disk-dir", "."], 2, "no room"),
         (["tiny", "--port", "0", "--disk-pages", "1", "--disk-dir", "no/such"], 2, "no/such"),
-        (["tiny", "--port", "0", "--backend", "vllm", "--lend-share", "0.5"], 2, "--lend-share"),
     ],
 )
 def test_a_failed_start_says_why(

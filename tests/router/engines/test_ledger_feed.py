@@ -17,6 +17,7 @@ from router.ledger import FRESH_S
 from router.telemetry import Metrics
 
 CHECK_S = 0.51  # after this long every engine that is up was checked once more
+RESTART_S = 3.0  # after this long the model of a restarted engine was read again
 
 
 class Lender(StubEngine):
@@ -39,11 +40,13 @@ class Lender(StubEngine):
 
 
 class Fleet:
-    def __init__(self, tasks: asyncio.TaskGroup, engines: tuple[StubEngine, ...]) -> None:
+    def __init__(
+        self, tasks: asyncio.TaskGroup, engines: tuple[StubEngine, ...], **config: Any
+    ) -> None:
         self.published: list[dict[str, Any]] = []
         by_url: dict[str, Any] = {engine.url: engine for engine in engines}
         events: Any = self
-        self.registry = Registry(RouterConfig(), by_url.__getitem__, tasks, events)
+        self.registry = Registry(RouterConfig(**config), by_url.__getitem__, tasks, events)
         for url in by_url:
             self.registry.add(url)
         self.ledger = self.registry.ledger
@@ -60,9 +63,9 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(*engines: StubEngine) -> AsyncIterator[Fleet]:
+async def fleet(*engines: StubEngine, **config: Any) -> AsyncIterator[Fleet]:
     async with asyncio.TaskGroup() as tasks:
-        made = Fleet(tasks, engines)
+        made = Fleet(tasks, engines, **config)
         await made.registry.settled(10.0)
         try:
             yield made
@@ -106,10 +109,9 @@ async def test_a_lost_or_removed_engine_has_no_row():
 @in_virtual_time
 async def test_a_row_that_is_not_renewed_has_nothing_available():
     a = Lender("a")
-    async with fleet(a) as f:
-        a.does["state"] = asyncio.Event().wait  # says nothing; no check ends before the timeout
-        f.registry._lost = lambda *_: None  # type: ignore[method-assign]
-        await asyncio.sleep(FRESH_S + 1)
+    async with fleet(a, health_timeout_s=60.0) as f:
+        a.does["state"] = asyncio.Event().wait  # it says nothing, and does not count as down yet
+        await asyncio.sleep(FRESH_S + CHECK_S)
         assert f.rows() == ["a"] and f.available("a") == 0
 
 
@@ -120,15 +122,14 @@ async def test_a_restarted_engine_replaces_its_row_whatever_its_clock_says(epoch
     async with fleet(a) as f:
         a.restarts(epoch)
         a.heartbeat["available"] = 4
-        await asyncio.sleep(CHECK_S)
+        await asyncio.sleep(RESTART_S)
         (row,) = f.ledger.describe()
         assert (row["epoch"], row["available"]) == (epoch, 4)
         assert f.registry["a"].describe()["last_error"] is None
         a.restarts(9)
-        del a.heartbeat  # without --lend-share
-        a.tells["heartbeat"] = None
+        a.tells["heartbeat"] = None  # without --lend-share
         a.state = super(Lender, a).state  # type: ignore[method-assign]
-        await asyncio.sleep(CHECK_S)
+        await asyncio.sleep(RESTART_S)
         assert f.rows() == []
 
 
@@ -175,6 +176,9 @@ async def test_creditors_are_engines_that_exchange_kv_with_the_debtor():
         found = f.ledger.candidates(EngineId("b"), 4)
         assert [each.instance for each in found] == ["a"]
         assert f.ledger.candidates(EngineId("stranger"), 1) == []
+        f.registry.drain(f.registry["a"], True)
+        await asyncio.sleep(CHECK_S)
+        assert f.available("a") == 8 and f.ledger.candidates(EngineId("b"), 4) == []
 
 
 @in_virtual_time
