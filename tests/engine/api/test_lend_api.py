@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,31 +16,40 @@ from kvcache.lease import KVAddress
 pytestmark = pytest.mark.processes
 
 PROMPT = [(7 * n) % 250 for n in range(40)]
-PAGES, CAP, LEASE_S = 40, 20, 1.0
-FLAGS = (
-    "--pool-pages", str(PAGES), "--lend-share", "0.5", "--lease-ms", str(round(LEASE_S * 1000)),
-    "--engine-id", "creditor",
-)  # fmt: skip
-# A debtor that borrows three pages and renews the loan until it is killed.
+PAGES, CAP, LEASE_MS = 40, 20, 600_000
+SHORT_MS = 1500
+FLAGS = ("--pool-pages", str(PAGES), "--lend-share", "0.5", "--engine-id", "creditor")
+# A debtor that borrows three pages and renews the loan until it is killed. It says so once it has
+# kept one loan for longer than it would last without renewals.
 DEBTOR = """
-import http.client, json, sys, time
-host, port, epoch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+import http.client, itertools, json, sys, time
+host, port, epoch, lease_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 def post(call, **body):
-    http_ = http.client.HTTPConnection(host, port, timeout=10)
+    connection = http.client.HTTPConnection(host, port, timeout=10)
     body = {"debtor": "mortal", "epoch": 1, "creditor_epoch": epoch, **body}
-    http_.request("POST", "/microserving/lend/" + call, json.dumps(body))
-    return json.loads(http_.getresponse().read())
-assert post("allocate", lease_id="1", size=3)["granted"]
-print("granted", flush=True)
-while True:
-    assert post("renew", lease_ids=["1"])["renewed"] == ["1"]
-    time.sleep(0.1)
+    connection.request("POST", "/microserving/lend/" + call, json.dumps(body))
+    return json.loads(connection.getresponse().read())
+for name in map(str, itertools.count()):
+    assert post("allocate", lease_id=name, size=3)["granted"]
+    began, said = time.monotonic(), False
+    while post("renew", lease_ids=[name])["renewed"]:
+        if not said and time.monotonic() > began + 1.3 * lease_s:
+            said = print("renewed", flush=True) is None
+        time.sleep(0.1)
 """
 
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[EngineProcess]:
-    engine = EngineProcess(*FLAGS)
+    engine = EngineProcess(*FLAGS, "--lease-ms", str(LEASE_MS))
+    yield engine
+    engine.kill()
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[EngineProcess]:
+    """A creditor whose loans end soon."""
+    engine = EngineProcess(*FLAGS, "--lease-ms", str(SHORT_MS))
     yield engine
     engine.kill()
 
@@ -68,23 +76,16 @@ def free(engine: EngineProcess, lease_id: str, **fields: Any) -> dict[str, Any]:
     return call(engine, "free", lease_id=lease_id, **fields).json()
 
 
-def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up, "waited in vain"
-        time.sleep(0.02)
-
-
 def test_pages_are_lent_up_to_the_cap_and_repeated_calls_get_the_same_answer(
     creditor: EngineProcess,
 ):
     first = ask(creditor, "a1", 12)
-    assert first["granted"] and first["lease_ms"] == LEASE_S * 1000
+    assert first["granted"] and first["lease_ms"] == LEASE_MS
     address = KVAddress.verify(first["kv_addr"], b"secret")
     assert address.engine_id == "creditor" and len(set(address.pages())) == 12
     assert creditor.state()["pages"]["lent"] == 12
     assert ask(creditor, "a1", 12) == first
-    refused = {"granted": False, "kv_addr": None, "lease_ms": LEASE_S * 1000}
+    refused = {"granted": False, "kv_addr": None, "lease_ms": LEASE_MS}
     assert ask(creditor, "a2", CAP - 11) == ask(creditor, "a2", CAP - 11) == refused
     assert creditor.state()["pages"]["lent"] == 12
     part = free(creditor, "a1", pages=address.pages()[:4])
@@ -170,29 +171,51 @@ def test_an_engine_lends_nothing_to_itself_and_nothing_to_a_past_process(credito
     free(creditor, "1", debtor="e", epoch=2)
 
 
-def test_a_killed_debtor_s_pages_come_back(creditor: EngineProcess):
-    url, epoch = httpx.URL(creditor.url), creditor.state()["epoch"]
-    arguments = [sys.executable, "-c", DEBTOR, url.host, str(url.port), str(epoch)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as debtor:
+def test_a_killed_debtor_s_pages_come_back(short: EngineProcess):
+    url, epoch = httpx.URL(short.url), short.state()["epoch"]
+    where = url.host, str(url.port), str(epoch), str(SHORT_MS / 1000)
+    with subprocess.Popen(
+        [sys.executable, "-c", DEBTOR, *where], stdout=subprocess.PIPE, text=True
+    ) as debtor:
         try:
-            assert debtor.stdout is not None and debtor.stdout.readline() == "granted\n"
-            time.sleep(1.5 * LEASE_S)  # it renews
-            assert creditor.state()["pages"]["lent"] == 3
+            assert debtor.stdout is not None and debtor.stdout.readline() == "renewed\n"
         finally:
             debtor.kill()
-    until(lambda: creditor.state()["pages"]["lent"] == 0)
+    assert short.at_rest()["pages"]["lent"] == 0
 
 
-def test_a_generation_calls_loans_back_and_has_the_same_tokens(creditor: EngineProcess):
-    def tokens(**fields: Any) -> list[int]:
-        found = creditor.generate(PROMPT, max_tokens=300, **fields)
+def test_a_generation_calls_loans_back_and_has_the_same_tokens(short: EngineProcess):
+    def tokens() -> list[int]:
+        found = short.generate(PROMPT, max_tokens=300)
         assert "error" not in found[-1], found[-1]
         return [token for event in found for token in event["token_ids"]]
 
     expected = tokens()
-    assert ask(creditor, "g1", CAP)["granted"]
+    assert ask(short, "g1", CAP)["granted"]
     assert tokens() == expected  # nobody frees the loan: it ends at its deadline
-    assert call(creditor, "renew", lease_ids=["g1"]).json()["ended"] == ["g1"]
+    assert call(short, "renew", lease_ids=["g1"]).json()["ended"] == ["g1"]
+    short.at_rest()
+
+
+def test_the_address_of_a_loan_lets_another_engine_write_into_it(
+    creditor: EngineProcess, engine_process: EngineProcess
+):
+    """A mirror stands for what will write there."""
+    address = ask(creditor, "w1", 4)["kv_addr"]
+
+    def mirrored(kv_addr: str) -> dict[str, Any]:
+        last = engine_process.generate(
+            PROMPT, max_tokens=20, mirror={"kv_addr": kv_addr, "every": 1}
+        )[-1]
+        assert last["finish_reason"] == "length"
+        return last["mirror"]
+
+    landed = mirrored(address)
+    assert landed["landed"] > len(PROMPT) and "stopped" not in landed
+    free(creditor, "w1")
+    assert mirrored(address)["stopped"] == "lease_expired"
+    with pytest.raises(RuntimeError, match="bad_address"):
+        mirrored(address[:-4] + "AAAA")
 
 
 def test_a_restarted_creditor_refuses_messages_for_the_process_before_it():
