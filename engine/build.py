@@ -119,6 +119,8 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
                 config.url,
             ),
             tier_stores=_stores(config, layout, fingerprint, memory),
+            lend_pages=int(config.lend_share * (layout.pages - 1) + 1e-6),
+            loan_s=config.lease_ms / 1000,
         )
         runner: Runner[torch.Tensor] | None = None
         start: Callable[[Sequence[Chunk]], object] | None = None

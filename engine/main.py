@@ -15,6 +15,7 @@ import shlex
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -168,6 +169,8 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         parser.error("vLLM's flags need --backend vllm")
     if config.has_workers and (refused := _not_split(config)):
         parser.error(f"--tp, --pp and --device-pages: {refused}")
+    if config.lend_share and config.has_workers:
+        parser.error("--lend-share does not go with --tp, --pp and --device-pages yet")
     if config.device_pages == 1:
         parser.error("--device-pages must be at least 2: it has a half for each of two steps")
     if bool(config.disk_dir) != bool(config.disk_pages):
@@ -243,7 +246,8 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
         config = dataclasses.replace(
             config, port=port, engine_id=config.engine_id or f"{host}:{port}"
         )
-        epoch = secrets.randbits(62) | 1
+        # Lent memory needs the order of epochs. A wall clock may be wrong.
+        epoch = max(time.time_ns(), 1)
         most = most_connections(config.max_connections)
         budget = BodyBudget(max(config.max_bodies_mb, config.max_body_mb) << 20)
         async with running(config, secret, epoch) as (engine, app):

@@ -6,7 +6,8 @@ appends, sends what was marked, and attends; then `end_forward`. The model knows
 
 `KVCache` composes four parts and adds the lock: bookkeeping (who holds which page), a page store
 (the pages, and the execution of steps), a transport (puts to and from peers), and tiers. The calls
-for sequences and steps are in its base class, `PagedCache`.
+for sequences and steps are in its base class, `PagedCache`. Those for loans are bookkeeping's own;
+their caller holds the lock.
 
 Threads. `lock` guards the metadata. It does not guard page contents: a page is written by the
 forward pass of the sequence that owns it, or by a peer under a lease, and read by its holders.
@@ -21,7 +22,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 
-from kvcache.bookkeeping import Bookkeeping, PageUse
+from kvcache.bookkeeping import LOAN_S, Bookkeeping, PageUse
+from kvcache.errors import NoCapacity
 from kvcache.lease.address import KVAddress
 from kvcache.lease.identity import Identity
 from kvcache.lease.put import Put
@@ -50,11 +52,14 @@ class KVCache(PagedCache):
         identity: Identity,
         clock: Callable[[], float] = time.monotonic,
         tier_stores: Sequence[TierStore] = (),
+        lend_pages: int = 0,
+        loan_s: float = LOAN_S,
     ) -> None:
         """`store` is registered with `transport`; the cache closes both.
 
         `identity` goes into addresses of this cache, and those of peers are checked against it.
-        `tier_stores` are room for pages beside the store's, fastest first: one tier each.
+        `tier_stores` are room for pages beside the store's, fastest first: one tier each. At most
+        `lend_pages` pages are lent at a time, each for `loan_s` seconds.
         """
         layout = store.layout
         self.layout = layout
@@ -68,6 +73,8 @@ class KVCache(PagedCache):
             shards=store.shards,
             identity=identity,
             clock=clock,
+            lend_pages=lend_pages,
+            loan_s=loan_s,
         )
         super().__init__(store, self.bookkeeping.sequences)
         manager, layers = self.bookkeeping.pages, layout.held.layers
@@ -131,10 +138,15 @@ class KVCache(PagedCache):
         Leases and their reserves get at most half of the pages, and leave every running sequence a
         page to grow into, so that two engines never wait for each other's room. A new lease leaves
         the pages of `reserve` too. Raises `BadRequest` if this can never fit, `NoCapacity` if it
-        does not fit now.
+        does not fit now; loans are called back if they are in the way.
         """
         with self.lock:
-            return self._receiver.prepare(request_id, prompt, end, reserve, lease_s)
+            try:
+                return self._receiver.prepare(request_id, prompt, end, reserve, lease_s)
+            except NoCapacity:
+                if self._sequences.lacking(end + reserve) > 0:
+                    self._sequences.call_back(end + reserve)
+                raise
 
     def lease(self, lease_id: LeaseId) -> ReceiveLease:
         """Return a live lease, its watermark reread. Raises `LeaseExpired`, `UnknownLease`."""
@@ -196,12 +208,15 @@ class KVCache(PagedCache):
             self._receiver.release(lease_id)
 
     def sweep(self) -> list[ReceiveLease]:
-        """End and return the leases past their deadline; free pages that have left quarantine.
+        """End leases and loans past their deadline; free pages that have left quarantine.
+
+        Return the leases.
 
         Call it often. A long gap means that this process was stopped; it extends the deadlines.
         """
         with self.lock:
             self._release_copied()
+            self.bookkeeping.lender.sweep()
             return self._receiver.sweep()
 
     # Declare: sending

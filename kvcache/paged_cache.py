@@ -84,6 +84,21 @@ class PagedCache:
         with self.lock:
             self._sequences.reserve(tokens)
 
+    def call_back(self, tokens: int) -> None:
+        """Call back loans, because a sequence found no room for `tokens` further tokens.
+
+        Debtors learn it from their next renewal. A loan that is called back is not renewed, so its
+        pages are back within one lease time. Until then nothing else is lent.
+        """
+        with self.lock:
+            self._sequences.call_back(tokens)
+
+    @property
+    def awaits_pages(self) -> bool:
+        """Whether pages that were called back are still lent."""
+        with self.lock:
+            return self._sequences.awaits_pages
+
     def length(self, seq_id: SeqId) -> int:
         """Return the number of tokens whose KV the sequence has."""
         with self.lock:

@@ -27,6 +27,12 @@ from engine.protocol import (
     Extend,
     ExtendReply,
     Internal,
+    LendAllocate,
+    LendAllocateReply,
+    LendFree,
+    LendFreeReply,
+    LendRenew,
+    LendRenewReply,
     MicroserveError,
     MirrorGeneration,
     ModelInfo,
@@ -37,10 +43,11 @@ from engine.protocol import (
     RemoteSend,
     RemoteSendReply,
     StartGenerate,
+    Unsupported,
     error_body,
     parse,
 )
-from engine.service import MicroserveEngine, NativeEngine
+from engine.service import Lending, MicroserveEngine, NativeEngine
 
 __all__ = ["build_api", "build_app"]
 
@@ -149,6 +156,26 @@ def build_api(engine: ServedEngine, config: EngineConfig) -> FastAPI:
         """
         await engine.release(parse(Release, await read_body(request, limit)))
         return {"released": True}
+
+    def lending() -> Lending:
+        if engine.lending is None:
+            raise Unsupported("this engine lends no pages")
+        return engine.lending
+
+    @post("lend/allocate", LendAllocate, LendAllocateReply)
+    async def lend_allocate(request: Request) -> LendAllocateReply:
+        """Lend pages to another engine. Without room the answer is `granted: false`, no error."""
+        return lending().allocate(parse(LendAllocate, await read_body(request, limit)))
+
+    @post("lend/free", LendFree, LendFreeReply)
+    async def lend_free(request: Request) -> LendFreeReply:
+        """Take back pages of a loan, or all of it. Idempotent."""
+        return lending().free(parse(LendFree, await read_body(request, limit)))
+
+    @post("lend/renew", LendRenew, LendRenewReply)
+    async def lend_renew(request: Request) -> LendRenewReply:
+        """Renew loans, and tell which of them are called back or have ended."""
+        return lending().renew(parse(LendRenew, await read_body(request, limit)))
 
     @app.get("/microserving/model")
     async def model() -> ModelInfo:

@@ -19,7 +19,7 @@ from engine.protocol import (
     RemoteSendReply,
     StartGenerate,
 )
-from engine.service import EngineMetrics, EventMuxes, GenerationStream, PrefixFeed
+from engine.service import EngineMetrics, EventMuxes, GenerationStream, Lending, PrefixFeed
 
 __all__ = ["ServedEngine"]
 
@@ -38,6 +38,10 @@ class ServedEngine(Protocol):
     def muxes(self) -> EventMuxes: ...
     @property
     def prefixes(self) -> PrefixFeed: ...
+    @property
+    def lending(self) -> Lending | None:
+        """Its pages that other engines borrow; None if it cannot lend any."""
+        ...
 
     async def promote(self, prompt: list[int]) -> None:
         """Bring a prompt's KV back from slower memory; its caller may disconnect meanwhile."""

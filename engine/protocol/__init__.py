@@ -20,6 +20,14 @@ from engine.protocol.capabilities import ALL_CAPABILITIES, Capability
 from engine.protocol.config import EngineConfig
 from engine.protocol.flags import LONGEST_S, flag, seconds, secret
 from engine.protocol.heartbeat import Heartbeat
+from engine.protocol.lending import (
+    LendAllocate,
+    LendAllocateReply,
+    LendFree,
+    LendFreeReply,
+    LendRenew,
+    LendRenewReply,
+)
 from engine.protocol.limits import Limits, generation_begin, resolve_position, send_range
 from engine.protocol.names import page_name, page_names
 from engine.protocol.replies import (
@@ -86,6 +94,12 @@ __all__ = [
     "KVIncomplete",
     "Lease",
     "LeaseExpired",
+    "LendAllocate",
+    "LendAllocateReply",
+    "LendFree",
+    "LendFreeReply",
+    "LendRenew",
+    "LendRenewReply",
     "Limits",
     "MicroserveError",
     "Mirror",

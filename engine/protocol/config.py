@@ -100,7 +100,18 @@ class EngineConfig:
         most=1e6,
     )
     lease_ms: int = count(
-        30_000, POOL, "lifetime of a receive lease without a write (ms)", least=1, most=3_600_000
+        30_000,
+        POOL,
+        "lifetime of a receive lease without a write, and of a loan without a renewal (ms)",
+        least=1,
+        most=3_600_000,
+    )
+    lend_share: float = flag(
+        0.0,
+        POOL,
+        "largest share of its pages that this engine lends to other engines",
+        least=0,
+        most=1,
     )
     max_body_mb: int = count(16, SERVER, "largest request body (MiB)", least=1, most=4096)
     max_bodies_mb: int = count(

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from engine.protocol.message import Count, Message
-from engine.protocol.replies import EngineName
+from engine.protocol.message import Count, EngineName, Message
 
 __all__ = ["Heartbeat"]
 

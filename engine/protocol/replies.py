@@ -7,11 +7,11 @@ from typing import Annotated
 from pydantic import FailFast, Field
 
 from engine.protocol.capabilities import ALL_CAPABILITIES, Capability
-from engine.protocol.message import Count, FinishReason, Message, Role
+from engine.protocol.heartbeat import Heartbeat
+from engine.protocol.message import Count, EngineName, FinishReason, Message, Role
 from kvcache.types import PageName
 
 __all__ = [
-    "EngineName",
     "EngineState",
     "EngineStatistics",
     "Event",
@@ -30,8 +30,6 @@ __all__ = [
 ]
 
 
-# What an engine calls itself. Routers show it in logs, metrics and error messages.
-EngineName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Page = Annotated[PageName, Field(min_length=16, max_length=16)]
 
 
@@ -162,6 +160,7 @@ class PageCounts(Message):
     active: Count
     quarantined: Count
     pinned: Count
+    lent: Count = 0  # to other engines
 
 
 class TierCounts(Message):
@@ -207,7 +206,8 @@ class EngineState(Message):
     """`GET /microserving/state`: pages, leases and queues.
 
     `secret_digest` is equal for engines that have the same cluster secret: only these accept each
-    other's addresses.
+    other's addresses. `heartbeat` is for the router's ledger: engines that lend memory send it with
+    each of these replies.
     """
 
     engine_id: EngineName
@@ -225,6 +225,7 @@ class EngineState(Message):
     workers: list[WorkerState] = Field(default_factory=list)  # none: the engine is one process
     draining: bool = False
     secret_digest: str | None = Field(default=None, max_length=64)
+    heartbeat: Heartbeat | None = None
 
 
 Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]

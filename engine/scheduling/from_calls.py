@@ -40,7 +40,8 @@ def reserve_send(
 ) -> Send:
     """Create a send of `prompt[begin:end]`, with its sequence and all pages that it needs.
 
-    `arrived` is in seconds, by the clock of the stepper. Raises `NoCapacity`, changing nothing.
+    `arrived` is in seconds, by the clock of the stepper. Raises `NoCapacity`; loans are
+    called back then, and nothing else changes.
     """
     with cache.lock:
         # The match may exceed `end`: a cached page can be sent in part.
@@ -49,6 +50,7 @@ def reserve_send(
             cache.grow(seq_id, end, newcomer=True)
         except NoCapacity:
             cache.remove_sequence(seq_id)
+            cache.call_back(end - cached)
             raise
     done: Future[RemoteSendReply] = Future()
     done.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it

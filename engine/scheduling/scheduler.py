@@ -28,6 +28,9 @@ is preempted: its pages move to a tier, and it waits at the head of its priority
 them back. If no tier takes them, its full pages go to the prefix cache and it computes the rest
 again. It keeps its sampled tokens, so no token is delivered twice. No other job is preempted while
 pages move in either direction, so the oldest job of the first priority always progresses.
+
+Pages that are lent to other engines are called back before any generation is preempted, and as soon
+as the head of the queue finds no room. They come back later, so the preemption does not wait.
 """
 
 from __future__ import annotations
@@ -105,9 +108,10 @@ class Scheduler:
     def stuck(self) -> Generation | None:
         """The head of the queue if it finds no room although no other job holds pages.
 
-        Leases, pins, quarantine and retained sequences hold them.
+        Leases, pins, quarantine, retained sequences and loans hold them. Loans that were called
+        back end by themselves, so it is not stuck before.
         """
-        busy = self.running or self.sends or self._swapped.moving
+        busy = self.running or self.sends or self._swapped.moving or self._cache.awaits_pages
         return None if busy else self._blocked
 
     def drop_swap(self, job: Generation) -> bool:
@@ -311,6 +315,8 @@ class Scheduler:
                 break
             self._run(job)
         self._set_blocked(blocked)
+        if blocked is not None:
+            self._cache.call_back(blocked.target)
 
     def _set_blocked(self, job: Generation | None) -> None:
         """Note the head of the queue if it finds no room; reserve its pages."""
@@ -362,10 +368,15 @@ class Scheduler:
         Returns False if there is no room, or if the job itself was preempted. A generation in a
         step under way is preempted when that has ended; no generation before it is.
         """
+        called_back = False
         while job.started:
             try:
                 self._cache.grow(job.seq_id, job.target)
             except NoCapacity:
+                if not called_back:  # this may free loans past their deadline
+                    called_back = True
+                    self._cache.call_back(self._missing(job))
+                    continue
                 if not self.running or self._swapped.moving:
                     return False
                 last = self.running[-1]

@@ -6,6 +6,7 @@ May import `engine.execution`, `engine.text` and below. Most classes live on one
 from engine.service.engine import MicroserveEngine
 from engine.service.event_mux import EventMuxes
 from engine.service.generation_stream import GenerationStream
+from engine.service.lending import Lending
 from engine.service.metrics import EngineMetrics
 from engine.service.native import NativeEngine
 from engine.service.prefix_feed import PrefixFeed
@@ -14,6 +15,7 @@ __all__ = [
     "EngineMetrics",
     "EventMuxes",
     "GenerationStream",
+    "Lending",
     "MicroserveEngine",
     "NativeEngine",
     "PrefixFeed",

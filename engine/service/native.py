@@ -29,6 +29,7 @@ from engine.protocol import (
 from engine.service.engine import MicroserveEngine
 from engine.service.event_mux import EventMuxes
 from engine.service.generation_stream import GenerationStream
+from engine.service.lending import Lending
 from engine.service.metrics import EngineMetrics
 from engine.service.prefix_feed import PrefixFeed
 
@@ -45,6 +46,7 @@ class NativeEngine:
         self._config = config
         self._epoch = epoch
         self._secret_digest = engine.cache.identity.secret_digest
+        self.lending = Lending(engine.cache, lambda: engine.draining)
         self.promote = engine.promote
         self.may_wait = engine.may_wait
 
@@ -128,6 +130,7 @@ class NativeEngine:
                 active=use.active,
                 quarantined=use.quarantined,
                 pinned=use.pinned,
+                lent=use.lent,
             ),
             running=engine.running,
             waiting=engine.waiting,
@@ -149,6 +152,7 @@ class NativeEngine:
             draining=engine.draining,
             secret_digest=self._secret_digest,
             workers=engine.workers(),
+            heartbeat=self.lending.heartbeat(),
         )
 
     def statistics(self) -> EngineStatistics:

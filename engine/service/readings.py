@@ -9,6 +9,7 @@ from operator import attrgetter
 from engine.service.engine import MicroserveEngine
 from engine.service.metrics import Reading
 from kvcache.cache import KVCache
+from kvcache.lending import Loan
 
 __all__ = ["engine_readings"]
 
@@ -39,6 +40,10 @@ def engine_readings(engine: MicroserveEngine) -> list[Reading]:
             "microserve:pages_quarantined",
             "Pages that a put may still be writing",
             lambda: cache.page_use().quarantined,
+        ),
+        Reading("microserve:loans", "Loans to other engines", lambda: len(_loans(cache))),
+        Reading(
+            "microserve:pages_lent", "Pages lent to other engines", lambda: cache.page_use().lent
         ),
         Reading("microserve:mirrors_running", "Running mirrors", lambda: mirrors.running),
         Reading(
@@ -81,6 +86,11 @@ def engine_readings(engine: MicroserveEngine) -> list[Reading]:
         ),
         *_tier_readings(cache),
     ]
+
+
+def _loans(cache: KVCache) -> list[Loan]:
+    with cache.lock:
+        return cache.bookkeeping.lender.loans()
 
 
 def _swapped(engine: MicroserveEngine, field: str) -> int:

@@ -39,6 +39,7 @@ class VirtualCache:
     """
 
     persistent = False
+    awaits_pages = False  # it lends none
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class VirtualCache:
         self.remove_sequence = sequences.remove_sequence
         self.grow = sequences.grow
         self.reserve = sequences.reserve
+        self.call_back = sequences.call_back
         self.length = sequences.length
         self.planned_length = sequences.planned_length
         self.publish = sequences.publish

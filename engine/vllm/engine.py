@@ -59,6 +59,8 @@ CAPABILITIES: tuple[Capability, ...] = ("prep_recv", "remote_send", "commit", "p
 class VllmEngine:
     """Implements `engine.api.served_engine.ServedEngine`. Lives on one event loop."""
 
+    lending = None
+
     def __init__(
         self,
         llm: Any,

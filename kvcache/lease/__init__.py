@@ -7,6 +7,7 @@ from kvcache.lease.put import PageTable, Put
 from kvcache.lease.receiver import LeasablePages, LeaseReceiver, LeaseSequences
 from kvcache.lease.sender import Mirror, Sender
 from kvcache.lease.table import ReceiveLease
+from kvcache.lease.write_slots import WriteSlots
 
 __all__ = [
     "CLAIM",
@@ -26,4 +27,5 @@ __all__ = [
     "Put",
     "ReceiveLease",
     "Sender",
+    "WriteSlots",
 ]

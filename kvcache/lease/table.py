@@ -5,8 +5,7 @@
                      └────────────┴─────► release / expiry: the pages are free, or QUARANTINED
                                           until the write right proves that no put is in flight
 
-Ending a lease first clears its `nonce` in the control slot. Every later write is refused then; a
-write in flight holds the slot's write right. Quarantine ends by that proof, never by time.
+`kvcache.lease.write_slots` closes the slot of a lease that ends, and quarantines its pages.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.errors import KVIncomplete, LeaseExpired, NoCapacity, UnknownLease
-from kvcache.lease.control_slots import CLAIM, LANDED, NONCE, RENEWALS, SLOTS, ControlSlots
+from kvcache.errors import LeaseExpired, UnknownLease
+from kvcache.lease.control_slots import LANDED, NONCE, RENEWALS, ControlSlots
+from kvcache.lease.write_slots import WriteSlots
 from kvcache.types import LeaseId, PageId, SlotIndex
 
 __all__ = ["LeaseTable", "ReceiveLease", "Watch"]
@@ -78,11 +78,10 @@ class LeaseTable:
     """The live leases of one engine, and the pages in quarantine. The cache's lock guards it."""
 
     def __init__(self, slots: ControlSlots) -> None:
+        self.slots = WriteSlots(slots)
         self._control = slots
-        self._slots = [SlotIndex(slot) for slot in range(SLOTS - 1, -1, -1)]  # free ones
         self._live: dict[LeaseId, ReceiveLease] = {}
         self._ended: dict[LeaseId, int | None] = {}  # what was committed, if it was
-        self._quarantine: list[tuple[SlotIndex, list[PageId]]] = []
 
     def committed(self, lease_id: LeaseId) -> int | None:
         """Return the tokens published of a committed lease; None if it was not committed."""
@@ -106,14 +105,12 @@ class LeaseTable:
         now: float,
     ) -> ReceiveLease:
         """Open a lease over pages that the caller has taken. Raises `NoCapacity` without a slot."""
-        if not self._slots:
-            raise NoCapacity(f"{SLOTS} receive leases are open")
-        slot = self._slots.pop()
+        slot, nonce = self.slots.open(begin)
         lease = ReceiveLease(
             lease_id=LeaseId(secrets.token_hex(8)),
             request_id=request_id,
             slot=slot,
-            nonce=secrets.randbits(63) | 1,
+            nonce=nonce,
             tokens=tokens,
             room=len(tokens) + reserve,
             begin=begin,
@@ -123,10 +120,6 @@ class LeaseTable:
             deadline=now + lease_s,
             landed=begin,
         )
-        words = self._control.slots[slot]
-        words[CLAIM] = words[RENEWALS] = 0
-        words[LANDED] = begin
-        words[NONCE] = lease.nonce  # written last: a sender may claim from here on
         self._live[lease.lease_id] = lease
         return lease
 
@@ -153,24 +146,15 @@ class LeaseTable:
         `sweep` returns them. The caller drops the matched pages.
         """
         self._end(lease)
-        if self._writer_is_gone(lease.slot):
-            self._slots.append(lease.slot)
-            return lease.own
-        self._quarantine.append((lease.slot, lease.own))
-        return []
+        return self.slots.close(lease.slot, lease.own)
 
     def take_over(self, lease: ReceiveLease) -> list[PageId]:
         """End a lease, and return its own pages for further use.
 
         Raises `KVIncomplete` if a put is in flight. The lease and the put are then unaffected.
         """
-        if not self._control.try_acquire_right(lease.slot):
-            raise KVIncomplete("a sender is still writing into this lease")
-        try:
-            self._end(lease)
-        finally:
-            self._control.release_right(lease.slot)
-        self._slots.append(lease.slot)
+        self.slots.take_over(lease.slot)
+        self._end(lease)
         return lease.own
 
     def expired(self, now: float) -> list[ReceiveLease]:
@@ -188,16 +172,7 @@ class LeaseTable:
 
     def sweep(self) -> list[PageId]:
         """Return the pages that have left quarantine."""
-        free: list[PageId] = []
-        waiting = []
-        for slot, pages in self._quarantine:
-            if self._writer_is_gone(slot):
-                self._slots.append(slot)
-                free += pages
-            else:
-                waiting.append((slot, pages))
-        self._quarantine = waiting
-        return free
+        return self.slots.sweep()
 
     @property
     def leased(self) -> int:
@@ -207,7 +182,7 @@ class LeaseTable:
     @property
     def quarantined(self) -> int:
         """Pages in quarantine."""
-        return sum(len(pages) for _, pages in self._quarantine)
+        return self.slots.quarantined
 
     def live(self) -> list[ReceiveLease]:
         """Return the live leases, their watermarks reread."""
@@ -218,19 +193,10 @@ class LeaseTable:
         for lease in self._live.values():
             yield lease.matched
             yield lease.own
-        for _, pages in self._quarantine:
-            yield pages
+        yield from self.slots.holders()
 
     def _end(self, lease: ReceiveLease) -> None:
-        self._control.slots[lease.slot, NONCE] = 0
         del self._live[lease.lease_id]
         self._ended[lease.lease_id] = None
         if len(self._ended) > REMEMBERED:
             del self._ended[next(iter(self._ended))]
-
-    def _writer_is_gone(self, slot: SlotIndex) -> bool:
-        """Whether no put into a closed slot is in flight; none can begin any more."""
-        if not self._control.try_acquire_right(slot):
-            return False
-        self._control.release_right(slot)
-        return True

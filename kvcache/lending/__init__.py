@@ -4,8 +4,9 @@ Accounts hold page numbers only. Imports no torch.
 """
 
 from kvcache.lending.borrower import Borrower, Debt, Renewing
-from kvcache.lending.lender import LendablePages, Lender
+from kvcache.lending.lender import Lender
 from kvcache.lending.loan import Loan, Notice, Renewal
+from kvcache.lending.pool import LendablePages, LoanSlots
 
 __all__ = [
     "Borrower",
@@ -13,6 +14,7 @@ __all__ = [
     "LendablePages",
     "Lender",
     "Loan",
+    "LoanSlots",
     "Notice",
     "Renewal",
     "Renewing",

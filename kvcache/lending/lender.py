@@ -2,7 +2,7 @@
 
     allocate ──► live ──► free by the debtor ───────────────┐
       │           │  └──► called back ──► free or deadline ─┼──► the pages are the pool's again
-      └► False    └─────► deadline, or a new epoch ─────────┘
+      └► False    └─────► deadline, or a new epoch ─────────┘   (once nobody writes into them)
 
 The ledger may recommend a creditor by old numbers, because coherence is loose. So each creditor
 decides by its own accounts alone, first come, first served. A message may arrive late, twice, out
@@ -17,36 +17,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from kvcache.errors import BadRequest, Internal, LeaseExpired, NoCapacity, StaleEpoch
 from kvcache.lending.loan import Loan, Notice, Renewal
-from kvcache.types import EngineId, LeaseId, PageId
+from kvcache.lending.pool import LendablePages, LoanSlots, NoWriters
+from kvcache.types import EngineId, LeaseId, PageId, SlotIndex
 
-__all__ = ["LendablePages", "Lender"]
+__all__ = ["Lender"]
 
+MAX_LOANS = 512  # half of the control slots of a pool; receive leases keep the other half
 REMEMBERED = 4096  # ended and refused loans, and debtors without a loan
 NAME = 256  # longest name of an instance or a loan, characters
-
-
-class LendablePages(Protocol):
-    """The pages of a pool. `kvcache.pages.PageManager` implements it; so may any other pool."""
-
-    @property
-    def available(self) -> int:
-        """An upper bound of the pages that `take` can get."""
-        ...
-
-    def take(self, count: int, *, leaving: int = 0) -> list[PageId]:
-        """Take `count` pages, one reference each. Raises `NoCapacity`, changing nothing.
-
-        It does so also if fewer than `leaving` pages would be available afterwards.
-        """
-        ...
-
-    def drop(self, pages: Sequence[PageId]) -> None:
-        """Drop a reference to each of `pages`."""
-        ...
 
 
 class Lender:
@@ -66,12 +48,14 @@ class Lender:
         lease_s: float,
         growth: Callable[[], int],
         clock: Callable[[], float],
+        slots: LoanSlots | None = None,
     ) -> None:
         """Lend at most `most` of `pages` at a time (the paper's cap), each for `lease_s` seconds.
 
         `epoch` is this process's own. `growth` returns how many pages running sequences may want
-        next. `clock` returns monotonic seconds. Raises `BadRequest` for a cap below 0 or a time
-        that is not above 0.
+        next. `clock` returns monotonic seconds. `slots` are those of the peers that write into
+        `pages`; by default none does. Raises `BadRequest` for a cap below 0 or a time that is not
+        above 0.
         """
         if most < 0 or not lease_s > 0:
             raise BadRequest("a lender needs a cap of 0 pages or more, and a time above 0 s")
@@ -81,6 +65,7 @@ class Lender:
         self._pages = pages
         self._growth = growth
         self._clock = clock
+        self._slots = slots or NoWriters()
         self._made = 0
         # By deadline: all loans have the same time, and a renewed one goes to the end.
         self._loans: dict[tuple[EngineId, LeaseId], Loan] = {}
@@ -136,16 +121,15 @@ class Lender:
                 return False
             raise LeaseExpired(f"loan {lease_id} of {debtor} has ended", param="lease_id")
         try:
-            if size > self.lendable:
-                raise NoCapacity(f"{size} pages wanted, {self.lendable} may be lent")
-            pages = self._pages.take(size, leaving=self._growth())
+            pages, slot, nonce = self._take(size)
         except NoCapacity:
             self._remember(debtor, epoch, lease_id, refused=True)
             return False
         self._made += 1
         self._loans[debtor, lease_id] = Loan(
-            debtor, epoch, lease_id, self._made, size, pages, self._clock() + self.lease_s
-        )
+            debtor, epoch, lease_id, self._made, size, pages, self._clock() + self.lease_s,
+            slot=slot, nonce=nonce,
+        )  # fmt: skip
         return list(pages)
 
     def free(
@@ -161,8 +145,9 @@ class Lender:
 
         Pages that the loan does not have (any more) are ignored, so a repeated message frees
         nothing. If the loan is unknown, its allocation may still be on its way and will be refused.
-        Raises `BadRequest` for a bad name and `StaleEpoch` if either process has ended. An error
-        changes nothing. (Section 4.3.)
+        What is left of a loan has another slot, since the old address names the freed pages too.
+        Raises `BadRequest` for a bad name, `StaleEpoch` if either process has ended, and
+        `NoCapacity` without a slot for what is left. An error changes nothing. (Section 4.3.)
         """
         self._check(debtor, lease_id, at)
         self._meet(debtor, epoch)
@@ -172,10 +157,14 @@ class Lender:
             return 0
         wanted = set(loan.pages if pages is None else pages)
         freed = [page for page in loan.pages if page in wanted]
-        loan.pages = [page for page in loan.pages if page not in wanted]
-        if not loan.pages:
+        if len(freed) == len(loan.pages):
             self._forget(loan)
-        self._pages.drop(freed)
+            self._pages.drop(self._slots.close(loan.slot, freed))
+        elif freed:
+            slot, nonce = self._slots.open(0)
+            old, loan.slot, loan.nonce = loan.slot, slot, nonce
+            loan.pages = [page for page in loan.pages if page not in wanted]
+            self._pages.drop(self._slots.close(old, freed))
         return len(freed)
 
     def renew(
@@ -231,6 +220,10 @@ class Lender:
             late.append(loan)
         return self._end(late)
 
+    def loan(self, debtor: EngineId, lease_id: LeaseId) -> Loan | None:
+        """Return a live loan, or None."""
+        return self._loans.get((debtor, lease_id))
+
     def loans(self) -> list[Loan]:
         """Return the live loans, the one that ends next first."""
         return list(self._loans.values())
@@ -283,8 +276,21 @@ class Lender:
     def _end(self, loans: Sequence[Loan]) -> int:
         for loan in loans:
             self._forget(loan)
-            self._pages.drop(loan.pages)
+            self._pages.drop(self._slots.close(loan.slot, loan.pages))
         return sum(len(loan.pages) for loan in loans)
+
+    def _take(self, size: int) -> tuple[list[PageId], SlotIndex, int]:
+        """Take pages and a slot for a loan. Raises `NoCapacity`, changing nothing."""
+        if size > self.lendable:
+            raise NoCapacity(f"{size} pages wanted, {self.lendable} may be lent")
+        if len(self._loans) >= MAX_LOANS:
+            raise NoCapacity(f"there are {MAX_LOANS} loans")
+        pages = self._pages.take(size, leaving=self._growth())
+        try:
+            return pages, *self._slots.open(0)
+        except NoCapacity:
+            self._pages.drop(pages)
+            raise
 
     def _forget(self, loan: Loan) -> None:
         del self._loans[loan.debtor, loan.lease_id]

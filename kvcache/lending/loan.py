@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache.types import EngineId, LeaseId, PageId
+from kvcache.types import EngineId, LeaseId, PageId, SlotIndex
 
 __all__ = ["Loan", "Notice", "Renewal"]
 
@@ -20,6 +20,8 @@ class Loan:
     size: int  # pages when it was made
     pages: list[PageId]  # held, one reference each; never empty
     deadline: float  # on the creditor's clock, seconds
+    slot: SlotIndex  # the control slot of those who write into the pages
+    nonce: int  # in that slot while `pages` are the loan's
     called_back: bool = False
 
 

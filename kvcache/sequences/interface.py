@@ -51,6 +51,18 @@ class SequenceCache(Protocol):
         """Have new leases and sends leave pages for `tokens` tokens, which a sequence waits for."""
         ...
 
+    def call_back(self, tokens: int) -> None:
+        """Call back loans, because a sequence found no room for `tokens` further tokens.
+
+        Loans past their deadline end at once. The others end within one lease time.
+        """
+        ...
+
+    @property
+    def awaits_pages(self) -> bool:
+        """Whether pages that were called back are still lent."""
+        ...
+
     def length(self, seq_id: SeqId) -> int:
         """Return the number of tokens whose KV the sequence has."""
         ...

@@ -10,6 +10,7 @@ from typing import Any
 from kvcache.errors import BadRange, Internal
 from kvcache.pages import PageManager
 from kvcache.sequences.block_table import BlockTable
+from kvcache.sequences.lent import LentPages, NothingLent
 from kvcache.sequences.step import (
     PageCopy,
     PagedSequence,
@@ -46,6 +47,7 @@ class SequenceTable:
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.page_size = page_size
         self.swap_space: SwapSpace = NoSwapSpace()
+        self.loans: LentPages = NothingLent()
         self._manager = manager
         self._swapped: dict[SeqId, SwappedSequence] = {}
         self._all = _OnDevice(self._swapped)
@@ -136,6 +138,23 @@ class SequenceTable:
     def reserve(self, tokens: int) -> None:
         """See `KVCache.reserve`."""
         self._manager.reserved = self._pages_for(tokens)
+
+    def lacking(self, tokens: int) -> int:
+        """Return how many pages a sequence of `tokens` further tokens lacks; not above 0: none.
+
+        All sequences on the device keep a page to grow into.
+        """
+        return self._pages_for(tokens) + len(self) - self._manager.available
+
+    def call_back(self, tokens: int) -> None:
+        """See `SequenceCache.call_back`."""
+        if self.loans.lent:
+            self.loans.call_back(max(self.lacking(tokens), 1))
+
+    @property
+    def awaits_pages(self) -> bool:
+        """See `SequenceCache.awaits_pages`."""
+        return self.loans.awaited > 0
 
     def publish(self, seq_id: SeqId, tokens: Sequence[int]) -> None:
         """See `KVCache.publish`."""

@@ -121,6 +121,7 @@ class Backend:
         self.fetched = -math.inf  # when its model was last read (loop time)
         self.last_error = ""
         self.warning = ""  # what is wrong although it serves
+        self.refused_heartbeat = ""  # why the ledger does not take what it reports
         self.doubts = 0  # how often a leg or the router has taken it for lost
         self.load = Load()
         self.settled = asyncio.Event()  # set: a poll has decided `status`: not unknown, not suspect
@@ -278,7 +279,7 @@ class Backend:
                 "lag_tokens": max((replica.lag for replica in self.mirrored), default=0),
             },
             "replicas": len(self.replicas),
-            "last_error": self.last_error or self.warning or None,
+            "last_error": self.last_error or self.warning or self.refused_heartbeat or None,
             "state": state.model_dump(exclude={"leases", "secret_digest"}) if state else None,
         }
 

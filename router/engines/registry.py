@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 
-from engine.protocol import EngineState, ModelInfo
+from engine.protocol import EngineState, Heartbeat, ModelInfo
 from router.base import Conflict, EngineId, NoEngines, NotFound, RouterConfig
 from router.engines.adoption import Adoption
 from router.engines.api import EngineCalls
@@ -19,6 +20,7 @@ from router.engines.engines_file import EngineEntry
 from router.engines.monitor import Monitor
 from router.engines.prefix_index import PrefixIndex
 from router.engines.secrets import compare_secrets
+from router.ledger import FRESH_S, Heartbeats, Ledger
 from router.model import ServedModel
 from router.telemetry import Events, Metrics
 
@@ -27,6 +29,7 @@ __all__ = ["Registry"]
 log = logging.getLogger(__name__)
 
 MOST_REMOVED = 4096  # removed engines that are remembered
+MISSED = 3  # checks of an engine, after which its row of the ledger is too old
 
 
 class Registry:
@@ -63,6 +66,12 @@ class Registry:
         self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._on_drain = on_drain
         self.prefixes = PrefixIndex(tasks)
+        self.ledger = Ledger(
+            self._lending_cost,
+            asyncio.get_running_loop().time,
+            fresh_s=max(FRESH_S, MISSED * config.health_interval_s),
+        )
+        self._heartbeats = Heartbeats(self.ledger, self._debts_changed)
         self._came_up = asyncio.Event()  # set only for a moment, to wake the waiters
         self._adoption = Adoption(self._backends.values, config.health_timeout_s)
         self._removed: dict[str, None] = {}  # URLs of engines that an administrator removed
@@ -205,8 +214,13 @@ class Registry:
                 while not self.usable(holding=holding):
                     await self._came_up.wait()
 
+    def lendable(self, backend: Backend) -> int:
+        """Return the pages that an engine would lend now, as far as the ledger knows."""
+        state = backend.state
+        return self.ledger.available(EngineId(state.engine_id)) if state is not None else 0
+
     def set_gauges(self, metrics: Metrics) -> None:
-        """Set the metrics of the engines to what they are now."""
+        """Set the metrics of the engines and of the ledger to what they are now."""
         for gauge in (metrics.engine_up, metrics.engine_load, metrics.breaker_state):
             gauge.clear()
         for backend in self:
@@ -215,6 +229,12 @@ class Registry:
             metrics.breaker_state.labels(backend.id).set(
                 BREAKER_STATES.index(backend.breaker.state)
             )
+        for gauge in (metrics.ledger_available, metrics.ledger_lent, metrics.ledger_borrowed):
+            gauge.clear()
+        for row in self.ledger.describe():
+            metrics.ledger_available.labels(row["engine"]).set(row["available"])
+            metrics.ledger_lent.labels(row["engine"]).set(sum(row["lent"].values()))
+            metrics.ledger_borrowed.labels(row["engine"]).set(sum(row["borrowed"].values()))
 
     def close(self) -> None:
         """Stop monitoring."""
@@ -236,6 +256,7 @@ class Registry:
     def _forget(self, backend: Backend) -> None:
         self._backends.pop(backend.url, None)
         self.prefixes.forget(backend)
+        self._heartbeats.lost(backend.state)
         backend.client.close()
         self._adoption.note_contexts()
         if monitor := self._monitors.pop(backend, None):
@@ -271,12 +292,33 @@ class Registry:
             backend.leaving |= silent > self._config.forget_s
         return backend.leaving and backend.load.idle
 
+    def _lending_cost(self, debtor: EngineId, creditor: EngineId) -> float:
+        """Return the ledger's cost of communication: all pairs that exchange KV are equally far.
+
+        It is infinite for a creditor that takes no new work.
+        """
+        known = {backend.state.engine_id: backend for backend in self if backend.state is not None}
+        one, other = known.get(debtor), known.get(creditor)
+        if one is None or other is None or not other.usable or not one.exchanges_with(other):
+            return math.inf
+        return 1.0
+
+    def _debts_changed(self, heartbeat: Heartbeat) -> None:
+        self._events.publish(
+            "ledger",
+            id=heartbeat.instance,
+            available=heartbeat.available,
+            lent=heartbeat.lent,
+            borrowed=heartbeat.borrowed,
+        )
+
     def _lost(self, backend: Backend, reason: str) -> None:
         if backend.status == "down":
             backend.last_error = reason
             return
         log.warning("engine %s is down: %s", backend.id, reason)
         backend.go_down(reason)
+        self._heartbeats.lost(backend.state)
         compare_secrets(self)
         self._events.publish("engine", id=backend.id, status="down", reason=reason)
 
@@ -292,6 +334,10 @@ class Registry:
         if backend.state is not None and backend.state.epoch != state.epoch:
             backend.breaker.success()  # another process: earlier failures do not count
             backend.lose_replicas("restarted")
+        refused = self._heartbeats.heard(state, backend.state)
+        if refused and refused != backend.refused_heartbeat:
+            log.warning("engine %s: %s", backend.id, refused)
+        backend.refused_heartbeat = refused
         backend.state = state
         backend.status = "up"
         backend.last_error = ""

@@ -4,15 +4,18 @@ Decides on plain data and calls no engine. Imports `base` and `engine.protocol` 
 """
 
 from router.ledger.debts import Debts, net_positions, remote_pages, settle
-from router.ledger.ledger import Candidate, Ledger
+from router.ledger.heartbeats import Heartbeats
+from router.ledger.ledger import FRESH_S, Candidate, Ledger
 from router.ledger.prefill import Part, plan_prefill
 from router.ledger.swaps import Commit, Freeze, Order, SendHome, Swap, plan_swaps
 
 __all__ = [
+    "FRESH_S",
     "Candidate",
     "Commit",
     "Debts",
     "Freeze",
+    "Heartbeats",
     "Ledger",
     "Order",
     "Part",

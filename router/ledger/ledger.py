@@ -16,7 +16,7 @@ from engine.protocol import BadRequest, Heartbeat, NoCapacity, StaleEpoch, TooLa
 from router.base import EngineId
 from router.ledger.debts import Edge
 
-__all__ = ["Candidate", "Ledger", "Row"]
+__all__ = ["FRESH_S", "Candidate", "Ledger", "Row"]
 
 CANDIDATES = 3  # per question, as in the paper
 MAX_INSTANCES = 1024

@@ -108,6 +108,11 @@ class Engine:
         """This router's work in flight there, in tokens of prefill (a stream counts as a few)."""
         return self._backend.load.weight
 
+    @property
+    def lendable(self) -> int:
+        """Pages that it would lend to another engine now, by its last heartbeat; 0 if unknown."""
+        return self._attempt.runtime.registry.lendable(self._backend)
+
     def can(self, capability: Capability) -> bool:
         """Whether the engine supports `prep_recv`, `remote_send`, `commit`, `pin`, `mirror`,
         `prefixes`, `statistics`, `fork` or `resume`. Raises `ValueError` for another name."""

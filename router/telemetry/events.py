@@ -22,6 +22,7 @@ EventKind = Literal[
     "engine",  # up or down
     "host",  # this process did not run for a while
     "migration",  # an admin moved a prefix
+    "ledger",  # what an engine has lent or borrowed
     "pin",  # the state or the copies of a pinned prefix
     "request_begun",
     "request_ended",

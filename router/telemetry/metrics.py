@@ -64,6 +64,10 @@ class Metrics:
         self.engine_load = gauge("engine_load", "work in flight there, in tokens", "engine")
         self.breaker_state = gauge("breaker_state", "0 closed, 1 half-open, 2 open", "engine")
         self.breaker_opened = counter("breaker_opened", "how often a breaker opened", "engine")
+        # Memory lent between engines, in pages, as far as the ledger knows
+        self.ledger_available = gauge("ledger_available", "pages it would lend now", "engine")
+        self.ledger_lent = gauge("ledger_lent", "pages it has lent", "engine")
+        self.ledger_borrowed = gauge("ledger_borrowed", "pages it has borrowed", "engine")
         # Pinned prefixes
         self.pinned_prefixes = gauge("pinned_prefixes", "prefixes that the fleet keeps")
         self.pin_copies_wanted = gauge("pin_copies_wanted", "copies of them that are wanted")

@@ -89,6 +89,7 @@ ROUTER_CALLS: list[tuple[str, str, dict[str, str]]] = [
     ("POST", "/admin/migrate", {"prefix": TOKENS, "from": '"engine-0"', "to": '"engine-1"'}),
     ("POST", "/admin/strategies", {"source": '"1/0"', "file": '"x.py"'}),
 ]
+LENDING = {"debtor": '"d"', "epoch": "1", "creditor_epoch": "1"}
 ENGINE_CALLS: list[tuple[str, str, dict[str, str]]] = [
     ("POST", f"/microserving/{name}", fields)
     for name, fields in {
@@ -103,6 +104,9 @@ ENGINE_CALLS: list[tuple[str, str, dict[str, str]]] = [
         "pin": {"prompt": TOKENS},
         "unpin": {"prompt": TOKENS},
         "release": {"request_id": '"@"'},
+        "lend/allocate": {**LENDING, "lease_id": '"x"', "size": "1"},
+        "lend/free": {**LENDING, "lease_id": '"x"', "pages": "[1]"},
+        "lend/renew": {**LENDING, "lease_ids": '["x"]'},
     }.items()
 ]  # fmt: skip
 # Fields of which the descriptions are nested: their inner fields, each with `%` for the value.

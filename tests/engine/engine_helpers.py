@@ -57,6 +57,8 @@ def make_cache(
     name: str = "a",
     url: str = "",
     stores: Sequence[TierStore] = (),
+    lend_pages: int = 0,
+    loan_s: float = 30.0,
 ) -> KVCache:
     """Return a cache for `tiny` with `pages` pages and the scratch page."""
     shape, layout = tiny().config, tiny_layout(pages)
@@ -66,6 +68,8 @@ def make_cache(
         transport,
         identity=Identity(EngineId(name), 1, b"secret", "tiny", url),
         tier_stores=stores,
+        lend_pages=lend_pages,
+        loan_s=loan_s,
     )
 
 
@@ -104,9 +108,11 @@ async def running(
     stores: Sequence[TierStore] = (),
     swap: bool = True,
     context: int | None = None,
+    lend_pages: int = 0,
+    loan_s: float = 30.0,
 ) -> AsyncIterator[MicroserveEngine]:
     """Run one engine; at the end it must come to rest without a leaked page."""
-    cache = make_cache(network, pages, name, url, stores)
+    cache = make_cache(network, pages, name, url, stores, lend_pages, loan_s)
     scheduler = Scheduler(cache, token_budget=token_budget, max_batch=max_batch, swap=swap)
     metrics = EngineMetrics("tiny")
     engine = MicroserveEngine(

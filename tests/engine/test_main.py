@@ -68,6 +68,13 @@ def test_what_follows_two_dashes_is_vllm_s():
         ["--disk-dir", "/"],
         ["--disk-keep"],
         ["--preemption", "never"],
+        ["--lend-share", "-0.1"],
+        ["--lend-share", "1.01"],
+        ["--lend-share", "nan"],
+        ["--lend-share", "half"],
+        ["smollm2", "--lend-share", "0.5", "--tp", "2"],
+        ["smollm2", "--lend-share", "0.5", "--pp", "2"],
+        ["smollm2", "--lend-share", "0.5", "--device-pages", "8"],
     ],
 )
 def test_bad_flags_exit_with_2_and_say_why(flags: list[str], capsys: pytest.CaptureFixture[str]):

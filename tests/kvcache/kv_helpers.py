@@ -46,6 +46,8 @@ def make_cache(
     fingerprint: str = "same",
     clock: Callable[[], float] | None = None,
     stores: Sequence[TierStore] = (),
+    lend_pages: int = 0,
+    loan_s: float = 30.0,
 ) -> KVCache:
     return KVCache(
         TorchPageStore.on(transport, layout, query_heads=HEADS),
@@ -53,6 +55,8 @@ def make_cache(
         identity=Identity(EngineId(name), epoch, secret, fingerprint),
         clock=clock or Clock(),
         tier_stores=stores,
+        lend_pages=lend_pages,
+        loan_s=loan_s,
     )
 
 

@@ -16,9 +16,15 @@ def make() -> Iterator[Make]:
     caches: list[KVCache] = []
 
     def build(
-        pages: int = 64, *, budget: int = 64, max_batch: int = 16, slowdown: float = 0.0
+        pages: int = 64,
+        *,
+        budget: int = 64,
+        max_batch: int = 16,
+        slowdown: float = 0.0,
+        lend_pages: int = 0,
+        loan_s: float = 30.0,
     ) -> tuple[Scheduler, KVCache]:
-        cache = make_cache(pages=pages)
+        cache = make_cache(pages=pages, lend_pages=lend_pages, loan_s=loan_s)
         caches.append(cache)
         scheduler = Scheduler(
             cache, token_budget=budget, max_batch=max_batch, decode_slowdown=slowdown

@@ -1043,7 +1043,7 @@ def test_no_hold_and_wait_no_capacity_takes_nothing(cache: KVCache):
 
 def test_no_hold_and_wait_without_a_slot_takes_nothing(cache: KVCache):
     cached(cache, 1, PROMPT)
-    before, free = cache.page_use(), cache.bookkeeping.receiver.leases._slots
+    before, free = cache.page_use(), cache.bookkeeping.receiver.leases.slots._free
     slots, free[:] = list(free), []
     with pytest.raises(NoCapacity, match="leases are open"):
         cache.prep_recv("a", PROMPT, 21, 0, 10.0)

@@ -11,7 +11,7 @@ from kv_helpers import Clock
 from kvcache.errors import BadRequest, Internal, LeaseExpired, StaleEpoch
 from kvcache.lending import Lender, Loan, Notice, Renewal, lender
 from kvcache.pages import PageManager
-from kvcache.types import EngineId, LeaseId, PageId
+from kvcache.types import EngineId, LeaseId, PageId, SlotIndex
 
 PAGES, LEASE_S, EPOCH = 16, 10.0, 7
 A, B = EngineId("a"), EngineId("b")
@@ -327,7 +327,7 @@ def test_memory_of_debtors_is_bounded(world: World, monkeypatch: pytest.MonkeyPa
 
 def loan(**fields: object) -> Loan:
     values = {"number": 9, "size": 1, "pages": [PageId(9)], "deadline": 9e9} | fields
-    return Loan(debtor=B, epoch=1, lease_id=L3, **values)  # type: ignore[arg-type]
+    return Loan(debtor=B, epoch=1, lease_id=L3, slot=SlotIndex(0), nonce=0, **values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ async def test_every_route_is_described(route_real):
             "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{id}", "/tokenize",
             "/detokenize", "/health", "/metrics", "/version", "/openapi.json", "/docs",
             "/admin/strategies", "/admin/strategy", "/admin/engines/{id}", "/admin/requests/{id}",
+            "/admin/ledger",
         ):  # fmt: skip
             assert path in paths
         for path, operations in paths.items():

@@ -1,0 +1,98 @@
+"""The calls between engines about lent pages (Infinite-LLM, sections 4.3 and 4.4), and replies.
+
+The debtor calls the creditor. Each call names both processes, by the debtor's `epoch` and by
+`creditor_epoch`: one that names a process of the past is refused with `stale_epoch`. Calls may be
+repeated, and may arrive late or out of order.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from engine.protocol.message import Count, EngineName, Message
+
+__all__ = [
+    "LendAllocate",
+    "LendAllocateReply",
+    "LendFree",
+    "LendFreeReply",
+    "LendRenew",
+    "LendRenewReply",
+]
+
+MAX_RENEWED = 1024  # loans of one call
+MAX_FREED = 1 << 20  # pages of one call
+LoanName = EngineName  # the debtor's name for a loan: as long, and as printable
+PageNumber = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class LendCall(Message):
+    """What all of these calls say: who asks, and which process of the creditor is meant."""
+
+    debtor: EngineName
+    epoch: Count
+    creditor_epoch: Count
+
+
+class LendAllocate(LendCall):
+    """`POST /microserving/lend/allocate`: borrow `size` pages under a new `lease_id`.
+
+    A repeated call gets the same answer. A refused debtor asks again under another id.
+    """
+
+    lease_id: LoanName
+    size: int = Field(ge=1, lt=2**31)
+
+
+class LendAllocateReply(Message):
+    """Whether the pages are lent; false for lack of room, which is no error.
+
+    `kv_addr` names the pages, signed like the address of a receive lease. Its positions count from
+    0 in the loan's first page. The loan ends `lease_ms` after the creditor got the call, unless it
+    is renewed. The debtor counts from when it sent the call, so its own deadline is earlier.
+    """
+
+    granted: bool
+    kv_addr: str | None = None
+    lease_ms: Count
+
+
+class LendFree(LendCall):
+    """`POST /microserving/lend/free`: give back `pages` of a loan, or all of it. Idempotent.
+
+    The debtor's writes into these pages have ended.
+    """
+
+    lease_id: LoanName
+    pages: list[PageNumber] | None = Field(default=None, max_length=MAX_FREED, fail_fast=True)
+
+
+class LendFreeReply(Message):
+    """How many pages this freed, and the address of what is left of the loan.
+
+    The earlier address is void: it names the freed pages too. None: nothing is left.
+    """
+
+    freed_pages: Count
+    kv_addr: str | None = None
+
+
+class LendRenew(LendCall):
+    """`POST /microserving/lend/renew`: keep loans for another `lease_ms`."""
+
+    lease_ids: list[LoanName] = Field(max_length=MAX_RENEWED, fail_fast=True)
+
+
+class LendRenewReply(Message):
+    """What has become of each loan that was asked about.
+
+    Those `called_back` are wanted by the creditor: they live until their old deadline, and the
+    debtor should free them. Those `ended` are over, or were never made.
+    """
+
+    renewed: list[str]
+    called_back: list[str]
+    ended: list[str]
+    lease_ms: Count

@@ -1,0 +1,103 @@
+"""The creditor's calls about lent pages, and the heartbeat that tells a router of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from engine.protocol import (
+    BadRequest,
+    Draining,
+    Heartbeat,
+    LendAllocate,
+    LendAllocateReply,
+    LendFree,
+    LendFreeReply,
+    LendRenew,
+    LendRenewReply,
+)
+from kvcache.cache import KVCache
+from kvcache.types import EngineId, LeaseId, PageId
+
+__all__ = ["Lending"]
+
+
+class Lending:
+    """The pages of one cache that other engines borrow (Infinite-LLM, sections 4.3 and 4.4).
+
+    Debtors call; this engine calls none of them. So a debtor learns from the answer to its next
+    renewal that a loan is called back. Calls raise the errors of `kvcache.lending.Lender`.
+    """
+
+    def __init__(self, cache: KVCache, draining: Callable[[], bool]) -> None:
+        """`draining` says whether the engine ends, so that it lends nothing further."""
+        self._cache = cache
+        self._draining = draining
+        self._sequence = count(1)  # of heartbeats
+
+    def allocate(self, call: LendAllocate) -> LendAllocateReply:
+        """Lend pages, or refuse for lack of room. Raises `Draining` too."""
+        if self._draining():
+            raise Draining("this engine is draining")
+        if call.debtor == self._cache.identity.engine_id:
+            raise BadRequest("an engine borrows nothing from itself", param="debtor")
+        bookkeeping = self._cache.bookkeeping
+        with self._cache.lock:
+            address = bookkeeping.lend(
+                EngineId(call.debtor),
+                call.epoch,
+                LeaseId(call.lease_id),
+                call.size,
+                at=call.creditor_epoch,
+            )
+        return LendAllocateReply(
+            granted=address is not False, kv_addr=address or None, lease_ms=self._lease_ms
+        )
+
+    def free(self, call: LendFree) -> LendFreeReply:
+        """End a loan, or that of some of its pages, at its debtor's wish. Idempotent."""
+        pages = None if call.pages is None else [PageId(page) for page in call.pages]
+        with self._cache.lock:
+            freed, address = self._cache.bookkeeping.take_back(
+                EngineId(call.debtor),
+                call.epoch,
+                LeaseId(call.lease_id),
+                pages,
+                at=call.creditor_epoch,
+            )
+        return LendFreeReply(freed_pages=freed, kv_addr=address)
+
+    def renew(self, call: LendRenew) -> LendRenewReply:
+        """Renew loans, and tell which are called back or have ended."""
+        with self._cache.lock:
+            renewal = self._cache.bookkeeping.lender.renew(
+                EngineId(call.debtor),
+                call.epoch,
+                [LeaseId(each) for each in call.lease_ids],
+                at=call.creditor_epoch,
+            )
+        return LendRenewReply(
+            renewed=list(renewal.renewed),
+            called_back=list(renewal.called_back),
+            ended=list(renewal.ended),
+            lease_ms=self._lease_ms,
+        )
+
+    def heartbeat(self) -> Heartbeat | None:
+        """Return this engine's row of the ledger; None if it lends nothing at all."""
+        identity, lender = self._cache.identity, self._cache.bookkeeping.lender
+        if lender.most == 0:
+            return None
+        with self._cache.lock:
+            available, lent = lender.lendable, lender.lent_to()
+        return Heartbeat(
+            instance=identity.engine_id,
+            epoch=identity.epoch,
+            sequence=next(self._sequence),
+            available=0 if self._draining() else available,
+            lent={str(debtor): pages for debtor, pages in lent.items()},
+        )
+
+    @property
+    def _lease_ms(self) -> int:
+        return round(self._cache.bookkeeping.lender.lease_s * 1000)
