@@ -104,6 +104,11 @@ class StableHeldPlan:
                 )
             self._tiles.append(tiles)
 
+    @property
+    def part_ranges(self) -> list[list[tuple[TokenPos, TokenPos]]]:
+        """See `HeldPlan.part_ranges`."""
+        return [[(piece.begin, piece.end) for piece in pieces] for pieces in self._pieces]
+
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> list[list[Part]]:
         """See `HeldPlan.attend`; a part is a node of the block tree, or lies in one block."""
         check_queries(self._spans, pages, q, self._group)

@@ -91,6 +91,11 @@ class Bf16HeldPlan:
         self._decode = DecodeAttention(single_row, *shape) if single_row else None
         self._prefill = PrefillAttention(multi_row, *shape) if multi_row else None
 
+    @property
+    def part_ranges(self) -> list[list[tuple[TokenPos, TokenPos]]]:
+        """See `HeldPlan.part_ranges`."""
+        return [[(run.begin, run.end) for run in found] for found in self._runs]
+
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> list[list[Part]]:
         """See `HeldPlan.attend`; a part is a run of neighbouring pages."""
         check_queries(self._spans, pages, q, self._group)

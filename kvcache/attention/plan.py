@@ -11,6 +11,7 @@ import torch
 
 from kvcache.attention.held import HeldSpan, Part
 from kvcache.sequences import Span
+from kvcache.types import TokenPos
 
 __all__ = ["HeldPlan", "HeldPlanner", "Plan", "Planner", "row_slots"]
 
@@ -34,6 +35,11 @@ class Plan(Protocol):
 
 class HeldPlan(Protocol):
     """The partial results of some rows over the pages of their sequences that are held here."""
+
+    @property
+    def part_ranges(self) -> list[list[tuple[TokenPos, TokenPos]]]:
+        """The keys `[begin, end)` of the parts of each span, as `attend` returns them."""
+        ...
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> list[list[Part]]:
         """Return the parts of each span over one layer's pages; none where it has no pages here.

@@ -1,0 +1,114 @@
+"""The attention of a step whose keys lie in this pool and in those of creditors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from kvcache.attention import (
+    HeldPlanner,
+    HeldSpan,
+    Part,
+    PartialAttention,
+    Planner,
+    combine,
+    row_slots,
+)
+from kvcache.remote_attention.debtor.remote_attention import RemoteAttention
+from kvcache.remote_attention.exchange import BorrowedPages, RemoteSpan
+from kvcache.sequences import Span
+from kvcache.types import EngineId
+
+__all__ = ["DistributedPlan"]
+
+
+class DistributedPlan:
+    """Like a `Plan`, but for `attend`, which has to know the layer; section 4.2 of Infinite-LLM.
+
+    Sequences without borrowed pages are attended to as on one engine. In float32 the others have
+    the bits of one engine too, if borrowed pages are whole aligned blocks of `BLOCK` tokens.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        borrowed: Mapping[int, Mapping[EngineId, Sequence[BorrowedPages]]],
+        remote: RemoteAttention,
+        *,
+        planner: Planner,
+        held_planner: HeldPlanner,
+        page_size: int,
+    ) -> None:
+        """Plan a step, and tell the creditors.
+
+        `spans` are those of a `StepDescription`. `borrowed` has the borrowed pages of span `i`, by
+        creditor. The entries of these pages in the span's block table are not read. All pages of
+        the span's own rows are local. Raises `CreditorFailed` as `RemoteAttention.begin_step`.
+        """
+        asked: dict[EngineId, list[RemoteSpan]] = {}
+        self._split: list[tuple[Span, list[tuple[EngineId, int]]]] = []  # its spans at creditors
+        held, plain, rows, row = [], [], [], 0
+        for index, span in enumerate(spans):
+            own = borrowed.get(index)
+            if not own:
+                plain.append(Span(row, span.start, span.count, span.pages))
+                rows.append(np.arange(span.row, span.row + span.count))
+                row += span.count
+                continue
+            local = np.ones(-(-(span.start + span.count) // page_size), dtype=bool)
+            where = []
+            for creditor, pages in own.items():
+                there = RemoteSpan(span.row, span.start, span.count, tuple(pages))
+                local[there.numbers] = False
+                where.append((creditor, len(asked.setdefault(creditor, []))))
+                asked[creditor].append(there)
+            self._split.append((span, where))
+            numbers = np.flatnonzero(local).astype(np.int32)
+            held.append(HeldSpan(span.row, span.start, span.count, span.pages[numbers], numbers))
+        self._slots = torch.from_numpy(row_slots(spans, page_size))
+        self._remote = remote
+        self._plain = planner(plain) if plain else None
+        self._plain_rows = torch.from_numpy(np.concatenate(rows)) if rows else None
+        self._held = held_planner(held) if held else None
+        if asked:
+            remote.begin_step(asked)
+
+    def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See `kvcache.attention.Plan.append`."""
+        slots = self._slots.to(pages.device)
+        pages[slots[:, 0], 0, slots[:, 1]] = k[: len(slots)]
+        pages[slots[:, 0], 1, slots[:, 1]] = v[: len(slots)]
+
+    def attend(self, layer: int, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """Return the attention of all rows in `layer`, whose local `pages` are given.
+
+        Shapes are those of `Plan.attend`. Raises `CreditorFailed`: the step has no result then, and
+        can be computed again without these loans.
+        """
+        if self._held is None:
+            return self._plain.attend(pages, q) if self._plain else torch.zeros_like(q)
+        self._remote.send(layer, q)
+        local = self._held.attend(pages, q)
+        out = torch.zeros_like(q)
+        if self._plain is not None and self._plain_rows is not None:
+            some = self._plain_rows.to(q.device)
+            out[some] = self._plain.attend(pages, q[some])
+        answers = self._remote.receive(layer)
+        for (span, where), parts in zip(self._split, local, strict=True):
+            theirs = [part for creditor, at in where for part in answers[creditor][at]]
+            if q.device.type != "cpu":
+                theirs = [_moved(part, q.device) for part in theirs]
+            merged = combine([*parts, *theirs], start=span.start, count=span.count)
+            out[span.row : span.row + span.count] = merged.output(q.dtype)
+        return out
+
+
+def _moved(part: Part, device: torch.device) -> Part:
+    attention = part.attention
+    return part._replace(
+        attention=PartialAttention(
+            attention.values.to(device), attention.top.to(device), attention.total.to(device)
+        )
+    )
