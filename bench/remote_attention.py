@@ -29,8 +29,15 @@ import numpy as np
 import torch
 
 from bench.report import only_save, publish, spread, table
-from kvcache.attention import Part, combine, held_planner_for, planner_for
-from kvcache.attention.held import HeldSpan
+from kvcache.attention import (
+    HeldSpan,
+    MergePlan,
+    PartialAttention,
+    PartRows,
+    Ranges,
+    held_planner_for,
+    planner_for,
+)
 from kvcache.lease import Identity
 from kvcache.memory import KVLayout, SharedRegion
 from kvcache.remote_attention import (
@@ -126,17 +133,27 @@ def measure(
     )
     found: dict[str, list[float]] = {name: [] for name in ("exchange", "local", "merge")}
     debtor.begin_step({CREDITOR: spans})
+    plan_of_merge: MergePlan | None = None
     for repeat in range(-5, REPEATS):
         layer = repeat % layout.layers
         times = [time.perf_counter()]
         debtor.send(layer, q)
         answer = debtor.receive(layer)[CREDITOR]
         times.append(time.perf_counter())
+        if plan_of_merge is None:
+            plan_of_merge = merge_plan(held.part_ranges, answer.ranges, whole)
         plan.attend(pool[layer], q)
         times.append(time.perf_counter())
-        mine = held.attend(pool[layer], q)
+        mine = held.attend_rows(pool[layer], q)
         times.append(time.perf_counter())
-        merge(spans, mine, answer, q)
+        every = [mine, answer.rows]
+        plan_of_merge.merge(
+            PartialAttention(
+                torch.cat([each.values for each in every]),
+                torch.cat([each.top for each in every]),
+                torch.cat([each.total for each in every]),
+            )
+        ).output(q.dtype)
         times.append(time.perf_counter())
         if repeat >= 0:
             for name, at in (("exchange", 1), ("local", 2), ("merge", 4)):
@@ -144,12 +161,16 @@ def measure(
     return found
 
 
-def merge(
-    spans: list[RemoteSpan], mine: list[list[Part]], theirs: list[list[Part]], q: torch.Tensor
-) -> None:
-    """Merge the parts of both sides, as a debtor does."""
-    for span, own, others in zip(spans, mine, theirs, strict=True):
-        combine([*own, *others], start=span.start, count=1).output(q.dtype)
+def merge_plan(mine: Ranges, theirs: Ranges, spans: list[Span]) -> MergePlan:
+    """Return the merge of rows of decodes: first the own parts, then those of the creditor."""
+    parts: list[list[PartRows]] = [[] for _ in spans]
+    at = 0
+    for side in (mine, theirs):
+        for own, ranges in zip(parts, side, strict=True):
+            for begin, end in ranges:
+                own.append(PartRows(begin, end, at))
+                at += 1
+    return MergePlan([(span.start, 1, own) for span, own in zip(spans, parts, strict=True)])
 
 
 def main() -> None:

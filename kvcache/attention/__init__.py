@@ -5,7 +5,8 @@ May import `memory` and the rooms below it.
 
 from kvcache.attention.block_tree import BLOCK
 from kvcache.attention.distributed import combine
-from kvcache.attention.held import HeldSpan, Part
+from kvcache.attention.held import HeldSpan, Part, Ranges, split_parts
+from kvcache.attention.merge_plan import MergePlan, PartRows
 from kvcache.attention.partial import PartialAttention
 from kvcache.attention.plan import HeldPlan, HeldPlanner, Plan, Planner, row_slots
 from kvcache.attention.select import held_planner_for, planner_for
@@ -16,13 +17,17 @@ __all__ = [
     "HeldPlan",
     "HeldPlanner",
     "HeldSpan",
+    "MergePlan",
     "Part",
+    "PartRows",
     "PartialAttention",
     "Plan",
     "Planner",
+    "Ranges",
     "combine",
     "held_planner_for",
     "planner_for",
     "row_slots",
     "ship_queries",
+    "split_parts",
 ]

@@ -12,6 +12,7 @@ from kvcache.remote_attention.creditor import (
     PagesOfLoans,
 )
 from kvcache.remote_attention.debtor import (
+    Answer,
     CreditorFailed,
     DistributedPlan,
     Estimate,
@@ -21,6 +22,7 @@ from kvcache.remote_attention.exchange import AttentionShape, BorrowedPages, Lim
 
 __all__ = [
     "Allowed",
+    "Answer",
     "AttentionShape",
     "BorrowedPages",
     "Creditor",

@@ -87,14 +87,14 @@ class Answering:
             self._check_loans(connection.debtor, pages_of, Forbidden)
             held = self._planner(plan.spans)
             ranges = held.part_ranges
-            places, size = connection.buffers.parts(ranges, [span.count for span in plan.spans])
+            place, size = connection.buffers.rows(ranges, [span.count for span in plan.spans])
         except RefusedError as refused:
             connection.refused = step, refused.refusal
             raise
         except MicroserveError as error:
             connection.refused = step, Refusal(error)
             raise
-        connection.planned = PlannedStep(step, plan.rows, pages_of, held, places, size)
+        connection.planned = PlannedStep(step, plan.rows, pages_of, held, place, size)
         connection.reply(Head(Kind.PLANNED, step), pack_ranges(ranges))
 
     def _attend(self, connection: DebtorConnection, head: Head, waited_s: float) -> None:
@@ -113,12 +113,10 @@ class Answering:
         with self._guard():
             self._check_loans(connection.debtor, planned.pages_of, LeaseExpired)
             began = time.monotonic()
-            found = planned.plan.attend(self._pool[head.layer], queries)
-            for parts, places in zip(found, planned.places, strict=True):
-                for part, place in zip(parts, places, strict=True):
-                    place.attention.values.copy_(part.attention.values)
-                    place.attention.top.copy_(part.attention.top)
-                    place.attention.total.copy_(part.attention.total)
+            found = planned.plan.attend_rows(self._pool[head.layer], queries)
+            planned.place.values.copy_(found.values)
+            planned.place.top.copy_(found.top)
+            planned.place.total.copy_(found.total)
             computed_s = time.monotonic() - began
             self._check_loans(connection.debtor, planned.pages_of, LeaseExpired)
         self.answers += 1

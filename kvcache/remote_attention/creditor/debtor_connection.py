@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvcache.attention import HeldPlan, Part
+from kvcache.attention import HeldPlan, PartialAttention
 from kvcache.errors import BadRequest, MicroserveError, TooLarge
 from kvcache.remote_attention.creditor.loans import Debtor
 from kvcache.remote_attention.exchange import HEAD, Buffers, Head, Kind, Limits, Refusal
@@ -33,7 +33,7 @@ class PlannedStep:
     rows: int
     pages_of: dict[LeaseId, frozenset[PageId]]
     plan: HeldPlan
-    places: list[list[Part]]  # of the answer, in the buffers
+    place: PartialAttention  # of the answer, in the buffers
     answer_bytes: int
 
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from kvcache.attention import Part
+from kvcache.attention import Part, PartialAttention, Ranges, split_parts
 from kvcache.errors import BadRequest, MicroserveError, PeerUnreachable, Timeout, TooLarge
 from kvcache.remote_attention.debtor.estimates import RunningEstimate
 from kvcache.remote_attention.debtor.failure import CreditorFailed
@@ -26,7 +26,6 @@ from kvcache.remote_attention.exchange import (
     Head,
     Kind,
     Limits,
-    Ranges,
     Refusal,
     RemoteSpan,
     StepPlan,
@@ -34,9 +33,21 @@ from kvcache.remote_attention.exchange import (
 )
 from kvcache.types import EngineId, LeaseId
 
-__all__ = ["CreditorChannel"]
+__all__ = ["Answer", "CreditorChannel"]
 
 LEAST_S: Final = 0.02  # for a reply whose deadline has passed: it may have arrived in time
+
+
+class Answer(NamedTuple):
+    """What a creditor has computed of the spans that it was asked about, in one layer."""
+
+    ranges: Ranges  # the keys of the parts of each span
+    counts: list[int]  # the rows of each span
+    rows: PartialAttention  # of all parts: for each span and each of its parts, the span's rows
+
+    def parts(self) -> list[list[Part]]:
+        """Return the parts of each span, as views."""
+        return split_parts(self.rows, self.ranges, self.counts)
 
 
 class _Awaited(NamedTuple):
@@ -78,7 +89,7 @@ class CreditorChannel:
         self._rows = torch.empty(0, dtype=torch.int64)  # of the step's queries
         self._row_keys = 0
         self._refused: CreditorFailed | None = None  # the plan of the step
-        self._places: list[list[Part]] = []  # of the answer
+        self._place: Answer | None = None  # where the answers of the step go
         self._answer_bytes = 0
 
     @property
@@ -90,7 +101,7 @@ class CreditorChannel:
         """Send the plan of a step. Its reply is read with the first answer."""
         self._spans = tuple(spans)
         self._loans = tuple(dict.fromkeys(some.loan for span in spans for some in span.borrowed))
-        self._step, self._refused, self._places = step, None, []
+        self._step, self._refused, self._place = step, None, None
         rows = [np.arange(span.row, span.row + span.count) for span in spans]
         self._rows = torch.from_numpy(np.concatenate(rows))
         size = self._shape.page_size
@@ -116,8 +127,8 @@ class CreditorChannel:
         size = 0 if self.shared else len(self._rows) * self._shape.query_bytes
         self._send(Kind.QUERY, layer, self._buffers.query[:size], deadline)
 
-    def answer(self, layer: int, deadline: float) -> list[list[Part]]:
-        """Return the parts of each span in this layer; they are valid until the next query."""
+    def answer(self, layer: int, deadline: float) -> Answer:
+        """Return the answer of this layer; its rows are valid until the next query."""
         done = False
         while self._awaited and not done:
             awaited = self._awaited[0]
@@ -132,9 +143,9 @@ class CreditorChannel:
             raise self._refused
         if self.closed:
             raise self._lost(PeerUnreachable("the creditor was disconnected"))
-        if not done:
+        if not done or self._place is None:
             raise BadRequest(f"layer {layer} was not asked for")
-        return self._places
+        return self._place
 
     def drain(self, deadline: float) -> None:
         """Read the outstanding replies. Raises only if the creditor is lost."""
@@ -195,7 +206,8 @@ class CreditorChannel:
         ranges = unpack_ranges(self._read(head.size, deadline), len(self._spans))
         _check_ranges(ranges, self._spans, self._shape.page_size)
         counts = [span.count for span in self._spans]
-        self._places, self._answer_bytes = self._buffers.parts(ranges, counts)
+        rows, self._answer_bytes = self._buffers.rows(ranges, counts)
+        self._place = Answer(ranges, counts, rows)
 
     def _answered(self, head: Head, deadline: float) -> None:
         if head.size != (0 if self.shared else self._answer_bytes):

@@ -10,12 +10,14 @@ import torch
 from kvcache.attention import (
     HeldPlanner,
     HeldSpan,
-    Part,
+    MergePlan,
     PartialAttention,
+    PartRows,
     Planner,
-    combine,
+    Ranges,
     row_slots,
 )
+from kvcache.remote_attention.debtor.channel import Answer
 from kvcache.remote_attention.debtor.remote_attention import RemoteAttention
 from kvcache.remote_attention.exchange import BorrowedPages, RemoteSpan
 from kvcache.sequences import Span
@@ -67,6 +69,9 @@ class DistributedPlan:
             self._split.append((span, where))
             numbers = np.flatnonzero(local).astype(np.int32)
             held.append(HeldSpan(span.row, span.start, span.count, span.pages[numbers], numbers))
+        of_split = [np.arange(span.row, span.row + span.count) for span, _ in self._split]
+        self._split_rows = torch.from_numpy(np.concatenate([*of_split, np.empty(0, np.int64)]))
+        self._merge: MergePlan | None = None  # made when the creditors have told their parts
         self._slots = torch.from_numpy(row_slots(spans, page_size))
         self._remote = remote
         self._plain = planner(plain) if plain else None
@@ -90,25 +95,45 @@ class DistributedPlan:
         if self._held is None:
             return self._plain.attend(pages, q) if self._plain else torch.zeros_like(q)
         self._remote.send(layer, q)
-        local = self._held.attend(pages, q)
+        local = self._held.attend_rows(pages, q)
         out = torch.zeros_like(q)
         if self._plain is not None and self._plain_rows is not None:
             some = self._plain_rows.to(q.device)
             out[some] = self._plain.attend(pages, q[some])
         answers = self._remote.receive(layer)
-        for (span, where), parts in zip(self._split, local, strict=True):
-            theirs = [part for creditor, at in where for part in answers[creditor][at]]
-            if q.device.type != "cpu":
-                theirs = [_moved(part, q.device) for part in theirs]
-            merged = combine([*parts, *theirs], start=span.start, count=span.count)
-            out[span.row : span.row + span.count] = merged.output(q.dtype)
+        if self._merge is None:
+            self._merge = self._plan_merge(self._held.part_ranges, answers)
+        every = [local, *(answer.rows for answer in answers.values())]
+        merged = self._merge.merge(
+            PartialAttention(
+                torch.cat([each.values.to(q.device) for each in every]),
+                torch.cat([each.top.to(q.device) for each in every]),
+                torch.cat([each.total.to(q.device) for each in every]),
+            )
+        )
+        out[self._split_rows.to(q.device)] = merged.output(q.dtype)
         return out
 
-
-def _moved(part: Part, device: torch.device) -> Part:
-    attention = part.attention
-    return part._replace(
-        attention=PartialAttention(
-            attention.values.to(device), attention.top.to(device), attention.total.to(device)
+    def _plan_merge(self, local: Ranges, answers: Mapping[EngineId, Answer]) -> MergePlan:
+        """Plan the merge of the rows of local parts, and behind them those of all answers."""
+        at = 0
+        parts: list[list[PartRows]] = []
+        for (span, _), ranges in zip(self._split, local, strict=True):
+            parts.append([])
+            for begin, end in ranges:
+                parts[-1].append(PartRows(begin, end, at))
+                at += span.count
+        index = {where: i for i, (_, own) in enumerate(self._split) for where in own}
+        for creditor, answer in answers.items():
+            for number, (ranges, count) in enumerate(
+                zip(answer.ranges, answer.counts, strict=True)
+            ):
+                for begin, end in ranges:
+                    parts[index[creditor, number]].append(PartRows(begin, end, at))
+                    at += count
+        return MergePlan(
+            [
+                (span.start, span.count, own)
+                for (span, _), own in zip(self._split, parts, strict=True)
+            ]
         )
-    )

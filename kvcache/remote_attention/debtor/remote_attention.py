@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvcache.attention import Part
 from kvcache.errors import BadRequest, PeerUnreachable
 from kvcache.lease import Identity
-from kvcache.remote_attention.debtor.channel import CreditorChannel
+from kvcache.remote_attention.debtor.channel import Answer, CreditorChannel
 from kvcache.remote_attention.debtor.entry import enter
 from kvcache.remote_attention.debtor.estimates import Estimate
 from kvcache.remote_attention.debtor.failure import CreditorFailed
@@ -124,16 +123,16 @@ class RemoteAttention:
             except CreditorFailed as failure:
                 self._failures.append(failure)
 
-    def receive(self, layer: int) -> dict[EngineId, list[list[Part]]]:
-        """Wait for the answers of all creditors; return the parts of each span of each.
+    def receive(self, layer: int) -> dict[EngineId, Answer]:
+        """Wait for the answers of all creditors, and return them.
 
-        The parts are views of buffers, valid until the next `send`. Raises `CreditorFailed` if a
+        Their rows are views of buffers, valid until the next `send`. Raises `CreditorFailed` if a
         creditor has refused or is lost, after the answers of the others have been read: the step
         ends with it. Takes no longer than the timeout from `send` on.
         """
         if self._layer != layer:
             raise BadRequest(f"layer {layer} was not sent")
-        found: dict[EngineId, list[list[Part]]] = {}
+        found: dict[EngineId, Answer] = {}
         failed = {failure.creditor for failure in self._failures}
         for channel in self._asked:
             if channel.creditor in failed:

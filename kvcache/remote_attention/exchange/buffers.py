@@ -11,9 +11,8 @@ from typing import Final
 
 import torch
 
-from kvcache.attention import Part, PartialAttention
+from kvcache.attention import PartialAttention, Ranges
 from kvcache.errors import PeerUnreachable, TooLarge
-from kvcache.remote_attention.exchange.messages import Ranges
 from kvcache.remote_attention.exchange.shape import DTYPES, FLOAT32_BYTES, AttentionShape, Limits
 
 __all__ = ["Buffers"]
@@ -86,42 +85,26 @@ class Buffers:
         """Return the place of the first `rows` queries, `[rows, heads, head_dim]`."""
         return self._queries[:rows]
 
-    def parts(self, ranges: Ranges, counts: Sequence[int]) -> tuple[list[list[Part]], int]:
-        """Return the places of the parts of an answer, and its bytes.
+    def rows(self, ranges: Ranges, counts: Sequence[int]) -> tuple[PartialAttention, int]:
+        """Return the place of an answer, as of `HeldPlan.attend_rows`, and its bytes.
 
-        `ranges` are the keys of the parts of each span, `counts` the rows of the spans. Raises
-        `TooLarge` if they do not fit.
+        All `o` come first, then all `m`, then all `l`. `ranges` are the keys of the parts of each
+        span, `counts` the rows of the spans. Raises `TooLarge` if they do not fit.
         """
         heads, dim = self._shape.heads, self._shape.head_dim
         rows = sum(count * len(parts) for parts, count in zip(ranges, counts, strict=True))
-        total = rows * self._shape.part_floats
+        total, values = rows * self._shape.part_floats, rows * heads * dim
         if total > len(self._reply):
             raise TooLarge(
                 f"an answer of {total * FLOAT32_BYTES} bytes, "
                 f"{len(self._reply) * FLOAT32_BYTES} at most"
             )
-        found: list[list[Part]] = []
-        at = 0
-
-        def take(*sizes: int) -> torch.Tensor:
-            nonlocal at
-            begin, at = at, at + torch.Size(sizes).numel()
-            return self._reply[begin:at].view(sizes)
-
-        for parts, count in zip(ranges, counts, strict=True):
-            found.append(
-                [
-                    Part(
-                        begin,
-                        end,
-                        PartialAttention(
-                            take(count, heads, dim), take(count, heads), take(count, heads)
-                        ),
-                    )
-                    for begin, end in parts
-                ]
-            )
-        return found, total * FLOAT32_BYTES
+        place = PartialAttention(
+            self._reply[:values].view(rows, heads, dim),
+            self._reply[values : values + rows * heads].view(rows, heads),
+            self._reply[values + rows * heads : total].view(rows, heads),
+        )
+        return place, total * FLOAT32_BYTES
 
 
 def _size(shape: AttentionShape, limits: Limits) -> int:

@@ -3,7 +3,7 @@
     debtor   ──► PLAN     what the rows of a step are, and the held pages of their sequences
     creditor ──► PLANNED  the keys of the parts that it will answer with
     debtor   ──► QUERY    for each layer: the queries of all rows
-    creditor ──► ANSWER   `o`, `m`, `l` of all parts in float32, one part after the other
+    creditor ──► ANSWER   `o` of the rows of all parts, then `m`, then `l`, in float32
 
 Each message is a head and a body. Each request has one reply, in the order of the requests, which
 is REFUSED if something is wrong. Over shared memory the bodies of QUERY and ANSWER are in the
@@ -20,10 +20,9 @@ from enum import IntEnum
 from typing import Final, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcache import errors
-from kvcache.attention import HeldSpan
+from kvcache.attention import HeldSpan, Ranges
 from kvcache.errors import BadRequest, MicroserveError, TooLarge
 from kvcache.remote_attention.exchange.shape import DTYPES, AttentionShape, Limits
 from kvcache.sequences import PageIds
@@ -35,7 +34,6 @@ __all__ = [
     "BorrowedPages",
     "Head",
     "Kind",
-    "Ranges",
     "Refusal",
     "RemoteSpan",
     "StepPlan",
@@ -49,9 +47,6 @@ PLAN: Final = struct.Struct("<IIIIIII")
 NAME: Final = 256  # longest id of a loan, characters
 REFUSAL_BYTES: Final = 1 << 16
 DTYPE_CODES: Final = tuple(DTYPES)
-
-Int32s = npt.NDArray[np.int32]
-Ranges = list[list[tuple[TokenPos, TokenPos]]]  # of each span: the keys of each part
 
 
 class Kind(IntEnum):

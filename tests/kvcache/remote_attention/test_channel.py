@@ -110,7 +110,7 @@ def world() -> Iterator[Callable[..., RemoteAttention]]:
 def test_an_answer_is_read_in_its_place(world: Callable[..., RemoteAttention]):
     debtor = world(one=[PLANNED, ANSWER])
     debtor.send(0, Q)
-    ((part,),) = debtor.receive(0)[EngineId("one")]
+    ((part,),) = debtor.receive(0)[EngineId("one")].parts()
     assert part[:2] == (0, 128)
     assert (part.attention.values == 1).all()
     assert (part.attention.total == 1).all()

@@ -152,7 +152,7 @@ def test_the_parts_are_those_of_a_held_plan(
             debtor.begin_step({NAME: spans})
             for layer in range(LAYERS):
                 debtor.send(layer, q)
-                found = debtor.receive(layer)[NAME]
+                found = debtor.receive(layer)[NAME].parts()
                 expected = held.attend(engine.pool[layer], q)
                 assert [[part[:2] for part in parts] for parts in found] == held.part_ranges
                 for ours, theirs in zip(found, expected, strict=True):
@@ -193,7 +193,7 @@ def test_a_step_that_is_abandoned_leaves_nothing(lending: Callable[..., LendingE
         debtor.send(1, queries(1))
         with pytest.raises(BadRequest, match="layer 1 has not been received"):
             debtor.send(0, queries(1))
-        assert len(debtor.receive(1)[NAME]) == 1
+        assert len(debtor.receive(1)[NAME].parts()) == 1
 
 
 # Refusals
@@ -610,7 +610,7 @@ def test_debtors_take_turns(lending: Callable[..., LendingEngine]):
             for step in range(20):
                 debtor.begin_step({NAME: [span]})
                 debtor.send(step % LAYERS, queries(1))
-                ((part,),) = debtor.receive(step % LAYERS)[NAME]
+                ((part,),) = debtor.receive(step % LAYERS)[NAME].parts()
                 torch.testing.assert_close(
                     part.attention.output(), torch.full((1, HEADS, DIM), value)
                 )
