@@ -14,7 +14,7 @@ How: one creditor process with one thread, SmolLM2's shape, rows that decode one
 `KEYS` of it at the creditor. `local` is the plan of one engine over as many keys in the own pool,
 `creditor` what the creditor says it computed. Medians over `REPEATS` layers, alternating.
 
-Run: `python -m bench.remote_attention [--save]`.
+Run: `make bench-remote-attention`, or `python -m bench.remote_attention [--save]`.
 """
 
 from __future__ import annotations

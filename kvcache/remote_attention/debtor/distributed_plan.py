@@ -17,6 +17,8 @@ from kvcache.attention import (
     Ranges,
     row_slots,
 )
+from kvcache.errors import BadRequest, KVIncomplete
+from kvcache.pages import SCRATCH_PAGE
 from kvcache.remote_attention.debtor.channel import Answer
 from kvcache.remote_attention.debtor.remote_attention import RemoteAttention
 from kvcache.remote_attention.exchange import BorrowedPages, RemoteSpan
@@ -47,7 +49,8 @@ class DistributedPlan:
 
         `spans` are those of a `StepDescription`. `borrowed` has the borrowed pages of span `i`, by
         creditor. The entries of these pages in the span's block table are not read. All pages of
-        the span's own rows are local. Raises `CreditorFailed` as `RemoteAttention.begin_step`.
+        the span's own rows are local. Raises `KVIncomplete` for a page that is neither local nor
+        borrowed, and `CreditorFailed` as `RemoteAttention.begin_step`.
         """
         asked: dict[EngineId, list[RemoteSpan]] = {}
         self._split: list[tuple[Span, list[tuple[EngineId, int]]]] = []  # its spans at creditors
@@ -63,12 +66,18 @@ class DistributedPlan:
             where = []
             for creditor, pages in own.items():
                 there = RemoteSpan(span.row, span.start, span.count, tuple(pages))
+                if there.numbers.max(initial=0) >= len(local):
+                    raise BadRequest(f"pages of {creditor} are behind the rows of a step")
                 local[there.numbers] = False
                 where.append((creditor, len(asked.setdefault(creditor, []))))
                 asked[creditor].append(there)
             self._split.append((span, where))
             numbers = np.flatnonzero(local).astype(np.int32)
+            if (span.pages[numbers] <= SCRATCH_PAGE).any():
+                raise KVIncomplete(f"no holder has some pages of the sequence in row {span.row}")
             held.append(HeldSpan(span.row, span.start, span.count, span.pages[numbers], numbers))
+        if asked:
+            remote.begin_step(asked)  # they plan while this engine does
         of_split = [np.arange(span.row, span.row + span.count) for span, _ in self._split]
         self._split_rows = torch.from_numpy(np.concatenate([*of_split, np.empty(0, np.int64)]))
         self._merge: MergePlan | None = None  # made when the creditors have told their parts
@@ -77,8 +86,6 @@ class DistributedPlan:
         self._plain = planner(plain) if plain else None
         self._plain_rows = torch.from_numpy(np.concatenate(rows)) if rows else None
         self._held = held_planner(held) if held else None
-        if asked:
-            remote.begin_step(asked)
 
     def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """See `kvcache.attention.Plan.append`."""
