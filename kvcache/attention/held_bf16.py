@@ -83,8 +83,9 @@ class Bf16HeldPlan:
                     segments.append((span, run, Segment(some, run.begin, end)))
         precompile(kv_heads, group, dim, page_size)
         work = sum(len(some.rows) * (some.end - some.begin) for _, _, some in segments)
-        self._parallel = work >= PARALLEL_KEYS
-        target = max(work // (ITEMS_PER_THREAD * torch.get_num_threads()), MIN_KEYS)
+        threads = torch.get_num_threads()
+        self._parallel = work >= PARALLEL_KEYS and threads > 1
+        target = max(work // (ITEMS_PER_THREAD * threads), MIN_KEYS)
         self._partials = 0
         places: list[int] = []  # of the partial results in the result
         single_row: list[KVSegment] = []
@@ -106,6 +107,7 @@ class Bf16HeldPlan:
         self._decode = DecodeAttention(single_row, *shape) if single_row else None
         self._prefill = PrefillAttention(multi_row, *shape) if multi_row else None
 
+        self._in_place = places == list(range(self._rows))  # nothing is split, no row is blind
         self._turns = _turns(places)
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> list[list[Part]]:
@@ -122,6 +124,8 @@ class Bf16HeldPlan:
         for kernels in (self._decode, self._prefill):
             if kernels is not None:  # every result is partial: nothing is written to `out`
                 kernels.attend(pages, q, q, partials, parallel=self._parallel)
+        if self._in_place:
+            return PartialAttention(partials[..., :dim], partials[..., dim + 1], partials[..., dim])
         result = PartialAttention.neutral(self._rows, heads, dim)
         for turn, (places, numbers) in enumerate(self._turns):
             some = partials[numbers]

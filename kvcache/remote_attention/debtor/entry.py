@@ -52,7 +52,7 @@ def enter(
 
 
 def _descriptor(connection: socket.socket) -> int:
-    _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+    _, fds, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if len(fds) != 1:
         raise PeerUnreachable("the creditor has passed no memory")
     return fds[0]

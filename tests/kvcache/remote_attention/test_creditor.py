@@ -168,6 +168,7 @@ def test_buffers_within_a_host_are_sealed(lending: Callable[..., LendingEngine])
     shape = AttentionShape.of(LAYOUT, HEADS)
     connection, _, buffers = enter(engine.creditor.endpoints[0], EPOCH, DEBTOR, shape, 20.0)
     with connection:
+        assert not os.get_inheritable(buffers.fd)
         for size in (0, 1 << 30):
             with pytest.raises(PermissionError):
                 os.ftruncate(buffers.fd, size)
