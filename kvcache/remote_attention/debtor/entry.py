@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from dataclasses import asdict
 
@@ -52,7 +53,8 @@ def enter(
 
 
 def _descriptor(connection: socket.socket) -> int:
-    _, fds, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    _, fds, _, _ = socket.recv_fds(connection, 1, 1)
     if len(fds) != 1:
         raise PeerUnreachable("the creditor has passed no memory")
+    os.set_inheritable(fds[0], False)  # `recv_fds` passes no flags on
     return fds[0]
