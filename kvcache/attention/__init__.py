@@ -5,24 +5,31 @@ May import `memory` and the rooms below it.
 
 from kvcache.attention.block_tree import BLOCK
 from kvcache.attention.distributed import combine
-from kvcache.attention.held import HeldSpan, Part
+from kvcache.attention.held import HeldSpan, Part, Ranges, split_parts
+from kvcache.attention.merge_plan import MergePlan, PartRows
 from kvcache.attention.partial import PartialAttention
 from kvcache.attention.plan import HeldPlan, HeldPlanner, Plan, Planner, row_slots
 from kvcache.attention.select import held_planner_for, planner_for
-from kvcache.attention.ship_or_pull import ship_queries
+from kvcache.attention.ship_or_pull import pulled_bytes, ship_queries, shipped_bytes
 
 __all__ = [
     "BLOCK",
     "HeldPlan",
     "HeldPlanner",
     "HeldSpan",
+    "MergePlan",
     "Part",
+    "PartRows",
     "PartialAttention",
     "Plan",
     "Planner",
+    "Ranges",
     "combine",
     "held_planner_for",
     "planner_for",
+    "pulled_bytes",
     "row_slots",
     "ship_queries",
+    "shipped_bytes",
+    "split_parts",
 ]

@@ -33,10 +33,13 @@ from kvcache.attention.block_tree import BLOCK, Node, fold, nodes_of, root
 from kvcache.attention.held import (
     HeldSpan,
     Part,
+    Ranges,
+    check_cover,
     check_queries,
     check_span,
     part_of,
     runs,
+    split_parts,
     table_of,
 )
 from kvcache.attention.partial import PartialAttention
@@ -49,7 +52,7 @@ from kvcache.attention.tiles import (
     by_rows,
     tile_queries,
 )
-from kvcache.errors import BadRequest, KVIncomplete
+from kvcache.errors import BadRequest
 from kvcache.sequences import PageIds
 from kvcache.types import TokenPos
 
@@ -65,6 +68,14 @@ class _Piece(NamedTuple):
     table: PageIds
 
 
+class _Job(NamedTuple):
+    """Query rows and a part's keys, for one or more sequences."""
+
+    queries: tuple[tuple[int, int], ...]  # first rows and counts, by which the queries are found
+    tile: Tile
+    places: torch.Tensor  # of the tile's rows in the result
+
+
 class StableHeldPlan:
     """Partial results over held pages, planned once from a step's spans and run in every layer."""
 
@@ -77,57 +88,52 @@ class StableHeldPlan:
         that does not divide `BLOCK`.
         """
         self._spans, self._group = list(spans), group
-        self._pieces: list[list[_Piece]] = []
-        self._tiles: list[list[list[tuple[int, Tile]]]] = []  # of a span, of a tile of its rows
+        self.part_ranges: Ranges = []
+        self._rows = 0  # of the result
+        jobs: list[tuple[Node, list[tuple[int, QueryRows]]]] = []
+        decodes: dict[Node, list[tuple[int, QueryRows]]] = {}  # as one tile, as on one engine
         for span in spans:
             check_span(span, page_size)
             pieces = _pieces(span, page_size)
-            self._pieces.append(pieces)
-            tiles = []
-            for at in range(0, span.count, QUERY_TILE):
-                count, start = min(QUERY_TILE, span.count - at), span.start + at
-                tiles.append(
-                    [
-                        (
-                            number,
-                            Tile.of(
-                                [QueryRows(span.row + at, start, count, piece.table)],
-                                piece.node,
-                                page_size=page_size,
-                                group=group,
-                                device=device,
-                            ),
-                        )
-                        for number, piece in enumerate(pieces)
-                        if piece.begin < start + count
-                    ]
-                )
-            self._tiles.append(tiles)
+            self.part_ranges.append([(piece.begin, piece.end) for piece in pieces])
+            for begin, end, node, table in pieces:
+                for at in range(0, span.count, QUERY_TILE):
+                    count, start = min(QUERY_TILE, span.count - at), span.start + at
+                    job = self._rows + at, QueryRows(span.row + at, start, count, table)
+                    if span.count == 1 and part_of(node) == (begin, end):
+                        decodes.setdefault(node, []).append(job)
+                    elif begin < start + count:
+                        jobs.append((node, [job]))
+                self._rows += span.count
+        for node, some in decodes.items():
+            jobs.append((node, sorted(some, key=lambda each: -each[1].start)))
+        self._jobs: list[_Job] = []
+        self._queries: dict[tuple[tuple[int, int], ...], Tile] = {}  # a tile with these rows
+        for node, some in jobs:
+            rows = [each for _, each in some]
+            tile = Tile.of(rows, node, page_size=page_size, group=group, device=device)
+            places = np.concatenate([np.arange(at, at + each.count) for at, each in some])
+            key = tuple((each.row, each.count) for each in rows)
+            self._queries.setdefault(key, tile)
+            self._jobs.append(_Job(key, tile, torch.from_numpy(places).to(device)))
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> list[list[Part]]:
         """See `HeldPlan.attend`; a part is a node of the block tree, or lies in one block."""
+        rows = self.attend_rows(pages, q)
+        return split_parts(rows, self.part_ranges, [span.count for span in self._spans])
+
+    def attend_rows(self, pages: torch.Tensor, q: torch.Tensor) -> PartialAttention:
+        """See `HeldPlan.attend_rows`."""
         check_queries(self._spans, pages, q, self._group)
         heads, dim, kv_heads = q.shape[1], q.shape[2], pages.shape[3]
-        results = []
-        for span, pieces, tiles in zip(self._spans, self._pieces, self._tiles, strict=True):
-            found = [PartialAttention.neutral(span.count, heads, dim, pages.device) for _ in pieces]
-            for some in tiles:
-                if not some:
-                    continue
-                queries = tile_queries(some[0][1], q, kv_heads)  # the same for all pieces
-                for number, tile in some:
-                    sums = attend_tile(tile, queries, pages)
-                    at = tile.rows - span.row
-                    found[number].values[at] = by_rows(tile, sums.values, heads)
-                    found[number].top[at] = by_rows(tile, sums.top, heads).squeeze(-1)
-                    found[number].total[at] = by_rows(tile, sums.total, heads).squeeze(-1)
-            results.append(
-                [
-                    Part(piece.begin, piece.end, attention)
-                    for piece, attention in zip(pieces, found, strict=True)
-                ]
-            )
-        return results
+        result = PartialAttention.neutral(self._rows, heads, dim, pages.device)
+        queries = {key: tile_queries(tile, q, kv_heads) for key, tile in self._queries.items()}
+        for key, tile, places in self._jobs:
+            sums = attend_tile(tile, queries[key], pages)
+            result.values[places] = by_rows(tile, sums.values, heads)
+            result.top[places] = by_rows(tile, sums.top, heads).squeeze(-1)
+            result.total[places] = by_rows(tile, sums.total, heads).squeeze(-1)
+        return result
 
 
 def combine(parts: Sequence[Part], *, start: TokenPos, count: int) -> PartialAttention:
@@ -136,17 +142,8 @@ def combine(parts: Sequence[Part], *, start: TokenPos, count: int) -> PartialAtt
     The order of `parts` does not matter. Raises `KVIncomplete` if keys before `start + count` are
     in no part, and `BadRequest` if keys are in two parts or a part is for other rows.
     """
-    at = 0
-    for part in sorted(parts, key=lambda part: part.begin):
-        if part.end <= part.begin:
-            raise BadRequest(f"a part has no keys: [{part.begin}, {part.end})")
-        if part.begin < at:
-            raise BadRequest(f"keys [{part.begin}, {min(part.end, at)}) are in two parts")
-        if part.begin > at:
-            break
-        at = part.end
-    if at < start + count:
-        raise KVIncomplete(f"no part has keys from {at} on, of {start + count}")
+    ordered = sorted(parts, key=lambda part: part.begin)
+    check_cover([(part.begin, part.end) for part in ordered], start, count)
     _, heads, dim = parts[0].attention.values.shape
     return fold_parts(
         parts, PartialAttention.neutral(count, heads, dim, parts[0].attention.top.device)

@@ -16,11 +16,25 @@ import torch
 from kvcache.attention.block_tree import BLOCK, Node
 from kvcache.attention.partial import PartialAttention
 from kvcache.attention.tiles import ABSENT
-from kvcache.errors import BadRequest
+from kvcache.errors import BadRequest, KVIncomplete
 from kvcache.sequences import PageIds
 from kvcache.types import TokenPos
 
-__all__ = ["HeldSpan", "Part", "check_queries", "check_span", "part_of", "runs", "table_of"]
+__all__ = [
+    "HeldSpan",
+    "Part",
+    "Ranges",
+    "check_cover",
+    "check_queries",
+    "check_span",
+    "node_of",
+    "part_of",
+    "runs",
+    "split_parts",
+    "table_of",
+]
+
+Ranges = list[list[tuple[TokenPos, TokenPos]]]  # of each span: the keys [begin, end) of its parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +70,50 @@ class Part(NamedTuple):
     @property
     def node(self) -> Node | None:
         """The node of the block tree that this part is; None if it is no node."""
-        first, blocks = self.begin // BLOCK, (self.end - self.begin) // BLOCK
-        level = blocks.bit_length() - 1
-        if blocks < 1 or blocks != 1 << level or first % blocks:
-            return None
-        node = Node(level, first >> level)
-        return node if part_of(node) == (self.begin, self.end) else None
+        return node_of(self.begin, self.end)
+
+
+def node_of(begin: int, end: int) -> Node | None:
+    """Return the node of the block tree that has the keys `[begin, end)`; None if there is none."""
+    first, blocks = begin // BLOCK, (end - begin) // BLOCK
+    level = blocks.bit_length() - 1
+    if blocks < 1 or blocks != 1 << level or first % blocks:
+        return None
+    node = Node(level, first >> level)
+    return node if part_of(node) == (begin, end) else None
+
+
+def check_cover(ranges: Sequence[tuple[TokenPos, TokenPos]], start: int, count: int) -> None:
+    """Check that parts have the keys of rows at positions `[start, start + count)`, each once.
+
+    `ranges` are their keys, in order. Raises `KVIncomplete` if keys before `start + count` are in
+    no part, and `BadRequest` if keys are in two parts.
+    """
+    at = 0
+    for begin, end in ranges:
+        if end <= begin:
+            raise BadRequest(f"a part has no keys: [{begin}, {end})")
+        if begin < at:
+            raise BadRequest(f"keys [{begin}, {min(end, at)}) are in two parts")
+        if begin > at:
+            break
+        at = end
+    if at < start + count:
+        raise KVIncomplete(f"no part has keys from {at} on, of {start + count}")
+
+
+def split_parts(rows: PartialAttention, ranges: Ranges, counts: Sequence[int]) -> list[list[Part]]:
+    """Return the parts of each span as views of `rows`; see `HeldPlan.attend_rows`."""
+    found: list[list[Part]] = []
+    at = 0
+    for parts, count in zip(ranges, counts, strict=True):
+        found.append([])
+        for begin, end in parts:
+            some = slice(at, at + count)
+            own = PartialAttention(rows.values[some], rows.top[some], rows.total[some])
+            found[-1].append(Part(begin, end, own))
+            at += count
+    return found
 
 
 def part_of(node: Node) -> tuple[TokenPos, TokenPos]:

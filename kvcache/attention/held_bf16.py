@@ -9,6 +9,7 @@ the end, and by one in each weight of a chunk's rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,16 @@ from kvcache.attention.cpu_bf16 import (
     precompile,
     split_segment,
 )
-from kvcache.attention.held import HeldSpan, Part, check_queries, check_span, runs, table_of
+from kvcache.attention.held import (
+    HeldSpan,
+    Part,
+    Ranges,
+    check_queries,
+    check_span,
+    runs,
+    split_parts,
+    table_of,
+)
 from kvcache.attention.partial import PartialAttention, SoftmaxSums, merge_into
 from kvcache.kernels import prefill_attention
 from kvcache.kernels.decode_attention import DecodeAttention
@@ -34,11 +44,11 @@ __all__ = ["Bf16HeldPlan"]
 
 
 class _Run(NamedTuple):
-    """Neighbouring held pages of a span, and where the kernels leave the partial results."""
+    """Neighbouring held pages of a span, and its first row in the result."""
 
     begin: TokenPos
     end: TokenPos
-    results: list[tuple[int, int, int]]  # first row of the span, first partial result, how many
+    row: int
 
 
 class Bf16HeldPlan:
@@ -52,15 +62,19 @@ class Bf16HeldPlan:
         Raises `BadRequest` as `StableHeldPlan` does. Compiles the kernels of a new shape.
         """
         self._spans, self._group = list(spans), group
-        self._runs: list[list[_Run]] = []
+        self.part_ranges: Ranges = []
+        self._rows = 0  # of the result
         segments: list[tuple[HeldSpan, _Run, Segment]] = []
         tiled = prefill_attention.supports(group, dim)
         for span in spans:
             check_span(span, page_size)
             table = table_of(span, page_size)
-            ends = runs(table)
-            found = [_Run(TokenPos(a * page_size), TokenPos(b * page_size), []) for a, b in ends]
-            self._runs.append(found)
+            found = []
+            for first, last in runs(table):
+                positions = TokenPos(first * page_size), TokenPos(last * page_size)
+                found.append(_Run(*positions, self._rows))
+                self._rows += span.count
+            self.part_ranges.append([(run.begin, run.end) for run in found])
             rows = [Row(span.row + at, table, span.start + at + 1) for at in range(span.count)]
             for run in found:
                 seeing = [row for row in rows if row.length > run.begin]
@@ -69,9 +83,11 @@ class Bf16HeldPlan:
                     segments.append((span, run, Segment(some, run.begin, end)))
         precompile(kv_heads, group, dim, page_size)
         work = sum(len(some.rows) * (some.end - some.begin) for _, _, some in segments)
-        self._parallel = work >= PARALLEL_KEYS
-        target = max(work // (ITEMS_PER_THREAD * torch.get_num_threads()), MIN_KEYS)
+        threads = torch.get_num_threads()
+        self._parallel = work >= PARALLEL_KEYS and threads > 1
+        target = max(work // (ITEMS_PER_THREAD * threads), MIN_KEYS)
         self._partials = 0
+        places: list[int] = []  # of the partial results in the result
         single_row: list[KVSegment] = []
         multi_row: list[KVSegment] = []
         for span, run, whole in segments:
@@ -82,7 +98,7 @@ class Bf16HeldPlan:
                     (row.row, min(row.length, end), self._partials + at)
                     for at, row in enumerate(seeing)
                 ]
-                run.results.append((seeing[0].row - span.row, self._partials, len(seeing)))
+                places += [run.row + row.row - span.row for row in seeing]
                 self._partials += len(seeing)
                 pages = seeing[0].pages[begin // page_size : -(-end // page_size)]
                 kv_segment = KVSegment(readers, pages, begin, end)
@@ -91,8 +107,16 @@ class Bf16HeldPlan:
         self._decode = DecodeAttention(single_row, *shape) if single_row else None
         self._prefill = PrefillAttention(multi_row, *shape) if multi_row else None
 
+        self._in_place = places == list(range(self._rows))  # nothing is split, no row is blind
+        self._turns = _turns(places)
+
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> list[list[Part]]:
         """See `HeldPlan.attend`; a part is a run of neighbouring pages."""
+        rows = self.attend_rows(pages, q)
+        return split_parts(rows, self.part_ranges, [span.count for span in self._spans])
+
+    def attend_rows(self, pages: torch.Tensor, q: torch.Tensor) -> PartialAttention:
+        """See `HeldPlan.attend_rows`."""
         check_queries(self._spans, pages, q, self._group)
         heads, dim = q.shape[1:]
         q = q.contiguous()
@@ -100,22 +124,34 @@ class Bf16HeldPlan:
         for kernels in (self._decode, self._prefill):
             if kernels is not None:  # every result is partial: nothing is written to `out`
                 kernels.attend(pages, q, q, partials, parallel=self._parallel)
-        return [
-            [Part(run.begin, run.end, _merged(run, span.count, partials)) for run in found]
-            for span, found in zip(self._spans, self._runs, strict=True)
-        ]
+        if self._in_place:
+            return PartialAttention(partials[..., :dim], partials[..., dim + 1], partials[..., dim])
+        result = PartialAttention.neutral(self._rows, heads, dim)
+        for turn, (places, numbers) in enumerate(self._turns):
+            some = partials[numbers]
+            if turn > 0:
+                merge_into(
+                    SoftmaxSums(some[..., :dim], some[..., dim + 1 :], some[..., dim : dim + 1]),
+                    SoftmaxSums(
+                        result.values[places],
+                        result.top[places].unsqueeze(-1),
+                        result.total[places].unsqueeze(-1),
+                    ),
+                )
+            result.values[places] = some[..., :dim]
+            result.total[places] = some[..., dim]
+            result.top[places] = some[..., dim + 1]
+        return result
 
 
-def _merged(run: _Run, count: int, partials: torch.Tensor) -> PartialAttention:
-    _, heads, width = partials.shape
-    dim = width - 2
-    merged = PartialAttention.neutral(count, heads, dim)
-    for row, first, rows in run.results:
-        own, some = slice(row, row + rows), partials[first : first + rows]
-        merge_into(
-            SoftmaxSums(
-                merged.values[own], merged.top[own].unsqueeze(-1), merged.total[own].unsqueeze(-1)
-            ),
-            SoftmaxSums(some[..., :dim], some[..., dim + 1 :], some[..., dim : dim + 1]),
-        )
-    return merged
+def _turns(places: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the merges of partial results into their places: a place occurs once in each turn."""
+    turns: list[tuple[list[int], list[int]]] = []
+    count: Counter[int] = Counter()
+    for number, place in enumerate(places):
+        if count[place] == len(turns):
+            turns.append(([], []))
+        turns[count[place]][0].append(place)
+        turns[count[place]][1].append(number)
+        count[place] += 1
+    return [(torch.tensor(where), torch.tensor(which)) for where, which in turns]

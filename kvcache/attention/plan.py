@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.attention.held import HeldSpan, Part
+from kvcache.attention.held import HeldSpan, Part, Ranges
+from kvcache.attention.partial import PartialAttention
 from kvcache.sequences import Span
 
 __all__ = ["HeldPlan", "HeldPlanner", "Plan", "Planner", "row_slots"]
@@ -34,6 +35,18 @@ class Plan(Protocol):
 
 class HeldPlan(Protocol):
     """The partial results of some rows over the pages of their sequences that are held here."""
+
+    @property
+    def part_ranges(self) -> Ranges:
+        """The keys of the parts of each span, as `attend` returns them."""
+        ...
+
+    def attend_rows(self, pages: torch.Tensor, q: torch.Tensor) -> PartialAttention:
+        """Return the rows of all parts: for each span and each of its parts, the span's rows.
+
+        Takes what `attend` takes, and raises what it raises.
+        """
+        ...
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> list[list[Part]]:
         """Return the parts of each span over one layer's pages; none where it has no pages here.

@@ -3,12 +3,15 @@
 Accounts hold page numbers only. Imports no torch.
 """
 
+from kvcache.lending.block_source import BlockSource, BorrowedBlock
 from kvcache.lending.borrower import Borrower, Debt, Renewing
 from kvcache.lending.lender import Lender
 from kvcache.lending.loan import Loan, Notice, Renewal
 from kvcache.lending.pool import LendablePages, LoanSlots
 
 __all__ = [
+    "BlockSource",
+    "BorrowedBlock",
     "Borrower",
     "Debt",
     "LendablePages",

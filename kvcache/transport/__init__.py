@@ -3,7 +3,8 @@
 from kvcache.errors import BadRequest
 from kvcache.lease import Put
 from kvcache.memory import USUAL_BYTES
-from kvcache.transport.base import Transport
+from kvcache.transport.base import Transport, strip_scheme
+from kvcache.transport.handshake import accept_handshake, enable_keepalive, send_handshake
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.transport.shm import ShmTransport
@@ -33,5 +34,9 @@ __all__ = [
     "Put",
     "ShmTransport",
     "Transport",
+    "accept_handshake",
+    "enable_keepalive",
     "make_transport",
+    "send_handshake",
+    "strip_scheme",
 ]

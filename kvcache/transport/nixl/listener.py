@@ -26,8 +26,9 @@ import numpy as np
 from kvcache.errors import MicroserveError, NoCapacity
 from kvcache.lease import SLOTS, WORDS
 from kvcache.memory import LocalRegion, PoolLayout
+from kvcache.transport.handshake import accept_handshake, enable_keepalive
 from kvcache.transport.nixl.agent import Agent
-from kvcache.transport.nixl.handshake import RemoteRegion, accept_handshake, enable_keepalive
+from kvcache.transport.nixl.remote_region import RemoteRegion
 from kvcache.types import SlotIndex
 
 __all__ = ["PARTIES", "ROW", "FlaggedRegion", "SenderListener"]
@@ -129,7 +130,7 @@ class SenderListener:
     def _serve(self, connection: socket.socket) -> None:
         """Serve one sender from its handshake to its end."""
         try:
-            finish = accept_handshake(connection, self._secret, self._epoch)
+            _, finish = accept_handshake(connection, self._secret, self._epoch)
             party = self._take_party()
             try:
                 with Agent(self._region.memory) as agent:
@@ -140,7 +141,7 @@ class SenderListener:
                             pool=self._region.memory[1][0],
                             pages=self._region.layout.pages,
                             party=party,
-                        )
+                        ).to_json()
                     )
                     enable_keepalive(connection)
                     connection.recv(1)  # blocks until the sender disconnects

@@ -12,15 +12,15 @@ import numpy.typing as npt
 from kvcache.errors import MicroserveError, PeerUnreachable
 from kvcache.lease import WORDS
 from kvcache.memory import PoolLayout, Region
-from kvcache.transport.nixl.agent import Agent
-from kvcache.transport.nixl.handshake import (
+from kvcache.transport.handshake import (
     HANDSHAKE_TIMEOUT_S,
-    RemoteRegion,
     enable_keepalive,
     is_closed,
     send_handshake,
 )
+from kvcache.transport.nixl.agent import Agent
 from kvcache.transport.nixl.listener import ROW
+from kvcache.transport.nixl.remote_region import RemoteRegion
 from kvcache.transport.runs import Runs
 from kvcache.transport.target import HostTarget
 from kvcache.transport.worker import Worker
@@ -62,7 +62,7 @@ class NixlTarget(HostTarget):
         pool = self._source.pool
         try:
             connection = socket.create_connection((host, port), HANDSHAKE_TIMEOUT_S)
-            self._remote = send_handshake(connection, secret, epoch)
+            self._remote = RemoteRegion.from_json(send_handshake(connection, secret, epoch))
             enable_keepalive(connection)
             self._agent = Agent(
                 [

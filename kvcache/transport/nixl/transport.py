@@ -1,7 +1,7 @@
 """The `nixl` transport: engines on many hosts, over RDMA, TCP or shared memory, as UCX finds.
 
 Each pair of sender and receiver has its own connection, made at the first put: a TCP connection for
-the handshake (`handshake`), and an agent and a thread on each side.
+the handshake (`kvcache.transport.handshake`), and an agent and a thread on each side.
 
 - Over RDMA, and between processes of one host, a put needs no help of the receiver's process once
   connected. Over TCP the receiver's progress thread takes part, because no hardware does: a put

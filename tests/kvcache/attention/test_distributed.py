@@ -14,7 +14,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcache.attention import HeldSpan, Part, PartialAttention, combine, held_planner_for
+from kvcache.attention import (
+    HeldSpan,
+    MergePlan,
+    Part,
+    PartialAttention,
+    PartRows,
+    combine,
+    held_planner_for,
+)
 from kvcache.attention.block_tree import BLOCK
 from kvcache.attention.distributed import StableHeldPlan, fold_parts
 from kvcache.attention.stable import StablePlan
@@ -58,6 +66,33 @@ def test_any_placement_of_blocks_gives_the_bits_of_one_engine(split: Split, rng:
     rng.shuffle(parts)
     assert all(part.node for part in parts)
     assert torch.equal(bits(merged(split, parts)), bits(split.local))
+
+
+@given(st.lists(splits(), min_size=1, max_size=4), st.randoms(use_true_random=False))
+@settings(max_examples=15)
+@pytest.mark.slow
+def test_parts_of_many_spans_merge_together_to_the_same_bits(some: list[Split], rng: random.Random):
+    heads, dim = some[0].q.shape[1:]
+    some = [split for split in some if split.q.shape[1:] == (heads, dim)]
+    rows, spans, at = [], [], 0
+    for split in some:
+        parts = split.all_parts()
+        rng.shuffle(parts)
+        own = []
+        for part in parts:
+            own.append(PartRows(part.begin, part.end, at))
+            rows.append(part.attention)
+            at += split.count
+        spans.append((split.start, split.count, own))
+    together = MergePlan(spans).merge(
+        PartialAttention(
+            torch.cat([each.values for each in rows]),
+            torch.cat([each.top for each in rows]),
+            torch.cat([each.total for each in rows]),
+        )
+    )
+    expected = torch.cat([split.local for split in some])
+    assert torch.equal(bits(together.output()), bits(expected))
 
 
 @pytest.mark.parametrize(

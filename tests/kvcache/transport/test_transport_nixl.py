@@ -35,9 +35,8 @@ from kvcache.errors import BadRequest, LeaseExpired, PeerUnreachable, StaleEpoch
 from kvcache.lease.address import KVAddress
 from kvcache.lease.table import ReceiveLease
 from kvcache.memory.layout import KVLayout
-from kvcache.transport import make_transport
+from kvcache.transport import handshake, make_transport
 from kvcache.transport.nixl import agent as nixl_agent
-from kvcache.transport.nixl import handshake as nixl_handshake
 from kvcache.transport.nixl.listener import FlaggedRegion
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.types import SeqId
@@ -267,7 +266,7 @@ def test_an_endpoint_of_another_kind_is_unreachable(new: Callable[..., KVCache],
 def test_a_silent_connection_is_closed(
     new: Callable[..., KVCache], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(nixl_handshake, "HANDSHAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.05)
     receiver = new("r")
     _, host, port = receiver.transport.endpoint.split(":")
     with socket.create_connection((host, int(port)), 10) as connection:
@@ -453,7 +452,7 @@ def test_a_stopped_receiver_times_out_over_tcp(
     receiver.signal(signal.SIGSTOP)
     with monkeypatch.context() as impatient:
         impatient.setattr(nixl_agent, "TRANSFER_TIMEOUT_S", 0.3)
-        impatient.setattr(nixl_handshake, "HANDSHAKE_TIMEOUT_S", 0.3)
+        impatient.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.3)
         put.renew()
         with pytest.raises(Timeout):
             put.close().result(WAIT_S)

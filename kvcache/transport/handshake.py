@@ -1,11 +1,11 @@
-"""The handshake of sender and receiver: over TCP, each side proves that it has the secret.
+"""The handshake of sender and receiver: over a socket, each side proves that it has the secret.
 
     receiver ──► epoch, challenge
-    sender   ──► challenge, proof
-    receiver ──► proof, NIXL metadata, addresses of slots and pool, index of the sender's flags
+    sender   ──► challenge, what it says of itself, proof
+    receiver ──► what it says of itself, proof
 
-Each frame is one JSON document behind its length. No data follows the handshake. The connection
-stays open while both processes live, and its end tells each side that the other has gone.
+Each frame is one JSON document behind its length. A proof covers both challenges, the purpose of
+the connection and what its side says. Frames that follow the handshake are not covered.
 """
 
 from __future__ import annotations
@@ -17,60 +17,44 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from kvcache.errors import PeerUnreachable, StaleEpoch
 
-__all__ = [
-    "RemoteRegion",
-    "accept_handshake",
-    "enable_keepalive",
-    "is_closed",
-    "send_handshake",
-]
+__all__ = ["accept_handshake", "enable_keepalive", "is_closed", "send_handshake"]
 
 HANDSHAKE_TIMEOUT_S = 5.0  # for each frame
 MAX_FRAME_BYTES: Final = 1 << 20
 KEEPALIVE: Final = (10, 5, 4)  # seconds to the first probe, seconds between probes, probes
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteRegion:
-    """A receiver's region as it describes it to a sender."""
-
-    metadata: str  # of the receiver's NIXL agent for this one sender; hex
-    table: int  # address of the slots
-    pool: int  # address of the pool
-    pages: int  # KVLayout.pages
-    party: int  # index of the sender's flag in each slot's row
-
-
 def accept_handshake(
-    connection: socket.socket, secret: bytes, epoch: int
-) -> Callable[[RemoteRegion], None]:
-    """Run the receiver's side. Return a function that sends the last frame.
+    connection: socket.socket, secret: bytes, epoch: int, *, purpose: str = ""
+) -> tuple[str, Callable[[str], None]]:
+    """Run the receiver's side. Return what the sender says, and a function that sends the answer.
 
+    Both sides have to name the same `purpose`, so that no proof serves for another protocol.
     Raises: `PeerUnreachable` if the sender does not answer or does not have the secret.
     """
     challenge = secrets.token_hex(16)
     connection.settimeout(HANDSHAKE_TIMEOUT_S)
     _send(connection, {"epoch": epoch, "challenge": challenge})
     reply = _receive(connection)
-    theirs = str(reply.get("challenge"))
-    if not _is_proof(reply.get("proof"), secret, "sender", challenge, theirs):
+    theirs, said = _challenge_of(reply), str(reply.get("body", ""))
+    if not _is_proof(reply.get("proof"), secret, f"{purpose}sender", challenge, theirs, said):
         raise PeerUnreachable("a sender does not have this cluster's secret")
 
-    def finish(region: RemoteRegion) -> None:
-        body = json.dumps(asdict(region))
-        proof = _proof(secret, "receiver", challenge, theirs, body)
+    def finish(body: str) -> None:
+        proof = _proof(secret, f"{purpose}receiver", challenge, theirs, body)
         _send(connection, {"proof": proof, "body": body})
 
-    return finish
+    return said, finish
 
 
-def send_handshake(connection: socket.socket, secret: bytes, epoch: int) -> RemoteRegion:
-    """Run the sender's side. Return the description of the receiver's region.
+def send_handshake(
+    connection: socket.socket, secret: bytes, epoch: int, body: str = "", *, purpose: str = ""
+) -> str:
+    """Run the sender's side: say `body`, and return what the receiver says.
 
     Raises: `PeerUnreachable` if the receiver does not answer or does not have the secret;
     `StaleEpoch` if the engine at the address has restarted.
@@ -79,19 +63,14 @@ def send_handshake(connection: socket.socket, secret: bytes, epoch: int) -> Remo
     opening = _receive(connection)
     if opening.get("epoch") != epoch:
         raise StaleEpoch("the engine was restarted since the address was made")
-    theirs, challenge = str(opening.get("challenge")), secrets.token_hex(16)
-    _send(
-        connection,
-        {"challenge": challenge, "proof": _proof(secret, "sender", theirs, challenge)},
-    )
+    theirs, challenge = _challenge_of(opening), secrets.token_hex(16)
+    proof = _proof(secret, f"{purpose}sender", theirs, challenge, body)
+    _send(connection, {"challenge": challenge, "body": body, "proof": proof})
     reply = _receive(connection)
-    body = str(reply.get("body"))
-    if not _is_proof(reply.get("proof"), secret, "receiver", theirs, challenge, body):
+    said = str(reply.get("body"))
+    if not _is_proof(reply.get("proof"), secret, f"{purpose}receiver", theirs, challenge, said):
         raise PeerUnreachable("the receiver does not have this cluster's secret")
-    try:
-        return RemoteRegion(**json.loads(body))
-    except TypeError as error:
-        raise PeerUnreachable("the receiver runs an incompatible version") from error
+    return said
 
 
 def enable_keepalive(connection: socket.socket) -> None:
@@ -136,6 +115,14 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise PeerUnreachable("the peer does not speak this protocol")
     return fields
+
+
+def _challenge_of(fields: dict[str, Any]) -> str:
+    """Return the other side's challenge, which cannot be taken for another field of a proof."""
+    challenge = fields.get("challenge")
+    if not isinstance(challenge, str) or not challenge.isalnum():
+        raise PeerUnreachable("the peer does not speak this protocol")
+    return challenge
 
 
 def _exactly(connection: socket.socket, length: int) -> bytes:

@@ -1,0 +1,48 @@
+"""Where a debtor gets blocks of borrowed pages from: the seam between accounts and sequences.
+
+The side that keeps sequences takes blocks and puts KV into them. The side that keeps the accounts
+borrows them from creditors, renews the loans, and tells when a loan has to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from kvcache.types import EngineId, LeaseId, PageId
+
+__all__ = ["BlockSource", "BorrowedBlock"]
+
+
+class BorrowedBlock(NamedTuple):
+    """Pages of a loan with room for one aligned block of tokens (an rBlock, section 4.3)."""
+
+    creditor: EngineId
+    epoch: int  # of the creditor
+    loan: LeaseId
+    address: str  # the loan's signed address
+    first: int  # position of the block's first page among those of the loan
+    pages: tuple[PageId, ...]  # in the creditor's pool
+
+
+class BlockSource(Protocol):
+    """Borrowed blocks without KV. Thread-safe; no call waits for a creditor."""
+
+    # Called on any thread: a wanted block has come.
+    on_ready: Callable[[], object]
+    # Called on any thread: these loans of a creditor are over, and their KV with them.
+    on_lost: Callable[[EngineId, Sequence[LeaseId]], object]
+    # Called on any thread: these loans are called back. Blocks in them should be given back soon.
+    on_called_back: Callable[[EngineId, Sequence[LeaseId]], object]
+
+    def want(self, blocks: int) -> None:
+        """Say how many free blocks are needed soon, in all. `on_ready` follows if any come."""
+        ...
+
+    def take(self) -> BorrowedBlock | None:
+        """Return a free block of a creditor that can be asked, or None if there is none now."""
+        ...
+
+    def give_back(self, block: BorrowedBlock) -> None:
+        """Return a block. Nothing is written into it any more, and nobody attends to it."""
+        ...

@@ -1,0 +1,38 @@
+"""Attention over KV in the pools of other engines: queries are shipped to it (DistAttention).
+
+`creditor/` and `debtor/` are the two sides, `exchange/` is what passes between them. May import
+`attention`, `transport` and the rooms below them.
+"""
+
+from kvcache.remote_attention.creditor import (
+    Allowed,
+    Creditor,
+    CreditorStatistics,
+    Debtor,
+    PagesOfLoans,
+)
+from kvcache.remote_attention.debtor import (
+    Answer,
+    CreditorFailed,
+    DistributedPlan,
+    Estimate,
+    RemoteAttention,
+)
+from kvcache.remote_attention.exchange import AttentionShape, BorrowedPages, Limits, RemoteSpan
+
+__all__ = [
+    "Allowed",
+    "Answer",
+    "AttentionShape",
+    "BorrowedPages",
+    "Creditor",
+    "CreditorFailed",
+    "CreditorStatistics",
+    "Debtor",
+    "DistributedPlan",
+    "Estimate",
+    "Limits",
+    "PagesOfLoans",
+    "RemoteAttention",
+    "RemoteSpan",
+]

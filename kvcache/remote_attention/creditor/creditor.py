@@ -1,0 +1,326 @@
+"""The creditor's side: one thread computes the parts that debtors ask for.
+
+(Infinite-LLM, section 4.2: the queries travel to the KV.)
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+
+from kvcache.errors import BadRequest, Internal, MicroserveError, NoCapacity, TooLarge
+from kvcache.lease import Identity
+from kvcache.memory import KVLayout
+from kvcache.remote_attention.creditor.admission import admit
+from kvcache.remote_attention.creditor.answering import Answering, RefusedError
+from kvcache.remote_attention.creditor.budget import ComputeBudget
+from kvcache.remote_attention.creditor.debtor_connection import DebtorConnection, Request
+from kvcache.remote_attention.creditor.loans import Allowed
+from kvcache.remote_attention.exchange import Head, Limits, Refusal, listen_tcp, listen_unix
+
+__all__ = ["Creditor", "CreditorStatistics"]
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS: Final = 64  # of debtors, and as many that have yet to shake hands
+ACCEPT_RETRY_S: Final = 0.1  # after a failed accept, as when file descriptors have run out
+
+
+@dataclass(frozen=True, slots=True)
+class CreditorStatistics:
+    """What a creditor has done for debtors since it started."""
+
+    debtors: int  # connected now
+    answers: int  # each of one layer
+    refusals: int
+    computed_s: float
+    waited_s: float  # of all requests, for their turn
+
+
+class _Waiting(NamedTuple):
+    connection: DebtorConnection
+    request: Request
+    since: float
+
+
+class Creditor:
+    """Answers queries over the pages that a process has lent.
+
+    One thread serves all debtors, one request each in turn. Bad input is refused with a typed
+    error; a debtor whose messages cannot be told apart any more is disconnected, and nobody else.
+    """
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        layout: KVLayout,
+        *,
+        query_heads: int,
+        identity: Identity,
+        allowed: Allowed,
+        share: float,
+        burst_s: float = 0.05,
+        wait_s: float = 1.0,
+        guard: Callable[[], AbstractContextManager[object]] = nullcontext,
+        host: str | None = None,
+        limits: Limits | None = None,
+        threads: int = 1,
+    ) -> None:
+        """Listen, and start the thread.
+
+        `pool` is `[layers, pages, 2, page_size, kv_heads, head_dim]`, of `layout`. It must outlive
+        the creditor. `allowed` says which pages belong to which loans. It is asked before each
+        computation and after it, and `guard` is held from the one to the other: so an answer is
+        over pages that were lent all the while. At most `share` of the time goes into computations,
+        but for `burst_s` seconds (see `ComputeBudget`); a request that this makes wait longer than
+        `wait_s` is refused with `NoCapacity`. Debtors on other hosts reach it at `host`; None:
+        there are none. The thread computes with `threads` threads.
+
+        Raises `OSError` if it cannot listen, `Unsupported` for a pool that holds a part of the
+        model, and `BadRequest` as `ComputeBudget` does.
+        """
+        self._answering = Answering(
+            pool, layout, query_heads, limits=limits or Limits(), allowed=allowed, guard=guard
+        )
+        self._identity, self._wait_s, self._threads = identity, wait_s, threads
+        self._on_device = pool.device.type != "cpu"
+        self._budget = ComputeBudget(share, burst_s, time.monotonic)
+        self._closed = threading.Event()
+        self._lock = threading.Lock()  # guards the two below
+        self._shaking: set[socket.socket] = set()
+        self._arrived: deque[DebtorConnection] = deque()
+        self._connections: dict[str, DebtorConnection] = {}  # by debtor: each has one
+        self._ready: deque[_Waiting] = deque()
+        self._refusals, self._waited_s = 0, 0.0
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ, self._on_wake)
+        self._listeners: list[socket.socket] = []
+        try:
+            self.endpoints = tuple(self._listen(host))
+        except BaseException:
+            self._release()
+            raise
+        self._thread = threading.Thread(target=self._run, name="creditor", daemon=True)
+        self._thread.start()
+
+    def statistics(self) -> CreditorStatistics:
+        """Return what has been done. Thread-safe."""
+        done = self._answering
+        return CreditorStatistics(
+            len(self._connections), done.answers, self._refusals, done.computed_s, self._waited_s
+        )
+
+    def close(self) -> None:
+        """Disconnect all debtors, after the computation under way. Idempotent."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._wake.send(b"\0")
+            self._thread.join()
+            self._release()
+
+    # The thread
+
+    def _run(self) -> None:
+        # A thread's first such call copies the process-wide setting; the second then sets its own.
+        torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            while not self._closed.is_set():
+                for key, _ in self._selector.select(self._timeout_s()):
+                    act: Callable[[], None] = key.data
+                    act()
+                self._serve()
+
+    def _timeout_s(self) -> float | None:
+        """Return how long nothing is to be done, unless something arrives."""
+        if not self._ready:
+            return None
+        expires = self._ready[0].since + self._wait_s - time.monotonic()
+        return max(0.0, min(self._budget.wait_s(), expires))
+
+    def _serve(self) -> None:
+        """Serve the request that has waited longest, if the budget allows."""
+        now = time.monotonic()
+        if self._budget.wait_s() > 0:
+            while self._ready and self._ready[0].since < now - self._wait_s:
+                connection, request, _ = self._ready.popleft()
+                busy = NoCapacity("the creditor computes too much for others", retry_after_s=1.0)
+                self._refuse(connection, request.head, Refusal(busy))
+            return
+        if not self._ready:
+            return
+        connection, request, since = self._ready.popleft()
+        if self._connections.get(connection.debtor.engine_id) is not connection:
+            return
+        self._waited_s += now - since
+        cpu = time.thread_time()
+        try:
+            self._answering.answer(connection, request, now - since)
+        except RefusedError as refused:
+            self._refuse(connection, request.head, refused.refusal)
+        except MicroserveError as error:
+            self._refuse(connection, request.head, Refusal(error))
+        except Exception:
+            log.exception("a debtor's request failed")
+            self._refuse(connection, request.head, Refusal(Internal("the creditor has failed")))
+        else:
+            self._send(connection)
+        finally:
+            # Time in which this thread did not run took nothing from others.
+            took = time.monotonic() - now
+            ran = (time.thread_time() - cpu) * self._threads
+            self._budget.spend(took if self._on_device else min(took, ran))
+
+    # Connections
+
+    def _on_readable(self, connection: DebtorConnection) -> None:
+        try:
+            request = connection.receive()
+        except (BadRequest, TooLarge) as error:
+            self._refusals += 1
+            connection.finish(error)
+            self._send(connection)
+        except (EOFError, OSError):
+            self._drop(connection)
+        else:
+            if request is not None:
+                self._selector.unregister(connection.socket)  # one request of each at a time
+                self._ready.append(_Waiting(connection, request, time.monotonic()))
+
+    def _refuse(self, connection: DebtorConnection, head: Head, refusal: Refusal) -> None:
+        if self._connections.get(connection.debtor.engine_id) is connection:
+            self._refusals += 1
+            connection.refuse(head, refusal)
+            self._send(connection)
+
+    def _send(self, connection: DebtorConnection) -> None:
+        """Send the reply, and then wait for the next request."""
+        try:
+            done = connection.send()
+        except OSError:
+            self._drop(connection)
+            return
+        if done:
+            self._watch(connection, selectors.EVENT_READ, self._on_readable)
+        else:
+            self._watch(connection, selectors.EVENT_WRITE, self._send)
+
+    def _watch(
+        self,
+        connection: DebtorConnection,
+        event: int,
+        call: Callable[[DebtorConnection], None],
+    ) -> None:
+        watched = connection.socket.fileno() in self._selector.get_map()
+        change = self._selector.modify if watched else self._selector.register
+        change(connection.socket, event, partial(call, connection))
+
+    def _drop(self, connection: DebtorConnection) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(connection.socket)
+        if self._connections.get(connection.debtor.engine_id) is connection:
+            del self._connections[connection.debtor.engine_id]
+        connection.close()
+
+    def _on_wake(self) -> None:
+        self._woken.recv(1 << 12)
+        while self._arrived:
+            connection = self._arrived.popleft()
+            before = self._connections.get(connection.debtor.engine_id)
+            if before is not None:
+                self._drop(before)
+            if len(self._connections) >= CONNECTIONS:
+                connection.close()
+                continue
+            self._connections[connection.debtor.engine_id] = connection
+            self._watch(connection, selectors.EVENT_READ, self._on_readable)
+
+    def _on_connect(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("a debtor could not be accepted: %s", error)
+            self._closed.wait(ACCEPT_RETRY_S)
+            return
+        with self._lock:
+            if len(self._shaking) >= CONNECTIONS:
+                connection.close()
+                return
+            self._shaking.add(connection)
+        thread = threading.Thread(
+            target=self._shake_hands, args=(connection,), name="creditor-admit", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads
+            log.warning("a debtor could not be accepted: %s", error)
+            with self._lock:
+                self._shaking.discard(connection)
+                connection.close()
+
+    def _shake_hands(self, connection: socket.socket) -> None:
+        """Shake hands, in a thread of its own."""
+        try:
+            admitted = admit(
+                connection, self._identity, self._answering.shape, self._answering.limits
+            )
+        except (MicroserveError, OSError) as error:
+            log.info("a debtor was not admitted: %s", error)
+            with self._lock:
+                self._shaking.discard(connection)
+                connection.close()
+            return
+        with self._lock:
+            self._shaking.discard(connection)
+            if self._closed.is_set():
+                admitted.close()
+                return
+            self._arrived.append(admitted)
+            self._wake.send(b"\0")
+
+    def _listen(self, host: str | None) -> list[str]:
+        endpoints = []
+        for listener, endpoint in self._sockets(host):
+            self._listeners.append(listener)
+            listener.setblocking(False)
+            self._selector.register(
+                listener, selectors.EVENT_READ, partial(self._on_connect, listener)
+            )
+            endpoints.append(endpoint)
+        return endpoints
+
+    @staticmethod
+    def _sockets(host: str | None) -> Iterator[tuple[socket.socket, str]]:
+        yield listen_unix()
+        if host is not None:
+            yield listen_tcp(host)
+
+    def _release(self) -> None:
+        """Close everything, once the thread has ended."""
+        for listener in self._listeners:
+            listener.close()
+        with self._lock:
+            for connection in self._shaking:
+                with suppress(OSError):  # wakes its thread, which closes it
+                    connection.shutdown(socket.SHUT_RDWR)
+            for admitted in [*self._arrived, *self._connections.values()]:
+                admitted.close()
+        self._connections.clear()
+        self._ready.clear()
+        self._selector.close()
+        self._wake.close()
+        self._woken.close()
