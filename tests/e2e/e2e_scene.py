@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from e2e_faults import (
     LEASE_MS,
     PAGE,
@@ -112,6 +114,11 @@ class Scene:
 
     def release(self) -> None:
         self.lease.release()
+
+    def freeze(self) -> None:
+        """Stop both engines. Else the moment may pass while one of them takes a signal."""
+        for engine in self.engine.values():
+            engine.signal(signal.SIGSTOP)
 
     @property
     def generation(self) -> Generation:

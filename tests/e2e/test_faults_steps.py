@@ -94,6 +94,7 @@ START_ENDS = {
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
 @pytest.mark.parametrize("step", STEPS)
 def test_an_engine_fails(step: str, victim: str, number: signal.Signals, alone: Alone) -> None:
+    other = "receiver" if victim == "sender" else "sender"
     for _ in range(TRIES):
         with engines(2) as running:
             scene = Scene(running)
@@ -102,8 +103,10 @@ def test_an_engine_fails(step: str, victim: str, number: signal.Signals, alone: 
                     action(scene)
             except Missed:
                 continue
-            scene.engine[victim].signal(number)
+            scene.freeze()
             if STEPS[step].still(scene):
+                scene.engine[victim].signal(number)
+                scene.engine[other].signal(signal.SIGCONT)
                 after = {KILL: after_a_kill, STOP: after_a_stop}[number]
                 after(scene, STEPS[step], victim, alone)
                 return
