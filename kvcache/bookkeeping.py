@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvcache.errors import Internal
-from kvcache.lease.address import KVAddress, page_runs, prompt_digest
 from kvcache.lease.control_slots import ControlSlots
 from kvcache.lease.identity import Identity
+from kvcache.lease.landings import Landings
 from kvcache.lease.receiver import LeaseReceiver
 from kvcache.lending import Lender, Loan
 from kvcache.pages.page_manager import PageManager
@@ -42,7 +42,7 @@ class PageUse:
 
 
 class Bookkeeping:
-    """Pages, sequences, receive leases and loans. `KVCache` guards it by its lock."""
+    """Pages, sequences, receive leases, landings and loans. `KVCache` guards it by its lock."""
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Bookkeeping:
         self.receiver = LeaseReceiver(
             self.pages, self.sequences, slots, endpoint, shards, identity, clock
         )
+        self.landings = Landings(self.receiver)
         self.lender = self.sequences.loans = Lender(
             self.pages,
             epoch=identity.epoch,
@@ -77,9 +78,6 @@ class Bookkeeping:
             clock=clock,
             slots=self.receiver.leases.slots,
         )
-        self._endpoint = endpoint
-        self._shards = shards
-        self._identity = identity
 
     def lend(
         self, debtor: EngineId, epoch: int, lease_id: LeaseId, size: int, *, at: int
@@ -137,7 +135,7 @@ class Bookkeeping:
         Raises `Internal` if one is not.
         """
         self.lender.check()
-        accounts = self.sequences, self.receiver, self.lender
+        accounts = self.sequences, self.receiver, self.landings, self.lender
         self.pages.check([*(pages for one in accounts for pages in one.holders()), *holders])
 
     def _address(self, loan: Loan) -> str:
@@ -146,20 +144,10 @@ class Bookkeeping:
         Its positions count from 0 in the loan's own pages, and its digest is that of no tokens, so
         a mirror of any sequence can write up to `room`. Its lease id is that of no receive lease.
         """
-        identity = self._identity
-        return KVAddress(
-            engine_id=identity.engine_id,
-            epoch=identity.epoch,
-            url=identity.url,
-            endpoint=self._endpoint(),
-            lease_id=LeaseId(f"loan {loan.lease_id} of {loan.debtor}"),
-            slot=loan.slot,
-            nonce=loan.nonce,
-            begin=0,
-            end=0,
+        return self.receiver.address(
+            LeaseId(f"loan {loan.lease_id} of {loan.debtor}"),
+            loan.slot,
+            loan.nonce,
+            loan.pages,
             room=len(loan.pages) * self.sequences.page_size,
-            runs=page_runs(loan.pages),
-            fingerprint=identity.fingerprint,
-            digest=prompt_digest(()),
-            shards=self._shards,
-        ).sign(identity.secret)
+        )

@@ -26,6 +26,7 @@ from kvcache.bookkeeping import LOAN_S, Bookkeeping, PageUse
 from kvcache.errors import NoCapacity
 from kvcache.lease.address import KVAddress
 from kvcache.lease.identity import Identity
+from kvcache.lease.page_sends import PageSends
 from kvcache.lease.put import Put
 from kvcache.lease.sender import Mirror, Sender
 from kvcache.lease.table import ReceiveLease, Watch
@@ -82,6 +83,8 @@ class KVCache(PagedCache):
         self.tiers = Tiers(tier_stores, manager, store.device_pages, layout.page_size, self.lock)
         self._sequences.swap_space = self.tiers
         self._sender = Sender(manager, self.page_size, layers, transport, identity, self.lock)
+        # Sends of lent pages. Their caller holds the lock, but for `open`.
+        self.page_sends = PageSends(self._sender, manager, self.page_size, layers, self.lock)
 
     # Declare: prefixes
 
@@ -303,7 +306,9 @@ class KVCache(PagedCache):
         Raises `Internal` if it does not.
         """
         with self.lock:
-            self.bookkeeping.check([*self._sender.holders(), *self.tiers.holders()])
+            self.bookkeeping.check(
+                [*self._sender.holders(), *self.page_sends.holders(), *self.tiers.holders()]
+            )
             self.tiers.check()
             self.store.check()
 

@@ -33,6 +33,8 @@ from engine.protocol import (
     LendFreeReply,
     LendRenew,
     LendRenewReply,
+    LendSend,
+    LendSendReply,
     MicroserveError,
     MirrorGeneration,
     ModelInfo,
@@ -176,6 +178,11 @@ def build_api(engine: ServedEngine, config: EngineConfig) -> FastAPI:
     async def lend_renew(request: Request) -> LendRenewReply:
         """Renew loans, and tell which of them are called back or have ended."""
         return lending().renew(parse(LendRenew, await read_body(request, limit)))
+
+    @post("lend/send", LendSend, LendSendReply)
+    async def lend_send(request: Request) -> LendSendReply:
+        """Put the KV of lent pages into the debtor's own; responds when it has landed."""
+        return await lending().send(parse(LendSend, await read_body(request, limit)))
 
     @app.get("/microserving/model")
     async def model() -> ModelInfo:

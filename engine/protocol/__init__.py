@@ -27,6 +27,8 @@ from engine.protocol.lending import (
     LendFreeReply,
     LendRenew,
     LendRenewReply,
+    LendSend,
+    LendSendReply,
 )
 from engine.protocol.limits import Limits, generation_begin, resolve_position, send_range
 from engine.protocol.names import page_name, page_names
@@ -100,6 +102,8 @@ __all__ = [
     "LendFreeReply",
     "LendRenew",
     "LendRenewReply",
+    "LendSend",
+    "LendSendReply",
     "Limits",
     "MicroserveError",
     "Mirror",

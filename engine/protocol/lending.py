@@ -20,10 +20,13 @@ __all__ = [
     "LendFreeReply",
     "LendRenew",
     "LendRenewReply",
+    "LendSend",
+    "LendSendReply",
 ]
 
 MAX_RENEWED = 1024  # loans of one call
 MAX_FREED = 1 << 20  # pages of one call
+MAX_SENT = 4096  # pages of one call
 LoanName = EngineName  # the debtor's name for a loan: as long, and as printable
 PageNumber = Annotated[int, Field(ge=1, lt=2**31)]
 
@@ -96,3 +99,21 @@ class LendRenewReply(Message):
     called_back: list[str]
     ended: list[str]
     lease_ms: Count
+
+
+class LendSend(LendCall):
+    """`POST /microserving/lend/send`: put the KV of `pages` of a loan at the debtor's `kv_addr`.
+
+    It goes there in the order of the list, from position 0 on. The loan lives on.
+    """
+
+    lease_id: LoanName
+    pages: list[PageNumber] = Field(min_length=1, max_length=MAX_SENT, fail_fast=True)
+    kv_addr: str
+
+
+class LendSendReply(Message):
+    """All pages have landed."""
+
+    sent_pages: Count
+    bytes: Count

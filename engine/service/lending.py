@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from itertools import count
 
@@ -15,11 +16,17 @@ from engine.protocol import (
     LendFreeReply,
     LendRenew,
     LendRenewReply,
+    LendSend,
+    LendSendReply,
+    NoCapacity,
+    Timeout,
 )
 from kvcache.cache import KVCache
 from kvcache.types import EngineId, LeaseId, PageId
 
 __all__ = ["Lending"]
+
+MAX_SENDS = 16  # at a time
 
 
 class Lending:
@@ -34,6 +41,7 @@ class Lending:
         self._cache = cache
         self._draining = draining
         self._sequence = count(1)  # of heartbeats
+        self._sends = 0  # under way
 
     def allocate(self, call: LendAllocate) -> LendAllocateReply:
         """Lend pages, or refuse for lack of room. Raises `Draining` too."""
@@ -82,6 +90,49 @@ class Lending:
             ended=list(renewal.ended),
             lease_ms=self._lease_ms,
         )
+
+    async def send(self, call: LendSend) -> LendSendReply:
+        """Put the KV of lent pages at an address of their debtor, and wait until it has landed.
+
+        Raises as `Lender.check_pages` and `KVCache.open_put`, `NoCapacity` if too many of these
+        calls are running, and `Timeout` if it takes longer than a loan lasts.
+        """
+        if self._sends >= MAX_SENDS:
+            raise NoCapacity(f"{self._sends} calls send lent pages")
+        self._sends += 1
+        try:
+            return await self._send(call, [PageId(page) for page in call.pages])
+        finally:
+            self._sends -= 1
+
+    async def _send(self, call: LendSend, pages: list[PageId]) -> LendSendReply:
+        cache = self._cache
+        with cache.lock:
+            self._check_loan(call, pages)
+        # Claiming the address may wait for the peer's write right, so it runs on a thread.
+        put = await asyncio.to_thread(cache.page_sends.open, call.kv_addr)
+        with cache.lock:
+            try:
+                self._check_loan(call, pages)  # it may have ended meanwhile
+                sent = cache.page_sends.send(put, pages)
+            except BaseException:
+                put.abandon()
+                raise
+        try:
+            await asyncio.wait_for(
+                asyncio.shield(asyncio.wrap_future(sent)), cache.bookkeeping.lender.lease_s
+            )
+        except TimeoutError:
+            raise Timeout("the debtor's pages could not be written in time") from None
+        finally:
+            put.abandon()  # no effect after the last write
+        return LendSendReply(sent_pages=len(pages), bytes=put.bytes_sent)
+
+    def _check_loan(self, call: LendSend, pages: list[PageId]) -> None:
+        self._cache.bookkeeping.lender.check_pages(
+            EngineId(call.debtor), call.epoch, LeaseId(call.lease_id), pages,
+            at=call.creditor_epoch,
+        )  # fmt: skip
 
     def heartbeat(self) -> Heartbeat | None:
         """Return this engine's row of the ledger; None if it lends nothing at all."""

@@ -18,7 +18,7 @@ from kvcache.lease.control_slots import ControlSlots
 from kvcache.lease.identity import Identity
 from kvcache.lease.table import LeaseTable, ReceiveLease
 from kvcache.shard import Shard
-from kvcache.types import LeaseId, PageId, SeqId
+from kvcache.types import LeaseId, PageId, SeqId, SlotIndex
 
 __all__ = ["LeasablePages", "LeaseReceiver", "LeaseSequences"]
 
@@ -97,7 +97,7 @@ class LeaseReceiver:
         self.leases = LeaseTable(slots)
         self._manager = manager
         self._sequences = sequences
-        self._page_size = sequences.page_size
+        self.page_size = sequences.page_size
         self._endpoint = endpoint
         self._shards = shards
         self._identity = identity
@@ -110,7 +110,7 @@ class LeaseReceiver:
         """See `KVCache.prep_recv`."""
         tokens = list(prompt[:end])
         matched = self._manager.match(tokens)
-        begin = len(matched) * self._page_size
+        begin = len(matched) * self.page_size
         wanted = self._pages_for(end + reserve) - len(matched)
         self._admit(wanted, wanted, "end")
         matched = self._manager.share(matched)
@@ -172,7 +172,7 @@ class LeaseReceiver:
             # Everything is matched. The last page is shared, so it must not be written.
             matched, shared = matched[:-1], matched[-1:]
             self._manager.drop(shared)
-            length = len(matched) * self._page_size
+            length = len(matched) * self.page_size
         self._sequences.put(seq_id, matched + own, length)
         return length
 
@@ -184,8 +184,8 @@ class LeaseReceiver:
         lease = self.leases.get(lease_id)
         if lease.landed < lease.end:
             raise KVIncomplete(f"{lease.landed} of {lease.end} tokens have landed")
-        full = lease.end // self._page_size
-        tokens = full * self._page_size
+        full = lease.end // self.page_size
+        tokens = full * self.page_size
         pages = lease.matched + self.leases.commit(lease, tokens)
         self._manager.publish(lease.tokens[:tokens], pages[:full])
         self._manager.drop(pages)
@@ -235,28 +235,49 @@ class LeaseReceiver:
             raise NoCapacity(f"{count} pages wanted, {self._manager.available} available")
         return self._manager.take(count)
 
-    def _address(self, lease: ReceiveLease) -> str:
+    def address(
+        self,
+        lease_id: LeaseId,
+        slot: SlotIndex,
+        nonce: int,
+        pages: Sequence[PageId],
+        *,
+        begin: int = 0,
+        room: int,
+        tokens: Sequence[int] = (),
+    ) -> str:
+        """Return the signed address of pages of this pool whose writer holds a control slot.
+
+        `pages` are for positions `begin` to `room`. The prompt of a lease is `tokens`. Without
+        tokens, any sequence can be written up to `room`.
+        """
         identity = self._identity
         return KVAddress(
             engine_id=identity.engine_id,
             epoch=identity.epoch,
             url=identity.url,
             endpoint=self._endpoint(),
-            lease_id=lease.lease_id,
-            slot=lease.slot,
-            nonce=lease.nonce,
-            begin=lease.begin,
-            end=lease.end,
-            room=lease.room,
-            runs=page_runs(lease.own),
+            lease_id=lease_id,
+            slot=slot,
+            nonce=nonce,
+            begin=begin,
+            end=len(tokens),
+            room=room,
+            runs=page_runs(pages),
             fingerprint=identity.fingerprint,
-            digest=prompt_digest(lease.tokens),
+            digest=prompt_digest(tokens),
             shards=self._shards,
         ).sign(identity.secret)
 
+    def _address(self, lease: ReceiveLease) -> str:
+        return self.address(
+            lease.lease_id, lease.slot, lease.nonce, lease.own,
+            begin=lease.begin, room=lease.room, tokens=lease.tokens,
+        )  # fmt: skip
+
     def _fenced(self, lease: ReceiveLease) -> list[PageId]:
         """End a lease; return pages with what has landed, which no writer can reach."""
-        safe, rest = divmod(lease.landed - lease.begin, self._page_size)
+        safe, rest = divmod(lease.landed - lease.begin, self.page_size)
         fresh = self._manager.take(len(lease.own) - safe)
         if rest:
             self._sequences.copy_page(lease.own[safe], fresh[0], rest)
@@ -269,4 +290,4 @@ class LeaseReceiver:
         self._manager.drop(lease.matched)
 
     def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
+        return -(-tokens // self.page_size)

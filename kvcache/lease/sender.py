@@ -99,6 +99,16 @@ class Sender:
             )
         return self._claim(address, begin)
 
+    def claim(self, kv_addr: str) -> tuple[Put, int]:
+        """Claim an address that is for no prompt, from position 0 on; return its room in tokens.
+
+        Waits and raises as `KVCache.open_put`.
+        """
+        address = self.check(kv_addr, ())
+        if address.begin:
+            raise BadRange("the address does not begin at position 0", param="kv_addr")
+        return self._claim(address, 0), address.room
+
     def mirror(self, kv_addr: str, tokens: Sequence[int]) -> Mirror:
         """See `KVCache.open_mirror`."""
         mirror = Mirror(self.check(kv_addr, tokens))

@@ -16,7 +16,7 @@ epoch and the creditor's, and one that names a process of the past changes nothi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 from kvcache.errors import BadRequest, Internal, LeaseExpired, NoCapacity, StaleEpoch
@@ -219,6 +219,27 @@ class Lender:
                 break
             late.append(loan)
         return self._end(late)
+
+    def check_pages(
+        self,
+        debtor: EngineId,
+        epoch: int,
+        lease_id: LeaseId,
+        pages: Collection[PageId],
+        *,
+        at: int,
+    ) -> None:
+        """Check that the debtor's process has these pages by this loan.
+
+        Raises `BadRequest` for a bad name or other pages, `StaleEpoch` if either process has ended,
+        and `LeaseExpired` if there is no such loan.
+        """
+        self._check(debtor, lease_id, at)
+        self._meet(debtor, epoch)
+        if (loan := self._loans.get((debtor, lease_id))) is None:
+            raise LeaseExpired(f"there is no loan {lease_id} of {debtor}", param="lease_id")
+        if not set(pages) <= set(loan.pages):
+            raise BadRequest(f"loan {lease_id} does not have these pages", param="pages")
 
     def loan(self, debtor: EngineId, lease_id: LeaseId) -> Loan | None:
         """Return a live loan, or None."""

@@ -9,9 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from engine_process import EngineProcess
 
-from kvcache.lease import KVAddress
+from kvcache.cache import KVCache
+from kvcache.lease import Identity, KVAddress
+from kvcache.memory import KVLayout
+from kvcache.page_store.torch_store import TorchPageStore
+from kvcache.transport import ShmTransport
+from kvcache.types import EngineId, SeqId
 
 pytestmark = pytest.mark.processes
 
@@ -114,6 +120,14 @@ GOOD: dict[str, dict[str, Any]] = {
     "allocate": {"debtor": "d", "epoch": 1, "creditor_epoch": 1, "lease_id": "x", "size": 1},
     "free": {"debtor": "d", "epoch": 1, "creditor_epoch": 1, "lease_id": "x"},
     "renew": {"debtor": "d", "epoch": 1, "creditor_epoch": 1, "lease_ids": ["x"]},
+    "send": {
+        "debtor": "d",
+        "epoch": 1,
+        "creditor_epoch": 1,
+        "lease_id": "x",
+        "pages": [1],
+        "kv_addr": "x",
+    },
 }
 
 
@@ -143,6 +157,9 @@ GOOD: dict[str, dict[str, Any]] = {
         ("free", {"pages": [0]}, "pages.0"),
         ("free", {"pages": [2**31]}, "pages.0"),
         ("free", {"pages": "all"}, "pages"),
+        ("send", {"pages": []}, "pages"),
+        ("send", {"pages": [1] * 4097}, "pages"),
+        ("send", {"kv_addr": 1}, "kv_addr"),
         ("renew", {"lease_ids": "x"}, "lease_ids"),
         ("renew", {"lease_ids": [""]}, "lease_ids.0"),
         ("renew", {"lease_ids": ["x"] * 1025}, "lease_ids"),
@@ -218,6 +235,63 @@ def test_the_address_of_a_loan_lets_another_engine_write_into_it(
         mirrored(address[:-4] + "AAAA")
 
 
+@pytest.fixture
+def debtor(creditor: EngineProcess) -> Iterator[KVCache]:
+    """A cache in this process, of the creditor's model."""
+    address = KVAddress.verify(ask(creditor, "look", 1)["kv_addr"], b"secret")
+    free(creditor, "look")
+    transport = ShmTransport(1)
+    layout = KVLayout(2, 13, 16, 2, 32, torch.float32)  # of `tiny`
+    cache = KVCache(
+        TorchPageStore.on(transport, layout, query_heads=4),
+        transport,
+        identity=Identity(EngineId("d"), 1, b"secret", address.fingerprint),
+    )
+    yield cache
+    cache.check_integrity()
+    cache.close()
+
+
+def test_lent_pages_are_sent_home(creditor: EngineProcess, debtor: KVCache):
+    loan = ask(creditor, "h1", 4)["kv_addr"]
+    lent = KVAddress.verify(loan, b"secret").pages()
+    pool, landings = debtor.store.pool, debtor.bookkeeping.landings
+    pool[:, 1:].normal_()
+    with debtor.lock:
+        debtor._sequences.put(SeqId(1), debtor.bookkeeping.pages.take(4), 64)
+        own = debtor._sequences[SeqId(1)].pages
+    mirror = debtor.open_mirror(loan, ())
+    debtor.mirror(SeqId(1), mirror, 1)
+    assert mirror.put is not None
+    mirror.put.close().result(10)
+    debtor.close_mirror(mirror)
+
+    with debtor.lock:
+        landing = landings.open(debtor.bookkeeping.pages.take(3))
+        kv_addr = landings.address(landing)
+    wanted = [lent[2], lent[0], lent[3]]
+    reply = call(creditor, "send", lease_id="h1", pages=wanted, kv_addr=kv_addr)
+    assert reply.status_code == 200, reply.text
+    assert reply.json() == {"sent_pages": 3, "bytes": 3 * pool[:, 0].nbytes}
+    with debtor.lock:
+        home = landings.take(landing)
+    assert pool[:, home].equal(pool[:, [own[2], own[0], own[3]]])
+    with debtor.lock:
+        debtor.bookkeeping.pages.drop(home)
+    debtor.remove_sequence(SeqId(1))
+
+    for fields, error in (
+        ({"lease_id": "h2"}, "lease_expired"),
+        ({"pages": [lent[0], 39]}, "bad_request"),
+        ({}, "lease_expired"),  # the landing has ended
+        ({"kv_addr": kv_addr[:-4] + "AAAA"}, "bad_address"),
+        ({"debtor": "somebody"}, "lease_expired"),
+    ):
+        body = {"lease_id": "h1", "pages": wanted, "kv_addr": kv_addr, **fields}
+        assert call(creditor, "send", **body).json()["error"]["type"] == error, fields
+    free(creditor, "h1")
+
+
 def test_a_restarted_creditor_refuses_messages_for_the_process_before_it():
     engine = EngineProcess(*FLAGS)
     epoch = engine.state()["epoch"]
@@ -230,6 +304,7 @@ def test_a_restarted_creditor_refuses_messages_for_the_process_before_it():
             ("allocate", {"lease_id": "1", "size": 2}),
             ("free", {"lease_id": "1"}),
             ("renew", {"lease_ids": ["1"]}),
+            ("send", {"lease_id": "1", "pages": [1], "kv_addr": "x"}),
         ):
             reply = call(again, name, creditor_epoch=epoch, **fields)
             assert (reply.status_code, reply.json()["error"]["type"]) == (409, "stale_epoch")
