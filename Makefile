@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
 	bench-changing-traffic bench-simulated-engines bench-simulation bench-layers \
-	bench-receiving bench-remote-attention bench-vllm-fleet bench-vllm-disagg bench-workers figures peers clean
+	bench-receiving bench-long bench-remote-attention bench-vllm-fleet bench-vllm-disagg bench-workers figures peers clean
 
 ##@ Try it
 
@@ -137,6 +137,9 @@ bench-simulation: $(VENV)/demo.stamp  ## time and memory of simulating 100,000 r
 
 figures: $(VENV)/test.stamp  ## the papers' figures and tables again, with verdicts (docs/figures.md)
 	@$(RUN) -m bench.figures $(FIGURES)
+
+bench-long: $(VENV)/test.stamp  ## contexts beyond one pool, on borrowed pages, against tiers and recomputation (LONG_FLAGS="--only price")
+	@$(RUN) -m bench.long --save $(LONG_FLAGS)
 
 bench-remote-attention: $(VENV)/demo.stamp  ## a layer of attention over KV in another process, against the own pool
 	@$(RUN) -m bench.remote_attention
