@@ -138,8 +138,8 @@ bench-simulation: $(VENV)/demo.stamp  ## time and memory of simulating 100,000 r
 figures: $(VENV)/test.stamp  ## the papers' figures and tables again, with verdicts (docs/figures.md)
 	@$(RUN) -m bench.figures $(FIGURES)
 
-bench-long: $(VENV)/test.stamp  ## contexts beyond one pool, on borrowed pages, against tiers and recomputation (LONG_FLAGS="--only price")
-	@$(RUN) -m bench.long --save $(LONG_FLAGS)
+bench-long: $(VENV)/demo.stamp  ## contexts beyond one pool, on borrowed pages, against tiers and recomputation (LONG_FLAGS="--only price")
+	@$(RUN) -m bench.long $(LONG_FLAGS)
 
 bench-remote-attention: $(VENV)/demo.stamp  ## a layer of attention over KV in another process, against the own pool
 	@$(RUN) -m bench.remote_attention
