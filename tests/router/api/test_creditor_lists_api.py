@@ -41,6 +41,8 @@ async def test_a_debtor_is_told_its_creditors_and_what_has_changed(start, routed
         await until(lambda: creditors(debtor) == ["b", "a"])
         rows = {row["engine"]: row for row in (await r.get("/admin/ledger"))["engines"]}
         assert rows["d"]["borrowed"] == {} and rows["d"]["available"] == 32
+        registry = r.server.router.registry
+        await until(lambda: registry["d"].state.borrowing.creditors)  # polled once more
         shown: dict[str, Any] = {
             each["id"]: each["state"] for each in (await r.get("/admin/engines"))["engines"]
         }
