@@ -29,6 +29,8 @@ from engine.protocol import (
     Internal,
     LendAllocate,
     LendAllocateReply,
+    LendCreditors,
+    LendCreditorsReply,
     LendFree,
     LendFreeReply,
     LendRenew,
@@ -183,6 +185,14 @@ def build_api(engine: ServedEngine, config: EngineConfig) -> FastAPI:
     async def lend_send(request: Request) -> LendSendReply:
         """Put the KV of lent pages into the debtor's own; responds when it has landed."""
         return await lending().send(parse(LendSend, await read_body(request, limit)))
+
+    @post("lend/creditors", LendCreditors, LendCreditorsReply)
+    async def lend_creditors(request: Request) -> LendCreditorsReply:
+        """Tell an engine that borrows whom to ask, in place of the list before."""
+        call = parse(LendCreditors, await read_body(request, limit))
+        if engine.borrowing is None:
+            raise Unsupported("this engine does not borrow")
+        return LendCreditorsReply(creditors=engine.borrowing.set_creditors(call))
 
     @app.get("/microserving/model")
     async def model() -> ModelInfo:

@@ -21,8 +21,12 @@ from engine.protocol.config import EngineConfig
 from engine.protocol.flags import LONGEST_S, flag, seconds, secret
 from engine.protocol.heartbeat import Heartbeat
 from engine.protocol.lending import (
+    BLOCK_TOKENS,
+    Creditor,
     LendAllocate,
     LendAllocateReply,
+    LendCreditors,
+    LendCreditorsReply,
     LendFree,
     LendFreeReply,
     LendRenew,
@@ -33,11 +37,13 @@ from engine.protocol.lending import (
 from engine.protocol.limits import Limits, generation_begin, resolve_position, send_range
 from engine.protocol.names import page_name, page_names
 from engine.protocol.replies import (
+    BorrowingState,
     EngineState,
     EngineStatistics,
     Event,
     ExtendReply,
     Lease,
+    LendingState,
     Mirrored,
     ModelInfo,
     PageCounts,
@@ -76,12 +82,15 @@ from kvcache.types import PageName
 
 __all__ = [
     "ALL_CAPABILITIES",
+    "BLOCK_TOKENS",
     "LONGEST_S",
     "BadAddress",
     "BadRange",
     "BadRequest",
+    "BorrowingState",
     "Capability",
     "Commit",
+    "Creditor",
     "Draining",
     "DuplicateRequest",
     "EngineConfig",
@@ -98,12 +107,15 @@ __all__ = [
     "LeaseExpired",
     "LendAllocate",
     "LendAllocateReply",
+    "LendCreditors",
+    "LendCreditorsReply",
     "LendFree",
     "LendFreeReply",
     "LendRenew",
     "LendRenewReply",
     "LendSend",
     "LendSendReply",
+    "LendingState",
     "Limits",
     "MicroserveError",
     "Mirror",
