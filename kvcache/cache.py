@@ -22,16 +22,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 
+from kvcache.attention import BLOCK
 from kvcache.bookkeeping import LOAN_S, Bookkeeping, PageUse
-from kvcache.errors import NoCapacity
+from kvcache.borrowing import BlockMover, Borrowing
+from kvcache.errors import Internal, NoCapacity
 from kvcache.lease.address import KVAddress
 from kvcache.lease.identity import Identity
 from kvcache.lease.put import Put
 from kvcache.lease.sender import Mirror, Sender
 from kvcache.lease.table import ReceiveLease, Watch
+from kvcache.lending import BlockSource
 from kvcache.page_store.base import PageStore
 from kvcache.paged_cache import PagedCache
 from kvcache.pages.prefix_tree import Namer, Tell
+from kvcache.remote_attention import RemoteAttention
 from kvcache.tiers.hierarchy import Tiers
 from kvcache.tiers.statistics import TierUse
 from kvcache.tiers.store import TierStore
@@ -82,6 +86,20 @@ class KVCache(PagedCache):
         self.tiers = Tiers(tier_stores, manager, store.device_pages, layout.page_size, self.lock)
         self._sequences.swap_space = self.tiers
         self._sender = Sender(manager, self.page_size, layers, transport, identity, self.lock)
+        self.elsewhere: Borrowing | None = None
+
+    def borrow(self, source: BlockSource, remote: RemoteAttention) -> None:
+        """Let long sequences have blocks in borrowed pages, from now on.
+
+        `source` has the pages, and `remote` ships queries to them; the caller owns both, and closes
+        them after the cache. Raises `Unsupported` if the store cannot ship queries, and
+        `BadRequest` for a pool of fewer than three blocks.
+        """
+        self.store.borrow(remote)
+        mover = BlockMover(self._claim_loan, self.layout.held.layers, self.page_size)
+        self.elsewhere = Borrowing(
+            source, mover, self._sequences, self.bookkeeping.pages, self.lock, block_tokens=BLOCK
+        )
 
     # Declare: prefixes
 
@@ -303,7 +321,8 @@ class KVCache(PagedCache):
         Raises `Internal` if it does not.
         """
         with self.lock:
-            self.bookkeeping.check([*self._sender.holders(), *self.tiers.holders()])
+            moving = self.elsewhere.holders() if self.elsewhere is not None else ()
+            self.bookkeeping.check([*self._sender.holders(), *self.tiers.holders(), *moving])
             self.tiers.check()
             self.store.check()
 
@@ -313,3 +332,12 @@ class KVCache(PagedCache):
             stack.callback(self.store.close)
             stack.callback(self.transport.close)
             stack.callback(self.tiers.close)
+            if self.elsewhere is not None:
+                stack.callback(self.elsewhere.close)
+
+    def _claim_loan(self, kv_addr: str) -> Put:
+        """Claim a loan's pages from position 0 on. Waits and raises as `open_put`."""
+        put = self._sender.mirror(kv_addr, ()).put
+        if put is None:
+            raise Internal("a mirror was opened without a put")
+        return put
