@@ -86,6 +86,7 @@ class Source:
         self.debtor = debtor
         self.lending = {one.name: one for one in lending}
         self.dead: set[EngineId] = set()
+        self.greedy: set[EngineId] = set()  # creditors that lend nothing further
         self.silent = False  # nobody lends anything
         self.most = 1 << 30
         self.wanted = 0
@@ -164,7 +165,7 @@ class Source:
         return False
 
     def _borrow(self, name: EngineId) -> bool:
-        if name in self.dead:
+        if name in self.dead | self.greedy:
             return False
         loan, size = LeaseId(f"loan-{next(self._numbers)}"), self.loan_blocks * PER_BLOCK
         cache = self.lending[name].cache
