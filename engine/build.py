@@ -29,6 +29,7 @@ from engine.sampling.sampler import sample
 from engine.scheduling import Chunk
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_limits import StepLimits
+from engine.service.borrowing import Borrowing, use_borrowed
 from engine.service.engine import MicroserveEngine
 from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
@@ -39,6 +40,7 @@ from kvcache.cache import KVCache
 from kvcache.lease import Identity
 from kvcache.memory import KVLayout
 from kvcache.page_store import PageStore, TorchPageStore
+from kvcache.remote_attention import AttentionShape, Creditor, PagesOfLoans, RemoteAttention
 from kvcache.tiers import DiskStore, HostStore, TierStore
 from kvcache.transport import make_transport
 from kvcache.types import EngineId
@@ -89,6 +91,8 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
                     memory, "device_pages", config.device_pages, _page(model, config, dtype)
                 )
             layout = _layout(model, config, dtype, context, memory)
+            if config.borrow and not config.max_model_len:
+                context = min(context, (layout.pages - 1) * layout.page_size)
             if config.device_pages >= layout.pages:
                 raise BadRequest(
                     f"--device-pages {config.device_pages}: the pool has {layout.pages - 1} pages; "
@@ -122,6 +126,10 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
             lend_pages=int(config.lend_share * (layout.pages - 1) + 1e-6),
             loan_s=config.lease_ms / 1000,
         )
+        creditor = borrowing = None
+        if isinstance(store, TorchPageStore):
+            creditor = _creditor(store, cache, model.config.num_heads, config)
+            borrowing = _borrowing(cache, model.config.num_heads, config)
         runner: Runner[torch.Tensor] | None = None
         start: Callable[[Sequence[Chunk]], object] | None = None
         if isinstance(store, WorkerStore):
@@ -152,6 +160,8 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         context=context,
         mirrors=MirrorTasks(cache, metrics, config.api_key, _peer_tls(config)),
         workers=list if group is None else group.states,
+        creditor=creditor,
+        borrowing=borrowing,
     )
     if runner is not None:
         stepper = Stepper(
@@ -168,6 +178,46 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         engine.loop.timings.row_multiple = runner.row_multiple
     metrics.register(engine_readings(engine))
     return engine
+
+
+def _creditor(
+    store: TorchPageStore, cache: KVCache, query_heads: int, config: EngineConfig
+) -> Creditor | None:
+    """Return what answers queries over lent pages; None if this engine lends none.
+
+    Debtors of the transport `shm` are on this host. Raises `Unsupported` for a dtype in which no
+    queries are shipped, and `OSError` if it cannot listen.
+    """
+    if not cache.bookkeeping.lender.most:
+        return None
+    return Creditor(
+        store.pool,
+        store.layout,
+        query_heads=query_heads,
+        identity=cache.identity,
+        allowed=PagesOfLoans(cache.bookkeeping.lender, cache.lock),
+        share=config.lend_compute,
+        host=config.host if config.transport == "nixl" else None,
+    )
+
+
+def _borrowing(cache: KVCache, query_heads: int, config: EngineConfig) -> Borrowing | None:
+    """Return the source of borrowed blocks, connected to the cache; None without `--borrow`.
+
+    Raises `Unsupported` for a dtype in which no queries are shipped.
+    """
+    if not config.borrow:
+        return None
+    remote = RemoteAttention(cache.identity, AttentionShape.of(cache.layout, query_heads))
+    borrowing = Borrowing(
+        cache.identity,
+        remote,
+        page_size=cache.page_size,
+        api_key=config.api_key,
+        tls=_peer_tls(config),
+    )
+    use_borrowed(cache, borrowing, remote)
+    return borrowing
 
 
 def _start_workers(model: LoadedModel, config: EngineConfig, dtype: torch.dtype) -> WorkerGroup:
@@ -252,7 +302,7 @@ def _check_memory(memory: Memory, flag: str, pages: int, layout: KVLayout) -> No
 
 
 def _context(model: LoadedModel, config: EngineConfig) -> int:
-    """Return the longest context to serve, in tokens, if the pool holds it."""
+    """Return the longest context to serve, in tokens, if pool and borrowed pages hold it."""
     longest = model.config.context_length
     if config.max_model_len > longest:
         raise BadRequest(
@@ -299,7 +349,9 @@ def _layout(
         f"KV pool: {size.pages} pages, {size.pages * one.page_bytes >> 20} MiB, {tokens} tokens "
         f"({size.reason})"
     )
-    if tokens < context:
+    if tokens < context and config.borrow and config.max_model_len:
+        log.info("%s; contexts of up to %d tokens, with borrowed pages", said, context)
+    elif tokens < context:
         log.log(
             logging.INFO if config.pool_pages else logging.WARNING,
             "%s; contexts are limited to %d of %d tokens",

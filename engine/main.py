@@ -171,6 +171,8 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         parser.error(f"--tp, --pp and --device-pages: {refused}")
     if config.lend_share and config.has_workers:
         parser.error("--lend-share does not go with --tp, --pp and --device-pages yet")
+    if refused := _no_debtor(config):
+        parser.error(f"--borrow: {refused}")
     if config.device_pages == 1:
         parser.error("--device-pages must be at least 2: it has a half for each of two steps")
     if bool(config.disk_dir) != bool(config.disk_pages):
@@ -190,6 +192,21 @@ def _not_split(config: EngineConfig) -> str:
         return "the model mock has no layers"
     if config.device != "cpu":
         return "workers compute on CPUs so far"
+    return ""
+
+
+def _no_debtor(config: EngineConfig) -> str:
+    """Return why an engine with these settings cannot borrow; empty if it can, or need not."""
+    if not config.borrow:
+        return ""
+    if config.backend == "vllm":
+        return "vLLM's attention reaches its own blocks only"
+    if config.has_workers:
+        return "does not go with --tp, --pp and --device-pages yet"
+    if config.model == "mock":
+        return "the model mock has no attention"
+    if config.dtype == "float16":
+        return "queries are shipped in float32 and bfloat16 only"
     return ""
 
 
@@ -307,6 +324,7 @@ async def _running(
     finally:
         await engine.mirrors.close()
         engine.loop.stop()
+        await asyncio.to_thread(engine.close_exchanges)
         engine.cache.close()
 
 

@@ -29,6 +29,8 @@ from engine.protocol import (
     Internal,
     LendAllocate,
     LendAllocateReply,
+    LendCreditors,
+    LendCreditorsReply,
     LendFree,
     LendFreeReply,
     LendRenew,
@@ -176,6 +178,14 @@ def build_api(engine: ServedEngine, config: EngineConfig) -> FastAPI:
     async def lend_renew(request: Request) -> LendRenewReply:
         """Renew loans, and tell which of them are called back or have ended."""
         return lending().renew(parse(LendRenew, await read_body(request, limit)))
+
+    @post("lend/creditors", LendCreditors, LendCreditorsReply)
+    async def lend_creditors(request: Request) -> LendCreditorsReply:
+        """Tell an engine that borrows whom to ask, in place of the list before."""
+        call = parse(LendCreditors, await read_body(request, limit))
+        if engine.borrowing is None:
+            raise Unsupported("this engine does not borrow")
+        return LendCreditorsReply(creditors=engine.borrowing.set_creditors(call))
 
     @app.get("/microserving/model")
     async def model() -> ModelInfo:

@@ -19,7 +19,14 @@ from engine.protocol import (
     RemoteSendReply,
     StartGenerate,
 )
-from engine.service import EngineMetrics, EventMuxes, GenerationStream, Lending, PrefixFeed
+from engine.service import (
+    Borrowing,
+    EngineMetrics,
+    EventMuxes,
+    GenerationStream,
+    Lending,
+    PrefixFeed,
+)
 
 __all__ = ["ServedEngine"]
 
@@ -41,6 +48,11 @@ class ServedEngine(Protocol):
     @property
     def lending(self) -> Lending | None:
         """Its pages that other engines borrow; None if it cannot lend any."""
+        ...
+
+    @property
+    def borrowing(self) -> Borrowing | None:
+        """The pages that it borrows from other engines; None if it does not borrow."""
         ...
 
     async def promote(self, prompt: list[int]) -> None:

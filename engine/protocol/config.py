@@ -113,6 +113,19 @@ class EngineConfig:
         least=0,
         most=1,
     )
+    lend_compute: float = flag(
+        0.5,
+        POOL,
+        "largest share of one core's time that goes into attention over lent pages, for debtors",
+        least=0.01,
+        most=1,
+    )
+    borrow: bool = flag(
+        False,
+        POOL,
+        "borrow pages of engines with --lend-share, which a router names; --max-model-len may then "
+        "exceed the pool",
+    )
     max_body_mb: int = count(16, SERVER, "largest request body (MiB)", least=1, most=4096)
     max_bodies_mb: int = count(
         128,

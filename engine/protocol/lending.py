@@ -14,18 +14,27 @@ from pydantic import Field
 from engine.protocol.message import Count, EngineName, Message
 
 __all__ = [
+    "BLOCK_TOKENS",
+    "Creditor",
     "LendAllocate",
     "LendAllocateReply",
+    "LendCreditors",
+    "LendCreditorsReply",
     "LendFree",
     "LendFreeReply",
     "LendRenew",
     "LendRenewReply",
 ]
 
+BLOCK_TOKENS = 128  # tokens of a borrowed block: `kvcache.attention.BLOCK`, which needs torch
 MAX_RENEWED = 1024  # loans of one call
+MAX_CREDITORS = 16  # of one list
+MAX_ENDPOINTS = 4
 MAX_FREED = 1 << 20  # pages of one call
 LoanName = EngineName  # the debtor's name for a loan: as long, and as printable
 PageNumber = Annotated[int, Field(ge=1, lt=2**31)]
+Endpoint = Annotated[str, Field(min_length=1, max_length=512)]
+Url = Annotated[str, Field(max_length=2048, pattern=r"^https?://[^\s/?#]+(/[^\s?#]*)?$")]
 
 
 class LendCall(Message):
@@ -52,11 +61,15 @@ class LendAllocateReply(Message):
     `kv_addr` names the pages, signed like the address of a receive lease. Its positions count from
     0 in the loan's first page. The loan ends `lease_ms` after the creditor got the call, unless it
     is renewed. The debtor counts from when it sent the call, so its own deadline is earlier.
+    `endpoints` are where the creditor answers queries over these pages, the best one first.
     """
 
     granted: bool
     kv_addr: str | None = None
     lease_ms: Count
+    endpoints: list[Endpoint] = Field(
+        default_factory=list, max_length=MAX_ENDPOINTS, fail_fast=True
+    )
 
 
 class LendFree(LendCall):
@@ -96,3 +109,28 @@ class LendRenewReply(Message):
     called_back: list[str]
     ended: list[str]
     lease_ms: Count
+
+
+class Creditor(Message):
+    """An engine to borrow from, as the router's ledger last heard of it."""
+
+    instance: EngineName
+    epoch: Count
+    url: Url  # of its HTTP API
+    available: int = Field(ge=0, lt=2**31)  # pages that it would lend
+
+
+class LendCreditors(Message):
+    """`POST /microserving/lend/creditors`: whom to ask for pages, in this order.
+
+    The router sends it to engines that borrow, and each list replaces the one before. An old list
+    costs refusals and nothing else.
+    """
+
+    creditors: list[Creditor] = Field(max_length=MAX_CREDITORS, fail_fast=True)
+
+
+class LendCreditorsReply(Message):
+    """The number of creditors in the list that the debtor now has."""
+
+    creditors: Count

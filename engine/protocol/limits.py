@@ -13,8 +13,15 @@ __all__ = ["Limits", "generation_begin", "resolve_position", "send_range"]
 class Limits:
     """Rejects calls that this engine can never serve: `BadRequest`, with the parameter's name."""
 
-    def __init__(self, vocab_size: int, context: int, pool_tokens: int) -> None:
-        """`context` is the longest context to serve, and `pool_tokens` what the KV pool holds."""
+    def __init__(
+        self, vocab_size: int, context: int, pool_tokens: int, *, reach: int | None = None
+    ) -> None:
+        """`context` is the longest context to serve, and `pool_tokens` what the KV pool holds.
+
+        `reach` is the longest context of a generation: by default what the pool holds, and more
+        for an engine that borrows.
+        """
+        self._reach = min(context, pool_tokens) if reach is None else reach
         self._vocab_size = vocab_size
         self._context = context
         self._pool_tokens = pool_tokens
@@ -39,10 +46,10 @@ class Limits:
     def check_sampling(self, call: StartGenerate) -> None:
         """Check that prompt and output fit context and pool, and all ids are in the vocabulary."""
         vocab_size = self._vocab_size
-        if len(call.prompt) + call.max_tokens > min(self._context, self._pool_tokens):
+        if len(call.prompt) + call.max_tokens > self._reach:
             fits = f"the context of {self._context}"
-            if self._pool_tokens < self._context:
-                fits = f"the {self._pool_tokens} tokens that this engine's KV pool holds"
+            if self._reach < self._context:
+                fits = f"the {self._reach} tokens that this engine's KV pool holds"
             raise BadRequest(
                 f"{len(call.prompt)} prompt tokens and {call.max_tokens} more exceed {fits}",
                 param="max_tokens",

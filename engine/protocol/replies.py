@@ -17,6 +17,7 @@ __all__ = [
     "Event",
     "ExtendReply",
     "Lease",
+    "LendingState",
     "Mirrored",
     "ModelInfo",
     "PageCounts",
@@ -202,12 +203,23 @@ class Lease(Message):
     expires_ms: Count
 
 
+class LendingState(Message):
+    """What an engine has computed over lent pages for debtors, since it started."""
+
+    endpoints: list[Annotated[str, Field(max_length=512)]] = Field(max_length=4)
+    debtors: Count  # connected now
+    answers: Count  # each of one layer
+    refusals: Count
+    computed_ms: float = Field(ge=0.0, allow_inf_nan=False)
+    waited_ms: float = Field(ge=0.0, allow_inf_nan=False)  # of all requests, for their turn
+
+
 class EngineState(Message):
     """`GET /microserving/state`: pages, leases and queues.
 
     `secret_digest` is equal for engines that have the same cluster secret: only these accept each
-    other's addresses. `heartbeat` is for the router's ledger: engines that lend memory send it with
-    each of these replies.
+    other's addresses. `heartbeat` is for the router's ledger: engines that lend or borrow memory
+    send it with each of these replies. The router tells those with `borrows` whom to ask.
     """
 
     engine_id: EngineName
@@ -226,6 +238,8 @@ class EngineState(Message):
     draining: bool = False
     secret_digest: str | None = Field(default=None, max_length=64)
     heartbeat: Heartbeat | None = None
+    borrows: bool = False
+    lending: LendingState | None = None  # None: it answers no debtors
 
 
 Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]

@@ -3,6 +3,7 @@
 May import `engine.execution`, `engine.text` and below. Most classes live on one asyncio event loop.
 """
 
+from engine.service.borrowing import Borrowing
 from engine.service.engine import MicroserveEngine
 from engine.service.event_mux import EventMuxes
 from engine.service.generation_stream import GenerationStream
@@ -12,6 +13,7 @@ from engine.service.native import NativeEngine
 from engine.service.prefix_feed import PrefixFeed
 
 __all__ = [
+    "Borrowing",
     "EngineMetrics",
     "EventMuxes",
     "GenerationStream",

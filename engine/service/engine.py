@@ -39,6 +39,7 @@ from engine.protocol import (
     resolve_position,
 )
 from engine.scheduling import Scheduler
+from engine.service.borrowing import Borrowing
 from engine.service.event_mux import EventMuxes
 from engine.service.generation_stream import GenerationStream
 from engine.service.generations import Generations
@@ -49,6 +50,7 @@ from engine.service.promotion import promote
 from engine.service.sends import Sends
 from engine.text import Grammars
 from kvcache.cache import KVCache
+from kvcache.remote_attention import Creditor
 from kvcache.types import LeaseId, SeqId
 
 __all__ = ["MicroserveEngine"]
@@ -75,11 +77,14 @@ class MicroserveEngine:
         context: int | None = None,
         mirrors: MirrorTasks | None = None,
         workers: Callable[[], list[WorkerState]] = list,
+        creditor: Creditor | None = None,
+        borrowing: Borrowing | None = None,
     ) -> None:
         """Admit at most `max_live` generations, and as many sends, at a time.
 
         `context` is the longest context to serve, in tokens; by default the model's. `workers`
-        describes the processes of an engine that is split.
+        describes the processes of an engine that is split. `creditor` answers queries over pages
+        that this engine has lent. With `borrowing` a generation may exceed the pool.
         """
         self.workers = workers
         self.model = model
@@ -93,8 +98,10 @@ class MicroserveEngine:
         self.loop: StepLoop
         self._scheduler = scheduler
         context, room = context or model.config.context_length, cache.total_pages * cache.page_size
-        self.context_length = min(context, room)  # what a request can have, prompt and output
-        self._limits = Limits(model.config.vocab_size, context, room)
+        reach = context if borrowing is not None else min(context, room)
+        self.context_length = reach  # what a request can have, prompt and output
+        self.creditor, self.borrowing = creditor, borrowing
+        self._limits = Limits(model.config.vocab_size, context, room, reach=reach)
         self._lease_ms = lease_ms
         self._released = ReleasedIds()
         eos = frozenset(model.eos_token_ids)
@@ -110,6 +117,7 @@ class MicroserveEngine:
             eos,
             Grammars(self.tokenizer, model.config.vocab_size, eos),
             most=max_live,
+            borrows=borrowing is not None,
         )
         self.sends = Sends(cache, self._limits, metrics, seq_ids, most=max_live)
         self._asyncio = asyncio.get_running_loop()
@@ -138,6 +146,16 @@ class MicroserveEngine:
             self.release(Release(request_id=request_id))
         self.muxes.end()
         self.prefixes.end()
+
+    def close_exchanges(self) -> None:
+        """End what is computed for debtors, and give back what is borrowed. Waits for seconds.
+
+        Call it when the step loop has ended, before the cache is closed.
+        """
+        if self.borrowing is not None:
+            self.borrowing.close()
+        if self.creditor is not None:
+            self.creditor.close()
 
     # The calls
 

@@ -50,8 +50,13 @@ class Generations:
         grammars: Grammars,
         *,
         most: int,
+        borrows: bool = False,
     ) -> None:
-        """Admit at most `most` at a time; `seq_ids` is shared with the sends."""
+        """Admit at most `most` at a time; `seq_ids` is shared with the sends.
+
+        `borrows`: sequences may exceed the pool.
+        """
+        self._borrows = borrows
         self._cache = cache
         self._limits = limits
         self._metrics = metrics
@@ -84,7 +89,7 @@ class Generations:
         if len(self._by_id) + len(self._starting) >= self._most:
             raise NoCapacity(f"{len(self._by_id)} requests are running or waiting")
         begin = generation_begin(call)
-        if call.lease_id is None:
+        if call.lease_id is None and not self._borrows:
             self._cache.check_room(call.prompt + call.output)
         generation = generation_of(call, next(self._seq_ids), self._eos)
         tokens = generation.tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 
 from engine.protocol import (
@@ -13,10 +13,12 @@ from engine.protocol import (
     LendAllocateReply,
     LendFree,
     LendFreeReply,
+    LendingState,
     LendRenew,
     LendRenewReply,
 )
 from kvcache.cache import KVCache
+from kvcache.remote_attention import Creditor
 from kvcache.types import EngineId, LeaseId, PageId
 
 __all__ = ["Lending"]
@@ -29,10 +31,22 @@ class Lending:
     renewal that a loan is called back. Calls raise the errors of `kvcache.lending.Lender`.
     """
 
-    def __init__(self, cache: KVCache, draining: Callable[[], bool]) -> None:
-        """`draining` says whether the engine ends, so that it lends nothing further."""
+    def __init__(
+        self,
+        cache: KVCache,
+        draining: Callable[[], bool],
+        creditor: Creditor | None = None,
+        borrowed: Callable[[], Mapping[EngineId, int]] | None = None,
+    ) -> None:
+        """`draining` says whether the engine ends, so that it lends nothing further.
+
+        `creditor` answers queries over lent pages. `borrowed` returns the pages that this engine
+        has borrowed itself, by creditor; None: it does not borrow.
+        """
         self._cache = cache
         self._draining = draining
+        self._creditor = creditor
+        self._borrowed = borrowed
         self._sequence = count(1)  # of heartbeats
 
     def allocate(self, call: LendAllocate) -> LendAllocateReply:
@@ -51,7 +65,10 @@ class Lending:
                 at=call.creditor_epoch,
             )
         return LendAllocateReply(
-            granted=address is not False, kv_addr=address or None, lease_ms=self._lease_ms
+            granted=address is not False,
+            kv_addr=address or None,
+            lease_ms=self._lease_ms,
+            endpoints=list(self._creditor.endpoints) if self._creditor and address else [],
         )
 
     def free(self, call: LendFree) -> LendFreeReply:
@@ -84,10 +101,11 @@ class Lending:
         )
 
     def heartbeat(self) -> Heartbeat | None:
-        """Return this engine's row of the ledger; None if it lends nothing at all."""
+        """Return this engine's row of the ledger; None if it neither lends nor borrows."""
         identity, lender = self._cache.identity, self._cache.bookkeeping.lender
-        if lender.most == 0:
+        if lender.most == 0 and self._borrowed is None:
             return None
+        borrowed = self._borrowed() if self._borrowed is not None else {}
         with self._cache.lock:
             available, lent = lender.lendable, lender.lent_to()
         return Heartbeat(
@@ -95,7 +113,22 @@ class Lending:
             epoch=identity.epoch,
             sequence=next(self._sequence),
             available=0 if self._draining() else available,
+            borrowed={str(creditor): pages for creditor, pages in borrowed.items()},
             lent={str(debtor): pages for debtor, pages in lent.items()},
+        )
+
+    def state(self) -> LendingState | None:
+        """Return what was computed for debtors; None if this engine answers none."""
+        if self._creditor is None:
+            return None
+        done = self._creditor.statistics()
+        return LendingState(
+            endpoints=list(self._creditor.endpoints),
+            debtors=done.debtors,
+            answers=done.answers,
+            refusals=done.refusals,
+            computed_ms=done.computed_s * 1000,
+            waited_ms=done.waited_s * 1000,
         )
 
     @property

@@ -46,7 +46,13 @@ class NativeEngine:
         self._config = config
         self._epoch = epoch
         self._secret_digest = engine.cache.identity.secret_digest
-        self.lending = Lending(engine.cache, lambda: engine.draining)
+        self.borrowing = borrowing = engine.borrowing
+        self.lending = Lending(
+            engine.cache,
+            lambda: engine.draining,
+            engine.creditor,
+            (lambda: borrowing.use().pages) if borrowing is not None else None,
+        )
         self.promote = engine.promote
         self.may_wait = engine.may_wait
 
@@ -153,6 +159,8 @@ class NativeEngine:
             secret_digest=self._secret_digest,
             workers=engine.workers(),
             heartbeat=self.lending.heartbeat(),
+            borrows=self.borrowing is not None,
+            lending=self.lending.state(),
         )
 
     def statistics(self) -> EngineStatistics:

@@ -45,6 +45,8 @@ def engine_readings(engine: MicroserveEngine) -> list[Reading]:
         Reading(
             "microserve:pages_lent", "Pages lent to other engines", lambda: cache.page_use().lent
         ),
+        *_creditor_readings(engine),
+        *_borrowing_readings(engine),
         Reading("microserve:mirrors_running", "Running mirrors", lambda: mirrors.running),
         Reading(
             "microserve:mirrored_tokens", "Tokens mirrored", lambda: mirrors.sent, counter=True
@@ -91,6 +93,39 @@ def engine_readings(engine: MicroserveEngine) -> list[Reading]:
 def _loans(cache: KVCache) -> list[Loan]:
     with cache.lock:
         return cache.bookkeeping.lender.loans()
+
+
+def _creditor_readings(engine: MicroserveEngine) -> Iterator[Reading]:
+    """Yield what was computed over lent pages, for an engine that lends."""
+    if (creditor := engine.creditor) is None:
+        return
+
+    def done(name: str, help: str, field: str, *, counter: bool = True) -> Reading:
+        return Reading(name, help, lambda: getattr(creditor.statistics(), field), counter=counter)
+
+    yield done("microserve:debtors", "Connected debtors", "debtors", counter=False)
+    yield done("microserve:lent_answers", "Layers attended to for debtors", "answers")
+    yield done("microserve:lent_refusals", "Queries of debtors that were refused", "refusals")
+    yield done("microserve:lent_seconds", "Seconds of attention for debtors", "computed_s")
+
+
+def _borrowing_readings(engine: MicroserveEngine) -> Iterator[Reading]:
+    """Yield what is borrowed, for an engine that borrows."""
+    if (borrowing := engine.borrowing) is None:
+        return
+
+    def use(name: str, help: str, field: str, *, counter: bool = False) -> Reading:
+        return Reading(name, help, lambda: getattr(borrowing.use(), field), counter=counter)
+
+    yield Reading(
+        "microserve:pages_borrowed",
+        "Pages borrowed from other engines",
+        lambda: sum(borrowing.use().pages.values()),
+    )
+    yield use("microserve:borrowed_loans", "Loans of other engines", "loans")
+    yield use("microserve:borrowed_blocks_free", "Borrowed blocks without KV", "free_blocks")
+    yield use("microserve:borrow_refusals", "Refusals of creditors", "refusals", counter=True)
+    yield use("microserve:borrowed_loans_lost", "Loans that were lost", "lost_loans", counter=True)
 
 
 def _swapped(engine: MicroserveEngine, field: str) -> int:

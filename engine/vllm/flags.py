@@ -18,7 +18,7 @@ __all__ = ["check_own", "engine_settings"]
 # Flags of this project's own engine that mean nothing to vLLM's.
 OWN_ENGINE = (
     "device", "quantization", "host_pages", "disk_pages", "disk_dir", "disk_keep", "preemption",
-    "decode_slowdown", "lend_share", "step_ms", "prefill_tokens_per_ms",
+    "decode_slowdown", "lend_share", "lend_compute", "borrow", "step_ms", "prefill_tokens_per_ms",
 )  # fmt: skip
 # vLLM's arguments that are set here, or that its blocks cannot be moved with.
 REFUSED = {

@@ -36,7 +36,10 @@ class BlockSource(Protocol):
     on_called_back: Callable[[EngineId, Sequence[LeaseId]], object]
 
     def want(self, blocks: int) -> None:
-        """Say how many free blocks are needed soon, in all. `on_ready` follows if any come."""
+        """Say how many free blocks are needed soon, in all. `on_ready` follows if any come.
+
+        This replaces what was wanted before. Each `take` makes it one less.
+        """
         ...
 
     def take(self) -> BorrowedBlock | None:
@@ -49,4 +52,12 @@ class BlockSource(Protocol):
 
     def give_back(self, block: BorrowedBlock) -> None:
         """Return a block. Nothing is written into it any more, and nobody attends to it."""
+        ...
+
+    def failed(self, creditor: EngineId) -> None:
+        """Say that a step with this creditor failed. `take` offers none of its blocks for now.
+
+        A creditor whose exchange is lost has lost all its loans: `on_lost` follows within a second.
+        Another one is asked at once which of its loans have ended; `on_lost` follows for these.
+        """
         ...

@@ -8,7 +8,7 @@ from engine.protocol import BadRequest, EngineConfig
 from engine.vllm.flags import check_own
 
 
-@pytest.mark.parametrize("flag", [{"host_pages": 5}, {"lend_share": 0.5}])
+@pytest.mark.parametrize("flag", [{"host_pages": 5}, {"lend_share": 0.5}, {"borrow": True}])
 def test_flags_of_this_project_s_own_engine_are_refused(flag: dict[str, float]):
     (name,) = flag
     said = f"--{name.replace('_', '-')} has no meaning with --backend vllm"

@@ -1,0 +1,11 @@
+"""Borrowing: pages of other engines, as blocks for this engine's sequences.
+
+`Borrowing` is a `kvcache.lending.BlockSource`. May import `engine.web`, `engine.protocol` and
+`kvcache`; nothing of the rooms beside it.
+"""
+
+from engine.service.borrowing.borrowing import Borrowing, BorrowingUse
+from engine.service.borrowing.settings import BorrowingSettings
+from engine.service.borrowing.use import use_borrowed
+
+__all__ = ["Borrowing", "BorrowingSettings", "BorrowingUse", "use_borrowed"]
