@@ -123,6 +123,7 @@ class Borrowing:
             block = self._source.take()
             if block is None:
                 return False
+            self._wanted -= 1
             if len(block.pages) != self._per_block:
                 self._give_back(block)
                 raise BadRequest(f"a borrowed block has {len(block.pages)} pages")
@@ -186,11 +187,11 @@ class Borrowing:
             return None
         lost = Loss(0, 0)
         for failure in (error, *error.also):
+            self._source.failed(failure.creditor)
             loans: Collection[LeaseId] | None = failure.loans
             if failure.lost or not failure.loans:
                 if not failure.lost and refusals < REFUSALS:
                     continue  # it may have been busy
-                self._source.failed(failure.creditor)
                 loans = None
             more = self._lose(failure.creditor, loans)
             lost = Loss(lost.blocks + more.blocks, lost.tokens + more.tokens)

@@ -46,10 +46,6 @@ class BlockSource(Protocol):
         """Return a free block of a creditor that can be asked, or None if there is none now."""
         ...
 
-    def failed(self, creditor: EngineId) -> None:
-        """Say that a step has found this creditor lost. It is connected anew, or its loans end."""
-        ...
-
     def give_back(self, block: BorrowedBlock) -> None:
         """Return a block. Nothing is written into it any more, and nobody attends to it."""
         ...

@@ -6,12 +6,13 @@ of blocks allocates straight from the creditors' bookkeeping.
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 import torch
-from engine_helpers import tiny, tiny_layout
+from engine_helpers import generation, tiny, tiny_layout
 
 from engine.execution.model_runner import ModelRunner
 from engine.execution.step_output import StepOutput
@@ -84,6 +85,7 @@ class Source:
         self.on_lost: Callable[[EngineId, Sequence[LeaseId]], object] = lambda *_: None
         self.on_called_back: Callable[[EngineId, Sequence[LeaseId]], object] = lambda *_: None
         self.debtor = debtor
+        self.connected: Callable[[], Sequence[EngineId]] = lambda: list(self.lending)
         self.lending = {one.name: one for one in lending}
         self.dead: set[EngineId] = set()
         self.greedy: set[EngineId] = set()  # creditors that lend nothing further
@@ -136,7 +138,8 @@ class Source:
 
     def failed(self, creditor: EngineId) -> None:
         self.failures.append(creditor)
-        self.dead.add(creditor)
+        if creditor not in self.connected():
+            self.dead.add(creditor)
 
     def loans_of(self, name: EngineId) -> list[LeaseId]:
         return sorted({loan for own, loan, _ in [*self.taken, *self.free] if own == name})
@@ -146,15 +149,16 @@ class Source:
         self.free = [each for each in self.free if each[0] != name or not self._drop(each, loans)]
         self.on_called_back(name, loans)
 
-    def lose(self, name: EngineId, loans: Sequence[LeaseId]) -> None:
-        """End loans of a creditor, which has the pages back at once."""
+    def lose(self, name: EngineId, loans: Sequence[LeaseId], *, tell: bool = True) -> None:
+        """End loans of a creditor, which has the pages back at once. The debtor may not know."""
         lender = self.lending[name]
         with lender.cache.lock:
             for loan in loans:
                 lender.cache.bookkeeping.take_back(self.debtor, EPOCH, loan, at=EPOCH)
                 self.addresses.pop((name, loan), None)
         self.free = [each for each in self.free if each[0] != name or each[1] not in loans]
-        self.on_lost(name, loans)
+        if tell:
+            self.on_lost(name, loans)
 
     def _drop(
         self, block: tuple[EngineId, LeaseId, tuple[PageId, ...]], loans: Sequence[LeaseId]
@@ -211,32 +215,52 @@ class Engine:
         self.outputs: list[StepOutput] = []
         self.logits: dict[Generation, list[torch.Tensor]] = {}
         self.between: Callable[[int], object] = lambda step: None
+        self.idle: Callable[[], object] = lambda: None
 
     def _sample(self, logits: torch.Tensor, jobs: Sequence[Generation]) -> list[Sampled]:
         for row, job in zip(logits, jobs, strict=True):
             self.logits.setdefault(job, []).append(row.clone())
         return sample(logits, jobs)
 
-    def run(self, jobs: Sequence[Generation], *, limit_s: float = 60.0) -> None:
-        """Step until these jobs have ended; `between` is called before each step that computes."""
+    def run(
+        self,
+        jobs: Sequence[Generation],
+        *,
+        aborted: Collection[Generation] = (),
+        limit_s: float = 60.0,
+    ) -> None:
+        """Submit these jobs, and `finish` them."""
         for job in jobs:
             self.stepper.submit(job)
-        self.finish(jobs, limit_s=limit_s)
+        self.finish(jobs, aborted=aborted, limit_s=limit_s)
 
-    def finish(self, jobs: Sequence[Generation], *, limit_s: float = 60.0) -> None:
-        left, until = set(jobs), time.monotonic() + limit_s
-        seen = len(self.outputs)
-        steps = 0
+    def finish(
+        self,
+        jobs: Sequence[Generation],
+        *,
+        aborted: Collection[Generation] = (),
+        limit_s: float = 60.0,
+    ) -> None:
+        """Step until these jobs, and what is added to the list, have ended or are in `aborted`.
+
+        `between` is called after each step that computes, and `idle` after any other.
+        """
+        ended: set[Generation] = set()
+        until = time.monotonic() + limit_s
+        seen = steps = 0
+        left = list(jobs)
         while left and time.monotonic() < until:
             result = self.stepper.step()
             for output in self.outputs[seen:]:
                 if output.finish is not None or output.failure is not None:
-                    left.discard(output.generation)
+                    ended.add(output.generation)
             seen = len(self.outputs)
+            left = [job for job in jobs if job not in ended and job not in aborted]
             if result.chunks:
                 steps += 1
                 self.between(steps)
             else:
+                self.idle()
                 time.sleep(0.0005)
         assert not left, f"{len(left)} jobs have not ended"
 
@@ -282,6 +306,7 @@ class World:
         self.source = Source(
             self.engine.cache.identity.engine_id, self.lending, loan_blocks=loan_blocks
         )
+        self.source.connected = self.remote.connected
         self.engine.cache.borrow(self.source, self.remote)
 
     def check(self) -> None:
@@ -301,3 +326,26 @@ class World:
         self.remote.close()
         for one in self.lending:
             one.close()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 500) for _ in range(length)]
+
+
+def check_as_one_engine(engine: Engine, jobs: Sequence[Generation]) -> None:
+    """Check that these jobs have got the tokens and the logits of one engine with room for all."""
+    whole = Engine(1200, 256, "whole")
+    try:
+        copies = [
+            generation(n, job.tokens[: job.prompt_len], max_tokens=job.sampling.max_tokens)
+            for n, job in enumerate(jobs, 1)
+        ]
+        whole.run(copies)
+        for job, copy in zip(jobs, copies, strict=True):
+            assert engine.tokens(job) == whole.tokens(copy)
+            assert job.tokens == copy.tokens
+            for found, expected in zip(engine.logits[job], whole.logits[copy], strict=True):
+                assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    finally:
+        whole.cache.close()
