@@ -38,7 +38,7 @@ class LongGenerations:
         self._granted: dict[Generation, int] = {}  # tokens of each in the plan under way
         self._pressed = 0  # pages that others have lacked in the latest plan
         self._pressing = 0  # likewise, in the plan under way
-        self._others = 0  # running generations, each of which needs a page to grow into
+        self._others = 0  # running generations that are not long: each needs a page to grow into
 
     def __contains__(self, job: Job) -> bool:
         return job in self._waited
@@ -64,7 +64,7 @@ class LongGenerations:
         self._no_room.clear()
         self._granted.clear()
         self._pressed, self._pressing = self._pressing, 0
-        self._others = len(running)
+        self._others = sum(job not in self._waited for job in running)
 
     def end_plan(self, head: Generation | None) -> None:
         """Ask for the blocks that are needed next; `head` is the first that waits to start."""
@@ -142,7 +142,8 @@ class LongGenerations:
         elsewhere = self._cache.elsewhere
         if elsewhere is None:
             return False
-        self.press(1)
+        if job not in self._waited:
+            self.press(1)
         for other in reversed(running):
             if other in self._waited and other is not job:
                 if elsewhere.moving(other.seq_id):
@@ -156,8 +157,19 @@ class LongGenerations:
         self._pressing = max(self._pressing, self._pages(tokens))
 
     def impatient(self, job: Job) -> bool:
-        """Whether a long generation has waited for blocks long enough to preempt others."""
-        return isinstance(job, Generation) and self._waited.get(job, 0) >= IMPATIENT
+        """Whether a long generation has waited long enough to preempt others, or waits for nothing.
+
+        Several may each hold a part of a block and no full one, so that blocks do not help.
+        """
+        elsewhere = self._cache.elsewhere
+        if elsewhere is None or not isinstance(job, Generation):
+            return False
+        if self._waited.get(job, 0) >= IMPATIENT:
+            return True
+        hope = self._others or any(
+            elsewhere.moving(one.seq_id) or elsewhere.movable(one.seq_id) for one in self._waited
+        )
+        return not hope
 
     def sweep(self) -> None:
         """Note that some time has passed."""
@@ -187,7 +199,7 @@ class LongGenerations:
         """Return how many pages a long generation leaves to others."""
         if self.impatient(job):
             return 0
-        return max(self._others - 1, 0) + min(self._pressed, elsewhere.total_pages // 2)
+        return self._others + min(self._pressed, elsewhere.total_pages // 2)
 
     def _most_rows(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         """Return how many rows the creditors compute for a generation in this step, at most."""

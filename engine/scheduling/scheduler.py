@@ -394,6 +394,9 @@ class Scheduler:
         """
         while not (found := self._long.room(job, count)):
             self._cache.call_back(1)
+            behind = self.running[self.running.index(job) + 1 :]
+            if self._long.make_room(job, behind):
+                return 0
             last = self.running[-1]
             if last is job or self._swapped.moving or not self._long.impatient(job):
                 return 0

@@ -123,7 +123,7 @@ class Borrowing:
             block = self._source.take()
             if block is None:
                 return False
-            self._wanted -= 1
+            self._wanted = max(self._wanted - 1, 0)  # as the source counts
             if len(block.pages) != self._per_block:
                 self._give_back(block)
                 raise BadRequest(f"a borrowed block has {len(block.pages)} pages")
@@ -138,6 +138,10 @@ class Borrowing:
 
         self._mover.move(pages, block, landed)
         return True
+
+    def movable(self, seq_id: SeqId) -> bool:
+        """See `BlocksElsewhere`."""
+        return next(self._movable(self._sequences[seq_id]), None) is not None
 
     def moving(self, seq_id: SeqId) -> int:
         """See `BlocksElsewhere`."""

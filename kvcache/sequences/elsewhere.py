@@ -60,6 +60,10 @@ class BlocksElsewhere(Protocol):
         """
         ...
 
+    def movable(self, seq_id: SeqId) -> bool:
+        """Return whether a sequence has a block that `move_oldest` could move."""
+        ...
+
     def moving(self, seq_id: SeqId) -> int:
         """Return how many blocks of a sequence are on their way."""
         ...

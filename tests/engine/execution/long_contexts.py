@@ -126,6 +126,7 @@ class Source:
             if name not in self.dead:
                 self.free.remove(block)
                 self.taken.add(block)
+                self.wanted = max(self.wanted - 1, 0)
                 address = self.addresses[name, loan]
                 first = KVAddress.verify(address, b"secret").pages().index(pages[0])
                 return BorrowedBlock(name, EPOCH, loan, address, first, pages)
@@ -140,6 +141,8 @@ class Source:
         self.failures.append(creditor)
         if creditor not in self.connected():
             self.dead.add(creditor)
+            self.free = [each for each in self.free if each[0] != creditor]
+            self.fill()
 
     def loans_of(self, name: EngineId) -> list[LeaseId]:
         return sorted({loan for own, loan, _ in [*self.taken, *self.free] if own == name})
