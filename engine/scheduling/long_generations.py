@@ -197,7 +197,7 @@ class LongGenerations:
 
     def _leaving(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         """Return how many pages a long generation leaves to others."""
-        if self.impatient(job):
+        if self._waited.get(job, 0) >= IMPATIENT:
             return 0
         return self._others + min(self._pressed, elsewhere.total_pages // 2)
 

@@ -228,12 +228,12 @@ class Borrowing:
         Those are left out whose pages would stay in use by others.
         """
         leaving = {move.number for move in self._moves if move.sequence is sequence}
-        per_block = self._per_block
+        per_block, away = self._per_block, sequence.away or ()
         for begin, end in sequence.present:
             for number in range(-(-begin // self.block_tokens), end // self.block_tokens):
-                pages = sequence.table.pages(number * per_block, (number + 1) * per_block)
-                if number in leaving or HOLE in pages:
+                if number in away or number in leaving:
                     continue
+                pages = sequence.table.pages(number * per_block, (number + 1) * per_block)
                 if all(self._manager.pool.last_holder(page) for page in pages):
                     yield number
 
