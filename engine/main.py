@@ -324,8 +324,7 @@ async def _running(
     finally:
         await engine.mirrors.close()
         engine.loop.stop()
-        await asyncio.to_thread(engine.close_exchanges)
-        engine.cache.close()
+        await asyncio.to_thread(engine.close)
 
 
 @contextlib.asynccontextmanager

@@ -35,6 +35,7 @@ from engine.protocol.lending import (
 from engine.protocol.limits import Limits, generation_begin, resolve_position, send_range
 from engine.protocol.names import page_name, page_names
 from engine.protocol.replies import (
+    BorrowingState,
     EngineState,
     EngineStatistics,
     Event,
@@ -84,6 +85,7 @@ __all__ = [
     "BadAddress",
     "BadRange",
     "BadRequest",
+    "BorrowingState",
     "Capability",
     "Commit",
     "Creditor",

@@ -12,6 +12,7 @@ from engine.protocol.message import Count, EngineName, FinishReason, Message, Ro
 from kvcache.types import PageName
 
 __all__ = [
+    "BorrowingState",
     "EngineState",
     "EngineStatistics",
     "Event",
@@ -214,12 +215,25 @@ class LendingState(Message):
     waited_ms: float = Field(ge=0.0, allow_inf_nan=False)  # of all requests, for their turn
 
 
+class BorrowingState(Message):
+    """What an engine has borrowed, by blocks and loans; its heartbeat counts the pages.
+
+    `creditors` are those that the router named last. Refusals and losses count from the start.
+    """
+
+    creditors: list[EngineName] = Field(max_length=64)
+    loans: Count
+    free_blocks: Count  # without KV
+    refusals: Count
+    lost_loans: Count
+
+
 class EngineState(Message):
     """`GET /microserving/state`: pages, leases and queues.
 
     `secret_digest` is equal for engines that have the same cluster secret: only these accept each
     other's addresses. `heartbeat` is for the router's ledger: engines that lend or borrow memory
-    send it with each of these replies. The router tells those with `borrows` whom to ask.
+    send it with each of these replies. The router tells those with `borrowing` whom to ask.
     """
 
     engine_id: EngineName
@@ -238,7 +252,7 @@ class EngineState(Message):
     draining: bool = False
     secret_digest: str | None = Field(default=None, max_length=64)
     heartbeat: Heartbeat | None = None
-    borrows: bool = False
+    borrowing: BorrowingState | None = None  # None: it does not borrow
     lending: LendingState | None = None  # None: it answers no debtors
 
 

@@ -147,15 +147,16 @@ class MicroserveEngine:
         self.muxes.end()
         self.prefixes.end()
 
-    def close_exchanges(self) -> None:
-        """End what is computed for debtors, and give back what is borrowed. Waits for seconds.
+    def close(self) -> None:
+        """Close the cache, and what this engine lends and borrows. Waits for seconds at most.
 
-        Call it when the step loop has ended, before the cache is closed.
+        Call it when the step loop has ended.
         """
-        if self.borrowing is not None:
-            self.borrowing.close()
-        if self.creditor is not None:
+        if self.creditor is not None:  # it reads the pool
             self.creditor.close()
+        self.cache.close()
+        if self.borrowing is not None:  # the cache writes into borrowed pages
+            self.borrowing.close()
 
     # The calls
 

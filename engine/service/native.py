@@ -159,7 +159,7 @@ class NativeEngine:
             secret_digest=self._secret_digest,
             workers=engine.workers(),
             heartbeat=self.lending.heartbeat(),
-            borrows=self.borrowing is not None,
+            borrowing=self.borrowing.state() if self.borrowing is not None else None,
             lending=self.lending.state(),
         )
 

@@ -87,6 +87,9 @@ class EngineClient:
     async def unpin(self, body: dict[str, Any], headers: Headers) -> int:
         return _count("unpinned_tokens", await self._post("unpin", body, headers))
 
+    async def set_creditors(self, body: dict[str, Any], headers: Headers) -> None:
+        await self._post("lend/creditors", body, headers)
+
     async def start_generate(self, body: dict[str, Any], headers: Headers) -> Delivery:
         """Start a generation; returns once the engine has accepted it."""
         stream = await self._token_mux.stream()

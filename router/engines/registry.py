@@ -20,7 +20,7 @@ from router.engines.engines_file import EngineEntry
 from router.engines.monitor import Monitor
 from router.engines.prefix_index import PrefixIndex
 from router.engines.secrets import compare_secrets
-from router.ledger import FRESH_S, Heartbeats, Ledger
+from router.ledger import FRESH_S, CreditorLists, Debtor, Heartbeats, Ledger
 from router.model import ServedModel
 from router.telemetry import Events, Metrics
 
@@ -72,6 +72,7 @@ class Registry:
             fresh_s=max(FRESH_S, MISSED * config.health_interval_s),
         )
         self._heartbeats = Heartbeats(self.ledger, self._debts_changed)
+        self._creditor_lists = CreditorLists(self.ledger, self._debtors, self._url_of, tasks)
         self._came_up = asyncio.Event()  # set only for a moment, to wake the waiters
         self._adoption = Adoption(self._backends.values, config.health_timeout_s)
         self._removed: dict[str, None] = {}  # URLs of engines that an administrator removed
@@ -241,6 +242,7 @@ class Registry:
         for monitor in self._monitors.values():
             monitor.cancel()
         self.prefixes.close()
+        self._creditor_lists.close()
 
     def _empty(self, backend: Backend) -> int:
         if not self.usable():
@@ -257,6 +259,7 @@ class Registry:
         self._backends.pop(backend.url, None)
         self.prefixes.forget(backend)
         self._heartbeats.lost(backend.state)
+        self._creditor_lists.send()
         backend.client.close()
         self._adoption.note_contexts()
         if monitor := self._monitors.pop(backend, None):
@@ -303,6 +306,26 @@ class Registry:
             return math.inf
         return 1.0
 
+    def _debtors(self) -> Iterator[Debtor]:
+        """Yield the engines that are up and borrow."""
+        for backend in self:
+            state = backend.state
+            if state is not None and state.borrowing is not None and backend.status == "up":
+                yield Debtor(
+                    EngineId(state.engine_id),
+                    state.epoch,
+                    state.page_size,
+                    lambda wanted, client=backend.client: client.set_creditors(  # type: ignore[misc]
+                        wanted.model_dump(), {}
+                    ),
+                )
+
+    def _url_of(self, creditor: EngineId) -> str:
+        for backend in self:
+            if backend.state is not None and backend.state.engine_id == creditor:
+                return backend.url
+        return ""
+
     def _debts_changed(self, heartbeat: Heartbeat) -> None:
         self._events.publish(
             "ledger",
@@ -319,6 +342,7 @@ class Registry:
         log.warning("engine %s is down: %s", backend.id, reason)
         backend.go_down(reason)
         self._heartbeats.lost(backend.state)
+        self._creditor_lists.send()
         compare_secrets(self)
         self._events.publish("engine", id=backend.id, status="down", reason=reason)
 
@@ -341,6 +365,7 @@ class Registry:
         backend.state = state
         backend.status = "up"
         backend.last_error = ""
+        self._creditor_lists.send()
         if came_up or state.secret_digest != known_secret:
             compare_secrets(self)
         if came_up:

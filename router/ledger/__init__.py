@@ -1,8 +1,10 @@
 """Infinite-LLM's gManager: which instance has memory to lend, and who owes whom how much.
 
-Decides on plain data and calls no engine. Imports `base` and `engine.protocol` only.
+Decides on plain data. `CreditorLists` tells debtors by functions that it is given. Imports `base`
+and `engine.protocol` only.
 """
 
+from router.ledger.creditor_lists import CreditorLists, Debtor
 from router.ledger.debts import Debts, net_positions, remote_pages, settle
 from router.ledger.heartbeats import Heartbeats
 from router.ledger.ledger import FRESH_S, Candidate, Ledger
@@ -13,6 +15,8 @@ __all__ = [
     "FRESH_S",
     "Candidate",
     "Commit",
+    "CreditorLists",
+    "Debtor",
     "Debts",
     "Freeze",
     "Heartbeats",

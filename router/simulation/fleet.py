@@ -192,6 +192,9 @@ class VirtualCalls:
         call = Pin.model_construct(**body)
         return await self._call(lambda: self.engine.unpin(call))
 
+    async def set_creditors(self, body: dict[str, Any], headers: Headers) -> None:
+        raise Unsupported(f"{self.url} does not borrow")
+
     async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
         self._check("prefixes")
         await self._travel()

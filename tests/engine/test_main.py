@@ -75,6 +75,14 @@ def test_what_follows_two_dashes_is_vllm_s():
         ["smollm2", "--lend-share", "0.5", "--tp", "2"],
         ["smollm2", "--lend-share", "0.5", "--pp", "2"],
         ["smollm2", "--lend-share", "0.5", "--device-pages", "8"],
+        ["--lend-compute", "0"],
+        ["--lend-compute", "1.01"],
+        ["smollm2", "--borrow", "--tp", "2"],
+        ["smollm2", "--borrow", "--pp", "2"],
+        ["smollm2", "--borrow", "--device-pages", "8"],
+        ["smollm2", "--borrow", "--backend", "vllm"],
+        ["smollm2", "--borrow", "--dtype", "float16"],
+        ["mock", "--borrow"],
     ],
 )
 def test_bad_flags_exit_with_2_and_say_why(flags: list[str], capsys: pytest.CaptureFixture[str]):
@@ -96,6 +104,7 @@ def test_cpus():
         (["no/such/model.gguf"], 2, "no/such/model.gguf"),
         (["tiny", "--page-size", "48", "--port", "0"], 2, "page size"),
         (["tiny", "--host", "999.9.9.9"], 2, "--api-key"),
+        (["tiny", "--port", "0", "--lend-share", "1", "--dtype", "float16"], 2, "float32 and"),
         (["tiny", "--port", "0", "--host-pages", str(1 << 40)], 2, "--host-pages"),
         (["tiny", "--port", "0", "--disk-pages", str(1 << 40), "--disk-dir", "."], 2, "no room"),
         (["tiny", "--port", "0", "--disk-pages", "1", "--disk-dir", "no/such"], 2, "no/such"),

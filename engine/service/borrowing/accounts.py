@@ -4,43 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from engine.protocol import Creditor
+from engine.service.borrowing.records import BorrowingUse, Freeing, Process
 from engine.service.borrowing.settings import BorrowingSettings
 from engine.service.borrowing.stock import LoanBlocks, Stock
 from kvcache.lending import BorrowedBlock, Borrower, Renewal, Renewing
 from kvcache.types import EngineId, LeaseId, PageId
 
-__all__ = ["Accounts", "BorrowingUse", "Freeing", "Process"]
-
-
-class Process(NamedTuple):
-    """One process of a creditor."""
-
-    creditor: EngineId
-    epoch: int
-
-
-class Freeing(NamedTuple):
-    """A loan that the creditor has yet to be told is over."""
-
-    process: Process
-    url: str
-    loan: LeaseId
-    until: float  # when the creditor ends it by itself, on the debtor's clock
-
-
-@dataclass(frozen=True, slots=True)
-class BorrowingUse:
-    """What an engine has borrowed now, and what has gone wrong since it started."""
-
-    pages: dict[EngineId, int]  # by creditor
-    loans: int
-    free_blocks: int
-    refusals: int  # of creditors asked for pages
-    lost_loans: int
+__all__ = ["Accounts"]
 
 
 class Accounts:
@@ -109,6 +81,7 @@ class Accounts:
         """Return what is borrowed."""
         with self._lock:
             return BorrowingUse(
+                tuple(each.instance for each in self._creditors),
                 self._borrower.borrowed_from(), len(self._stock), self._stock.free(),
                 self._refusals, self._lost,
             )  # fmt: skip

@@ -16,8 +16,9 @@ from engine.protocol import (
     MicroserveError,
     PeerUnreachable,
 )
-from engine.service.borrowing.accounts import Accounts, Process
+from engine.service.borrowing.accounts import Accounts
 from engine.service.borrowing.calls import CreditorCalls
+from engine.service.borrowing.records import Process
 from engine.service.borrowing.settings import BorrowingSettings
 from kvcache.errors import BadAddress
 from kvcache.lease import Identity, KVAddress
@@ -49,7 +50,7 @@ class Asking:
         lose: Lose,
         wake: Callable[[], object],
     ) -> None:
-        """`wake` is called when a creditor has been connected."""
+        """`wake` is called when a loan has come."""
         self._accounts, self._calls, self._settings = accounts, calls, settings
         self._identity, self._remote = identity, remote
         self._lose, self._wake = lose, wake
@@ -99,6 +100,7 @@ class Asking:
         finally:
             if not answered:
                 accounts.abandon(creditor, loan, free=True)
+        self._wake()
         return True
 
     def _enter(self, creditor: Creditor, loan: LeaseId, reply: LendAllocateReply) -> bool:
@@ -136,7 +138,6 @@ class Asking:
             raise
         self.linked[process.creditor] = process.epoch
         self._accounts.trust(process.creditor)
-        self._wake()
 
 
 def names_of(identity: Identity, process: Process) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from engine.protocol import BLOCK_TOKENS, BadRequest, LendCreditors
-from engine.service.borrowing.accounts import Accounts, BorrowingUse
+from engine.protocol import BLOCK_TOKENS, BadRequest, BorrowingState, LendCreditors
+from engine.service.borrowing.accounts import Accounts
 from engine.service.borrowing.calls import CreditorCalls
 from engine.service.borrowing.keeper import Keeper, Tell
+from engine.service.borrowing.records import BorrowingUse
 from engine.service.borrowing.settings import BorrowingSettings
 from kvcache.lease import Identity
 from kvcache.lending import BorrowedBlock
@@ -110,6 +111,17 @@ class Borrowing:
     def use(self) -> BorrowingUse:
         """Return what is borrowed now."""
         return self._accounts.use()
+
+    def state(self) -> BorrowingState:
+        """Return what `GET /microserving/state` tells of it."""
+        use = self._accounts.use()
+        return BorrowingState(
+            creditors=list(use.creditors),
+            loans=use.loans,
+            free_blocks=use.free_blocks,
+            refusals=use.refusals,
+            lost_loans=use.lost_loans,
+        )
 
     def close(self) -> None:
         """Give everything back, and end the thread. Waits for some seconds at most. Idempotent."""

@@ -17,9 +17,10 @@ from engine.protocol import (
     PeerUnreachable,
     StaleEpoch,
 )
-from engine.service.borrowing.accounts import Accounts, Freeing, Process
+from engine.service.borrowing.accounts import Accounts
 from engine.service.borrowing.asking import Asking, names_of
 from engine.service.borrowing.calls import CreditorCalls
+from engine.service.borrowing.records import Freeing, Process
 from engine.service.borrowing.settings import BorrowingSettings
 from kvcache.lease import Identity
 from kvcache.lending import Renewal, Renewing

@@ -189,6 +189,9 @@ class OpenAIEngine:
     async def unpin(self, body: dict[str, Any], headers: Headers) -> int:
         self._refuse("unpin")
 
+    async def set_creditors(self, body: dict[str, Any], headers: Headers) -> None:
+        self._refuse("lend/creditors")
+
     async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
         """Raise `Unsupported`."""
         self._refuse("prefixes")

@@ -80,12 +80,12 @@ def test_pages_are_lent_up_to_the_cap_and_repeated_calls_get_the_same_answer(
     creditor: EngineProcess,
 ):
     first = ask(creditor, "a1", 12)
-    assert first["granted"] and first["lease_ms"] == LEASE_MS
+    assert first["granted"] and first["lease_ms"] == LEASE_MS and first["endpoints"]
     address = KVAddress.verify(first["kv_addr"], b"secret")
     assert address.engine_id == "creditor" and len(set(address.pages())) == 12
     assert creditor.state()["pages"]["lent"] == 12
     assert ask(creditor, "a1", 12) == first
-    refused = {"granted": False, "kv_addr": None, "lease_ms": LEASE_MS}
+    refused = {"granted": False, "kv_addr": None, "lease_ms": LEASE_MS, "endpoints": []}
     assert ask(creditor, "a2", CAP - 11) == ask(creditor, "a2", CAP - 11) == refused
     assert creditor.state()["pages"]["lent"] == 12
     part = free(creditor, "a1", pages=address.pages()[:4])
