@@ -117,7 +117,12 @@ class KVCache(PagedCache):
             return self.bookkeeping.pages.prefix.unpin(tokens)
 
     def check_room(self, tokens: Sequence[int]) -> None:
-        """Raise `NoCapacity` if a sequence of `tokens` has no room beside pinned prefixes."""
+        """Raise `NoCapacity` if a sequence of `tokens` has no room beside pinned prefixes.
+
+        Of one whose blocks can be elsewhere, two have to find room.
+        """
+        if self.elsewhere is not None:
+            tokens = tokens[: 2 * BLOCK]
         with self.lock:
             self.bookkeeping.pages.check_room(tokens)
 
