@@ -29,7 +29,7 @@ from engine.sampling.sampler import sample
 from engine.scheduling import Chunk
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_limits import StepLimits
-from engine.service.borrowing import Borrowing, use_borrowed
+from engine.service.borrowing import Borrowing
 from engine.service.engine import MicroserveEngine
 from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
@@ -218,7 +218,7 @@ def _borrowing(cache: KVCache, query_heads: int, config: EngineConfig) -> Borrow
         api_key=config.api_key,
         tls=_peer_tls(config),
     )
-    use_borrowed(cache, borrowing, remote)
+    cache.borrow(borrowing, remote)
     return borrowing
 
 

@@ -22,17 +22,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 
+from kvcache.attention import BLOCK
 from kvcache.bookkeeping import LOAN_S, Bookkeeping, PageUse
-from kvcache.errors import NoCapacity
+from kvcache.borrowing import BlockMover, Borrowing
+from kvcache.errors import Internal, NoCapacity
 from kvcache.lease.address import KVAddress
 from kvcache.lease.identity import Identity
 from kvcache.lease.page_sends import PageSends
 from kvcache.lease.put import Put
 from kvcache.lease.sender import Mirror, Sender
 from kvcache.lease.table import ReceiveLease, Watch
+from kvcache.lending import BlockSource
 from kvcache.page_store.base import PageStore
 from kvcache.paged_cache import PagedCache
 from kvcache.pages.prefix_tree import Namer, Tell
+from kvcache.remote_attention import RemoteAttention
 from kvcache.tiers.hierarchy import Tiers
 from kvcache.tiers.statistics import TierUse
 from kvcache.tiers.store import TierStore
@@ -85,6 +89,20 @@ class KVCache(PagedCache):
         self._sender = Sender(manager, self.page_size, layers, transport, identity, self.lock)
         # Sends of lent pages. Their caller holds the lock, but for `open`.
         self.page_sends = PageSends(self._sender, manager, self.page_size, layers, self.lock)
+        self.elsewhere: Borrowing | None = None
+
+    def borrow(self, source: BlockSource, remote: RemoteAttention) -> None:
+        """Let long sequences have blocks in borrowed pages, from now on.
+
+        `source` has the pages, and `remote` ships queries to them; the caller owns both, and closes
+        them after the cache. Raises `Unsupported` if the store cannot ship queries, and
+        `BadRequest` for a pool of fewer than three blocks.
+        """
+        self.store.borrow(remote)
+        mover = BlockMover(self._claim_loan, self.layout.held.layers, self.page_size)
+        self.elsewhere = Borrowing(
+            source, mover, self._sequences, self.bookkeeping.pages, self.lock, block_tokens=BLOCK
+        )
 
     # Declare: prefixes
 
@@ -102,7 +120,12 @@ class KVCache(PagedCache):
             return self.bookkeeping.pages.prefix.unpin(tokens)
 
     def check_room(self, tokens: Sequence[int]) -> None:
-        """Raise `NoCapacity` if a sequence of `tokens` has no room beside pinned prefixes."""
+        """Raise `NoCapacity` if a sequence of `tokens` has no room beside pinned prefixes.
+
+        Of one whose blocks can be elsewhere, two have to find room.
+        """
+        if self.elsewhere is not None:
+            tokens = tokens[: 2 * BLOCK]
         with self.lock:
             self.bookkeeping.pages.check_room(tokens)
 
@@ -306,9 +329,9 @@ class KVCache(PagedCache):
         Raises `Internal` if it does not.
         """
         with self.lock:
-            self.bookkeeping.check(
-                [*self._sender.holders(), *self.page_sends.holders(), *self.tiers.holders()]
-            )
+            moving = self.elsewhere.holders() if self.elsewhere is not None else ()
+            sent = (*self._sender.holders(), *self.page_sends.holders())
+            self.bookkeeping.check([*sent, *self.tiers.holders(), *moving])
             self.tiers.check()
             self.store.check()
 
@@ -318,3 +341,12 @@ class KVCache(PagedCache):
             stack.callback(self.store.close)
             stack.callback(self.transport.close)
             stack.callback(self.tiers.close)
+            if self.elsewhere is not None:
+                stack.callback(self.elsewhere.close)
+
+    def _claim_loan(self, kv_addr: str) -> Put:
+        """Claim a loan's pages from position 0 on. Waits and raises as `open_put`."""
+        put = self._sender.mirror(kv_addr, ()).put
+        if put is None:
+            raise Internal("a mirror was opened without a put")
+        return put

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kvcache.errors import Internal
+from kvcache.errors import Internal, Unsupported
 from kvcache.lease.put import Put
 from kvcache.page_store.base import PageStore
 from kvcache.sequences.step import PageCopy, SendRange, StepDescription
@@ -50,7 +50,8 @@ class PagedCache:
     def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
         """Add a sequence with the first `length` tokens of `parent`.
 
-        It shares full pages and gets a copy of a partial last one. Raises `BadRange`, `NoCapacity`.
+        It shares full pages and gets a copy of a partial last one. Raises `BadRange`, `NoCapacity`,
+        and `Unsupported` if blocks among these tokens lie with creditors.
         """
         with self._copying(child):
             self._sequences.fork_sequence(parent, child, length)
@@ -140,13 +141,15 @@ class PagedCache:
         """Send positions `[begin, end)` of a sequence.
 
         Those present are sent at once, all layers of a page together. The others are sent layer by
-        layer as `attention` computes them.
+        layer as `attention` computes them. Raises `Unsupported` if blocks lie with creditors.
         """
         with self.lock:
             sequence = self._sequences[seq_id]
             self._forget_put(sequence.send)
             self.store.add_put(put)
             send = SendRange(put.claim, TokenPos(begin), TokenPos(end))
+            if sequence.elsewhere:
+                raise Unsupported("a sequence with blocks elsewhere cannot be sent")
             self._sequences.send(seq_id, send)
             present = TokenPos(min(sequence.length, end))
             if send.begin < present:

@@ -54,3 +54,7 @@ class StepStats:
     generation_tokens: int = 0  # sampled
     expired_leases: int = 0
     failed_steps: int = 0
+    recovered_steps: int = 0  # failed at a creditor, and were computed again
+    moved_blocks: int = 0  # that have arrived at creditors
+    lost_blocks: int = 0  # at creditors, whose loans ended or were called back
+    recomputed_tokens: int = 0  # of these blocks

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from engine.execution.closing_sends import ClosingSends
+from engine.execution.lost_blocks import LostBlocks
 from engine.execution.runner import Runner, StepCache
 from engine.execution.step_mirrors import StepMirrors
 from engine.execution.step_output import PlannedStep, StepOutput, StepResult, StepStats
@@ -84,6 +85,7 @@ class Stepper:
         self._failing: dict[Job, Exception] = {}  # when the last step with the job has ended
         self._inbox: deque[Callable[[], object]] = deque()
         self._mirrors = StepMirrors()
+        self._lost_blocks = LostBlocks(cache, self.stats)
         self._closing = ClosingSends(cache, clock, self._post, self._sent)
         self._swept = clock()
         self._stuck: Generation | None = None  # `Scheduler.stuck` in the latest sweep
@@ -156,6 +158,7 @@ class Stepper:
         if began >= self.sweep_due:
             self._swept = began
             self._sweep()
+        self._lost_blocks.take()
         return PlannedStep(self._scheduler.plan(), began, self._scheduler.planned)
 
     def end(self, step: PlannedStep, durations: Sequence[float] = ()) -> list[StepOutput]:
@@ -179,7 +182,7 @@ class Stepper:
     @property
     def next_sweep(self) -> float | None:
         """When a sweep is due, by the clock; None if there is nothing to sweep."""
-        waiting = self._scheduler.waiting or self.parallel_sampling.retaining
+        waiting = self._scheduler.waits_for_room or self.parallel_sampling.retaining
         if waiting or self._closing or self._cache.leases():
             return self.sweep_due
         return None
@@ -194,6 +197,7 @@ class Stepper:
             else:  # a waiting send must not lose its lease
                 send.put.renew()
         self.parallel_sampling.sweep()
+        self._scheduler.sweep()
         self._end_stuck()
 
     def _end_stuck(self) -> None:
@@ -207,6 +211,8 @@ class Stepper:
         if self._scheduler.drop_swap(job):
             return  # as a prompt, it shares the pages of its cached prefix
         held = "leases, pins or quarantine hold the pages"
+        if job.started:
+            held = "no engine lends any further pages"
         failure = NoCapacity(f"no room for {job.target} tokens: {held}")
         self._deliver([self._fail_generation(job, failure)])
 
@@ -222,9 +228,11 @@ class Stepper:
             if timings is not None and work is not None:
                 timings.add_step(work, self.clock() - began)
         except Exception as error:  # must not end the stepper, whatever it is
-            log.exception("a step failed")
-            self.stats.failed_steps += 1
-            outputs = [self._fail(job, error) for job, _ in plan]
+            outputs = []
+            if not self._lost_blocks.recover(error):
+                log.exception("a step failed")
+                self.stats.failed_steps += 1
+                outputs += [self._fail(job, error) for job, _ in plan]
         for job in [job for job in self._failing if not self._scheduler.in_flight(job)]:
             outputs.append(self._fail(job, self._failing.pop(job)))
         self.stats.steps += len(durations) or 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from engine.scheduling.jobs import Generation
 from engine.scheduling.scheduler import Scheduler
-from kvcache.errors import NoCapacity
+from kvcache.errors import NoCapacity, Unsupported
 from kvcache.sequences import SequenceCache
 
 __all__ = ["ParallelSampling"]
@@ -128,7 +128,7 @@ class ParallelSampling:
             return  # the parent was preempted and computes its prompt again
         try:
             cache.fork_sequence(parent.seq_id, child.seq_id, length)
-        except NoCapacity:
+        except (NoCapacity, Unsupported):  # without room, or with blocks elsewhere
             return
         try:
             cache.grow(child.seq_id, child.target)

@@ -42,6 +42,8 @@ from collections.abc import Callable, Sequence
 from engine.scheduling.chunk import Chunk
 from engine.scheduling.chunk_budget import ChunkBudget
 from engine.scheduling.jobs import Generation, Job, Send
+from engine.scheduling.long_generations import LongGenerations
+from engine.scheduling.shared_prefixes import SharedPrefixes
 from engine.scheduling.step_limits import StepLimits
 from engine.scheduling.swapped import SwappedGenerations
 from kvcache.errors import NoCapacity
@@ -95,7 +97,8 @@ class Scheduler:
         self._chunk_budget = ChunkBudget(decode_slowdown)
         self.planned = (0, 0)  # decodes and prompt tokens of the latest plan
         self._swapped = SwappedGenerations(cache, lambda: self.wake())  # all are in `waiting`
-        self._untouched: set[Generation] = set()  # started, without any computed token
+        self._shared = SharedPrefixes(cache, self._missing)
+        self._long = LongGenerations(cache, lambda: self.wake())
         self._unpublished: list[Generation] = []  # prefilled by the latest step
         self._blocked: Generation | None = None  # the head of the queue, if it finds no room
 
@@ -109,10 +112,22 @@ class Scheduler:
         """The head of the queue if it finds no room although no other job holds pages.
 
         Leases, pins, quarantine, retained sequences and loans hold them. Loans that were called
-        back end by themselves, so it is not stuck before.
+        back end by themselves, so it is not stuck before. Also the first of the running, if it is
+        long and waits for blocks that do not come.
         """
+        if self.running and self._long.stuck(self.running[0]):
+            return self.running[0]
         busy = self.running or self.sends or self._swapped.moving or self._cache.awaits_pages
         return None if busy else self._blocked
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether a generation waits for room: time that passes makes a difference."""
+        return bool(self.waiting) or self._long.waits
+
+    def sweep(self) -> None:
+        """Note that some time has passed."""
+        self._long.sweep()
 
     def drop_swap(self, job: Generation) -> bool:
         """Have a swapped generation computed again; return False if it was not swapped out.
@@ -142,7 +157,8 @@ class Scheduler:
                 self.sends.remove(job)
         elif job in self.running:
             self.running.remove(job)
-            self._untouched.discard(job)
+            self._long.forget(job)
+            self._shared.untouched.discard(job)
             self.published(job)
         elif job in self.waiting:
             self.waiting.remove(job)
@@ -154,7 +170,8 @@ class Scheduler:
         """Return the next step's chunks, with pages for each; empty if there is nothing to do."""
         self._publish()
         self._giving_way.clear()
-        waited = set(self._untouched)
+        self._long.begin_plan(self.running)
+        waited = set(self._shared.untouched)
         self._admit()
         decodes: list[tuple[Generation, Chunk]] = []
         prefills: list[Generation] = []
@@ -184,9 +201,10 @@ class Scheduler:
         prompts = [(job, self._chunk(job, count)) for job, count in counts.items() if job.started]
         for job, _ in prompts:
             if isinstance(job, Generation):
-                self._untouched.discard(job)
+                self._shared.untouched.discard(job)
                 if job not in self._unpublished:
                     self._unpublished.append(job)
+        self._long.end_plan(self._blocked)
         self.planned = len(decodes), sum(len(chunk.tokens) for _, chunk in prompts)
         plan: list[tuple[Job, Chunk]] = [*decodes, *prompts]
         if self.depth > 1:
@@ -262,45 +280,16 @@ class Scheduler:
         for place, job in enumerate([*jobs[:1], *least]):
             if budget <= 0:
                 break
-            leader, missing = self._leader(job, jobs, waited)
-            if not self._make_room(leader):
-                continue
+            leader, missing = self._shared.leader(job, jobs, waited)
             count = chosen.get(leader, 0)
             more = min(missing - count, budget if place else budget - budget // 2)
+            if not (room := self._make_room(leader, count + more)):
+                continue
+            more = min(more, room - count)
             if more > 0:
                 chosen[leader] = count + more
                 budget -= more
         return chosen
-
-    def _leader(self, job: Job, jobs: Sequence[Job], waited: set[Generation]) -> tuple[Job, int]:
-        """Return the job that computes what `job` needs next, and how many tokens of it.
-
-        Prompts that arrive together often share a prefix. One job, the leader, computes it for all;
-        jobs without any computed token wait for it and then start from the computed prefix. Those
-        in `waited` have waited for the latest step. A job that shares nothing leads itself.
-        """
-        if job not in self._untouched or not isinstance(job, Generation):
-            return job, self._missing(job)
-        if job in waited:
-            self._catch_up(job)
-        length, earlier = self._cache.length(job.seq_id), True
-        for other in jobs:
-            if other is job:
-                earlier = False
-            elif other.started and (earlier or other not in self._untouched):
-                common = self._common(job, other)
-                if common > max(length, self._cache.length(other.seq_id)):
-                    return other, common - self._cache.planned_length(other.seq_id)
-        return job, self._missing(job)
-
-    def _common(self, job: Job, other: Job) -> int:
-        """Return the tokens in full pages that both share, without the last token of `job`."""
-        page = self._cache.page_size
-        limit = min(len(job.tokens) - 1, len(other.tokens)) // page * page
-        for begin in range(0, limit, page):
-            if job.tokens[begin : begin + page] != other.tokens[begin : begin + page]:
-                return begin
-        return limit
 
     def _admit(self) -> None:
         for job in self._swapped.returned():
@@ -316,13 +305,22 @@ class Scheduler:
             self._run(job)
         self._set_blocked(blocked)
         if blocked is not None:
-            self._cache.call_back(blocked.target)
+            self._cache.call_back(self._at_start(blocked))
+            if not self._long.outgrows(blocked):
+                self._long.press(blocked.target)
 
     def _set_blocked(self, job: Generation | None) -> None:
         """Note the head of the queue if it finds no room; reserve its pages."""
         if job is not self._blocked:
             self._blocked = job
-            self._cache.reserve(job.target if job is not None else 0)
+            self._cache.reserve(self._at_start(job) if job is not None else 0)
+
+    def _at_start(self, job: Generation) -> int:
+        """Return how many tokens a waiting generation needs room for."""
+        elsewhere = self._cache.elsewhere
+        if elsewhere is not None and self._long.outgrows(job):
+            return elsewhere.block_tokens
+        return job.target
 
     def _run(self, job: Generation) -> None:
         job.started = True
@@ -331,26 +329,20 @@ class Scheduler:
 
     def _begin(self, job: Generation) -> bool:
         """Create a generation's sequence with pages for it; return whether there was room."""
+        alone = not (self.running or self.sends or self._swapped.moving)
+        if self._long.outgrows(job):
+            return self._long.begin(job, alone=alone)
         with self._cache.lock:
             cached = self._cache.add_sequence(job.seq_id, job.tokens[:-1])
             try:
                 self._cache.grow(job.seq_id, job.target)
             except NoCapacity:
                 self._cache.remove_sequence(job.seq_id)
-                return False
+                return alone and self._long.begin(job, alone=False)
         if job.begin is None:  # later, after a preemption, it finds its own tokens again
             job.begin = job.cached = cached
-            self._untouched.add(job)
+            self._shared.untouched.add(job)
         return True
-
-    def _catch_up(self, job: Generation) -> None:
-        """Restart from what other jobs have computed of its prompt since it started."""
-        cache = self._cache
-        with cache.lock:
-            cache.remove_sequence(job.seq_id)
-            job.begin = job.cached = cache.add_sequence(job.seq_id, job.tokens[:-1])
-            # Cannot fail: at least as many pages were just freed.
-            cache.grow(job.seq_id, job.target)
 
     def _missing(self, job: Job) -> int:
         """Return the tokens to compute before the job can sample, or has sent everything."""
@@ -362,14 +354,17 @@ class Scheduler:
         sample = isinstance(job, Generation) and stop == job.target
         return Chunk(job.seq_id, job.tokens[start:stop], sample)
 
-    def _make_room(self, job: Job) -> bool:
+    def _make_room(self, job: Job, count: int = 1) -> int:
         """Allocate pages for all the job has to compute, preempting the last generations if needed.
 
-        Returns False if there is no room, or if the job itself was preempted. A generation in a
-        step under way is preempted when that has ended; no generation before it is.
+        Returns how many of its next `count` tokens have room: all or none, but of a long
+        generation. None have if the job itself was preempted. A generation in a step under way is
+        preempted when that has ended; no generation before it is.
         """
         called_back = False
         while job.started:
+            if isinstance(job, Generation) and job in self._long:
+                return self._make_room_for_long(job, count)
             try:
                 self._cache.grow(job.seq_id, job.target)
             except NoCapacity:
@@ -378,22 +373,43 @@ class Scheduler:
                     self._cache.call_back(self._missing(job))
                     continue
                 if not self.running or self._swapped.moving:
-                    return False
+                    return 0
+                if self._long.make_room(job, self.running):
+                    return 0
                 last = self.running[-1]
                 if last in self._in_flight:
                     self._giving_way.add(last)
-                    return False
-                self._preempt(last)
+                    return 0
+                alone = len(self.running) == 1 and not self.sends
+                if last is not job or not self._long.adopt(job, alone=alone):
+                    self._preempt(last)
             else:
-                return True
-        return False
+                return count
+        return 0
+
+    def _make_room_for_long(self, job: Generation, count: int) -> int:
+        """Return how many of a long generation's next tokens have room.
+
+        It preempts others only if it has waited for blocks in vain.
+        """
+        while not (found := self._long.room(job, count)):
+            self._cache.call_back(1)
+            behind = self.running[self.running.index(job) + 1 :]
+            if self._long.make_room(job, behind):
+                return 0
+            last = self.running[-1]
+            if last is job or self._swapped.moving or not self._long.impatient(job):
+                return 0
+            self._preempt(last)
+        return found
 
     def _preempt(self, job: Generation) -> None:
         if not (self._swap and self._swapped.swap_out(job)):
             self._cache.publish(job.seq_id, job.tokens)
             self._cache.remove_sequence(job.seq_id)
+        self._long.forget(job)
         self.running.remove(job)
-        self._untouched.discard(job)
+        self._shared.untouched.discard(job)
         job.started = False
         self.waiting.insert(bisect_left(self.waiting, job.priority, key=_priority), job)
         self.preemptions += 1

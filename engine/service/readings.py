@@ -126,6 +126,14 @@ def _borrowing_readings(engine: MicroserveEngine) -> Iterator[Reading]:
     yield use("microserve:borrowed_blocks_free", "Borrowed blocks without KV", "free_blocks")
     yield use("microserve:borrow_refusals", "Refusals of creditors", "refusals", counter=True)
     yield use("microserve:borrowed_loans_lost", "Loans that were lost", "lost_loans", counter=True)
+    for field, help in (
+        ("moved_blocks", "Blocks of contexts that have arrived at other engines"),
+        ("lost_blocks", "Such blocks whose loans have ended or were called back"),
+        ("recomputed_tokens", "Tokens of these blocks, which are computed again"),
+        ("recovered_steps", "Steps that failed at another engine, and were computed again"),
+    ):
+        value = partial(attrgetter(field), engine.loop.stats)
+        yield Reading(f"microserve:{field}", help, value, counter=True)
 
 
 def _swapped(engine: MicroserveEngine, field: str) -> int:

@@ -40,6 +40,7 @@ class VirtualCache:
 
     persistent = False
     awaits_pages = False  # it lends none
+    elsewhere = None  # nor does it borrow
 
     def __init__(
         self,

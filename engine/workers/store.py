@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from engine.workers.group import WorkerGroup
-from kvcache.errors import Internal
+from kvcache.errors import Internal, Unsupported
 from kvcache.lease import ControlSlots, Put
 from kvcache.memory import KVLayout, SplitLayout
 from kvcache.pages import SCRATCH_PAGE
+from kvcache.remote_attention import RemoteAttention
 from kvcache.sequences import PageCopy, PageIds, StepDescription
 from kvcache.shard import Shard
 from kvcache.tiers import DevicePages, SplitPages
@@ -57,6 +58,9 @@ class WorkerStore:
     @property
     def slots(self) -> ControlSlots:
         return self._region
+
+    def borrow(self, remote: RemoteAttention) -> None:
+        raise Unsupported("an engine of workers cannot borrow")
 
     def device_pages(self) -> DevicePages:
         return SplitPages(self._region.pool, self._split)

@@ -8,12 +8,20 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from kvcache.errors import BadAddress, BadRange, Internal, MicroserveError, StaleEpoch
+from kvcache.errors import (
+    BadAddress,
+    BadRange,
+    Internal,
+    MicroserveError,
+    StaleEpoch,
+    Unsupported,
+)
 from kvcache.lease.address import KVAddress, prompt_digest
 from kvcache.lease.identity import Identity
 from kvcache.lease.put import Put
 from kvcache.lease.receiver import LeasablePages
 from kvcache.sequences import PagedSequence
+from kvcache.sequences.away import HOLE
 from kvcache.types import PageId, TokenPos
 
 __all__ = ["Mirror", "PutOpener", "Sender"]
@@ -162,6 +170,9 @@ class Sender:
         if mirror.closed or mirror.extending or mirror.failure is not None:
             return
         held = sequence.table.pages(mirror.sent // self._page_size, -(-end // self._page_size))
+        if sequence.elsewhere and HOLE in held:
+            mirror.failure = Unsupported("blocks of the sequence are elsewhere")
+            return
         mirror.held = self._manager.share(held)
         self._writing.add(mirror)
         try:

@@ -9,6 +9,7 @@ import torch
 
 from kvcache.lease import ControlSlots, Put
 from kvcache.memory import KVLayout
+from kvcache.remote_attention import RemoteAttention
 from kvcache.sequences import PageCopy, PageIds, StepDescription
 from kvcache.shard import Shard
 from kvcache.tiers import DevicePages
@@ -43,6 +44,13 @@ class PageStore(Protocol):
     @property
     def slots(self) -> ControlSlots:
         """The control slots of receive leases on these pages."""
+        ...
+
+    def borrow(self, remote: RemoteAttention) -> None:
+        """Attend to blocks that lie with creditors through `remote`, which the caller owns.
+
+        Raises `Unsupported` if the store cannot do that.
+        """
         ...
 
     def device_pages(self) -> DevicePages:

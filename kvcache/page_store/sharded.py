@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from kvcache.errors import BadRequest, Internal
+from kvcache.errors import BadRequest, Internal, Unsupported
 from kvcache.lease import ControlSlots, Put
 from kvcache.memory import KVLayout
 from kvcache.page_store.base import PageStore
+from kvcache.remote_attention import RemoteAttention
 from kvcache.sequences import PageCopy, PageIds, StepDescription
 from kvcache.shard import Shard
 from kvcache.tiers import DevicePages
@@ -57,6 +58,9 @@ class ShardedPageStore:
     @property
     def slots(self) -> ControlSlots:
         return self._stores[0].slots
+
+    def borrow(self, remote: RemoteAttention) -> None:
+        raise Unsupported("several stores share no queries with creditors")
 
     def device_pages(self) -> DevicePages:
         raise Internal("tiers need one pool")

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcache.attention import BLOCK, Plan, Planner, planner_for
+from kvcache.attention import BLOCK, Plan, Planner, held_planner_for, planner_for
 from kvcache.errors import BadRequest, Internal
 from kvcache.lease import ControlSlots, Put
 from kvcache.memory import KVLayout, Region
+from kvcache.page_store.away_spans import AwaySpans
 from kvcache.pages import SCRATCH_PAGE
+from kvcache.remote_attention import DistributedPlan, RemoteAttention
 from kvcache.sequences import PageCopy, PageIds, StepDescription
 from kvcache.shard import Shard
 from kvcache.tiers import DevicePages
@@ -35,14 +37,16 @@ class TorchPageStore:
             raise BadRequest(f"page size {layout.page_size} does not divide {BLOCK}")
         self.layout = layout
         self.pool = region.pool
-        self.planner: Planner = planner_for(
-            layout, query_heads // layout.kv_heads, self.pool.device
-        )
+        self._group = query_heads // layout.kv_heads
+        self.planner: Planner = planner_for(layout, self._group, self.pool.device)
         self._region = region
         self._first_layer = layout.held.layer
         self._puts: dict[int, Put] = {}  # by claim
         self._step: StepDescription | None = None
-        self._plan: Plan | None = None  # of the step; made by its first `attention`
+        # Of the step; made by its first `attention`.
+        self._plan: Plan | DistributedPlan | None = None
+        self._remote: RemoteAttention | None = None
+        self._away = AwaySpans()
 
     @classmethod
     def on(cls, transport: Transport, layout: KVLayout, *, query_heads: int) -> TorchPageStore:
@@ -69,6 +73,10 @@ class TorchPageStore:
     @property
     def slots(self) -> ControlSlots:
         return self._region
+
+    def borrow(self, remote: RemoteAttention) -> None:
+        self._remote = remote
+        self._held_planner = held_planner_for(self.layout, self._group, self.pool.device)
 
     def device_pages(self) -> DevicePages:
         return DevicePages(self.pool)
@@ -109,11 +117,13 @@ class TorchPageStore:
         if self._step is None:
             raise Internal("attention without begin_forward")
         if self._plan is None:
-            self._plan = self.planner(self._step.spans)
+            self._plan = self._make_plan(self._step)
         pages = self.pool[layer - self._first_layer]
         self._plan.append(pages, k, v)
         if self._step.sends:
             self.put(layer)
+        if isinstance(self._plan, DistributedPlan):
+            return self._plan.attend(layer, pages, q)
         return self._plan.attend(pages, q)
 
     def put(self, layer: int) -> None:
@@ -137,11 +147,25 @@ class TorchPageStore:
                 put.signal(send.landed)
 
     def abort(self) -> None:
+        if isinstance(self._plan, DistributedPlan) and self._remote is not None:
+            self._remote.abort_step()
         self._step = self._plan = None
 
     def check(self) -> None:
         if bool(self.pool[:, SCRATCH_PAGE].count_nonzero()):
             raise Internal("the scratch page has been written")
+
+    def _make_plan(self, step: StepDescription) -> Plan | DistributedPlan:
+        if self._remote is None or not any(span.away for span in step.spans):
+            return self.planner(step.spans)
+        return DistributedPlan(
+            step.spans,
+            self._away.by_creditor(step.spans),
+            self._remote,
+            planner=self.planner,
+            held_planner=self._held_planner,
+            page_size=self.layout.page_size,
+        )
 
     def close(self) -> None:
         self._region.close()

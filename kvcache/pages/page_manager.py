@@ -75,6 +75,20 @@ class PageManager:
         if self.lower_tier is not None:
             self.lower_tier.offer(tokens)
 
+    def uncache(self, tokens: Tokens, pages: Sequence[PageId]) -> None:
+        """Remove `pages`, the last ones of `tokens`, from the prefix tree where only it holds them.
+
+        What continues them goes too. In the tree they could not be evicted before it.
+        """
+        if not any(self.refs[page] for page in pages):
+            return
+        first = len(tokens) // self._page_size - len(pages)
+        cached = self.prefix.match(tokens, use=False)[first:]
+        for number, (page, other) in enumerate(zip(pages, cached, strict=False), first):
+            if page == other and self.pool.can_evict(page):
+                self.prefix.cut(tokens, number)
+                return
+
     def check_room(self, tokens: Tokens) -> None:
         """Raise `NoCapacity` if a sequence of `tokens` has no room while other prefixes are pinned.
 

@@ -109,6 +109,10 @@ class PagePool:
         """Whether a page may be evicted and has a single reference, the prefix tree's."""
         return bool(self._evictable[page] and self.refs[page] == 1)
 
+    def last_holder(self, page: PageId) -> bool:
+        """Whether a held page would be free, or could be evicted, without one of its holders."""
+        return bool(self.refs[page] == (2 if self._evictable[page] else 1))
+
     def begin_read(self, page: PageId, wait: Callable[[], object]) -> None:
         """Let a held page be read without the lock, until `end_read`.
 

@@ -1,12 +1,18 @@
 """Sequences, their block tables, and descriptions of steps. Imports no torch."""
 
+from kvcache.sequences.away import AwayBlock, AwayBlocks
 from kvcache.sequences.block_table import PageIds
+from kvcache.sequences.elsewhere import BlocksElsewhere, Loss
 from kvcache.sequences.interface import SequenceCache
 from kvcache.sequences.step import PageCopy, PagedSequence, SendRange, Span, StepDescription
 from kvcache.sequences.swapping import SwappedSequence
 from kvcache.sequences.table import SequenceTable
 
 __all__ = [
+    "AwayBlock",
+    "AwayBlocks",
+    "BlocksElsewhere",
+    "Loss",
     "PageCopy",
     "PageIds",
     "PagedSequence",

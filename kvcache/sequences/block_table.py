@@ -52,6 +52,10 @@ class BlockTable:
         self._ids[self._count : count] = pages
         self._count = count
 
+    def fill(self, entries: Sequence[int], pages: Sequence[PageId]) -> None:
+        """Replace the pages of some entries."""
+        self.ids[np.asarray(entries, dtype=np.intp)] = pages
+
     def truncate(self, count: int) -> list[PageId]:
         """Keep the first `count` entries; return the others."""
         removed = self.pages(count)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from kvcache.sequences.elsewhere import BlocksElsewhere
 from kvcache.types import SeqId
 
 __all__ = ["SequenceCache"]
@@ -25,6 +26,11 @@ class SequenceCache(Protocol):
         """Guards the metadata. Each method takes it; hold it to make several calls atomic."""
         ...
 
+    @property
+    def elsewhere(self) -> BlocksElsewhere | None:
+        """The blocks that lie with creditors; None: this cache borrows nothing."""
+        ...
+
     def add_sequence(self, seq_id: SeqId, tokens: Sequence[int] = ()) -> int:
         """Add a sequence with the longest cached prefix of `tokens`; return its length."""
         ...
@@ -32,7 +38,8 @@ class SequenceCache(Protocol):
     def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
         """Add a sequence with the first `length` tokens of `parent`.
 
-        Raises `BadRange`, and `NoCapacity` if there is no page for a partial last one.
+        Raises `BadRange`, `Unsupported` if blocks among these tokens lie with creditors, and
+        `NoCapacity` if there is no page for a partial last one.
         """
         ...
 

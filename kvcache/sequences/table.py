@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from kvcache.errors import BadRange, Internal
+from kvcache.errors import BadRange, Internal, NoCapacity, Unsupported
 from kvcache.pages import PageManager
+from kvcache.sequences.away import HOLE, AwayBlock, check_holes, missing_pages
 from kvcache.sequences.block_table import BlockTable
 from kvcache.sequences.lent import LentPages, NothingLent
 from kvcache.sequences.step import (
@@ -48,6 +49,8 @@ class SequenceTable:
         self.page_size = page_size
         self.swap_space: SwapSpace = NoSwapSpace()
         self.loans: LentPages = NothingLent()
+        # Called for a block that lies with a creditor and that no sequence has any more.
+        self.give_back: Callable[[AwayBlock], object] = lambda block: None
         self._manager = manager
         self._swapped: dict[SeqId, SwappedSequence] = {}
         self._all = _OnDevice(self._swapped)
@@ -63,6 +66,14 @@ class SequenceTable:
     def __getitem__(self, seq_id: SeqId) -> PagedSequence:
         """A sequence on the device. Raises `Internal` if it is unknown or swapped out."""
         return self._all[seq_id]
+
+    def find(self, seq_id: SeqId) -> PagedSequence | None:
+        """Return a sequence on the device, or None."""
+        return self._all.get(seq_id)
+
+    def all(self) -> list[PagedSequence]:
+        """Return the sequences on the device."""
+        return list(self._all.values())
 
     def check_new(self, seq_id: SeqId) -> None:
         """Raise `Internal` if the sequence exists."""
@@ -92,12 +103,17 @@ class SequenceTable:
         return length
 
     def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
-        """See `KVCache.fork_sequence`. Describes the copy of a partial last page."""
+        """See `KVCache.fork_sequence`. Describes the copy of a partial last page.
+
+        Raises `Unsupported` if blocks among the shared ones lie with creditors.
+        """
         self.check_new(child)
         source = self._all[parent]
         if not 0 <= length <= source.length:
             raise BadRange(f"cannot fork at {length} of {source.length} tokens")
         full, rest = divmod(length, self.page_size)
+        if source.elsewhere and HOLE in source.table.pages(0, full + bool(rest)):
+            raise Unsupported("blocks of the sequence are elsewhere, and are not shared")
         tail = self._manager.take(1) if rest else []
         pages = source.table.pages(0, full + len(tail))
         if tail:
@@ -111,8 +127,11 @@ class SequenceTable:
             swapped.abandon()
             self.swap_space.forget(swapped)
             return
-        self._manager.drop(self._all[seq_id].pages)
+        sequence = self._all[seq_id]
+        self._manager.drop(sequence.pages)
         del self._all[seq_id]
+        for _, block in sequence.away.items if sequence.away is not None else ():
+            self.give_back(block)
 
     def pop(self, seq_id: SeqId, count: int) -> None:
         """See `KVCache.pop`."""
@@ -121,6 +140,8 @@ class SequenceTable:
             raise BadRange(f"cannot pop {count} of {sequence.length} tokens")
         length = sequence.length - count
         keep = self._pages_for(length)
+        if sequence.elsewhere and HOLE in sequence.table.pages(length // self.page_size):
+            raise Unsupported("cannot pop into blocks that are elsewhere")
         if length % self.page_size and self._manager.refs[sequence.table.ids[keep - 1]] > 1:
             # The partial page will be written again, and its other holders see it full.
             raise BadRange("cannot pop into a page that is shared")
@@ -129,11 +150,14 @@ class SequenceTable:
 
     def grow(self, seq_id: SeqId, length: int, *, newcomer: bool = False) -> None:
         """See `KVCache.grow`."""
-        table = self._all[seq_id].table
-        missing = -(-length // self.page_size) - len(table)
-        if missing > 0:
+        sequence, pages = self._all[seq_id], -(-length // self.page_size)
+        missing = max(pages - len(sequence.table), 0)
+        lost = missing_pages(sequence.table, sequence.away, pages)
+        if missing or lost:
             leaving = self._manager.reserved if newcomer else 0
-            table.extend(self._manager.take(missing, leaving=leaving))
+            taken = self._manager.take(missing + len(lost), leaving=leaving)
+            sequence.table.fill(lost, taken[: len(lost)])
+            sequence.table.extend(taken[len(lost) :])
 
     def reserve(self, tokens: int) -> None:
         """See `KVCache.reserve`."""
@@ -160,7 +184,10 @@ class SequenceTable:
         """See `KVCache.publish`."""
         sequence = self._all[seq_id]
         full = min(len(tokens), sequence.length) // self.page_size
-        self._manager.publish(tokens[: full * self.page_size], sequence.table.pages(0, full))
+        pages = sequence.table.pages(0, full)
+        if sequence.elsewhere and HOLE in pages:
+            pages = pages[: pages.index(HOLE)]
+        self._manager.publish(tokens[: len(pages) * self.page_size], pages)
 
     def send(self, seq_id: SeqId, positions: SendRange | None) -> None:
         """Set the positions of a sequence that steps send; None: nothing further."""
@@ -189,13 +216,16 @@ class SequenceTable:
             end = TokenPos(start + count)
             if count < 1 or end > len(table) * page_size:
                 raise Internal(f"no room for {count} tokens at {start} of a sequence")
+            away: tuple[tuple[int, AwayBlock], ...] = ()
+            if sequence.away is not None:
+                away = self._away_before(sequence, start, end)
             send = sequence.send
             if send is not None and send.begin < end:
                 last = min(end, send.end)
                 sends.append(
                     StepSend(send.claim, len(spans), max(start, send.begin), last, landed=last)
                 )
-            spans.append(Span(row, start, count, table.ids))
+            spans.append(Span(row, start, count, table.ids, away))
             row += count
         for seq_id, count in zip(seq_ids, counts, strict=True):
             self._all[seq_id].coming += count
@@ -211,7 +241,7 @@ class SequenceTable:
                 continue
             sequence.coming -= span.count
             if sequence.length == span.start:  # no earlier step of it failed
-                sequence.length += span.count
+                sequence.advance(span.count)
         self.copied(step.copies)
 
     def abort_step(self, step: StepDescription) -> None:
@@ -253,6 +283,8 @@ class SequenceTable:
         sequence = self._all[seq_id]
         if sequence.send is not None:
             raise Internal(f"sequence {seq_id} is swapped out while it is sent")
+        if sequence.elsewhere:
+            raise NoCapacity("blocks of the sequence are elsewhere; no tier has room for them")
         used = self._pages_for(sequence.length)
         swapped = self.swap_space.swap_out(sequence.table.pages(0, used), sequence.length)
         self._manager.drop(sequence.table.truncate(used))
@@ -277,14 +309,32 @@ class SequenceTable:
     def holders(self) -> Iterator[Sequence[PageId]]:
         """Yield the pages that sequences and copies hold, to prove ownership.
 
-        Raises `Internal` if a sequence is longer than its pages.
+        Raises `Internal` if a sequence is longer than its pages, or its holes are not its blocks
+        that are away.
         """
         for sequence in self._all.values():
-            if sequence.length > len(sequence.table) * self.page_size:
+            if sequence.present[-1][1] > len(sequence.table) * self.page_size:
                 raise Internal("a sequence is longer than its pages")
+            check_holes(sequence.table, sequence.away, sequence.present, self.page_size)
             yield sequence.pages
         for copy in (*self._copies, *self._copying):
             yield [copy.source, copy.target]
+
+    def _away_before(
+        self, sequence: PagedSequence, start: int, end: int
+    ) -> tuple[tuple[int, AwayBlock], ...]:
+        """Return the blocks away before `start`, for a step up to `end`.
+
+        Raises `Internal` if the step's own tokens have no pages, or are present.
+        """
+        if sequence.beyond and end > sequence.beyond[0][0]:
+            raise Internal(f"tokens before {end} of a sequence are present")
+        if HOLE in sequence.table.pages(start // self.page_size, self._pages_for(end)):
+            raise Internal(f"no pages for tokens {start} to {end} of a sequence")
+        if sequence.away is None or not sequence.beyond:
+            return sequence.away.items if sequence.away is not None else ()
+        block = sequence.away.pages_per_block * self.page_size
+        return tuple(item for item in sequence.away.items if item[0] * block < start)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -6,6 +6,5 @@
 
 from engine.service.borrowing.borrowing import Borrowing, BorrowingUse
 from engine.service.borrowing.settings import BorrowingSettings
-from engine.service.borrowing.use import use_borrowed
 
-__all__ = ["Borrowing", "BorrowingSettings", "BorrowingUse", "use_borrowed"]
+__all__ = ["Borrowing", "BorrowingSettings", "BorrowingUse"]

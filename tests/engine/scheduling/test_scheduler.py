@@ -430,11 +430,11 @@ def test_removed_jobs_are_not_remembered(make: Make):
     for job in (first, waits, blocked):
         scheduler.add(job)
     step(scheduler, cache)
-    assert scheduler._untouched == {waits} and scheduler._unpublished == [first]
+    assert scheduler._shared.untouched == {waits} and scheduler._unpublished == [first]
     assert scheduler._blocked is blocked
     for job in (waits, first, blocked):
         finish(scheduler, cache, job)
-    assert not scheduler._untouched and not scheduler._unpublished
+    assert not scheduler._shared.untouched and not scheduler._unpublished
     assert scheduler._blocked is None
 
 
@@ -444,8 +444,8 @@ def test_a_preempted_job_does_not_count_as_untouched(make: Make):
     for job in (first, waits):
         scheduler.add(job)
     step(scheduler, cache)
-    assert scheduler._untouched == {waits}
+    assert scheduler._shared.untouched == {waits}
     scheduler._preempt(waits)
-    assert not scheduler._untouched
+    assert not scheduler._shared.untouched
     for job in (first, waits):
         finish(scheduler, cache, job)

@@ -351,7 +351,7 @@ def test_a_swapped_job_returns_before_others_start(preempted: Preempted):
     done = step(scheduler, cache)
     assert done.keys() == {"r2", "r3"} and done["r3"] == 2
     assert scheduler.running == [young, later] and young.started
-    assert young.begin == 0 and not scheduler._untouched
+    assert young.begin == 0 and not scheduler._shared.untouched
 
 
 def test_a_swapped_job_without_room_blocks_the_queue(preempted: Preempted):

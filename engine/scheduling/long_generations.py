@@ -1,0 +1,221 @@
+"""Generations that outgrow the pool: their oldest blocks go to borrowed pages of other engines.
+
+Such a generation takes pages for its next chunk only. While it holds more than its share of the
+pool, or finds no room, its oldest full blocks are moved away, and their pages are free once they
+have arrived. Blocks are wanted for all of its prompt from the start, so that chunks are computed
+while blocks travel.
+
+It waits for blocks rather than take pages from others. After a second without any progress it
+preempts those behind it; if it is the first of all, it fails after ten (`Scheduler.stuck`). A
+generation before it preempts it as any other, if its blocks cannot be moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from engine.scheduling.jobs import Generation, Job
+from kvcache.sequences import BlocksElsewhere, SequenceCache
+
+__all__ = ["LongGenerations"]
+
+# What a creditor computes of a step, at most: half of its limits, since decodes come on top.
+ROWS: Final = 512
+ROW_KEYS: Final = 1 << 23
+IMPATIENT: Final = 20  # sweeps without progress, after which those behind are preempted
+
+
+class LongGenerations:
+    """The long generations among the running ones. Used by the step loop's thread only."""
+
+    def __init__(self, cache: SequenceCache, wake: Callable[[], object]) -> None:
+        """`wake` is called on any thread when a long generation may find room."""
+        self._cache = cache
+        self._wake = wake
+        self._waited: dict[Generation, int] = {}  # sweeps without progress, of each long one
+        self._no_room: set[Generation] = set()  # in the latest plan
+        self._granted: dict[Generation, int] = {}  # tokens of each in the plan under way
+        self._pressed = 0  # pages that others have lacked in the latest plan
+        self._pressing = 0  # likewise, in the plan under way
+        self._others = 0  # running generations that are not long: each needs a page to grow into
+
+    def __contains__(self, job: Job) -> bool:
+        return job in self._waited
+
+    def outgrows(self, job: Generation) -> bool:
+        """Whether a generation will never fit the pool, and may have blocks elsewhere."""
+        elsewhere = self._cache.elsewhere
+        return elsewhere is not None and self._pages(job.target + 1) > elsewhere.total_pages
+
+    @property
+    def waits(self) -> bool:
+        """Whether a long generation has found no room."""
+        return bool(self._no_room)
+
+    def begin_plan(self, running: Sequence[Generation]) -> None:
+        """Let go of the blocks that have arrived."""
+        elsewhere = self._cache.elsewhere
+        if elsewhere is None:
+            return
+        elsewhere.wake = self._wake
+        if elsewhere.settle():
+            self._waited = dict.fromkeys(self._waited, 0)
+        self._no_room.clear()
+        self._granted.clear()
+        self._pressed, self._pressing = self._pressing, 0
+        self._others = sum(job not in self._waited for job in running)
+
+    def end_plan(self, head: Generation | None) -> None:
+        """Ask for the blocks that are needed next; `head` is the first that waits to start."""
+        elsewhere = self._cache.elsewhere
+        if elsewhere is None:
+            return
+        wanted = sum(self._lacks(elsewhere, job) for job in self._waited)
+        if head is not None and self.outgrows(head):
+            wanted += self._blocks_for(elsewhere, head)
+        elsewhere.want(wanted)
+
+    def begin(self, job: Generation, *, alone: bool) -> bool:
+        """Create the sequence of a generation, with room for a first chunk.
+
+        Returns False if there is no room. It begins anyway if it is `alone`: then it waits for
+        blocks. No other one begins while one waits for blocks.
+        """
+        elsewhere = self._cache.elsewhere
+        if elsewhere is None or self._no_room:
+            return False
+        with self._cache.lock:
+            cached = self._cache.add_sequence(job.seq_id, job.tokens[:-1])
+            end = min(job.target, cached + elsewhere.block_tokens)
+            if not elsewhere.grow_some(job.seq_id, end, self._others) and not alone:
+                self._cache.remove_sequence(job.seq_id)
+                return False
+        if job.begin is None:
+            job.begin = job.cached = cached
+        self._waited[job] = 0
+        return True
+
+    def adopt(self, job: Job, *, alone: bool) -> bool:
+        """Let a running generation that finds no room be a long one; return whether it is one now.
+
+        It has to have a block that can be moved now, or be `alone` and hold half of the pool.
+        """
+        elsewhere = self._cache.elsewhere
+        if elsewhere is None or not isinstance(job, Generation):
+            return False
+        large = alone and elsewhere.local_pages(job.seq_id) >= elsewhere.total_pages // 2
+        if not elsewhere.move_oldest(job.seq_id, job.tokens) and not large:
+            return False
+        self._waited[job] = 0
+        return True
+
+    def forget(self, job: Job) -> None:
+        """Forget a generation that has ended or was preempted."""
+        if isinstance(job, Generation):
+            self._waited.pop(job, None)
+            self._no_room.discard(job)
+
+    def room(self, job: Generation, count: int) -> int:
+        """Return how many of the next `count` tokens can be computed now; take pages for them."""
+        elsewhere = self._cache.elsewhere
+        if elsewhere is None:
+            return 0
+        count = min(count, self._most_rows(elsewhere, job))
+        length = self._cache.planned_length(job.seq_id)
+        local = elsewhere.local_pages(job.seq_id)
+        self._move(elsewhere, job, local + self._pages(count) - self._share(elsewhere))
+        found = elsewhere.grow_some(job.seq_id, length + count, self._leaving(elsewhere, job))
+        found = min(found, count)
+        if found < count:
+            self._move(elsewhere, job, self._pages(count - found))
+        if found:
+            self._waited[job] = 0
+            self._no_room.discard(job)
+            self._granted[job] = found
+        else:
+            self._no_room.add(job)
+        return found
+
+    def make_room(self, job: Job, running: Sequence[Generation]) -> bool:
+        """Return whether pages for another job come free soon, as blocks are moved away."""
+        elsewhere = self._cache.elsewhere
+        if elsewhere is None:
+            return False
+        if job not in self._waited:
+            self.press(1)
+        for other in reversed(running):
+            if other in self._waited and other is not job:
+                if elsewhere.moving(other.seq_id):
+                    return True
+                if elsewhere.move_oldest(other.seq_id, other.tokens):
+                    return True
+        return False
+
+    def press(self, tokens: int) -> None:
+        """Note that another job lacks room for so many tokens: long ones make some."""
+        self._pressing = max(self._pressing, self._pages(tokens))
+
+    def impatient(self, job: Job) -> bool:
+        """Whether a long generation has waited long enough to preempt others, or waits for nothing.
+
+        Several may each hold a part of a block and no full one, so that blocks do not help.
+        """
+        elsewhere = self._cache.elsewhere
+        if elsewhere is None or not isinstance(job, Generation):
+            return False
+        if self._waited.get(job, 0) >= IMPATIENT:
+            return True
+        hope = self._others or any(
+            elsewhere.moving(one.seq_id) or elsewhere.movable(one.seq_id) for one in self._waited
+        )
+        return not hope
+
+    def sweep(self) -> None:
+        """Note that some time has passed."""
+        elsewhere = self._cache.elsewhere
+        for job in self._no_room if elsewhere is not None else ():
+            moving = elsewhere is not None and elsewhere.moving(job.seq_id) > 0
+            self._waited[job] = 0 if moving else self._waited[job] + 1
+
+    def stuck(self, job: Generation) -> bool:
+        """Whether a long generation has made no progress since a sweep, and moves nothing."""
+        return job in self._no_room and self._waited.get(job, 0) > 0
+
+    def _move(self, elsewhere: BlocksElsewhere, job: Generation, pages: int) -> None:
+        """Have blocks of a generation leave until `pages` pages come free, if that is possible."""
+        per_block = elsewhere.block_tokens // self._cache.page_size
+        pages -= elsewhere.moving(job.seq_id) * per_block
+        while pages > 0 and elsewhere.move_oldest(job.seq_id, job.tokens):
+            pages -= per_block
+
+    def _share(self, elsewhere: BlocksElsewhere) -> int:
+        """Return how many pages a long generation keeps, if blocks can be had."""
+        half = elsewhere.total_pages // 2
+        per_block = elsewhere.block_tokens // self._cache.page_size
+        return max((half - self._pressed) // max(len(self._waited), 1), per_block)
+
+    def _leaving(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
+        """Return how many pages a long generation leaves to others."""
+        if self._waited.get(job, 0) >= IMPATIENT:
+            return 0
+        return self._others + min(self._pressed, elsewhere.total_pages // 2)
+
+    def _most_rows(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
+        """Return how many rows the creditors compute for a generation in this step, at most."""
+        rows = ROWS - sum(count for other, count in self._granted.items() if other is not job)
+        keys = elsewhere.away(job.seq_id) * elsewhere.block_tokens * max(len(self._waited), 1)
+        return max(min(rows, ROW_KEYS // keys if keys else rows), 1)
+
+    def _lacks(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
+        known = elsewhere.away(job.seq_id) + elsewhere.moving(job.seq_id)
+        least = 1 if job in self._no_room and not elsewhere.moving(job.seq_id) else 0
+        return max(self._blocks_for(elsewhere, job) - known, least)
+
+    def _blocks_for(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
+        """Return how many blocks of a generation have no place here, with one to grow into."""
+        pages = self._pages(job.target + elsewhere.block_tokens) - self._share(elsewhere)
+        return max(-(-pages * self._cache.page_size // elsewhere.block_tokens), 0)
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self._cache.page_size)

@@ -1,0 +1,97 @@
+"""The interface of the blocks that lie with creditors, for a scheduler and a stepper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from kvcache.types import SeqId
+
+__all__ = ["BlocksElsewhere", "Loss"]
+
+
+class Loss(NamedTuple):
+    """What has ended of the blocks that lie with creditors."""
+
+    blocks: int
+    tokens: int  # to compute again
+
+
+class BlocksElsewhere(Protocol):
+    """Blocks of long sequences that lie with creditors. `kvcache.borrowing.Borrowing` is one.
+
+    All calls belong to the thread that steps, between two steps.
+    """
+
+    # Called on any thread: a block has come, a move has ended, or blocks are lost.
+    wake: Callable[[], object]
+
+    @property
+    def moved(self) -> int:
+        """Blocks that have arrived at creditors, since the start."""
+        ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block."""
+        ...
+
+    @property
+    def total_pages(self) -> int:
+        """All pages of the pool, but the scratch page."""
+        ...
+
+    def settle(self) -> int:
+        """Let go of the local pages of blocks that have arrived; return how many blocks that is.
+
+        Call it before each step.
+        """
+        ...
+
+    def want(self, blocks: int) -> None:
+        """Say how many borrowed blocks are needed soon, besides those in use."""
+        ...
+
+    def move_oldest(self, seq_id: SeqId, tokens: Sequence[int]) -> bool:
+        """Begin to move the oldest block of a sequence whose pages can be let go.
+
+        `tokens` are the sequence's own. Returns False if it has no such block, or if there is no
+        borrowed block now.
+        """
+        ...
+
+    def movable(self, seq_id: SeqId) -> bool:
+        """Return whether a sequence has a block that `move_oldest` could move."""
+        ...
+
+    def moving(self, seq_id: SeqId) -> int:
+        """Return how many blocks of a sequence are on their way."""
+        ...
+
+    def away(self, seq_id: SeqId) -> int:
+        """Return how many blocks of a sequence lie with creditors."""
+        ...
+
+    def local_pages(self, seq_id: SeqId) -> int:
+        """Return how many pages of the pool a sequence holds."""
+        ...
+
+    def grow_some(self, seq_id: SeqId, length: int, leaving: int) -> int:
+        """Make room for up to `length` tokens, with `leaving` pages still available.
+
+        Returns how many of the next tokens have room: a step can compute these. Tokens behind a gap
+        are present already, and are not among them.
+        """
+        ...
+
+    def take_losses(self) -> Loss:
+        """End the blocks whose loans are over, or called back, since the last call."""
+        ...
+
+    def recover(self, error: Exception, *, refusals: int) -> Loss | None:
+        """End the blocks that a failed step has found lost.
+
+        A creditor may refuse a step for a passing reason; with this error, it has done so
+        `refusals` times in a row. Returns None for any other error.
+        """
+        ...

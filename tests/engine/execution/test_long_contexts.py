@@ -1,0 +1,231 @@
+"""Contexts that outgrow their engine: the tokens and logits are those of one large engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import generation
+from long_contexts import World, check_as_one_engine, prompt
+
+from kvcache.errors import NoCapacity
+
+pytestmark = pytest.mark.slow
+
+POOL = 32  # pages: 512 tokens, 4 blocks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other's cores spin, and several engines compute here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(creditors: int, **options: Any) -> World:
+        made.append(
+            World(options.pop("pages", POOL), creditors, options.pop("lent", 400), **options)
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        try:
+            one.check()
+        finally:
+            one.close()
+
+
+@pytest.mark.parametrize(
+    ("creditors", "length"), [(1, 768), (3, 1536), (6, 3001), (1, 500), (3, 513)]
+)
+def test_a_context_longer_than_the_pool(world: Callable[..., World], creditors: int, length: int):
+    """IL12: 1.5, 3 and 6 times the pool, over 2, 4 and 7 engines; and prompts that just fit it."""
+    made = world(creditors)
+    long = generation(1, prompt(length), max_tokens=24)
+    short = [generation(n, prompt(40 * n, n), max_tokens=8) for n in (2, 3)]
+    made.engine.run([long, *short])
+    made.engine.settle()
+    check_as_one_engine(made.engine, [long, *short])
+    assert made.engine.stepper.stats.moved_blocks >= (length + 24 - 16 * POOL) // 128
+    assert made.engine.stepper.stats.failed_steps == 0
+
+
+def test_a_decode_that_outgrows_the_pool(world: Callable[..., World]):
+    """It fits when it begins; later it moves its oldest blocks rather than be preempted."""
+    made = world(2)
+    long = generation(1, prompt(490), max_tokens=40)
+    made.engine.run([long])
+    check_as_one_engine(made.engine, [long])
+    assert made.engine.scheduler.preemptions == 0
+
+
+def test_loans_of_several_blocks_and_several_long_contexts(world: Callable[..., World]):
+    """Three that outgrow the pool, beside short ones: all of them end."""
+    made = world(3, loan_blocks=3)
+    long = [generation(n, prompt(600 + 150 * n, n), max_tokens=10) for n in (1, 2, 3)]
+    short = [generation(n, prompt(30 * n, n), max_tokens=30) for n in (4, 5, 6)]
+    made.engine.run([*long, *short])
+    check_as_one_engine(made.engine, [*long, *short])
+
+
+def test_short_requests_pass_while_a_long_one_waits_for_blocks(world: Callable[..., World]):
+    made = world(1)
+    made.source.silent = True
+    long = generation(1, prompt(900), max_tokens=5)
+    made.engine.stepper.submit(long)
+    short = [generation(n, prompt(50, n), max_tokens=5) for n in range(2, 8)]
+    made.engine.run(short)
+    assert made.engine.tokens(long) == []
+    assert made.source.wanted > 0
+    made.source.silent = False
+    made.source.fill()
+    made.engine.finish([long])
+    check_as_one_engine(made.engine, [long, *short])
+
+
+def test_without_any_block_it_fails_in_bounded_time(world: Callable[..., World]):
+    made = world(1, lent=4)  # less than a block
+    made.engine.stepper.sweep_s = 0.001
+    long = generation(1, prompt(900), max_tokens=5)
+    made.engine.run([long])
+    (failure,) = made.engine.failures()
+    assert isinstance(failure, NoCapacity)
+    assert "lends" in str(failure)
+
+
+def test_blocks_called_back_in_mid_decode(world: Callable[..., World]):
+    """They are given back at once, and computed again for other creditors."""
+    made = world(3, loan_blocks=2)
+    long = generation(1, prompt(1100), max_tokens=20)
+    one = made.lending[0]
+
+    def between(step: int) -> None:
+        if len(made.engine.tokens(long)) == 5 and not made.source.greedy:
+            made.source.greedy.add(one.name)
+            loans = made.source.loans_of(one.name)
+            assert loans
+            made.source.call_back(one.name, loans)
+        elif len(made.engine.tokens(long)) == 6:
+            assert one.lent == 0
+
+    made.engine.between = between
+    made.engine.run([long])
+    check_as_one_engine(made.engine, [long])
+    assert made.engine.stepper.stats.lost_blocks > 0
+
+
+@pytest.mark.parametrize("tokens", [-4, 6])
+def test_a_creditor_that_is_lost(world: Callable[..., World], tokens: int):
+    """In mid-prefill and in mid-decode: the step is computed again, nothing is emitted twice."""
+    made = world(3)
+    long = generation(1, prompt(1400), max_tokens=16)
+    short = generation(2, prompt(60, 2), max_tokens=60)
+    lost = made.lending[1]
+
+    def between(step: int) -> None:
+        due = step == -tokens if tokens < 0 else len(made.engine.tokens(long)) >= tokens
+        if due and made.source.loans_of(lost.name) and lost.name not in made.source.failures:
+            lost.server.close()
+
+    made.engine.between = between
+    made.engine.run([long, short])
+    assert made.source.failures == [lost.name]
+    stats = made.engine.stepper.stats
+    assert stats.failed_steps == 0 < stats.lost_blocks
+    assert stats.recovered_steps > 0
+    assert stats.recomputed_tokens == 128 * stats.lost_blocks
+    check_as_one_engine(made.engine, [long, short])
+
+
+def test_loans_that_end_between_two_steps(world: Callable[..., World]):
+    made = world(2)
+    long = generation(1, prompt(1200), max_tokens=30)
+
+    def between(step: int) -> None:
+        if step % 7 == 0:
+            name = made.lending[step % 2].name
+            if loans := made.source.loans_of(name):
+                made.source.lose(name, loans[:: 1 + step % 3])
+
+    made.engine.between = between
+    made.engine.run([long])
+    check_as_one_engine(made.engine, [long])
+
+
+def test_a_loan_that_only_the_creditor_knows_to_have_ended(world: Callable[..., World]):
+    """It refuses the step; nobody else has told."""
+    made = world(2)
+    long = generation(1, prompt(1000), max_tokens=12)
+
+    def between(step: int) -> None:
+        if len(made.engine.tokens(long)) == 4 and not made.source.failures:
+            name = made.lending[0].name
+            made.source.lose(name, made.source.loans_of(name)[:1], tell=False)
+
+    made.engine.between = between
+    made.engine.run([long])
+    assert made.engine.stepper.stats.recovered_steps > 0
+    assert made.source.failures == [made.lending[0].name]
+    assert not made.source.dead
+    check_as_one_engine(made.engine, [long])
+
+
+@pytest.mark.parametrize("after", [0, 3, 12])
+def test_an_abort_gives_everything_back(world: Callable[..., World], after: int):
+    made = world(2)
+    long = generation(1, prompt(1300), max_tokens=40)
+    other = generation(2, prompt(700, 2), max_tokens=8)
+
+    def between(step: int) -> None:
+        if step == after + 1:
+            made.engine.stepper.abort(long)
+
+    made.engine.between = between
+    made.engine.stepper.submit(long)
+    made.engine.run([other])
+    made.engine.stepper.abort(long)
+    made.engine.settle()
+    assert not made.source.taken
+    check_as_one_engine(made.engine, [other])
+
+
+def test_choices_of_a_long_prompt(world: Callable[..., World]):
+    """They cannot share blocks that are elsewhere, so each computes its own."""
+    made = world(2)
+    parent = generation(1, prompt(700), max_tokens=6)
+    parent.forks = 1
+    child = generation(2, prompt(700), max_tokens=6, seed=7, temperature=0.9)
+    child.fork_of = parent.request_id
+    made.engine.run([parent, child])
+    check_as_one_engine(made.engine, [parent])
+    assert len(made.engine.tokens(child)) == 6
+
+
+def test_an_older_request_preempts_a_long_one_without_blocks(world: Callable[..., World]):
+    made = world(1)
+    made.source.most = 3
+    first = generation(1, prompt(350), max_tokens=60)
+    long = generation(2, prompt(560, 2), max_tokens=20)
+    made.engine.run([first, long])
+    check_as_one_engine(made.engine, [first, long])
+
+
+def test_an_urgent_request_comes_first(world: Callable[..., World]):
+    made = world(2)
+    long = generation(1, prompt(1500), max_tokens=12, priority=1)
+    urgent = generation(2, prompt(300, 2), max_tokens=10)
+    made.engine.between = lambda step: made.engine.stepper.submit(urgent) if step == 9 else None
+    made.engine.stepper.submit(long)
+    made.engine.finish([long, urgent])
+    check_as_one_engine(made.engine, [long, urgent])
+    ended = [output.generation for output in made.engine.outputs if output.finish]
+    assert ended == [urgent, long]
