@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import signal
 import statistics
 import subprocess
@@ -106,6 +107,7 @@ def main() -> None:
     given = options.parse_args()
     parts = {"price": price, "creditor": creditor, "tiers": tiers, "contexts": contexts}
     figures: dict[str, Any] = {}
+    os.environ["MICROSERVE_SECRET"] = secrets.token_hex()  # of all engines
     began = time.monotonic()
     with engines(given.dtype) as all_engines:
         for name, part in parts.items():
@@ -153,7 +155,7 @@ def router(*members: Running) -> Iterator[None]:
     process = subprocess.Popen(command, stdout=sys.stderr)
     try:
         give_up = time.monotonic() + 60
-        while not members[0].state().get("creditors"):
+        while not members[0].state()["borrowing"]["creditors"]:
             if process.poll() is not None or time.monotonic() > give_up:
                 raise SystemExit("the debtor was told of no creditor")
             time.sleep(0.2)
