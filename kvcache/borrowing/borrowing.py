@@ -125,8 +125,9 @@ class Borrowing:
                 return False
             self._wanted = max(self._wanted - 1, 0)  # as the source counts
             if len(block.pages) != self._per_block:
+                log.error("a block of %s has %d pages", block.creditor, len(block.pages))
                 self._give_back(block)
-                raise BadRequest(f"a borrowed block has {len(block.pages)} pages")
+                return False
             first = number * self._per_block
             pages = self._manager.share(sequence.table.pages(first, first + self._per_block))
             move = _Move(seq_id, sequence, number, tokens, pages, block)
