@@ -128,7 +128,9 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
         )
         creditor = borrowing = None
         if isinstance(store, TorchPageStore):
-            creditor = _creditor(store, cache, model.config.num_heads, config)
+            creditor = computing.submit(
+                _creditor, store, cache, model.config.num_heads, config
+            ).result()
             borrowing = _borrowing(cache, model.config.num_heads, config)
         runner: Runner[torch.Tensor] | None = None
         start: Callable[[Sequence[Chunk]], object] | None = None
