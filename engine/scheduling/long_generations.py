@@ -35,6 +35,7 @@ class LongGenerations:
         self._wake = wake
         self._waited: dict[Generation, int] = {}  # sweeps without progress, of each long one
         self._no_room: set[Generation] = set()  # in the latest plan
+        self._waiting = False  # whether one found no room in the plan before
         self._granted: dict[Generation, int] = {}  # tokens of each in the plan under way
         self._pressed = 0  # pages that others have lacked in the latest plan
         self._pressing = 0  # likewise, in the plan under way
@@ -61,6 +62,7 @@ class LongGenerations:
         elsewhere.wake = self._wake
         if elsewhere.settle():
             self._waited = dict.fromkeys(self._waited, 0)
+        self._waiting = bool(self._no_room)
         self._no_room.clear()
         self._granted.clear()
         self._pressed, self._pressing = self._pressing, 0
@@ -83,7 +85,7 @@ class LongGenerations:
         blocks. No other one begins while one waits for blocks.
         """
         elsewhere = self._cache.elsewhere
-        if elsewhere is None or self._no_room:
+        if elsewhere is None or self._waiting:
             return False
         with self._cache.lock:
             cached = self._cache.add_sequence(job.seq_id, job.tokens[:-1])

@@ -29,6 +29,8 @@ them back. If no tier takes them, its full pages go to the prefix cache and it c
 again. It keeps its sampled tokens, so no token is delivered twice. No other job is preempted while
 pages move in either direction, so the oldest job of the first priority always progresses.
 
+On an engine that borrows, a generation may outgrow the pool: `engine.scheduling.long_generations`.
+
 Pages that are lent to other engines are called back before any generation is preempted, and as soon
 as the head of the queue finds no room. They come back later, so the preemption does not wait.
 """

@@ -9,16 +9,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, cast
 
+from kvcache.borrowing.gaps import is_present, is_within, lose_block, reach
+from kvcache.borrowing.move import Move
 from kvcache.borrowing.mover import BlockMover
 from kvcache.errors import BadRequest, NoCapacity
 from kvcache.lending import BlockSource, BorrowedBlock
 from kvcache.pages import PageManager
 from kvcache.remote_attention import CreditorFailed
 from kvcache.sequences import AwayBlock, AwayBlocks, Loss, PagedSequence, SequenceTable
-from kvcache.sequences.away import HOLE, missing_pages
+from kvcache.sequences.away import HOLE
 from kvcache.types import EngineId, LeaseId, PageId, SeqId
 
 __all__ = ["Borrowing"]
@@ -27,21 +28,6 @@ log = logging.getLogger(__name__)
 
 LEAST_BLOCKS = 3  # of a pool: one is on its way, one is computed, and others need room too
 REFUSALS = 3  # in a row, after which a creditor counts as lost
-
-
-@dataclass(slots=True, eq=False)
-class _Move:
-    """A block on its way. The pages are held for it until its put has drained."""
-
-    seq_id: SeqId
-    sequence: PagedSequence
-    number: int
-    tokens: Sequence[int]  # of the sequence
-    pages: list[PageId]
-    block: BorrowedBlock
-    ended: bool = False  # the put has drained
-    failure: BaseException | None = None
-    lost: bool = False  # the loan has ended meanwhile
 
 
 class Borrowing:
@@ -81,7 +67,7 @@ class Borrowing:
         self._manager = manager
         self._lock = lock
         self._page_size = sequences.page_size
-        self._moves: list[_Move] = []
+        self._moves: list[Move] = []
         self._over: deque[tuple[EngineId, frozenset[LeaseId]]] = deque()  # as the source tells
         self._wanted = 0
         sequences.give_back = self._give_back
@@ -125,11 +111,12 @@ class Borrowing:
                 return False
             self._wanted = max(self._wanted - 1, 0)  # as the source counts
             if len(block.pages) != self._per_block:
+                log.error("a block of %s has %d pages", block.creditor, len(block.pages))
                 self._give_back(block)
-                raise BadRequest(f"a borrowed block has {len(block.pages)} pages")
+                return False
             first = number * self._per_block
             pages = self._manager.share(sequence.table.pages(first, first + self._per_block))
-            move = _Move(seq_id, sequence, number, tokens, pages, block)
+            move = Move(seq_id, sequence, number, tokens, pages, block)
             self._moves.append(move)
 
         def landed(failure: BaseException | None) -> None:
@@ -166,13 +153,13 @@ class Borrowing:
                 length = min(length, sequence.beyond[0][0])
             most = max(self._manager.available - leaving, 0)
             for pages in dict.fromkeys((most, min(most, self._manager.pool.free))):
-                end = min(length, self._reach(sequence, pages))
+                end = min(length, reach(sequence, pages, self._page_size))
                 try:
                     self._sequences.grow(seq_id, end)
                 except NoCapacity:  # `available` is an upper bound
                     continue
                 return max(end - sequence.length, 0)
-            return max(min(length, self._reach(sequence, 0)) - sequence.length, 0)
+            return max(min(length, reach(sequence, 0, self._page_size)) - sequence.length, 0)
 
     # Losing
 
@@ -237,7 +224,7 @@ class Borrowing:
                 if all(self._manager.pool.last_holder(page) for page in pages):
                     yield number
 
-    def _can_let_go(self, move: _Move) -> bool:
+    def _can_let_go(self, move: Move) -> bool:
         """Whether a block has arrived, and its sequence still has it."""
         if move.failure is not None or move.lost:
             return False
@@ -246,10 +233,9 @@ class Borrowing:
         first, begin = move.number * self._per_block, move.number * self.block_tokens
         if move.sequence.table.pages(first, first + self._per_block) != move.pages:
             return False
-        within = begin, begin + self.block_tokens
-        return any(a <= within[0] and within[1] <= b for a, b in move.sequence.present)
+        return is_present(move.sequence, begin, begin + self.block_tokens)
 
-    def _let_go(self, move: _Move) -> None:
+    def _let_go(self, move: Move) -> None:
         sequence, first = move.sequence, move.number * self._per_block
         if sequence.away is None:
             sequence.away = AwayBlocks(self._per_block)
@@ -261,39 +247,17 @@ class Borrowing:
             move.tokens[: (first + self._per_block) * self._page_size], move.pages
         )
 
-    def _reach(self, sequence: PagedSequence, pages: int) -> int:
-        """Return the position up to which a sequence has room with so many further pages."""
-        table = sequence.table
-        lost = missing_pages(table, sequence.away, len(table))
-        if pages < len(lost):
-            return lost[pages] * self._page_size
-        return (len(table) + pages - len(lost)) * self._page_size
-
     def _lose(self, creditor: EngineId, loans: Collection[LeaseId] | None) -> Loss:
         """End the blocks of a creditor that are in these loans; None: all."""
         blocks = tokens = 0
         with self._lock:
             for move in self._moves:
-                move.lost |= _is_in(move.block, creditor, loans)
+                move.lost |= is_within(move.block, creditor, loans)
             for sequence in self._sequences.all():
                 for number, block in sequence.away.items if sequence.away is not None else ():
-                    if _is_in(block, creditor, loans):
+                    if is_within(block, creditor, loans):
                         blocks += 1
                         tokens += self.block_tokens
-                        self._lose_block(sequence, number)
+                        lose_block(sequence, number, self.block_tokens)
+                        self._give_back(block)
         return Loss(blocks, tokens)
-
-    def _lose_block(self, sequence: PagedSequence, number: int) -> None:
-        if sequence.away is not None:
-            self._give_back(sequence.away.remove(number))
-        begin, end = number * self.block_tokens, (number + 1) * self.block_tokens
-        rest = []
-        for first, last in sequence.present:
-            pieces = (first, min(last, begin)), (max(first, end), last)
-            rest += [piece for piece in pieces if piece[0] < piece[1]]
-        sequence.length = rest.pop(0)[1] if rest and rest[0][0] == 0 else 0
-        sequence.beyond = rest
-
-
-def _is_in(block: AwayBlock, creditor: EngineId, loans: Collection[LeaseId] | None) -> bool:
-    return block.creditor == creditor and (loans is None or block.loan in loans)

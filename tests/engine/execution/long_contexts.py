@@ -258,13 +258,13 @@ class Engine:
                 if output.finish is not None or output.failure is not None:
                     ended.add(output.generation)
             seen = len(self.outputs)
-            left = [job for job in jobs if job not in ended and job not in aborted]
             if result.chunks:
                 steps += 1
                 self.between(steps)
             else:
                 self.idle()
                 time.sleep(0.0005)
+            left = [job for job in jobs if job not in ended and job not in aborted]
         assert not left, f"{len(left)} jobs have not ended"
 
     def settle(self, limit_s: float = 10.0) -> None:

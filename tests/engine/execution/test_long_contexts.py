@@ -92,6 +92,22 @@ def test_short_requests_pass_while_a_long_one_waits_for_blocks(world: Callable[.
     check_as_one_engine(made.engine, [long, *short])
 
 
+def test_no_other_long_one_begins_while_one_waits_for_blocks(world: Callable[..., World]):
+    made = world(1)
+    made.source.silent = True
+    first, second = (generation(n, prompt(800, n), max_tokens=5) for n in (1, 2))
+    for job in (first, second):
+        made.engine.stepper.submit(job)
+        for _ in range(10):
+            made.engine.stepper.step()
+    assert first.started
+    assert not second.started
+    made.source.silent = False
+    made.source.fill()
+    made.engine.finish([first, second])
+    check_as_one_engine(made.engine, [first, second])
+
+
 def test_without_any_block_it_fails_in_bounded_time(world: Callable[..., World]):
     made = world(1, lent=4)  # less than a block
     made.engine.stepper.sweep_s = 0.001

@@ -83,7 +83,7 @@ def history(seed: int) -> None:
         made.close()
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 1 << 20))
 def test_random_histories(seed: int):
     history(seed)

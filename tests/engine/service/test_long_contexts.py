@@ -101,7 +101,9 @@ def test_contexts_over_three_processes(fleet: Any, whole: EngineProcess):
         creditor.at_rest()
 
 
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "death", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)]
+)
 def test_a_creditor_that_is_lost_in_mid_decode(
     fleet: Any, whole: EngineProcess, death: signal.Signals
 ):
@@ -127,6 +129,7 @@ def test_a_creditor_that_is_lost_in_mid_decode(
             wait_until(lambda creditor=creditor: lent(creditor) == 0)
 
 
+@pytest.mark.thorough
 def test_a_client_that_goes_away(fleet: Any):
     debtor, creditors = fleet(1)
     for event in debtor.stream(prompt(1300), max_tokens=200):
@@ -137,6 +140,7 @@ def test_a_client_that_goes_away(fleet: Any):
     wait_until(lambda: lent(creditors[0]) == 0)
 
 
+@pytest.mark.thorough
 def test_a_creditor_wants_its_pages_back(fleet: Any, whole: EngineProcess):
     """Its own request comes first; the debtor's blocks are computed again elsewhere."""
     debtor, creditors = fleet(2)

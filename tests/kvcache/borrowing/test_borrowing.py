@@ -385,3 +385,20 @@ def test_who_cannot_borrow():
     stores: Any = [memory_cache(network, PAGES).store]
     with pytest.raises(Unsupported):
         ShardedPageStore(stores).borrow(remote)
+
+
+def test_pins_leave_room_for_two_blocks_of_a_long_context(scene: Scene):
+    """More of it need not be here at a time."""
+    pinned = [(3 * i) % 400 for i in range(2 * BLOCK)]
+    seq_id = sequence(scene.cache, 1, pinned)
+    scene.cache.publish(seq_id, pinned)
+    scene.cache.remove_sequence(seq_id)
+    assert scene.cache.pin(pinned) == 2 * BLOCK
+    scene.cache.check_room(list(range(400)) * 20)
+    plain = memory_cache(MemoryNetwork(), PAGES)
+    seq_id = sequence(plain, 1, pinned)
+    plain.publish(seq_id, pinned)
+    plain.pin(pinned)
+    with pytest.raises(NoCapacity):
+        plain.check_room(list(range(400)) * 2)
+    plain.close()
