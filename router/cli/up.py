@@ -14,6 +14,7 @@ from router.base import RouterConfig, StartFailed, hide_memory, root_cause
 from router.cli.options import (
     GroupedCommand,
     Number,
+    StrategyName,
     config_options,
     given,
     option,
@@ -54,15 +55,16 @@ BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the ro
         help="model name that clients use; empty: MODEL")  # fmt: skip
 @option("--no-respawn", is_flag=True, group="Server", help="do not restart processes that die")
 @option("--health-deadline-s", type=Number(float, 1.0, 1e7), default=10.0, show_default=True,
+        rare=True,
         group="Server", help="time without an answer after which the router is restarted (s)",
 )  # fmt: skip
 @option("--state-file", type=click.Path(dir_okay=False, path_type=Path), group="Server",
         help="file to write URLs and process ids to, once all are ready")  # fmt: skip
-@option("--engines", type=click.IntRange(min=1), group="Engines",
+@option("--engines", type=Number(int, 1), group="Engines",
         help="number of engines for any role  [default: 2]")  # fmt: skip
-@option("--prefill", type=click.IntRange(min=0), default=0, group="Engines",
+@option("--prefill", type=Number(int, 0), default=0, group="Engines",
         help="number of engines that prefill")  # fmt: skip
-@option("--decode", type=click.IntRange(min=0), default=0, group="Engines",
+@option("--decode", type=Number(int, 0), default=0, group="Engines",
         help="number of engines that decode")  # fmt: skip
 @option("--prefill-flags", default="", metavar="TEXT", group="Engines",
         help="further flags of the engines that prefill, as one text, such as '--tp 2'",
@@ -70,18 +72,24 @@ BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the ro
 @option("--decode-flags", default="", metavar="TEXT", group="Engines",
         help="further flags of the engines that decode, as one text, such as '--pp 2'",
 )  # fmt: skip
-@option("--strategy", default=ROUTER.strategy, show_default=True, metavar="NAME|FILE.py",
-        group="Strategy", help="strategy that routes requests")  # fmt: skip
+@option("--strategy", default=ROUTER.strategy, show_default=True, type=StrategyName(),
+        metavar="NAME|FILE.py", group="Strategy", help="strategy that routes requests")  # fmt: skip
 @option("--param", "params", multiple=True, metavar="K=V", group="Strategy",
         help="parameter of the strategy; repeatable")  # fmt: skip
 @option("--allow-upload", is_flag=True, group="Strategy",
         help="let the admin API load strategies from source code")  # fmt: skip
 @option("--audit-log", type=click.Path(dir_okay=False, path_type=Path), group="Strategy",
         help="file to which every change of strategy is appended")  # fmt: skip
-@option("--api-key", default="", group="Keys", help="key that clients must send; empty: none")
-@option("--admin-key", default="", group="Keys",
+@option(
+    "--api-key",
+    default="",
+    group="Keys",
+    secret=True,
+    help="key that clients must send; empty: none",
+)
+@option("--admin-key", default="", group="Keys", secret=True,
         help="key of the admin API; empty: it answers on loopback only")  # fmt: skip
-@option("--engine-api-key", default="", group="Keys",
+@option("--engine-api-key", default="", group="Keys", secret=True, rare=True,
         help="key of the engines; empty: a random one, which --state-file names")  # fmt: skip
 @config_options(RouterConfig, only=PASSED_ON)
 @config_options(EngineConfig, without=OWN)

@@ -13,7 +13,7 @@ from router.cli import cli
 
 REFERENCE = [ROOT / "docs" / name for name in ("operations.md", "planning.md", "simulation.md")]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-OTHERS = {"--save", "--mock", "--help", "--version"}  # of benches; of each command
+OTHERS = {"--save", "--mock", "--help", "--help-all", "--version"}  # of benches; of each command
 VLLM = {"--block-size", "--kv-transfer-config", "--max-num-batched-tokens", "--max-num-seqs"}
 NOT_FOR_PEOPLE = {"--parent-pid", "--version"}
 
