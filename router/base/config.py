@@ -18,7 +18,7 @@ DEADLINES, KEYS, TLS, LOGS = "Deadlines", "Keys", "TLS", "Logs"
 class RouterConfig:
     """Settings of one router process. Times are in seconds unless the name says `ms`."""
 
-    engines: tuple[str, ...] = ()  # URLs
+    engines: tuple[str, ...] = ()  # URLs, also with role and labels
     strategy: str = "data_parallel"  # a name, or the path of a .py file
     params: Mapping[str, Any] = field(default_factory=dict)
     host: str = flag("127.0.0.1", SERVER, "address to listen on")

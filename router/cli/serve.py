@@ -15,6 +15,7 @@ from engine.protocol import EngineConfig, MicroserveError
 from router.base import PREFIX, RouterConfig, child_environment, import_from, module_command
 from router.cli.options import (
     GroupedCommand,
+    ModelName,
     StrategyName,
     config_options,
     given,
@@ -32,7 +33,7 @@ __all__ = ["engine", "router"]
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("model")
+@click.argument("model", type=ModelName())
 @click.argument("vllm_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM'S FLAGS]")
 @config_options(EngineConfig)
 def engine(model: str, vllm_flags: tuple[str, ...], **flags: Any) -> None:

@@ -7,6 +7,7 @@ from router.cli.options.config_fields import config_options, given
 from router.cli.options.grouped import CONTEXT, GroupedCommand, GroupedOption, option
 from router.cli.options.values import (
     CA_HELP,
+    ModelName,
     Number,
     StrategyName,
     read_ca,
@@ -20,6 +21,7 @@ __all__ = [
     "CONTEXT",
     "GroupedCommand",
     "GroupedOption",
+    "ModelName",
     "Number",
     "StrategyName",
     "config_options",

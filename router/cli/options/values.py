@@ -18,6 +18,7 @@ from router.base import client_context
 
 __all__ = [
     "CA_HELP",
+    "ModelName",
     "Number",
     "StrategyName",
     "read_ca",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 CA_HELP = "CA certificates (PEM) of an https server; empty: the system's"
+ALIASES = ("smollm2", "tiny", "mock")  # of models
 
 
 class Number(click.ParamType):  # type: ignore[type-arg]  # generic only in newer versions of click
@@ -57,6 +59,18 @@ class Number(click.ParamType):  # type: ignore[type-arg]  # generic only in newe
         if not self.least <= number <= self.most:
             self.fail(f"{value} is not {self.bounds}.", param, ctx)
         return number
+
+
+class ModelName(click.ParamType):  # type: ignore[type-arg]  # as above
+    """A model's alias, folder, .gguf file or hub id. Shells complete aliases and paths."""
+
+    name = "model"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in ALIASES if name.startswith(incomplete)]
+        return found or [CompletionItem(incomplete, type="file")]
 
 
 class StrategyName(click.ParamType):  # type: ignore[type-arg]  # as above
