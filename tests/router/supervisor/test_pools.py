@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from engine.protocol import BadRequest
@@ -12,7 +14,7 @@ from router.supervisor.pools import Pool, engine_processes
 
 def value(arguments: tuple[str, ...], flag: str) -> str:
     """Return the last value of a flag, the one that counts."""
-    found = [after for name, after in zip(arguments, arguments[1:], strict=False) if name == flag]
+    found = [after for name, after in itertools.pairwise(arguments) if name == flag]
     return found[-1] if found else ""
 
 
