@@ -97,6 +97,8 @@ class _Reader:
             except TypeError:
                 remedy = "write a number, a text, true, false, or a list or table of these"
                 self._wrong(param.path, "a date or time is no parameter", remedy)
+            except ValueError:
+                self._wrong(param.path, "is too large for a number", "write a smaller one")
         file.router = self._settings(("router",), router, schema.router, ("params",))
         file.engine = self._settings(("engine",), tables.get("engine", {}), schema.engine)
         file.keys = self._keys(self._table(("keys",), tables.get("keys", {})))
@@ -243,7 +245,7 @@ class _Reader:
         found = {}
         for name, value in self._table(path, values).items():
             good = isinstance(value, str) and LABEL.fullmatch(value) and LABEL.fullmatch(name)
-            if good and name != "role":
+            if good and name != "role" and f"{name}{value}".isprintable():
                 found[name] = value
             else:
                 remedy = "texts without spaces, '=', ',' and '#'; a role is not a label"

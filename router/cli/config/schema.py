@@ -98,6 +98,8 @@ class Setting:
         _expect(value, list, remedy)
         for one in value:
             _expect(one, str, remedy)
+            if "\0" in one:
+                raise Refused("has a null character", "drop it")
         return tuple(value)
 
 
@@ -157,7 +159,10 @@ def _number(value: Any, kind: Number) -> int | float:
         raise Refused(f"must be at least {kind.least:.12g}, not {_shown(value)}", remedy)
     if not value <= kind.most:
         raise Refused(f"must be at most {kind.most:.12g}, not {_shown(value)}", remedy)
-    return kind.kind(value)
+    try:
+        return kind.kind(value)
+    except OverflowError:
+        raise Refused("is too large for a number", remedy) from None
 
 
 def _expect(value: Any, kind: type, remedy: str) -> None:
@@ -170,5 +175,8 @@ def _kind(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a huge number"
     return text if len(text) <= 60 else f"{text[:57]}…"

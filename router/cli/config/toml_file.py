@@ -67,6 +67,9 @@ def read_toml(path: Path) -> TomlFile:
         lines = _Lines(text).read()
     except tomllib.TOMLDecodeError as error:
         raise Invalid([_syntax(name, text, str(error))]) from None
+    except ValueError as error:  # a number of thousands of digits
+        what, remedy = str(error).partition(";")[0], "write a smaller number"
+        raise Invalid([Problem(name, 1, "", what, remedy)]) from None
     except RecursionError:
         what, remedy = "is nested too deeply", "tables and lists here have few levels"
         raise Invalid([Problem(name, 1, "", what, remedy)]) from None
@@ -105,8 +108,7 @@ class _Lines:
                 line = self._line()
                 self._at += 1
                 table = self._inside((), self._key())
-                for end in range(1, len(table) + 1):
-                    self._found.setdefault(table[:end], line)
+                self._header(table, line)
                 self._at += 1
             else:
                 self._pair(table)
@@ -116,9 +118,13 @@ class _Lines:
         array = (*self._inside((), keys[:-1]), keys[-1])
         number = self._tables.get(array, 0)
         self._tables[array] = number + 1
-        self._found.setdefault(array, line)
-        self._found[*array, number] = line
+        self._header((*array, number), line)
         return (*array, number)
+
+    def _header(self, table: KeyPath, line: int) -> None:
+        """Note the line of a table, and of those around it that have none of their own."""
+        for end in range(1, len(table) + 1):
+            self._found.setdefault(table[:end], line)
 
     def _inside(self, path: KeyPath, keys: Sequence[str]) -> KeyPath:
         """Return the path of a key; in an array of tables, that in its last element."""

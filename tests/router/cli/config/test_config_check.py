@@ -51,6 +51,17 @@ WRONG: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [(":5: pool[1].engine.tp: must be at least 1, not 0", "(choose a number from 1 to 64)")],
     ),
     "too large": ("[router]\nport = 65536\n", [(":2: router.port: must be at most 65535,", ")")]),
+    "a huge number": (
+        f"[engine]\ntp = 0x{'f' * 5000}\n[router.params]\nratio = 0x{'f' * 5000}\n",
+        [
+            (":2: engine.tp: must be at most 64, not a huge number (", ")"),
+            (":4: router.params.ratio: is too large for a number (", ")"),
+        ],
+    ),
+    "a null character": (
+        '[engine]\nbackend = "vllm"\nvllm_flags = ["a\\u0000b"]\n',
+        [(":3: engine.vllm_flags: has a null character (", ")")],
+    ),
     "no number": ("[router]\nretry-share = nan\n", [(":2: router.retry-share: must be at", ")")]),
     "unknown choice": (
         '[engine]\ndtype = "float23"\n',

@@ -6,9 +6,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from router.cli.config.problems import Invalid
-from router.cli.config.toml_file import MOST, read_toml
+from router.cli.config.toml_file import MOST, _Lines, read_toml
 
 ALL_FORMS = '''# a comment with a = 1
 a = 1
@@ -79,6 +81,7 @@ FILES = {
     "deep nesting": (b"a = " + b"[" * 5000 + b"]" * 5000, "f.toml:1: is nested too deeply ("),
     "no value": (b"a = 1\nport =\n", "f.toml:2: port: no TOML: Invalid value (correct the TOML"),
     "a key twice": (b"a = 1\n\na = 2\n", "f.toml:3: a: no TOML: Cannot overwrite a value ("),
+    "a huge number": (b"a = " + b"9" * 5000, "f.toml:1: Exceeds the limit (4300 digits)"),
     "an open text": (b'a = 1\nb = """\n', "f.toml:2: b: no TOML: "),
 }
 
@@ -102,3 +105,39 @@ def test_a_folder_instead_of_a_file(tmp_path: Path):
 def test_a_file_of_the_largest_size_is_read(tmp_path: Path):
     (tmp_path / "f.toml").write_text("a = 1\n" + "#" * (MOST - 6))
     assert read_toml(tmp_path / "f.toml").data == {"a": 1}
+
+
+KEYS = st.sampled_from(["a", "b", "a.b", '"a"', "'b'.c", '"a.b"', '"\\""', "a . b"])
+VALUES = st.recursive(
+    st.sampled_from(
+        ["1", "true", '"]"', "'#'", '"""\n"a""\n"""', "'''\n[x]'''", "0.5", '"\\""', "1979-05-27"]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda found: f"[ # ,]\n{', '.join(found)}]")
+        | st.tuples(KEYS, inner).map(lambda pair: f"{{ {pair[0]} = {pair[1]} }}")
+    ),
+    max_leaves=5,
+)
+ROWS = st.lists(
+    st.tuples(KEYS, VALUES).map(" = ".join)
+    | KEYS.map("[{}]".format)
+    | KEYS.map(" [[ {} ]] # [a]".format)
+    | st.just("# a = 1"),
+    max_size=8,
+)
+
+
+@given(ROWS)
+def test_the_keys_with_lines_are_those_that_tomllib_finds(rows: list[str]):
+    text = "\n".join(rows)
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        assume(False)
+    lines = _Lines(text).read()
+    assert set(lines) == set(paths(data))
+    written = text.split("\n")
+    for path, line in lines.items():
+        if isinstance(path[-1], str):
+            shown = path[-1].replace('"', '\\"')
+            assert shown in written[line - 1]
