@@ -23,7 +23,7 @@ from router.base.tls import client_context
 from router.base.watched_file import WatchedFile
 from router.engines.api import EngineCalls
 from router.engines.client import EngineClient
-from router.engines.engines_file import EngineEntry, engine_url, parse_engines
+from router.engines.engines_file import EngineEntry, parse_engine, parse_engines
 from router.engines.http_client import HttpClient
 from router.engines.openai import Descriptions, OpenAIEngine, ServerAddress
 from router.engines.registry import Registry
@@ -111,8 +111,9 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
                 tasks.create_task(pins.run(), name="pins"),
             ]
             try:
-                for url in config.engines:
-                    registry.add(engine_url(url))
+                for text in config.engines:
+                    entry = parse_engine(text)
+                    registry.add(entry.url, role=entry.role, labels=entry.labels or None)
                 watchers += files.watch(config, tasks, registry, keys, limits)
                 yield Router(
                     config=config,

@@ -52,6 +52,7 @@ class EngineConfig:
         POOL,
         "pages of each worker's own memory; the pages of a step are then copied there from the "
         "pool, which may be larger, and new tokens back (swapping); 0: workers compute in the pool",
+        rare=True,
     )
     max_model_len: int = count(
         0,
@@ -59,9 +60,12 @@ class EngineConfig:
         "longest context, prompt and output (tokens); 0: the model's, if the pool holds it",
     )
     threads: int = count(0, SERVER, "compute threads; 0: one per usable core", most=4096)
-    cpus: str = flag("", SERVER, "cores to run on, such as 0,1 or 0-3; empty: all")
+    cpus: str = flag("", SERVER, "cores to run on, such as 0,1 or 0-3; empty: all", rare=True)
     transport: Literal["shm", "nixl"] = flag(
-        "shm", CLUSTER, "KV transport; shm: within a host; nixl: also between hosts (extra nixl)"
+        "shm",
+        CLUSTER,
+        "KV transport; shm: within a host; nixl: also between hosts (extra nixl)",
+        rare=True,
     )
     pool_pages: int = count(0, POOL, "pages of the KV pool; 0: chosen from model and memory")
     memory_share: float = flag(
@@ -70,24 +74,33 @@ class EngineConfig:
         "share of the memory for pools that this engine takes, without --pool-pages",
         least=1e-6,
         most=1,
+        rare=True,
     )
-    page_size: int = count(16, POOL, "tokens per page", least=1, most=2**20)
+    page_size: int = count(16, POOL, "tokens per page", least=1, most=2**20, rare=True)
     host_pages: int = count(0, TIERS, "pages of host memory for prefixes and preempted requests")
     disk_pages: int = count(0, TIERS, "pages of disk for the same; needs --disk-dir")
     disk_dir: str = flag(
-        "", TIERS, "folder for the disk tier, in a file that is unlinked unless --disk-keep"
+        "",
+        TIERS,
+        "folder for the disk tier, in a file that is unlinked unless --disk-keep",
+        path=True,
     )
     disk_keep: bool = flag(
-        False, TIERS, "name the file after the engine id, and reuse it after a restart"
+        False, TIERS, "name the file after the engine id, and reuse it after a restart", rare=True
     )
     preemption: Literal["swap", "recompute"] = flag(
         "swap",
         SCHEDULING,
         "what happens to the KV of a preempted request; swap: it moves to a tier that has room",
+        rare=True,
     )
     max_batch: int = count(256, SCHEDULING, "most sequences decoded in one step", least=1)
     max_waiting: int = count(
-        1024, SCHEDULING, "most waiting requests; further ones fail with no_capacity", least=1
+        1024,
+        SCHEDULING,
+        "most waiting requests; further ones fail with no_capacity",
+        least=1,
+        rare=True,
     )
     token_budget: int = count(
         512, SCHEDULING, "most tokens run through the model in one step", least=1
@@ -98,6 +111,7 @@ class EngineConfig:
         "factor by which prompts may lengthen a step with decodes; 0: no limit",
         least=0,
         most=1e6,
+        rare=True,
     )
     lease_ms: int = count(
         30_000,
@@ -105,6 +119,7 @@ class EngineConfig:
         "lifetime of a receive lease without a write, and of a loan without a renewal (ms)",
         least=1,
         most=3_600_000,
+        rare=True,
     )
     lend_share: float = flag(
         0.0,
@@ -119,6 +134,7 @@ class EngineConfig:
         "largest share of one core's time that goes into attention over lent pages, for debtors",
         least=0.01,
         most=1,
+        rare=True,
     )
     borrow: bool = flag(
         False,
@@ -126,12 +142,15 @@ class EngineConfig:
         "borrow pages of engines with --lend-share, which a router names; --max-model-len may then "
         "exceed the pool",
     )
-    max_body_mb: int = count(16, SERVER, "largest request body (MiB)", least=1, most=4096)
+    max_body_mb: int = count(
+        16, SERVER, "largest request body (MiB)", least=1, most=4096, rare=True
+    )
     max_bodies_mb: int = count(
         128,
         SERVER,
         "unparsed bodies of all requests together (MiB); further ones get a 503",
         least=1,
+        rare=True,
     )
     max_connections: int = count(
         0,
@@ -139,6 +158,7 @@ class EngineConfig:
         "most open connections; further ones are refused; 0: 16384, or what the limit of open "
         "files allows",
         most=10**6,
+        rare=True,
     )
     backend: Literal["microserve", "vllm"] = flag(
         "microserve", VLLM, "what computes; vllm: vLLM (extra vllm), behind the same calls"
@@ -146,19 +166,25 @@ class EngineConfig:
     vllm_args: str = flag(
         "", VLLM, "vLLM's own flags, as one shell-quoted text; also what follows a lone --"
     )
-    step_ms: float = flag(20.0, MOCK, "duration of a step (ms)", least=0, most=1e7)
+    step_ms: float = flag(20.0, MOCK, "duration of a step (ms)", least=0, most=1e7, rare=True)
     prefill_tokens_per_ms: float = flag(
         50.0,
         MOCK,
         "prompt tokens computed per ms; 0: prompts take no time",
         least=0,
         most=1e9,
+        rare=True,
     )
     router: str = flag("", CLUSTER, "URL of a router to register with")
-    router_ca: str = flag("", TLS, "CA certificates (PEM) for an https router and https peers")
+    router_ca: str = flag(
+        "", TLS, "CA certificates (PEM) for an https router and https peers", rare=True, path=True
+    )
     admin_key: str = secret(KEYS, "key of the admin API of --router")
     advertise: str = flag(
-        "", CLUSTER, "URL at which routers and engines reach this engine; empty: host:port"
+        "",
+        CLUSTER,
+        "URL at which routers and engines reach this engine; empty: host:port",
+        rare=True,
     )
     labels: str = flag("", CLUSTER, "labels shown by the router's admin API, such as zone=a,rack=7")
     engine_id: str = flag("", CLUSTER, "name in the fleet; empty: host:port")
@@ -168,9 +194,10 @@ class EngineConfig:
         KEYS,
         "names by which callers may call this engine, besides localhost and addresses, with "
         "commas; *: any; empty: --host and that of --advertise; checked without an API key",
+        rare=True,
     )
-    tls_cert: str = flag("", TLS, "certificate chain (PEM); with --tls-key: serve https")
-    tls_key: str = flag("", TLS, "private key of --tls-cert (PEM)")
+    tls_cert: str = flag("", TLS, "certificate chain (PEM); with --tls-key: serve https", path=True)
+    tls_key: str = flag("", TLS, "private key of --tls-cert (PEM)", path=True)
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "warning", SERVER, "lowest level of logged messages"
     )
@@ -179,6 +206,7 @@ class EngineConfig:
         SERVER,
         "process id of a parent; the engine is killed when it ends; 0: none",
         most=2**31 - 1,
+        rare=True,
     )
 
     @property

@@ -18,23 +18,30 @@ def flag(
     *,
     least: float | None = None,
     most: float | None = None,
+    rare: bool = False,
+    path: bool = False,
 ) -> Any:
     """A field that is also a command-line flag, `--its-name`, listed in `group`.
 
-    The command line refuses numbers below `least` and above `most`.
+    The command line refuses numbers below `least` and above `most`. Only `--help-all` lists a
+    `rare` flag. The value of a `path` flag is the path of a file or a folder.
     """
-    bounds = {"least": least, "most": most}
-    return field(default=default, metadata={"help": help, "group": group, **bounds})
+    more = {"least": least, "most": most, "rare": rare, "path": path}
+    return field(default=default, metadata={"help": help, "group": group, **more})
 
 
-def count(default: int, group: str, help: str, *, least: int = 0, most: int = MOST) -> Any:
+def count(
+    default: int, group: str, help: str, *, least: int = 0, most: int = MOST, rare: bool = False
+) -> Any:
     """A flag that is a number of things."""
-    return flag(default, group, help, least=least, most=most)
+    return flag(default, group, help, least=least, most=most, rare=rare)
 
 
-def seconds(default: float, group: str, help: str, *, least: float = 0.001) -> Any:
+def seconds(
+    default: float, group: str, help: str, *, least: float = 0.001, rare: bool = False
+) -> Any:
     """A flag that is a duration in seconds."""
-    return flag(default, group, help, least=least, most=LONGEST_S)
+    return flag(default, group, help, least=least, most=LONGEST_S, rare=rare)
 
 
 def secret(group: str, help: str) -> Any:

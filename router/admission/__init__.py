@@ -3,7 +3,7 @@
 Imports `strategy` and the rooms below it.
 """
 
-from router.admission.keys import ANYBODY, Key, Keys, bearer
+from router.admission.keys import ANYBODY, Key, Keys, bearer, parse_keys
 from router.admission.queue import AdmissionQueue, Place
 from router.admission.rate_limit import RateLimits
 from router.admission.retry_budget import Claim, RetryBudget
@@ -20,4 +20,5 @@ __all__ = [
     "RetryBudget",
     "Shutdown",
     "bearer",
+    "parse_keys",
 ]

@@ -18,7 +18,7 @@ DEADLINES, KEYS, TLS, LOGS = "Deadlines", "Keys", "TLS", "Logs"
 class RouterConfig:
     """Settings of one router process. Times are in seconds unless the name says `ms`."""
 
-    engines: tuple[str, ...] = ()  # URLs
+    engines: tuple[str, ...] = ()  # URLs, also with role and labels
     strategy: str = "data_parallel"  # a name, or the path of a .py file
     params: Mapping[str, Any] = field(default_factory=dict)
     host: str = flag("127.0.0.1", SERVER, "address to listen on")
@@ -26,12 +26,21 @@ class RouterConfig:
     served_model_name: str = flag(
         "", SERVER, "model name that clients use; empty: the name that the engines report"
     )
-    tls_cert: str = flag("", TLS, "certificate chain (PEM); with --tls-key: serve https")
-    tls_key: str = flag("", TLS, "private key of --tls-cert (PEM)")
-    engine_ca: str = flag("", TLS, "CA certificates (PEM) for https engines; empty: the system's")
+    tls_cert: str = flag("", TLS, "certificate chain (PEM); with --tls-key: serve https", path=True)
+    tls_key: str = flag("", TLS, "private key of --tls-cert (PEM)", path=True)
+    engine_ca: str = flag(
+        "",
+        TLS,
+        "CA certificates (PEM) for https engines; empty: the system's",
+        rare=True,
+        path=True,
+    )
     api_key: str = secret(KEYS, "key that clients must send; empty: none")
     api_key_file: str = flag(
-        "", KEYS, "file of client keys, one 'KEY [name=N] [rpm=N] [tpm=N]' per line; watched"
+        "",
+        KEYS,
+        "file of client keys, one 'KEY [name=N] [rpm=N] [tpm=N]' per line; watched",
+        path=True,
     )
     requests_per_minute: int = flag(
         0,
@@ -56,14 +65,16 @@ class RouterConfig:
         KEYS,
         "names by which clients may call this server, besides localhost and addresses, with "
         "commas; *: any; empty: --host, or any if it is all addresses; checked without an API key",
+        rare=True,
     )
-    max_body_mb: int = flag(16, LIMITS, "largest request body (MiB)", least=1, most=4096)
+    max_body_mb: int = flag(16, LIMITS, "largest request body (MiB)", least=1, most=4096, rare=True)
     max_bodies_mb: int = flag(
         128,
         LIMITS,
         "unparsed bodies of all requests together (MiB); further ones get a 503",
         least=1,
         most=2**40,
+        rare=True,
     )
     max_connections: int = flag(
         0,
@@ -72,12 +83,16 @@ class RouterConfig:
         "of open files allows",
         least=0,
         most=10**6,
+        rare=True,
     )
     body_timeout_s: float = seconds(
-        30.0, DEADLINES, "time that a client may take to send a request's head, or its body (s)"
+        30.0,
+        DEADLINES,
+        "time that a client may take to send a request's head, or its body (s)",
+        rare=True,
     )
     client_stall_s: float = seconds(
-        60.0, DEADLINES, "time that a client may leave its response unread (s)"
+        60.0, DEADLINES, "time that a client may leave its response unread (s)", rare=True
     )
     attempts: int = flag(
         3, LIMITS, "attempts per request, the first one included", least=1, most=100
@@ -89,6 +104,7 @@ class RouterConfig:
         "do not count",
         least=0,
         most=1,
+        rare=True,
     )
     max_queue: int = flag(
         1024,
@@ -97,33 +113,49 @@ class RouterConfig:
         least=0,
         most=10**6,
     )
-    max_pins: int = flag(256, LIMITS, "prefixes that the admin API may pin", least=0, most=10_000)
+    max_pins: int = flag(
+        256, LIMITS, "prefixes that the admin API may pin", least=0, most=10_000, rare=True
+    )
     queue_timeout_s: float = seconds(
         60.0, DEADLINES, "time that a request waits for room on an engine (s)", least=0
     )
     engine_wait_s: float = seconds(
-        0.0, DEADLINES, "time that a started request waits for an engine if none is up (s)", least=0
+        0.0,
+        DEADLINES,
+        "time that a started request waits for an engine if none is up (s)",
+        least=0,
+        rare=True,
     )
     request_timeout_s: float = seconds(3600.0, DEADLINES, "total time of a request (s)")
-    connect_timeout_s: float = seconds(2.0, ENGINES, "time to connect to an engine (s)")
-    health_interval_s: float = seconds(0.5, ENGINES, "interval between health checks (s)")
+    connect_timeout_s: float = seconds(2.0, ENGINES, "time to connect to an engine (s)", rare=True)
+    health_interval_s: float = seconds(
+        0.5, ENGINES, "interval between health checks (s)", rare=True
+    )
     health_timeout_s: float = seconds(
-        2.0, ENGINES, "time without a sign of life after which an engine counts as down (s)"
+        2.0,
+        ENGINES,
+        "time without a sign of life after which an engine counts as down (s)",
+        rare=True,
     )
     engine_silence_s: float = seconds(
         60.0,
         ENGINES,
         "time that an engine may say nothing about a request; 20 times as long while it reports "
         "work (s)",
+        rare=True,
     )
     forget_s: float = seconds(
         300.0,
         ENGINES,
         "time after which an engine that registered itself and is down is removed (s)",
         least=0,
+        rare=True,
     )
     engines_file: str = flag(
-        "", ENGINES, "file of engines, one 'URL [role=ROLE] [LABEL=VALUE]…' per line; watched"
+        "",
+        ENGINES,
+        "file of engines, one 'URL [role=ROLE] [LABEL=VALUE]…' per line; watched",
+        path=True,
     )
     openai_tokenizer: str = flag(
         "",
@@ -137,9 +169,10 @@ class RouterConfig:
         "context of plain OpenAI servers that do not tell theirs (tokens); 0: the model's",
         least=0,
         most=2**31 - 1,
+        rare=True,
     )
     watch_s: float = seconds(
-        1.0, SERVER, "longest time until a change of a watched file is noticed (s)"
+        1.0, SERVER, "longest time until a change of a watched file is noticed (s)", rare=True
     )
     breaker_failures: int = flag(
         5,
@@ -147,19 +180,25 @@ class RouterConfig:
         "consecutive failed calls that open an engine's circuit breaker",
         least=1,
         most=10**6,
+        rare=True,
     )
-    breaker_open_s: float = seconds(5.0, ENGINES, "time that a circuit breaker stays open (s)")
+    breaker_open_s: float = seconds(
+        5.0, ENGINES, "time that a circuit breaker stays open (s)", rare=True
+    )
     release_timeout_s: float = seconds(
-        2.0, ENGINES, "time that releasing a lease or a stream may take (s)"
+        2.0, ENGINES, "time that releasing a lease or a stream may take (s)", rare=True
     )
     stall_s: float = seconds(
-        60.0, STRATEGY, "time that a strategy may wait while no engine works for its request (s)"
+        60.0,
+        STRATEGY,
+        "time that a strategy may wait while no engine works for its request (s)",
+        rare=True,
     )
     grace_s: float = seconds(
-        3.0, STRATEGY, "time that a strategy may take to end once cancelled (s)"
+        3.0, STRATEGY, "time that a strategy may take to end once cancelled (s)", rare=True
     )
     block_limit_s: float = seconds(
-        0.5, STRATEGY, "time that a strategy may block the event loop (s)"
+        0.5, STRATEGY, "time that a strategy may block the event loop (s)", rare=True
     )
     block_strikes: int = flag(
         3,
@@ -167,9 +206,10 @@ class RouterConfig:
         "times that a strategy may block the event loop before it is rolled back",
         least=1,
         most=10**6,
+        rare=True,
     )
     audit_log: str = flag(
-        "", STRATEGY, "file to which every change of strategy is appended; empty: none"
+        "", STRATEGY, "file to which every change of strategy is appended; empty: none", path=True
     )
     shutdown_s: float = seconds(
         2.0, SERVER, "time that requests may take to end after SIGTERM (s)", least=0
@@ -180,9 +220,10 @@ class RouterConfig:
         "shortest interval between two events of a stream (ms); 0: send each token at once",
         least=0,
         most=10_000,
+        rare=True,
     )
     max_receipts: int = flag(
-        2048, LOGS, "number of latest request receipts to keep", least=0, most=10**7
+        2048, LOGS, "number of latest request receipts to keep", least=0, most=10**7, rare=True
     )
     traffic_minutes: float = flag(
         60.0,
@@ -190,9 +231,15 @@ class RouterConfig:
         "time for which the shape of requests is kept, without their text (min); 0: not at all",
         least=0,
         most=10_080,
+        rare=True,
     )
     traffic_mb: int = flag(
-        16, LOGS, "most memory for it (MiB); older requests are dropped", least=1, most=4096
+        16,
+        LOGS,
+        "most memory for it (MiB); older requests are dropped",
+        least=1,
+        most=4096,
+        rare=True,
     )
     log_format: Literal["text", "json"] = flag(
         "text", LOGS, "plain text, or one JSON object per line"
@@ -201,5 +248,5 @@ class RouterConfig:
         "warning", LOGS, "lowest level of logged messages"
     )
     parent_pid: int = flag(
-        0, SERVER, "stop when this process ends; 0: never", least=0, most=2**31 - 1
+        0, SERVER, "stop when this process ends; 0: never", least=0, most=2**31 - 1, rare=True
     )

@@ -98,7 +98,8 @@ def hide_keys() -> None:
         value = value if equals else next(rest, "")
         if argument.encode() not in shown:
             return  # called by a program with other arguments than the process's
-        keys[f"{PREFIX}_{command[0]}_{name[2:]}".replace("-", "_").upper()] = value
+        reads = "up" if command == ["config"] else command[0]  # `config show` has the flags of `up`
+        keys[f"{PREFIX}_{reads}_{name[2:]}".replace("-", "_").upper()] = value
     if keys:
         argv = module_command("router", *command, *arguments)
         os.execve(  # noqa: S606  no shell is wanted

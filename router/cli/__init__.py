@@ -1,4 +1,4 @@
-"""The command line: `microserve up | engine | router | chat | strategy | bench | profile | …`."""
+"""The command line: `microserve up | engine | router | chat | strategy | bench | config | …`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from router.base import PREFIX, drop_service_links, hide_keys
 from router.cli.advise import advise
 from router.cli.bench import bench
 from router.cli.chat import chat
+from router.cli.completion import completion
+from router.cli.config import config_group
 from router.cli.options import CONTEXT
 from router.cli.plan import plan
 from router.cli.profile import profile
@@ -38,6 +40,8 @@ for command in (
     simulate,
     traffic,
     advise,
+    config_group(up),
+    completion,
 ):
     cli.add_command(command)
 

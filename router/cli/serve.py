@@ -15,6 +15,8 @@ from engine.protocol import EngineConfig, MicroserveError
 from router.base import PREFIX, RouterConfig, child_environment, import_from, module_command
 from router.cli.options import (
     GroupedCommand,
+    ModelName,
+    StrategyName,
     config_options,
     given,
     option,
@@ -31,7 +33,7 @@ __all__ = ["engine", "router"]
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("model")
+@click.argument("model", type=ModelName())
 @click.argument("vllm_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM'S FLAGS]")
 @config_options(EngineConfig)
 def engine(model: str, vllm_flags: tuple[str, ...], **flags: Any) -> None:
@@ -63,8 +65,8 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 @click.command(cls=GroupedCommand)
 @option("--engine", "engines", multiple=True, metavar="URL", group="Engines",
         help="URL of an engine; repeatable")  # fmt: skip
-@option("--strategy", default="data_parallel", show_default=True, metavar="NAME|FILE.py",
-        group="Strategy", help="strategy that routes requests")  # fmt: skip
+@option("--strategy", default="data_parallel", show_default=True, type=StrategyName(),
+        metavar="NAME|FILE.py", group="Strategy", help="strategy that routes requests")  # fmt: skip
 @option("--param", "params", multiple=True, metavar="K=V", group="Strategy",
         help="parameter of the strategy; repeatable")  # fmt: skip
 @config_options(RouterConfig)

@@ -19,6 +19,7 @@ from router.cli.options import (
     CONTEXT,
     GroupedCommand,
     Number,
+    StrategyName,
     option,
     read_params,
     split_flags,
@@ -65,7 +66,7 @@ def list_(client: httpx.Client) -> None:
 
 
 @strategy.command()
-@click.argument("name", required=False)
+@click.argument("name", type=StrategyName(), required=False)
 @click.pass_obj
 def show(client: httpx.Client, name: str | None) -> None:
     """Show the help and parameters of NAME.
@@ -91,7 +92,7 @@ def show(client: httpx.Client, name: str | None) -> None:
 
 
 @strategy.command(cls=GroupedCommand)
-@click.argument("name")
+@click.argument("name", type=StrategyName())
 @params_option
 @option("--if-generation", type=Number(int, 0), group="Strategy",
         help="fail unless this generation is active")  # fmt: skip
@@ -159,7 +160,7 @@ def rollback(client: httpx.Client) -> None:
 
 
 @strategy.command(cls=GroupedCommand)
-@click.argument("file", metavar="FILE|NAME")
+@click.argument("file", type=StrategyName(), metavar="FILE|NAME")
 @params_option
 @option("--model", default="tiny", show_default=True, group="Checks", help="the engines' model")
 @option("--backend", type=click.Choice(["microserve", "vllm"]), default="microserve",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +13,24 @@ import click
 
 from engine.protocol import EngineConfig
 from router.base import RouterConfig, StartFailed, hide_memory, root_cause
+from router.cli.config import ENGINE_OWN, KEYS_FILE, Effective, Invalid, check, read_effective
 from router.cli.options import (
     GroupedCommand,
+    ModelName,
     Number,
+    StrategyName,
     config_options,
     given,
     option,
-    read_params,
     split_flags,
     with_vllm_flags,
 )
 from router.cli.preflight import check_address, check_folder, check_strategy, check_tls
-from router.supervisor import Fleet, FleetConfig, as_arguments
+from router.supervisor import Fleet, FleetConfig, Pool, as_arguments
 
 __all__ = ["up"]
 
 ENGINE, ROUTER = EngineConfig(), RouterConfig()  # for their defaults
-# Engine flags that `up` does not offer: it sets them itself, or the name means the router's flag.
-OWN = (
-    "host", "port", "role", "router", "router_ca", "advertise", "labels", "engine_id", "api_key",
-    "admin_key", "allowed_hosts", "max_connections", "tls_cert", "tls_key", "parent_pid",
-    "memory_share",
-)  # fmt: skip
 # Router flags that `up` offers besides its own and passes on.
 PASSED_ON = (
     "api_key_file", "allowed_hosts", "requests_per_minute", "tokens_per_minute", "max_connections",
@@ -40,11 +38,10 @@ PASSED_ON = (
     "attempts", "retry_share", "client_stall_s", "shutdown_s", "stream_interval_ms", "tls_cert",
     "tls_key", "log_format",
 )  # fmt: skip
-BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the router has too
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("model", default=ENGINE.model)
+@click.argument("model", type=ModelName(), default=ENGINE.model)
 @click.argument("vllm_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM'S FLAGS]")
 @option("--host", default=ROUTER.host, show_default=True, group="Server",
         help="address that the router listens on")  # fmt: skip
@@ -54,15 +51,16 @@ BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the ro
         help="model name that clients use; empty: MODEL")  # fmt: skip
 @option("--no-respawn", is_flag=True, group="Server", help="do not restart processes that die")
 @option("--health-deadline-s", type=Number(float, 1.0, 1e7), default=10.0, show_default=True,
+        rare=True,
         group="Server", help="time without an answer after which the router is restarted (s)",
 )  # fmt: skip
 @option("--state-file", type=click.Path(dir_okay=False, path_type=Path), group="Server",
         help="file to write URLs and process ids to, once all are ready")  # fmt: skip
-@option("--engines", type=click.IntRange(min=1), group="Engines",
+@option("--engines", type=Number(int, 1), group="Engines",
         help="number of engines for any role  [default: 2]")  # fmt: skip
-@option("--prefill", type=click.IntRange(min=0), default=0, group="Engines",
+@option("--prefill", type=Number(int, 0), default=0, group="Engines",
         help="number of engines that prefill")  # fmt: skip
-@option("--decode", type=click.IntRange(min=0), default=0, group="Engines",
+@option("--decode", type=Number(int, 0), default=0, group="Engines",
         help="number of engines that decode")  # fmt: skip
 @option("--prefill-flags", default="", metavar="TEXT", group="Engines",
         help="further flags of the engines that prefill, as one text, such as '--tp 2'",
@@ -70,44 +68,31 @@ BOTH = ("max_body_mb", "max_bodies_mb", "log_level")  # engine flags that the ro
 @option("--decode-flags", default="", metavar="TEXT", group="Engines",
         help="further flags of the engines that decode, as one text, such as '--pp 2'",
 )  # fmt: skip
-@option("--strategy", default=ROUTER.strategy, show_default=True, metavar="NAME|FILE.py",
-        group="Strategy", help="strategy that routes requests")  # fmt: skip
+@option("--strategy", default=ROUTER.strategy, show_default=True, type=StrategyName(),
+        metavar="NAME|FILE.py", group="Strategy", help="strategy that routes requests")  # fmt: skip
 @option("--param", "params", multiple=True, metavar="K=V", group="Strategy",
         help="parameter of the strategy; repeatable")  # fmt: skip
 @option("--allow-upload", is_flag=True, group="Strategy",
         help="let the admin API load strategies from source code")  # fmt: skip
 @option("--audit-log", type=click.Path(dir_okay=False, path_type=Path), group="Strategy",
         help="file to which every change of strategy is appended")  # fmt: skip
-@option("--api-key", default="", group="Keys", help="key that clients must send; empty: none")
-@option("--admin-key", default="", group="Keys",
+@option(
+    "--api-key",
+    default="",
+    group="Keys",
+    secret=True,
+    help="key that clients must send; empty: none",
+)
+@option("--admin-key", default="", group="Keys", secret=True,
         help="key of the admin API; empty: it answers on loopback only")  # fmt: skip
-@option("--engine-api-key", default="", group="Keys",
+@option("--engine-api-key", default="", group="Keys", secret=True, rare=True,
         help="key of the engines; empty: a random one, which --state-file names")  # fmt: skip
+@option("--config", type=click.Path(path_type=Path), metavar="FILE.toml", group="Server",
+        help="file that says what flags say; flags and the environment win over it")  # fmt: skip
 @config_options(RouterConfig, only=PASSED_ON)
-@config_options(EngineConfig, without=OWN)
-def up(
-    model: str,
-    vllm_flags: tuple[str, ...],
-    engines: int | None,
-    prefill: int,
-    decode: int,
-    prefill_flags: str,
-    decode_flags: str,
-    strategy: str,
-    params: tuple[str, ...],
-    allow_upload: bool,
-    audit_log: Path | None,
-    health_deadline_s: float,
-    no_respawn: bool,
-    host: str,
-    port: int,
-    served_model_name: str,
-    api_key: str,
-    admin_key: str,
-    engine_api_key: str,
-    state_file: Path | None,
-    **flags: Any,
-) -> None:
+@config_options(EngineConfig, without=ENGINE_OWN)
+@click.pass_context
+def up(context: click.Context, /, **_flags: Any) -> None:
     """Start engines and a router on this machine.
 
     Ctrl-C ends all of them.
@@ -115,48 +100,22 @@ def up(
     MODEL is smollm2 (the default), tiny, mock, a folder, a .gguf file or a Hugging Face id. With
     --backend vllm, what follows MODEL and a lone -- goes to vLLM.
     """
-    flags = with_vllm_flags(flags, vllm_flags)
-    if engines is not None and (prefill or decode):
-        raise click.UsageError("use either --engines, or --prefill and --decode")
-    role_args = {
-        "prefill": _split("--prefill-flags", prefill_flags, of=prefill),
-        "decode": _split("--decode-flags", decode_flags, of=decode),
-    }
-    roles = ("prefill",) * prefill + ("decode",) * decode or ("any",) * (engines or 2)
-    check_address(host, port)
-    check_folder("--state-file", state_file)
-    check_folder("--audit-log", audit_log)
-    check_tls(flags["tls_cert"], flags["tls_key"])
-    check_strategy(strategy, read_params(params))
-    router_args = ["--strategy", strategy]
-    for pair in params:
-        router_args += ["--param", pair]
-    passed_on = {name: flags[name] for name in PASSED_ON + BOTH}
-    router_args += as_arguments(given(RouterConfig, passed_on))
-    if served_model_name:
-        router_args += ["--served-model-name", served_model_name]
-    if allow_upload:
-        router_args.append("--allow-upload")
+    try:
+        effective = read_effective(context, up)
+        check(effective)
+    except Invalid as error:
+        click.echo(str(error), err=True)
+        context.exit(2)
+    config = _fleet_config(effective)
+    check_address(config.host, config.port)
+    router = {name: entry.value for name, entry in effective.router.items()}
+    check_folder("--state-file", config.state_file)
+    check_folder("--audit-log", Path(router["audit_log"]) if router["audit_log"] else None)
+    check_tls(router["tls_cert"], router["tls_key"])
+    params = {name: entry.value for name, entry in effective.params.items()}
+    check_strategy(router["strategy"], params)
+    if router["allow_upload"]:
         hide_memory()  # this process has the keys in its environment, too
-    if audit_log is not None:
-        router_args += ["--audit-log", str(audit_log)]
-    config = FleetConfig(
-        model=model,
-        roles=roles,
-        router_args=tuple(router_args),
-        host=host,
-        port=port,
-        engine_flags=given(EngineConfig, {n: v for n, v in flags.items() if n not in PASSED_ON}),
-        role_args=role_args,
-        admin_key=admin_key,
-        api_key=api_key,
-        engine_api_key=engine_api_key,
-        served_model_name=served_model_name,
-        respawn=not no_respawn,
-        health_deadline_s=health_deadline_s,
-        shutdown_s=flags["shutdown_s"],
-        state_file=state_file,
-    )
     fleet = Fleet(config, say=click.echo, note=lambda line: click.echo(line, err=True))
     try:
         asyncio.run(_run_until_signal(fleet))
@@ -167,6 +126,56 @@ def up(
         raise click.ClickException(str(cause)) from None
 
 
+def _fleet_config(effective: Effective) -> FleetConfig:
+    """Return what runs. Raises `click.UsageError` for flags that do not go together."""
+    top = {name: entry.value for name, entry in effective.top.items()}
+    keys = {name: entry.value for name, entry in effective.keys.items()}
+    router = {name: entry.value for name, entry in effective.router.items()}
+    counts = Counter[str]()
+    for pool in effective.pools:
+        counts[pool.role] += pool.count
+    arguments = {
+        role: _split(f"--{role}-flags", top[f"{role}_flags"], of=counts[role])
+        for role in ("prefill", "decode")
+    }
+    pools = tuple(
+        Pool(
+            count=pool.count,
+            role=pool.role,
+            name=pool.name,
+            flags=_engine_flags({name: entry.value for name, entry in pool.engine.items()}),
+            arguments=arguments.get(pool.role, ()),
+            labels=pool.labels,
+        )
+        for pool in effective.pools
+    )
+    passed_on = {n: v for n, v in router.items() if n not in ("host", "port", "params")}
+    router_args = as_arguments(given(RouterConfig, {**passed_on, KEYS_FILE: keys[KEYS_FILE]}))
+    for name, entry in effective.params.items():
+        router_args += ["--param", f"{name}={json.dumps(entry.value)}"]
+    return FleetConfig(
+        model=top["model"],
+        pools=pools,
+        router_args=tuple(router_args),
+        host=router["host"],
+        port=router["port"],
+        admin_key=keys["admin_key"],
+        api_key=keys["api_key"],
+        engine_api_key=keys["engine_api_key"],
+        openai_api_key=keys["openai_api_key"],
+        served_model_name=router["served_model_name"],
+        respawn=not top["no_respawn"],
+        health_deadline_s=top["health_deadline_s"],
+        shutdown_s=router["shutdown_s"],
+        state_file=Path(top["state_file"]) if top["state_file"] else None,
+    )
+
+
+def _engine_flags(values: dict[str, Any]) -> dict[str, Any]:
+    extra = values.pop("vllm_flags")
+    return given(EngineConfig, with_vllm_flags(values, extra))
+
+
 def _split(option: str, text: str, *, of: int) -> tuple[str, ...]:
     """Return the arguments in a text for the `of` engines of a role. Raises `UsageError`."""
     arguments = split_flags(option, text)
@@ -175,7 +184,7 @@ def _split(option: str, text: str, *, of: int) -> tuple[str, ...]:
     if "--" in arguments:
         raise click.UsageError(f"{option}: what follows -- goes behind all flags of up")
     names = [one.partition("=")[0] for one in arguments if one.startswith("--")]
-    set_here = [f"--{name.replace('_', '-')}" for name in OWN]
+    set_here = [f"--{name.replace('_', '-')}" for name in ENGINE_OWN]
     for name in names:  # engines take abbreviations too
         if any(own.startswith(name) for own in set_here):
             raise click.UsageError(f"{option}: up sets {name} itself")

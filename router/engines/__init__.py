@@ -6,7 +6,7 @@ Imports `model`, `telemetry` and `base`.
 from router.engines.api import ChunkStream, Headers
 from router.engines.backend import Backend, Role, guard
 from router.engines.client import EngineClient
-from router.engines.engines_file import engine_url
+from router.engines.engines_file import engine_url, parse_engine, parse_engines
 from router.engines.http_client import HttpClient
 from router.engines.openai import Descriptions, OpenAIEngine, ServerAddress
 from router.engines.prefix_index import NOTHING, Expected, PrefixIndex
@@ -28,4 +28,6 @@ __all__ = [
     "ServerAddress",
     "engine_url",
     "guard",
+    "parse_engine",
+    "parse_engines",
 ]

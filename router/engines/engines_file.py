@@ -10,7 +10,7 @@ from engine.protocol import BadRequest
 from router.engines.backend import ROLES, Role
 from router.engines.openai import ServerAddress
 
-__all__ = ["EngineEntry", "engine_url", "parse_engines"]
+__all__ = ["EngineEntry", "engine_url", "parse_engine", "parse_engines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,11 @@ def parse_engines(text: str) -> list[EngineEntry]:
     if not entries:  # more likely a file that is just being written than an empty fleet
         raise BadRequest("there is no engine in it")
     return list(entries.values())
+
+
+def parse_engine(text: str) -> EngineEntry:
+    """Parse `URL [role=prefill] [LABEL=VALUE]…`, the value of `--engine`. Raises `BadRequest`."""
+    return _entry(text.split() or [text])
 
 
 def _entry(words: list[str]) -> EngineEntry:

@@ -4,6 +4,7 @@ May import `base`.
 """
 
 from router.supervisor.child_process import ChildProcess
-from router.supervisor.fleet import Fleet, FleetConfig, as_arguments
+from router.supervisor.fleet import Fleet, FleetConfig
+from router.supervisor.pools import Pool, as_arguments
 
-__all__ = ["ChildProcess", "Fleet", "FleetConfig", "as_arguments"]
+__all__ = ["ChildProcess", "Fleet", "FleetConfig", "Pool", "as_arguments"]

@@ -7,7 +7,6 @@ router, this process can restart it and clean up.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import secrets
 import signal
@@ -15,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import orjson
 
 from router.base import AwakeClock, StartFailed, child_environment, module_command
 from router.supervisor.child_process import GRACE_S, ChildProcess
+from router.supervisor.pools import Pool, engine_processes
 
 __all__ = ["Fleet", "FleetConfig"]
 
@@ -34,21 +34,17 @@ STEADY_S = 30.0  # a child that ran this long is restarted after the first delay
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """Settings of `up`: one engine for each of `roles`, with `engine_flags` (of `EngineConfig`).
-
-    `role_args` are further arguments of the engines of a role, which win over `engine_flags`.
-    """
+    """Settings of `up`: the engines of all `pools`, and a router with `router_args`."""
 
     model: str
-    roles: tuple[str, ...]
+    pools: tuple[Pool, ...]
     router_args: tuple[str, ...]
     host: str
     port: int
-    engine_flags: dict[str, Any] = field(default_factory=dict)
-    role_args: dict[str, tuple[str, ...]] = field(default_factory=dict)
     admin_key: str = ""
     api_key: str = ""
     engine_api_key: str = ""  # of the engines; empty: a random one
+    openai_api_key: str = ""  # of plain OpenAI servers
     respawn: bool = True
     health_deadline_s: float = 10.0
     shutdown_s: float = 2.0
@@ -65,6 +61,7 @@ class Fleet:
         self._note = note
         self._engine_key = config.engine_api_key or secrets.token_hex(32)
         self._awake = AwakeClock(on_stall=self._stalled)
+        self._plan = engine_processes(config.pools)
         self._engines: list[ChildProcess] = []
         self._router: ChildProcess | None = None
 
@@ -108,28 +105,21 @@ class Fleet:
 
     async def _start(self, tasks: asyncio.TaskGroup) -> None:
         config = self._config
-        self._note(f"loading {config.model} on {len(config.roles)} engines …")
+        self._note(f"loading {config.model} on {len(self._plan)} engines …")
         env = child_environment()
         env.setdefault("MICROSERVE_SECRET", secrets.token_hex(32))
         # Keys are in the environment: every user of the machine can read the arguments.
         env["MICROSERVE_ENGINE_API_KEY"] = self._engine_key
-        shares = _shares(len(config.roles), config.engine_flags)
-        for number, (role, share) in enumerate(zip(config.roles, shares, strict=True)):
-            flags = {**config.engine_flags, **share}
-            own = {
-                "role": role,
-                "engine_id": f"engine-{number}",
-                "port": 0,
-                "memory_share": f"{1 / len(config.roles):.6f}",
-                "parent_pid": os.getpid(),
-            }
-            arguments = *as_arguments(flags), *config.role_args.get(role, ()), *as_arguments(own)
-            argv = module_command("engine", config.model, *arguments)
-            self._engines.append(ChildProcess(f"engine-{number}", argv, env, to=self._note))
+        for engine in self._plan:
+            argv = module_command("engine", config.model, *engine.arguments)
+            self._engines.append(ChildProcess(engine.name, argv, env, to=self._note))
         await _together(child.start(tasks) for child in self._engines)
         for child in self._engines:
             self._say(f"{child.name} ready {child.url} (pid {child.pid})")
-        urls = [part for child in self._engines for part in ("--engine", child.url)]
+        urls = []
+        for child, engine in zip(self._engines, self._plan, strict=True):
+            labels = (f"{name}={value}" for name, value in engine.labels.items())
+            urls += ["--engine", " ".join((child.url, *labels))]
         argv = module_command(
             "router", "router", *urls, *config.router_args,
             "--host", config.host, "--port", str(config.port), "--parent-pid", str(os.getpid()),
@@ -138,6 +128,7 @@ class Fleet:
         env["MICROSERVE_ROUTER_ADMIN_KEY"] = config.admin_key
         env["MICROSERVE_ROUTER_API_KEY"] = config.api_key
         env["MICROSERVE_ROUTER_ENGINE_API_KEY"] = self._engine_key
+        env["MICROSERVE_ROUTER_OPENAI_API_KEY"] = config.openai_api_key
         grace_s = GRACE_S + config.shutdown_s
         self._router = ChildProcess("router", argv, env, to=self._note, grace_s=grace_s)
         await self._router.start(tasks)
@@ -239,8 +230,8 @@ class Fleet:
         state = {
             "router": {"url": router.url, "pid": router.pid},
             "engines": [
-                {"id": child.name, "url": child.url, "pid": child.pid, "role": role}
-                for child, role in zip(self._engines, self._config.roles, strict=True)
+                {"id": child.name, "url": child.url, "pid": child.pid, "role": engine.role}
+                for child, engine in zip(self._engines, self._plan, strict=True)
             ],
             "admin_key": self._config.admin_key or None,
             "engine_api_key": self._engine_key,
@@ -248,32 +239,6 @@ class Fleet:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(orjson.dumps(state, option=orjson.OPT_INDENT_2))
         Path(file.name).replace(path)
-
-
-def as_arguments(flags: dict[str, Any]) -> list[str]:
-    """Format config fields as arguments. `True` becomes a bare flag; `False` is left out."""
-    arguments = []
-    for name, value in flags.items():
-        option = "--" + name.replace("_", "-")
-        if value is True:
-            arguments.append(option)
-        elif str(value).startswith("-"):  # it would be taken for a flag
-            arguments.append(f"{option}={value}")
-        elif value is not False:
-            arguments += [option, str(value)]
-    return arguments
-
-
-def _shares(engines: int, flags: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return flags that give each engine its own cores, unless the user chose cores or threads."""
-    cores = sorted(os.sched_getaffinity(0))
-    if "cpus" in flags or "threads" in flags:
-        return [{} for _ in range(engines)]
-    if engines > len(cores):
-        return [{"threads": 1} for _ in range(engines)]
-    bounds = [len(cores) * number // engines for number in range(engines + 1)]
-    parts = [cores[low:high] for low, high in itertools.pairwise(bounds)]
-    return [{"cpus": ",".join(map(str, part)), "threads": len(part)} for part in parts]
 
 
 def _on_port(argv: Sequence[str], port: str) -> list[str]:

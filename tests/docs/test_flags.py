@@ -13,8 +13,9 @@ from router.cli import cli
 
 REFERENCE = [ROOT / "docs" / name for name in ("operations.md", "planning.md", "simulation.md")]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-OTHERS = {"--save", "--mock", "--help", "--version"}  # of benches; of each command
+OTHERS = {"--save", "--mock", "--help", "--help-all", "--version"}  # of benches; of each command
 VLLM = {"--block-size", "--kv-transfer-config", "--max-num-batched-tokens", "--max-num-seqs"}
+WITH_VLLM = ("vllm.md", "operations.md")
 NOT_FOR_PEOPLE = {"--parent-pid", "--version"}
 
 
@@ -36,7 +37,7 @@ KNOWN = set(flags_of(cli))
 @pytest.mark.parametrize("page", [PAGES[0], *PAGES[2:]], ids=lambda page: page.name)
 def test_flags_exist(page):
     named = {flag for code in CODE.findall(prose(page)) for flag in FLAG.findall(code)}
-    assert named <= KNOWN | OTHERS | (VLLM if page.name == "vllm.md" else set())
+    assert named <= KNOWN | OTHERS | (VLLM if page.name in WITH_VLLM else set())
 
 
 def test_the_reference_names_every_flag():

@@ -14,9 +14,10 @@ from router.cli import cli
 from router.cli.options import Number
 
 
-def sections(*command: str) -> dict[str, str]:
+def sections(*command: str, all: bool = False) -> dict[str, str]:
     """Return the text under each heading of a command's help."""
-    shown = CliRunner().invoke(cli, [*command, "--help"], terminal_width=100).output
+    flag = "--help-all" if all else "--help"
+    shown = CliRunner().invoke(cli, [*command, flag], terminal_width=100).output
     found, heading = {}, ""
     for line in shown.splitlines():
         if line.endswith(":") and not line.startswith(" "):
@@ -25,16 +26,34 @@ def sections(*command: str) -> dict[str, str]:
     return found
 
 
-def test_router_options_are_under_their_headings():
-    shown = sections("router")
-    for field in dataclasses.fields(RouterConfig):
+CONFIGS = [("router", RouterConfig), ("engine", EngineConfig)]
+
+
+@pytest.mark.parametrize(("command", "config"), CONFIGS)
+def test_options_are_under_their_headings_and_rare_ones_in_the_full_help_only(command, config):
+    usual, full = sections(command), sections(command, all=True)
+    for field in dataclasses.fields(config):
         if "help" in field.metadata:
-            assert f"--{field.name.replace('_', '-')} " in shown[field.metadata["group"]]
+            flag, group = f"--{field.name.replace('_', '-')} ", field.metadata["group"]
+            assert flag in full[group]
+            assert (flag in usual.get(group, "")) is not field.metadata.get("rare", False)
+    rare = sum(field.metadata.get("rare", False) for field in dataclasses.fields(config))
+    assert f"Show all options: {rare} more." in usual["Options"]
+
+
+def test_other_options_of_the_router_are_under_headings_too():
+    shown = sections("router")
     assert "--engine URL" in shown["Engines"]
     assert "--param K=V" in shown["Strategy"]
-    assert list(shown)[-1] == "Options" and shown["Options"].split() == [
-        "Options:", "-h,", "--help", "Show", "this", "message", "and", "exit.",
-    ]  # fmt: skip
+    assert list(shown)[-1] == "Options" and "-h, --help" in shown["Options"]
+
+
+def test_up_has_a_short_help_and_a_full_one():
+    usual, full = (sections("up", all=all) for all in (False, True))
+    assert "--pool-pages" in usual["KV pool"] and "--page-size" not in str(usual)
+    assert "--page-size" in full["KV pool"]
+    for flag in ("--engines", "--port", "--strategy", "--api-key", "--dtype"):
+        assert f"{flag} " in str(usual)
 
 
 @pytest.mark.parametrize(

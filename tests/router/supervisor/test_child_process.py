@@ -30,11 +30,10 @@ async def test_the_router_has_the_time_of_its_shutdown_to_end(monkeypatch, shutd
     said: list[str] = []
     config = FleetConfig(
         model="mock",
-        roles=(),
+        pools=(),
         router_args=(),
         host="127.0.0.1",
         port=0,
-        engine_flags={"threads": 1},
         shutdown_s=shutdown_s,
     )
     up = Fleet(config, say=said.append, note=said.append)
