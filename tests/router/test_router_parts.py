@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated
 
 import pytest
@@ -19,7 +20,8 @@ from router.model.served import ServedModel
 from router.rollout.catalog import Catalog
 from router.rollout.revisions import Revisions
 from router.strategy.definition import strategy
-from router.supervisor.fleet import _shares, as_arguments
+from router.supervisor import Pool, as_arguments
+from router.supervisor.pools import engine_processes
 from router.telemetry.receipts import Receipt, Receipts
 
 
@@ -206,6 +208,18 @@ def test_params_are_parsed_and_options_rendered_as_flags():
 
 def test_cores_are_divided_among_engines(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
-    assert _shares(2, {}) == [{"cpus": "0", "threads": 1}, {"cpus": "1,2", "threads": 2}]
-    assert _shares(4, {}) == [{"threads": 1}] * 4
-    assert _shares(2, {"threads": 2}) == [{}, {}]
+
+    def given(count: int, **flags: int) -> list[list[str]]:
+        return [
+            [word for word in each.arguments if word.startswith(("--cpus", "--threads"))]
+            + [
+                value
+                for word, value in itertools.pairwise(each.arguments)
+                if word in ("--cpus", "--threads")
+            ]
+            for each in engine_processes([Pool(count=count, flags=flags)])
+        ]
+
+    assert given(2) == [["--cpus", "--threads", "0", "1"], ["--cpus", "--threads", "1,2", "2"]]
+    assert given(4) == [["--threads", "1"]] * 4
+    assert given(2, threads=2) == [["--threads", "2"]] * 2
