@@ -18,8 +18,7 @@ from kvcache.errors import BadRequest, NoCapacity
 from kvcache.lending import BlockSource, BorrowedBlock
 from kvcache.pages import PageManager
 from kvcache.remote_attention import CreditorFailed
-from kvcache.sequences import AwayBlock, AwayBlocks, Loss, PagedSequence, SequenceTable
-from kvcache.sequences.away import HOLE
+from kvcache.sequences import HOLE, AwayBlock, AwayBlocks, Loss, PagedSequence, SequenceTable
 from kvcache.types import EngineId, LeaseId, PageId, SeqId
 
 __all__ = ["Borrowing"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvcache.sequences import AwayBlock, PagedSequence
-from kvcache.sequences.away import missing_pages
+from kvcache.sequences import AwayBlock, PagedSequence, missing_pages
 from kvcache.types import EngineId, LeaseId
 
 __all__ = ["is_present", "is_within", "lose_block", "reach"]

@@ -20,8 +20,7 @@ from kvcache.lease.address import KVAddress, prompt_digest
 from kvcache.lease.identity import Identity
 from kvcache.lease.put import Put
 from kvcache.lease.receiver import LeasablePages
-from kvcache.sequences import PagedSequence
-from kvcache.sequences.away import HOLE
+from kvcache.sequences import HOLE, PagedSequence
 from kvcache.types import PageId, TokenPos
 
 __all__ = ["Mirror", "PutOpener", "Sender"]

@@ -1,6 +1,6 @@
 """Sequences, their block tables, and descriptions of steps. Imports no torch."""
 
-from kvcache.sequences.away import AwayBlock, AwayBlocks
+from kvcache.sequences.away import HOLE, AwayBlock, AwayBlocks, missing_pages
 from kvcache.sequences.block_table import PageIds
 from kvcache.sequences.elsewhere import BlocksElsewhere, Loss
 from kvcache.sequences.interface import SequenceCache
@@ -9,6 +9,7 @@ from kvcache.sequences.swapping import SwappedSequence
 from kvcache.sequences.table import SequenceTable
 
 __all__ = [
+    "HOLE",
     "AwayBlock",
     "AwayBlocks",
     "BlocksElsewhere",
@@ -22,4 +23,5 @@ __all__ = [
     "Span",
     "StepDescription",
     "SwappedSequence",
+    "missing_pages",
 ]
