@@ -275,6 +275,8 @@ class QueuedPut:
         return route_between(self._source, self._target.layout, self._address.pages(), first)
 
     def _write_commit(self, commit: _Commit, words: dict[int, int]) -> None:
+        if self._cancelled:  # since the task looked, without the right
+            return
         if words.get(LANDED, 0) > self._address.room:
             raise BadRange("the watermark cannot rise beyond the room of the lease")
         current = self._check_claim(self._check_lease())
