@@ -3,10 +3,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from kv_helpers import Clock, memory_cache
+from kv_helpers import Clock, HeldUpCopies, memory_cache
 
 from kvcache.cache import KVCache
 from kvcache.transport import MemoryNetwork
+from kvcache.transport.mapped import MappedTarget
 
 
 @pytest.fixture
@@ -27,6 +28,21 @@ def new_cache(clock: Clock) -> Iterator[Callable[..., KVCache]]:
     for cache in made:
         cache.check_integrity()
         cache.close()
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUpCopies]:
+    """Hold up copies until the test releases them, or ends."""
+    held, copy = HeldUpCopies(), MappedTarget.copy
+
+    def held_up_copy(self: MappedTarget, runs: object) -> None:
+        held.reached.set()
+        assert held.released.wait(10)
+        copy(self, runs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MappedTarget, "copy", held_up_copy)
+    yield held
+    held.released.set()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ peer can be compared with the expected KV bit for bit.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,6 +30,13 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class HeldUpCopies:
+    """Copies into peers' memory that have `reached` their first byte wait until `released`."""
+
+    def __init__(self) -> None:
+        self.reached, self.released = threading.Event(), threading.Event()
 
 
 def small_layout(pages: int, page_size: int = SIZE) -> KVLayout:

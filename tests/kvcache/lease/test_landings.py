@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import pytest
-from kv_helpers import SIZE, Clock, compute, kv_of, sequence
+from kv_helpers import SIZE, HeldUpCopies, compute, kv_of, sequence
 
 from kvcache.cache import KVCache
 from kvcache.errors import (
@@ -20,7 +19,6 @@ from kvcache.errors import (
     StaleEpoch,
 )
 from kvcache.lease import SLOTS, Landing
-from kvcache.transport.mapped import MappedTarget
 from kvcache.types import EngineId, LeaseId, PageId, SeqId
 
 NewCache = Callable[..., KVCache]
@@ -117,22 +115,13 @@ def debtor_sequence(cache: KVCache) -> SeqId:
 
 
 def test_pages_are_held_while_they_are_sent_and_written(
-    debtor: KVCache, creditor: KVCache, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    debtor: KVCache, creditor: KVCache, held_up: HeldUpCopies
 ):
-    reached, released = threading.Event(), threading.Event()
-    copy = MappedTarget.copy
-
-    def held_up(self: MappedTarget, runs: object) -> None:
-        reached.set()
-        assert released.wait(10)
-        copy(self, runs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(MappedTarget, "copy", held_up)
     pages = pages_with_kv(creditor)
     landing, address = opened(debtor, 3)
     done = sent(creditor, address, pages)
     try:
-        assert reached.wait(10)
+        assert held_up.reached.wait(10)
         creditor.remove_sequence(SeqId(1))
         creditor.check_integrity()
         assert creditor.page_use().free == creditor.total_pages - 3
@@ -141,7 +130,7 @@ def test_pages_are_held_while_they_are_sent_and_written(
         debtor.check_integrity()
         assert debtor.page_use().quarantined == 3
     finally:
-        released.set()
+        held_up.released.set()
     with pytest.raises(LeaseExpired):
         done.result(10)
     debtor.sweep()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
-from kv_helpers import SIZE, Clock, cached, compute, kv_of, memory_cache, sequence
+from kv_helpers import SIZE, Clock, HeldUpCopies, cached, compute, kv_of, memory_cache, sequence
 
 from kvcache.cache import KVCache
 from kvcache.errors import BadAddress, BadRange, LeaseExpired, NoCapacity, UnknownLease
 from kvcache.lease import SLOTS, KVAddress
 from kvcache.lending.lender import MAX_LOANS
 from kvcache.transport import MemoryNetwork
-from kvcache.transport.mapped import MappedTarget
 from kvcache.types import EngineId, LeaseId, PageId, SeqId
 
 PAGES, EPOCH, LOAN_S = 32, 1, 10.0
@@ -156,25 +154,16 @@ def test_pages_are_quarantined_while_a_write_may_be_in_flight(
     creditor: KVCache,
     debtor: KVCache,
     clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
+    held_up: HeldUpCopies,
     pages: list[PageId] | None,
 ):
-    reached, opened = threading.Event(), threading.Event()
-    copy = MappedTarget.copy
-
-    def held_up(self: MappedTarget, runs: object) -> None:
-        reached.set()
-        assert opened.wait(10)
-        copy(self, runs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(MappedTarget, "copy", held_up)
     address = lend(creditor, 3)
     sequence(debtor, 1, PROMPT[: 3 * SIZE])
     mirror = debtor.open_mirror(address, PROMPT)
     debtor.mirror(SeqId(1), mirror, 1)
     assert mirror.put is not None
     try:
-        assert reached.wait(10)
+        assert held_up.reached.wait(10)
         freed, _ = free(creditor, pages)
         for _ in range(10):
             clock.now += 1.0
@@ -183,7 +172,7 @@ def test_pages_are_quarantined_while_a_write_may_be_in_flight(
         assert (use.quarantined, use.lent) == (freed, 3 - freed)
         creditor.check_integrity()
     finally:
-        opened.set()
+        held_up.released.set()
     with pytest.raises(LeaseExpired):  # at its end the write finds the loan over
         mirror.put.close().result(10)
     clock.now += 2 * LOAN_S
