@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,6 +37,7 @@ from router.pins.pins import Pins
 from router.rollout.audit_log import AuditLog
 from router.rollout.catalog import Catalog
 from router.rollout.rollout import Rollout
+from router.sharing import shared
 from router.telemetry.events import Events
 from router.telemetry.metrics import Metrics
 from router.telemetry.receipts import Receipts
@@ -46,12 +48,17 @@ __all__ = ["assembled"]
 
 
 @asynccontextmanager
-async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
+async def assembled(
+    config: RouterConfig, link: socket.socket | None = None
+) -> AsyncIterator[Router]:
     """A router that watches its engines while the body runs.
+
+    `link`, of a worker process, leads to its parent.
 
     On exit it stops watching, waits for the releases under way (each is bounded), and closes all
     connections. Raises `BadRequest` or `NotFound` if the configured strategy, its parameters or a
-    configured file or model are invalid, and `OSError` if the audit log cannot be opened.
+    configured file or model are invalid, `OSError` if the audit log cannot be opened, and what
+    `Agreement.join` raises if the router has a store.
     """
     engine_tls = client_context(config.engine_ca)
     files = _Files.read(config)
@@ -68,6 +75,7 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
         events=events,
         audit_log=audit_log,
         strikes=config.block_strikes,
+        shared=bool(config.store) or link is not None,
     )
     clients: weakref.WeakSet[HttpClient] = weakref.WeakSet()
     try:
@@ -104,7 +112,6 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
             runtime = Runtime(config, registry, releaser, metrics, tasks)
             pins = Pins(runtime, events)
             keys = Keys(files.all_keys(config))
-            limits = RateLimits(config.requests_per_minute, config.tokens_per_minute, clock)
             traffic = Traffic(60 * config.traffic_minutes, config.traffic_mb << 20)
             watchers = [
                 tasks.create_task(awake.run(), name="awake clock"),
@@ -114,28 +121,37 @@ async def assembled(config: RouterConfig) -> AsyncIterator[Router]:
                 for text in config.engines:
                     entry = parse_engine(text)
                     registry.add(entry.url, role=entry.role, labels=entry.labels or None)
-                watchers += files.watch(config, tasks, registry, keys, limits)
-                yield Router(
-                    config=config,
-                    registry=registry,
-                    catalog=catalog,
-                    rollout=rollout,
-                    receipts=Receipts(config.max_receipts),
-                    traffic=traffic,
-                    metrics=metrics,
-                    execution=Execution(
-                        runtime,
-                        AdmissionQueue(config.max_queue),
-                        RetryBudget(config.retry_share),
-                        relocations,
-                    ),
-                    pins=pins,
-                    keys=keys,
-                    limits=limits,
-                    tracing=tracing,
-                    shutdown=Shutdown(),
-                    advisor=Advisor(config, registry, catalog, rollout.revisions, traffic),
-                )
+                async with shared(
+                    config, link, first=first, rollout=rollout, catalog=catalog,
+                    audit_log=audit_log, registry=registry, tasks=tasks,
+                ) as parts:  # fmt: skip
+                    watchers += files.watch(config, tasks, registry, keys, parts.limits)
+                    router = Router(
+                        config=config,
+                        registry=registry,
+                        catalog=catalog,
+                        rollout=rollout,
+                        changes=parts.changes,
+                        receipts=Receipts(config.max_receipts),
+                        traffic=traffic,
+                        metrics=metrics,
+                        execution=Execution(
+                            runtime,
+                            AdmissionQueue(config.max_queue),
+                            RetryBudget(config.retry_share),
+                            relocations,
+                        ),
+                        pins=pins,
+                        keys=keys,
+                        limits=parts.limits,
+                        tracing=tracing,
+                        shutdown=Shutdown(),
+                        advisor=Advisor(config, registry, catalog, rollout.revisions, traffic),
+                        membership=parts.membership,
+                        peers=parts.peers,
+                    )
+                    parts.serve(router)
+                    yield router
             finally:
                 for watcher in watchers:
                     watcher.cancel()

@@ -25,7 +25,7 @@ from router.dry_run.fleet_check import check_on_fleet
 from router.supervision.child_tasks import adopting
 from router.supervision.watchdog import Watchdog
 
-__all__ = ["Server", "listen", "run", "serving"]
+__all__ = ["FLUSH_S", "Server", "Worker", "listen", "run", "serving", "url_of", "watching"]
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,16 @@ class Server:
     router: Router
 
 
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What a worker process has from its parent: where it listens, and the socket of their link."""
+
+    listener: socket.socket
+    link: socket.socket
+
+
 @asynccontextmanager
-async def serving(config: RouterConfig) -> AsyncIterator[Server]:
+async def serving(config: RouterConfig, worker: Worker | None = None) -> AsyncIterator[Server]:
     """Serve while the body runs.
 
     On exit the router still listens, and reports that it drains, until its requests have ended, for
@@ -55,8 +63,8 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
     """
     tls = server_context(config.tls_cert, config.tls_key)
     most = most_connections(config.max_connections)
-    listener = listen(config.host, config.port)
-    async with assembled(config) as router:
+    listener = listen(config.host, config.port) if worker is None else worker.listener
+    async with assembled(config, worker.link if worker is not None else None) as router:
         budget = BodyBudget(max(config.max_bodies_mb, config.max_body_mb) << 20)
         limit = ConnectionLimit(most, router.metrics.connections_refused.inc)
         router.metrics.connections.set_function(lambda: limit.served)
@@ -81,9 +89,8 @@ async def serving(config: RouterConfig) -> AsyncIterator[Server]:
                     watch = tasks.create_task(slow.watch(connections.open))
                     await router.registry.settled(FIRST_PROBES_S)
                     await _check_first(router)
-                    scheme = "https" if tls else "http"
                     try:
-                        yield Server(_url(scheme, config.host, listener.getsockname()[1]), router)
+                        yield Server(url_of(config, listener), router)
                         await router.shutdown.finish(config.shutdown_s)
                         router.shutdown.end_requests()
                     finally:
@@ -110,8 +117,11 @@ async def _check_first(router: Router) -> None:
             log.warning("on these engines, %s falls back: %s", name, ", ".join(fallbacks))
 
 
-async def run(config: RouterConfig) -> None:
-    """Serve until SIGTERM, SIGINT or the parent's death; print one line when ready."""
+async def run(config: RouterConfig, worker: Worker | None = None) -> None:
+    """Serve until SIGTERM, SIGINT or the parent's death; print one line when ready.
+
+    A worker tells its parent instead.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     shutdowns: list[Shutdown] = []
@@ -127,11 +137,14 @@ async def run(config: RouterConfig) -> None:
         loop.add_signal_handler(number, on_signal)
     if config.allow_upload:
         hide_memory()  # from the process of a dry run
-    with _watching(config.parent_pid, stop):
-        async with serving(config) as server:
+    with watching(config.parent_pid, stop):
+        async with serving(config, worker) as server:
             shutdowns.append(server.router.shutdown)
             _tune_gc()
-            print(f"router ready {server.url}", flush=True)
+            if (peers := server.router.peers) is not None:
+                await peers.ready()
+            else:
+                print(f"router ready {server.url}", flush=True)
             await stop.wait()
 
 
@@ -145,13 +158,17 @@ def _tune_gc() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address. Raises `OSError`, and `OverflowError` for a port out of
-    range."""
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a socket bound to an address. `shared`: other sockets of this user may have it too.
+
+    Raises `OSError`, and `OverflowError` for a port out of range.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
     except OSError:
         listener.close()
@@ -159,13 +176,15 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(scheme: str, host: str, port: int) -> str:
+def url_of(config: RouterConfig, listener: socket.socket) -> str:
+    """Return the URL of a router that listens there."""
+    scheme, host = "https" if config.tls_cert else "http", config.host
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104
     name = f"[{reachable}]" if ":" in reachable else reachable
-    return f"{scheme}://{name}:{port}"
+    return f"{scheme}://{name}:{listener.getsockname()[1]}"
 
 
-class _watching:
+class watching:
     """Sets `stop` when the process `pid` ends. Does nothing for pid 0."""
 
     def __init__(self, pid: int, stop: asyncio.Event) -> None:

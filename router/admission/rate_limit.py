@@ -7,37 +7,9 @@ from dataclasses import dataclass
 
 from router.admission.keys import ANYBODY, Key
 from router.base import RateLimited
+from router.store import Bucket
 
-__all__ = ["Bucket", "RateLimits"]
-
-MINUTE_S = 60.0
-
-
-class Bucket:
-    """A token bucket that fills evenly, up to one minute's worth.
-
-    It can be overdrawn by amounts known only afterwards; it then refills from below zero.
-    """
-
-    __slots__ = ("_level", "_per_s", "_then", "limit")
-
-    def __init__(self, limit: int, now: float) -> None:
-        self.limit = limit
-        self._per_s = limit / MINUTE_S
-        self._level = float(limit)
-        self._then = now
-
-    def level(self, now: float) -> float:
-        filled = self._level + (now - self._then) * self._per_s
-        self._level, self._then = min(filled, float(self.limit)), now
-        return self._level
-
-    def take(self, amount: float, now: float) -> None:
-        self._level = self.level(now) - amount
-
-    def until(self, amount: float, now: float) -> float:
-        """Return the seconds until it holds `amount`."""
-        return max(0.0, (amount - self.level(now)) / self._per_s)
+__all__ = ["Bucket", "RateLimits", "over_limit"]
 
 
 @dataclass(slots=True)
@@ -55,12 +27,18 @@ class RateLimits:
     """
 
     def __init__(
-        self, requests_per_minute: int, tokens_per_minute: int, clock: Callable[[], float]
+        self,
+        requests_per_minute: int,
+        tokens_per_minute: int,
+        clock: Callable[[], float],
+        *,
+        parts: int = 1,
     ) -> None:
         """The limits apply to keys without limits of their own; 0 means none.
 
-        `clock` returns seconds.
+        `clock` returns seconds. All limits are divided by `parts`.
         """
+        self.parts = parts
         self._defaults = (requests_per_minute, tokens_per_minute)
         self._limited = any(self._defaults)
         self._clock = clock
@@ -76,13 +54,13 @@ class RateLimits:
             ("tokens", allowance.tokens, 1.0),
         ):
             if bucket is not None and (wait := bucket.until(needed, now)) > 0:
-                raise RateLimited(
-                    f"over the limit of {bucket.limit} {what} a minute; try again in {wait:.1f} s",
-                    limit=what,
-                    retry_after_s=wait,
-                )
+                raise over_limit(what, bucket.limit, wait)
         if allowance.requests is not None:
             allowance.requests.take(1.0, now)
+
+    async def arrive(self, key: Key) -> None:
+        """As `admit`; a subclass may have to ask for it."""
+        self.admit(key)
 
     def charge(self, key: Key, tokens: int) -> None:
         """Count tokens."""
@@ -120,9 +98,21 @@ class RateLimits:
                 mine if mine is not None else all
                 for mine, all in zip(own, self._defaults, strict=True)
             ]
-            requests, tokens = (Bucket(limit, now) if limit else None for limit in limits)
+            requests, tokens = (
+                Bucket(max(1, round(limit / self.parts)), now) if limit else None
+                for limit in limits
+            )
             known = self._allowances[key] = _Allowance(requests, tokens)
         return known
+
+
+def over_limit(what: str, limit: int, wait_s: float) -> RateLimited:
+    """Return the error of a request that may be repeated in `wait_s` seconds."""
+    return RateLimited(
+        f"over the limit of {limit} {what} a minute; try again in {wait_s:.1f} s",
+        limit=what,
+        retry_after_s=wait_s,
+    )
 
 
 def duration(seconds: float) -> str:

@@ -85,6 +85,8 @@ class Gate:
             http.check()
             check_place(http.scope)
             self._admit(http)
+            if http.caller is not None and _to_model(http):
+                await self._limit(http.caller)
             with _Arriving(self._router.shutdown, http):
                 await self._read(http)
                 handler = self._handlers.get((http.method, http.path))
@@ -120,9 +122,9 @@ class Gate:
         return headers
 
     def _admit(self, http: HttpRequest) -> None:
-        """Check key, origin and limits, before the body is read.
+        """Check key and origin, before the body is read.
 
-        Raises `Unauthorized`, `Forbidden`, `UnsupportedMediaType`, `RateLimited` or `Draining`.
+        Raises `Unauthorized`, `Forbidden`, `UnsupportedMediaType` or `Draining`.
         """
         router, path = self._router, http.path
         given = bearer(http.headers.get("authorization", ""))
@@ -133,10 +135,8 @@ class Gate:
         else:
             http.caller = router.keys.identify(given)
             self._check_site(http)
-            if _to_model(http):
-                if router.shutdown.begun:
-                    raise Draining("this router is shutting down")
-                self._limit(http.caller)
+            if _to_model(http) and router.shutdown.begun:
+                raise Draining("this router is shutting down")
 
     def _check_site(self, http: HttpRequest) -> None:
         """Raise `Forbidden` for a call that a web page of another site may have made.
@@ -149,9 +149,10 @@ class Gate:
         if keyless and http.method not in SAFE_METHODS:
             check_origin(http.headers)
 
-    def _limit(self, caller: Key) -> None:
+    async def _limit(self, caller: Key) -> None:
+        """Count the request. Raises `RateLimited`."""
         try:
-            self._router.limits.admit(caller)
+            await self._router.limits.arrive(caller)
         except RateLimited as error:
             self._router.metrics.limited.labels(error.limit).inc()
             raise

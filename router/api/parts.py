@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from router.admission import AdmissionQueue, Keys, RateLimits, Shutdown
 from router.advice import Advisor
+from router.agreement import Membership
+from router.api.peers import Peers
 from router.base import RouterConfig
 from router.engines import Registry
 from router.execution import Execution
 from router.pins import Pins
-from router.rollout import Catalog, Revisions, Rollout
+from router.rollout import Catalog, Changes, Revisions, Rollout
 from router.telemetry import Events, Metrics, Receipts, Tracing, Traffic
 
 __all__ = ["Router"]
@@ -24,6 +26,7 @@ class Router:
     registry: Registry
     catalog: Catalog
     rollout: Rollout
+    changes: Changes
     receipts: Receipts
     traffic: Traffic
     metrics: Metrics
@@ -34,6 +37,8 @@ class Router:
     tracing: Tracing
     shutdown: Shutdown
     advisor: Advisor
+    membership: Membership | None = None  # with a store
+    peers: Peers | None = None  # of a worker process
 
     @property
     def queue(self) -> AdmissionQueue:

@@ -23,6 +23,14 @@ class RouterConfig:
     params: Mapping[str, Any] = field(default_factory=dict)
     host: str = flag("127.0.0.1", SERVER, "address to listen on")
     port: int = flag(8000, SERVER, "port to listen on; 0 picks a free one", least=0, most=65535)
+    workers: int = flag(
+        1, SERVER, "router processes on this port, which agree on what runs", least=1, most=64
+    )
+    store: str = secret(
+        SERVER,
+        "URL of the Redis or Valkey by which several routers agree: redis://HOST:PORT/DB, with "
+        "#NAME for one of several fleets; empty: none",
+    )
     served_model_name: str = flag(
         "", SERVER, "model name that clients use; empty: the name that the engines report"
     )

@@ -22,7 +22,7 @@ COMMANDS = (
     "UP", "ENGINE", "ROUTER", "CHAT", "STRATEGY", "BENCH", "SIMULATE", "PROFILE", "TRAFFIC",
     "ADVISE",
 )  # fmt: skip
-KEYS = ("--api-key", "--admin-key", "--engine-api-key", "--openai-api-key")
+KEYS = ("--api-key", "--admin-key", "--engine-api-key", "--openai-api-key", "--store")
 # What Python and libraries need to run, and nothing that may be secret.
 BARE = frozenset(
     {"HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV"}

@@ -9,6 +9,7 @@ MicroserveError
 ├── Internal
 │   └── BadReply           500  the engine breaks the protocol; it may have done what was asked
 ├── NoEngines              503  no engine is up
+├── StoreUnavailable       503  the store that the routers share does not answer
 ├── StrategyError          500  the strategy broke its contract; the message names it
 │   ├── StrategyBlocked    500  it blocked the event loop and was interrupted
 │   └── StrategyStalled    504  it waited while no engine was working for it
@@ -47,6 +48,7 @@ __all__ = [
     "OutOfFiles",
     "RateLimited",
     "StartFailed",
+    "StoreUnavailable",
     "StrategyBlocked",
     "StrategyError",
     "StrategyStalled",
@@ -73,6 +75,11 @@ class Moved(Draining):
 
 class NoEngines(MicroserveError):
     type = "no_engines"
+    status = 503
+
+
+class StoreUnavailable(MicroserveError):
+    type = "store_unavailable"
     status = 503
 
 

@@ -12,7 +12,14 @@ from typing import Any
 import click
 
 from engine.protocol import EngineConfig, MicroserveError
-from router.base import PREFIX, RouterConfig, child_environment, import_from, module_command
+from router.base import (
+    PREFIX,
+    RouterConfig,
+    StartFailed,
+    child_environment,
+    import_from,
+    module_command,
+)
 from router.cli.options import (
     GroupedCommand,
     ModelName,
@@ -28,6 +35,7 @@ from router.server import run
 from router.supervision import is_user_record
 from router.supervisor import as_arguments
 from router.telemetry import set_up_logging
+from router.workers import run_workers
 
 __all__ = ["engine", "router"]
 
@@ -82,6 +90,6 @@ def router(engines: tuple[str, ...], strategy: str, params: tuple[str, ...], **f
     import_from(Path.cwd())  # modules of strategies
     try:
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-            runner.run(run(config))
-    except (MicroserveError, OSError, OverflowError) as error:
+            runner.run(run(config) if config.workers == 1 else run_workers(config))
+    except (MicroserveError, StartFailed, OSError, OverflowError) as error:
         raise Mistake(str(error)) from None

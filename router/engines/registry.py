@@ -102,8 +102,8 @@ class Registry:
         heartbeat neither replaces those that came from elsewhere, nor brings back an engine that an
         administrator has removed: it raises `Conflict`.
         """
-        url, heartbeat = url.rstrip("/"), source == "heartbeat"
-        if heartbeat and url in self._removed:
+        url, heartbeat = url.rstrip("/"), source in ("heartbeat", "store")
+        if source == "heartbeat" and url in self._removed:
             raise Conflict(
                 "an administrator removed this engine; a POST without heartbeat brings it back"
             )
@@ -114,8 +114,11 @@ class Registry:
             backend = self._backends[url] = Backend(client, self._breaker(), id=id, source=source)
             monitor = self._tasks.create_task(self._monitor(backend), name=f"monitor {url}")
             self._monitors[backend] = monitor
-        elif not backend.usable:
-            backend.probe.set()
+        elif source != "store":
+            if backend.source == "store":
+                backend.source = source  # known at first hand now
+            if not backend.usable:
+                backend.probe.set()
         backend.leaving = False
         backend.heartbeat = asyncio.get_running_loop().time()
         if role is not None and not backend.role_pinned:
@@ -287,10 +290,11 @@ class Registry:
     def _has_left(self, backend: Backend) -> bool:
         """Return whether to forget it.
 
-        That is so once nothing runs on an engine that is leaving. An engine that had announced
-        itself leaves if it is down and has sent no heartbeat for `forget_s`.
+        That is so once nothing runs on an engine that is leaving. An engine that
+        had announced itself, or that another router announces, leaves if it is down and nothing
+        was heard of it for `forget_s`.
         """
-        if backend.source == "heartbeat" and backend.status == "down":
+        if backend.source in ("heartbeat", "store") and backend.status == "down":
             silent = asyncio.get_running_loop().time() - backend.heartbeat
             backend.leaving |= silent > self._config.forget_s
         return backend.leaving and backend.load.idle

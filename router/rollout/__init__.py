@@ -1,11 +1,29 @@
 """Which strategy is active: catalog, revisions, canaries, and who changed what.
 
+`Changes` are made in one router, or in all routers that share a store (`router.agreement`).
+
 Imports `admission`, `supervision` and the rooms below them.
 """
 
-from router.rollout.canary import CanaryRules
+from router.rollout.audit_log import AuditLog
+from router.rollout.canary import Canary, CanaryRules
 from router.rollout.catalog import Catalog, read_source
+from router.rollout.changes import Changed, Changes, LocalChanges
 from router.rollout.revisions import Revision, Revisions
-from router.rollout.rollout import Rollout
+from router.rollout.rollout import FALLBACK, ITSELF, Rollout
 
-__all__ = ["CanaryRules", "Catalog", "Revision", "Revisions", "Rollout", "read_source"]
+__all__ = [
+    "FALLBACK",
+    "ITSELF",
+    "AuditLog",
+    "Canary",
+    "CanaryRules",
+    "Catalog",
+    "Changed",
+    "Changes",
+    "LocalChanges",
+    "Revision",
+    "Revisions",
+    "Rollout",
+    "read_source",
+]

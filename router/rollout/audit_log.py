@@ -33,8 +33,16 @@ class AuditLog:
 
     def note(self, who: str, what: str, **fields: Any) -> None:
         """Add an entry. `who` is a key's name, a loopback address, or `router` itself."""
+        self.add(self.entry(who, what, **fields))
+
+    @staticmethod
+    def entry(who: str, what: str, **fields: Any) -> dict[str, Any]:
+        """Make an entry."""
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        entry = {"at": at, "who": who, "what": what, **fields}
+        return {"at": at, "who": who, "what": what, **fields}
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Add an entry that was made."""
         self._entries.append(entry)
         if self._file is None:
             return

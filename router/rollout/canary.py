@@ -60,12 +60,19 @@ class Canary:
 
         `ttft_ms` is the time until its first token, or the time waited for one in vain.
         """
-        rules = self.rules
         self.ended += 1
         self.failed += failed
-        limit = rules.max_ttft_p99_ms
-        if not failed and limit is not None and ttft_ms is not None and ttft_ms > limit:
-            self.slow += 1
+        self.slow += self.is_slow(failed=failed, ttft_ms=ttft_ms)
+        return self.verdict()
+
+    def is_slow(self, *, failed: bool, ttft_ms: float | None) -> bool:
+        """Return whether a request counts against the budget of slow first tokens."""
+        limit = self.rules.max_ttft_p99_ms
+        return not failed and limit is not None and ttft_ms is not None and ttft_ms > limit
+
+    def verdict(self) -> Verdict | None:
+        """Return the verdict once there is one."""
+        rules, limit = self.rules, self.rules.max_ttft_p99_ms
         if self.failed > self._may_fail:
             return Verdict(
                 "rolled_back",

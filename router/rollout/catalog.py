@@ -82,6 +82,11 @@ class Catalog:
         all the same, the next call raises `Conflict`.
         """
         where = file or f"<strategy {name}>"
+        found = await self.run_in_thread(source, where, limit_s=limit_s)
+        return self._list(found, source, where, name, file)
+
+    async def run_in_thread(self, source: str, where: str, *, limit_s: float) -> list[Strategy]:
+        """Return the strategies of `source`, without listing them. Raises as `load_in_thread`."""
         if self._threads.late:
             raise Conflict("an earlier upload still runs and cannot be stopped: restart the router")
         late = False
@@ -93,12 +98,11 @@ class Catalog:
             return found
 
         try:
-            found = await self._threads.run(f"import of {where}", work, limit_s=limit_s)
+            return await self._threads.run(f"import of {where}", work, limit_s=limit_s)
         except TimeoutError:
             raise Timeout(f"{where}: loading took more than {limit_s:g} s") from None
         finally:
             late = True
-        return self._list(found, source, where, name, file)
 
     def source(self, name: str) -> tuple[str, str]:
         """Return the source of a loaded strategy, and its file or ""; an installed one has "", "".
@@ -107,6 +111,11 @@ class Catalog:
         """
         found = self[name]
         return self._sources[name] if self._loaded.get(name) is found else ("", "")
+
+    def names_with(self, strategy: Strategy) -> list[str]:
+        """Return the listed strategies that come from the same source as a loaded one."""
+        module = strategy.function.__module__
+        return [name for name, one in self._loaded.items() if one.function.__module__ == module]
 
     def _list(
         self, strategies: list[Strategy], source: str, where: str, name: str, file: str

@@ -118,6 +118,36 @@ class Revisions:
             self._draining[candidate.number] = candidate
         return candidate
 
+    def follow(
+        self,
+        number: RevisionNumber,
+        bound: Bound | None,
+        trial: tuple[RevisionNumber, Bound, Canary] | None,
+    ) -> None:
+        """Make that revision active, and that one the canary, as all routers of a store do.
+
+        With `bound` `None` the active revision stays: this router cannot load the other one.
+        """
+        if number != self.active.number and bound is not None:
+            if self.candidate is not None and self.candidate.number == number:
+                self.promote()
+            else:
+                self._swap(Revision(number, bound, None, self._on_violation))
+        tried = self.candidate.number if self.candidate is not None else None
+        if tried != (trial[0] if trial is not None else None):
+            self.drop()
+            if trial is not None:
+                number, bound, self.canary = trial
+                self.candidate = Revision(number, bound, self.active, self._on_violation)
+
+    def begin(self, number: RevisionNumber, bound: Bound) -> None:
+        """Replace the first revision, before any request."""
+        self.active = self.made(number, bound)
+
+    def made(self, number: int, bound: Bound) -> Revision:
+        """Return a revision that takes no requests."""
+        return Revision(RevisionNumber(number), bound, None, self._on_violation)
+
     def rollback(self) -> Revision:
         """Return to what ran before the active one, as a new revision; a canary ends.
 

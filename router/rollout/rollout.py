@@ -6,7 +6,7 @@ Every change is noted in the audit log, in the router's log and among the events
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 from router.base import Conflict
 from router.rollout.audit_log import AuditLog
@@ -17,13 +17,23 @@ from router.strategy import Bound, Strategy
 from router.supervision import ViolationKind
 from router.telemetry import Events, Metrics, Receipt
 
-__all__ = ["Rollout"]
+__all__ = ["FALLBACK", "ITSELF", "Decisions", "Rollout"]
 
 log = logging.getLogger(__name__)
 ITSELF = "router"
 # Errors that are the request's own fault, under any strategy.
 CLIENTS_OWN = frozenset({"bad_request", "too_large"})
 FALLBACK = "data_parallel"
+
+
+class Decisions(Protocol):
+    """Where the router's own decisions are made if several routers share them."""
+
+    def judged(self, number: int, *, failed: bool, slow: bool) -> None:
+        """A request of the canary `number` has ended."""
+
+    def dismiss(self, number: int, why: str) -> None:
+        """The revision `number` is to be replaced by an earlier one."""
 
 
 class Rollout:
@@ -38,15 +48,19 @@ class Rollout:
         events: Events,
         audit_log: AuditLog,
         strikes: int,
+        shared: bool = False,
     ) -> None:
+        """`shared`: another part of the router notes what it does, also that it has started."""
         self.revisions = Revisions(first, on_violation=self._violated)
         self.events = events
         self.audit_log = audit_log
         self.last_canary: dict[str, Any] | None = None
+        self.decisions: Decisions | None = None
         self._catalog = catalog
         self._metrics = metrics
         self._strikes = strikes
-        self._note(ITSELF, "started", self.revisions.active)
+        if not shared:
+            self._note(ITSELF, "started", self.revisions.active)
 
     def activate(
         self,
@@ -84,6 +98,11 @@ class Rollout:
         """Note that a strategy was loaded and is listed."""
         digest = strategy.source_sha256
         self.audit_log.note(who, "load", name=strategy.name, source_sha256=digest)
+        self.told_of_load(who, strategy)
+
+    def told_of_load(self, who: str, strategy: Strategy) -> None:
+        """Publish and log that a strategy was loaded."""
+        digest = strategy.source_sha256
         self.events.publish("load", who=who, name=strategy.name, source_sha256=digest)
         log.info("%s loaded strategy %s", who, strategy.name)
 
@@ -113,6 +132,10 @@ class Rollout:
         if revision is self.revisions.candidate:
             self._judge(receipt)
 
+    def count_canary(self, decision: str) -> None:
+        """Count a canary that has begun or was decided."""
+        self._metrics.canaries.labels(decision).inc()
+
     def _judge(self, receipt: Receipt) -> None:
         canary = self.revisions.canary
         if canary is None:
@@ -125,6 +148,11 @@ class Rollout:
             limit = canary.rules.max_ttft_p99_ms
             if limit is None or ttft_ms is None or ttft_ms <= limit:
                 return  # the client has left early, which says nothing about the canary
+        candidate = self.revisions.candidate
+        if self.decisions is not None and candidate is not None:
+            slow = canary.is_slow(failed=failed, ttft_ms=ttft_ms)
+            self.decisions.judged(candidate.number, failed=failed, slow=slow)
+            return
         if (verdict := canary.note(failed=failed, ttft_ms=ttft_ms)) is not None:
             self._decide(canary, verdict)
 
@@ -156,6 +184,9 @@ class Rollout:
 
     def _dismiss(self, revision: Revision, why: str) -> None:
         """Replace it by the revision before it, or by plain data parallelism."""
+        if self.decisions is not None:
+            self.decisions.dismiss(revision.number, why)
+            return
         if revision is self.revisions.candidate:
             self._drop_canary(why)
         if revision is not self.revisions.active:

@@ -2,6 +2,7 @@
 
 from router.telemetry.events import Events
 from router.telemetry.logs import serves, set_up_logging
+from router.telemetry.merged import Samples, counters, merged, render
 from router.telemetry.metrics import Metrics
 from router.telemetry.objectives import Slo, percentile
 from router.telemetry.receipts import CANCELLED, Call, Leg, Receipt, Receipts
@@ -17,12 +18,16 @@ __all__ = [
     "Receipt",
     "Receipts",
     "RecordedRequest",
+    "Samples",
     "Slo",
     "Trace",
     "Tracing",
     "Traffic",
+    "counters",
+    "merged",
     "percentile",
     "recording",
+    "render",
     "serves",
     "set_up_logging",
 ]

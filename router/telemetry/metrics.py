@@ -10,6 +10,7 @@ from collections import OrderedDict
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.telemetry.merged import Samples, samples_of
 from router.telemetry.receipts import Receipt
 
 __all__ = ["Metrics"]
@@ -126,6 +127,10 @@ class Metrics:
     def render(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
         return generate_latest(self.registry)
+
+    def samples(self) -> Samples:
+        """Return all metrics as values that can be merged with those of other processes."""
+        return samples_of(self.registry)
 
     def _count(self, receipt: Receipt) -> None:
         """Count it in `requests`; drop the oldest generation's series if there are too many."""

@@ -61,6 +61,11 @@ def routes(router: Router) -> APIRouter:
             labels=wanted.labels,
             source="heartbeat" if wanted.heartbeat else "admin",
         )
+        if (membership := router.membership) is not None:
+            if wanted.heartbeat:
+                await membership.announce()
+            else:
+                await membership.order(backend.url, role=wanted.role, labels=wanted.labels)
         return reply(backend.describe())
 
     @api.patch("/admin/engines/{id:path}", response_model=dict[str, Any])
@@ -72,6 +77,8 @@ def routes(router: Router) -> APIRouter:
         if wanted.labels is not None:
             backend.labels, backend.labels_from = wanted.labels, "admin"
         moved = registry.drain(backend, wanted.draining) if wanted.draining is not None else 0
+        if router.membership is not None:
+            await router.membership.order(backend.url, **wanted.model_dump())
         return reply({**backend.describe(), "moved": moved})
 
     @api.delete("/admin/engines/{id:path}", response_model=dict[str, Any], responses=errors(400))
@@ -82,6 +89,8 @@ def routes(router: Router) -> APIRouter:
         """
         backend = registry[id]
         moved = registry.remove(backend, for_good=not heartbeat)
+        if router.membership is not None:
+            await router.membership.ended(backend.url, for_good=not heartbeat)
         return reply({"removed": backend.id, "moved": moved})
 
     return api

@@ -68,7 +68,7 @@ def routes(router: Router) -> APIRouter:
         except TimeoutError:
             raise Timeout(f"the migration took longer than {limit_s:g} s") from None
         told = {"from": source.id, "to": target.id, **asdict(migrated)}
-        router.rollout.audit_log.note(http.who, "migrated", **told)
+        await router.changes.note(http.who, "migrated", **told)
         router.events.publish("migration", **told)
         if wanted.pin:
             router.pins.check()  # it may have been pinned at its old place too

@@ -66,7 +66,7 @@ def routes(router: Router) -> APIRouter:
         if not isinstance(text, str):
             text = router.registry.model.decode(tokens[:PREVIEW_TOKENS])
         kept = pins.pin(tokens, text, engine=wanted.engine, copies=wanted.copies)
-        _note(http, "pinned", kept)
+        await _note(http, "pinned", kept)
         return reply(kept.describe())
 
     @api.post("/admin/unpin", response_model=dict[str, Any], responses=errors(404, 503))
@@ -80,11 +80,11 @@ def routes(router: Router) -> APIRouter:
         else:
             known = pins[wanted.id or ""]
         pins.unpin(known, engine=wanted.engine, copies=wanted.copies)
-        _note(http, "unpinned", known)
+        await _note(http, "unpinned", known)
         return reply(known.describe())
 
-    def _note(http: Http, what: str, changed: Pin) -> None:
-        router.rollout.audit_log.note(
+    async def _note(http: Http, what: str, changed: Pin) -> None:
+        await router.changes.note(
             http.who, what, id=changed.id, tokens=len(changed.tokens), copies=changed.wanted,
             engines=list(changed.engines),
         )  # fmt: skip

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Response
 from router.api.openapi import api_router
 from router.api.parts import Router
 from router.api.rest import reply
+from router.base import NotFound
 
 __all__ = ["routes"]
 
@@ -20,6 +21,12 @@ def routes(router: Router) -> APIRouter:
     @api.get("/admin/requests/{id:path}", response_model=dict[str, Any])
     async def receipt(id: str) -> Response:
         """What was done for a request: every leg, its times, bytes and retries."""
-        return reply(router.receipts[id].describe())
+        try:
+            return reply(router.receipts[id].describe())
+        except NotFound:
+            found = await router.peers.receipt(id) if router.peers is not None else None
+            if found is None:
+                raise
+            return reply(found)
 
     return api

@@ -14,7 +14,7 @@ from router.api.openapi import api_router, errors
 from router.api.parts import Router
 from router.api.rest import Http, Sent, reply
 from router.dry_run import check_on_fleet, dry_run_source
-from router.rollout import CanaryRules
+from router.rollout import CanaryRules, Changed
 
 __all__ = ["routes"]
 
@@ -55,6 +55,11 @@ class EventStream(Sent):
     media_type = "text/event-stream"
 
 
+def _told(changed: Changed) -> dict[str, Any]:
+    pending = {"pending_routers": changed.pending} if changed.pending else {}
+    return {**changed.revision.describe(), **pending}
+
+
 def routes(router: Router) -> APIRouter:
     """Return `/admin/strateg…`, `/admin/rollback`, `/admin/audit` and `/admin/events`."""
     api = api_router("Strategies")
@@ -81,7 +86,7 @@ def routes(router: Router) -> APIRouter:
             }
         )
 
-    @api.put("/admin/strategy", response_model=dict[str, Any], responses=errors(404, 409, 501))
+    @api.put("/admin/strategy", response_model=dict[str, Any], responses=errors(404, 409, 501, 503))
     async def activate(http: Http, wanted: Activate) -> Response:
         """Make a strategy active for new requests, atomically.
 
@@ -93,17 +98,17 @@ def routes(router: Router) -> APIRouter:
         fallbacks = await check_on_fleet(
             bound, router.registry, router.catalog, own_file=router.config.strategy
         )
-        revision = rollout.activate(
+        changed = await router.changes.activate(
             http.who, bound, if_generation=wanted.if_generation, rules=rules
         )
-        told = {**revision.describe(), "canary": rules is not None}
+        told = {**_told(changed), "canary": rules is not None}
         return reply({**told, "fallbacks": fallbacks} if fallbacks else told)
 
     @api.post(
         "/admin/strategies",
         status_code=201,
         response_model=dict[str, Any],
-        responses=errors(409, 500, 504),
+        responses=errors(409, 500, 503, 504),
     )
     async def load(http: Http, wanted: LoadStrategy) -> Response:
         """Load a strategy from Python source, once it has been tried out."""
@@ -118,19 +123,19 @@ def routes(router: Router) -> APIRouter:
             loaded = await router.catalog.load_in_thread(
                 source, name=name, file=file, limit_s=LOAD_TIMEOUT_S
             )
-        rollout.loaded(http.who, loaded)
+        await router.changes.loaded(http.who, loaded)
         described = {**loaded.describe(), "rehearsed_requests": tried["requests"]}
         return reply(described, status=201)
 
-    @api.post("/admin/rollback", response_model=dict[str, Any], responses=errors(409))
+    @api.post("/admin/rollback", response_model=dict[str, Any], responses=errors(409, 503))
     async def rollback(http: Http) -> Response:
         """Activate what was active before."""
-        return reply({**rollout.rollback(http.who).describe(), "canary": False})
+        return reply({**_told(await router.changes.rollback(http.who)), "canary": False})
 
-    @api.get("/admin/audit", response_model=dict[str, Any])
+    @api.get("/admin/audit", response_model=dict[str, Any], responses=errors(503))
     async def audit() -> Response:
         """Who has changed what, when."""
-        return reply({"entries": rollout.audit_log.entries()})
+        return reply({"entries": await router.changes.entries()})
 
     @api.get("/admin/events", response_class=EventStream)
     async def events(http: Http) -> Response:

@@ -1,0 +1,192 @@
+"""A store in Redis or Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+from engine.protocol import BadRequest
+from router.base import StoreUnavailable
+from router.store import scripts
+from router.store.notices import Notices
+from router.store.store import (
+    MOST_SOURCE,
+    RESTORE_S,
+    Change,
+    Document,
+    LogEntry,
+    Outcome,
+    Take,
+    Taken,
+)
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+    from redis.commands.core import AsyncScript
+
+__all__ = ["RedisStore"]
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 1.0  # of connecting, and of each reply
+CALL_S = 2.5  # of a call with its waiting for a connection and one retry
+CONNECTIONS = 4
+RETRY_S = 0.25  # between two tries to receive notices
+SCHEMES = {"redis", "rediss", "valkey", "valkeys", "unix"}
+
+
+class RedisStore:
+    """Implements `SharedStore`. One set of connections makes calls, another one gets notices.
+
+    Keys begin with `{NAME}:`, where NAME is what follows `#` in the URL, or `microserve`. So
+    several fleets may use one server. Whoever can write to the server can run code in the routers.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Connects with the first call. Raises `BadRequest` for a URL of another kind, or if the
+        package `redis` is not installed."""
+        address, _, name = url.partition("#")
+        scheme = urlsplit(address).scheme
+        if scheme not in SCHEMES:
+            known = ", ".join(sorted(SCHEMES))
+            raise BadRequest(f"--store: not the URL of a store; it begins with one of {known}")
+        try:
+            import redis.asyncio as redis
+            from redis.asyncio.retry import Retry
+            from redis.backoff import ConstantBackoff
+            from redis.exceptions import RedisError
+        except ImportError:
+            raise BadRequest("--store needs the extra: pip install 'microserve[redis]'") from None
+        self._errors: tuple[type[Exception], ...] = (RedisError, OSError)
+        self._prefix = f"{{{name or 'microserve'}}}"
+        self._channel = f"{self._prefix}:changes"
+        self._notices = Notices()
+        self._last_error = ""
+        self.available = False
+        try:
+            pool = redis.BlockingConnectionPool.from_url(
+                address.replace("valkey", "redis", 1) if scheme.startswith("valkey") else address,
+                max_connections=CONNECTIONS,
+                timeout=TIMEOUT_S,
+                socket_timeout=TIMEOUT_S,
+                socket_connect_timeout=TIMEOUT_S,
+                retry=Retry(ConstantBackoff(0.05), 1),
+            )
+        except (ValueError, *self._errors) as error:
+            raise BadRequest(f"--store: {error}") from None
+        self._redis: Redis = redis.Redis(connection_pool=pool)
+        self._pool = pool
+        self._scripts: dict[str, AsyncScript] = {}
+
+    async def run(self) -> None:
+        """Subscribe to the notices, again whenever the connection is lost."""
+        while True:
+            try:
+                async with self._redis.pubsub() as subscription:
+                    await subscription.subscribe(self._channel)
+                    while True:
+                        # The confirmation of a subscription counts too: the client subscribes anew
+                        # after a broken connection, and what came meanwhile is not received.
+                        if await subscription.get_message(timeout=10.0):
+                            self._notices.notify()
+            except self._errors as error:  # RedisError's subclasses and OSError
+                self._lost(error)
+            except Exception:
+                log.exception("the notices of the store cannot be read")
+            await asyncio.sleep(RETRY_S)
+
+    async def wait(self, seen: int, timeout_s: float) -> int:
+        return await self._notices.wait(seen, timeout_s)
+
+    async def get(self) -> Document:
+        version, value = await self._script(scripts.GET, ["document"])
+        return Document(int(version), value)
+
+    async def commit(self, change: Change) -> Outcome:
+        """As `SharedStore`. If the connection breaks, the document tells whether it was done."""
+        keys = ["document", "sources", "log", "log_numbers", "settling"]
+        new = change.document
+        arguments = [
+            change.expected, new.version, new.value, int(change.restoring), round(RESTORE_S * 1e3),
+            self._channel, len(change.sources), len(change.entries),
+            *(part for pair in change.sources.items() for part in pair),
+            *change.entries, *change.dropped,
+        ]  # fmt: skip
+        try:
+            outcome = await self._script(scripts.COMMIT, keys, *arguments)
+        except StoreUnavailable:
+            if await self.get() != new:  # raises too if the store is still lost
+                raise
+            return "done"
+        if outcome == b"stale" and await self.get() == new:
+            return "done"  # the client sent it a second time
+        return cast("Outcome", outcome.decode())
+
+    async def source(self, digest: str) -> bytes | None:
+        size = await self._call(self._redis.hstrlen(self._key("sources"), digest))
+        if size > MOST_SOURCE:
+            return None
+        found = await self._call(self._redis.hget(self._key("sources"), digest))
+        return cast("bytes | None", found)
+
+    async def append(self, entry: bytes) -> None:
+        await self._script(scripts.APPEND, ["log", "log_numbers"], entry)
+
+    async def log(self) -> list[LogEntry]:
+        lines = await self._call(self._redis.lrange(self._key("log"), 0, -1))
+        parts = (line.partition(b" ") for line in lines)
+        return [LogEntry(int(number), value) for number, _, value in parts]
+
+    async def report(self, counter: str, member: str, values: list[int]) -> list[int]:
+        told = " ".join(map(str, values))
+        parts = await self._script(scripts.REPORT, [f"counter:{counter}"], member, told)
+        return [sum(part) for part in zip(*(map(int, one.split()) for one in parts), strict=True)]
+
+    async def take(self, takes: list[Take]) -> Taken:
+        keys = [f"bucket:{take.bucket}:{take.limit}" for take in takes]
+        arguments = [part for take in takes for part in (take.limit, take.needed, take.amount)]
+        admitted, *levels = await self._script(scripts.TAKE, keys, *arguments)
+        return Taken(bool(admitted), [float(level) for level in levels])
+
+    async def announce(self, kind: str, id: str, value: bytes, ttl_s: float) -> None:
+        keys = [f"members:{kind}", f"ends:{kind}"]
+        await self._script(scripts.ANNOUNCE, keys, id, value, round(ttl_s * 1e3), self._channel)
+
+    async def withdraw(self, kind: str, id: str) -> None:
+        keys = [f"members:{kind}", f"ends:{kind}"]
+        await self._script(scripts.WITHDRAW, keys, id, self._channel)
+
+    async def members(self, kind: str) -> dict[str, bytes]:
+        found = await self._script(scripts.MEMBERS, [f"members:{kind}", f"ends:{kind}"])
+        return {id.decode(): value for id, value in zip(found[::2], found[1::2], strict=True)}
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+        await self._pool.aclose()
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    async def _script(self, script: str, keys: list[str], *arguments: Any) -> Any:
+        names = [self._key(key) for key in keys]
+        if (known := self._scripts.get(script)) is None:
+            known = self._scripts[script] = self._redis.register_script(script)
+        return await self._call(known(keys=names, args=arguments))
+
+    async def _call(self, call: Awaitable[Any] | Any) -> Any:
+        """Return the reply. Raises `StoreUnavailable` for an error, or after `CALL_S` seconds."""
+        try:
+            async with asyncio.timeout(CALL_S):
+                reply = await call
+        except self._errors as error:  # TimeoutError is an OSError
+            self._lost(error)
+            raise StoreUnavailable(f"the store does not answer: {self._last_error}") from None
+        self.available = True
+        return reply
+
+    def _lost(self, error: BaseException) -> None:
+        self._last_error = " ".join(str(error).split())[:200] or type(error).__name__
+        self.available = False

@@ -1,0 +1,335 @@
+"""Four router processes that agree by a real Redis, which is killed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from engine_process import EngineProcess
+from redis_server import RedisServer, needs_redis
+from router_process import RouterProcess, until
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, *needs_redis]
+
+ROUTERS, CLIENTS = 4, 4
+RPM = 300
+STRATEGIES = ["data_parallel", "prefill_decode", "balanced"]
+KEYS = f"free\ntight name=tight rpm={RPM}\n"
+FREE, TIGHT = ({"Authorization": f"Bearer {key}"} for key in ("free", "tight"))
+UPLOADED = '''
+from router import strategy
+
+@strategy
+async def uploaded(request, cluster):
+    """Says which version runs."""
+    version = {version}
+    engine = cluster.engines.round_robin()
+    async for chunk in engine.start_generate(request, begin=0):
+        yield chunk
+'''
+
+
+class Fleet:
+    """Routers of one store, in front of the same engines."""
+
+    def __init__(self, engines: list[str], folder: Path, *, keeps: bool) -> None:
+        self.redis = RedisServer(keeps=keeps)
+        keys = folder / "keys"
+        keys.write_text(KEYS)
+        self.flags = ["--store", self.redis.url, "--api-key-file", str(keys), "--allow-upload"]
+        self.engines = engines
+        self.routers: list[RouterProcess] = []
+
+    def start(self, count: int = 1, *flags: str, engines: bool = True) -> RouterProcess:
+        urls = self.engines if engines else []
+        with ThreadPoolExecutor(count) as pool:
+            self.routers += pool.map(
+                lambda _: RouterProcess(urls, "data_parallel", *self.flags, *flags), range(count)
+            )
+        return self.routers[-1]
+
+    def health(self) -> list[dict[str, Any]]:
+        return [router.http.get("/health").json() for router in self.routers]
+
+    def generations(self) -> list[int]:
+        return [router.strategies()["active"]["generation"] for router in self.routers]
+
+    def lost(self) -> list[bool]:
+        return [told["store"]["status"] == "lost" for told in self.health()]
+
+    def close(self) -> None:
+        for router in self.routers:
+            router.kill()
+        self.redis.close()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[str]]:
+    running = [EngineProcess("--step-ms", "1", secret="ab" * 32, model="mock") for _ in range(2)]
+    try:
+        yield [engine.url for engine in running]
+    finally:
+        for engine in running:
+            engine.kill()
+
+
+@pytest.fixture(scope="module", params=[True], ids=["kept"])
+def fleet(
+    request: pytest.FixtureRequest, engines: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    fleet = Fleet(engines, tmp_path_factory.mktemp("fleet"), keeps=request.param)
+    try:
+        fleet.start(ROUTERS)
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def ask(router: RouterProcess, headers: dict[str, str] = FREE) -> httpx.Response:
+    body = {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
+    return router.http.post("/v1/completions", json=body, headers=headers)
+
+
+def generation_of(router: RouterProcess, reply: httpx.Response) -> tuple[int, str]:
+    assert reply.status_code == 200, reply.text
+    told = router.http.get(f"/admin/requests/{reply.headers['x-request-id']}").json()
+    return told["generation"], told["strategy"]
+
+
+@pytest.mark.parametrize("swaps", [100, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_swaps_through_any_router_are_one_sequence(fleet: Fleet, swaps: int):
+    began = fleet.generations()[0]
+    assert fleet.generations() == [began] * ROUTERS
+    over = threading.Event()
+    seen: set[tuple[int, str]] = set()
+    newest = [began]  # that an answer to a swap has named
+
+    def client(number: int) -> int:
+        source, rounds = random.Random(number), 0
+        while not over.is_set():
+            router = source.choice(fleet.routers)
+            least = newest[0]
+            generation, name = generation_of(router, ask(router))
+            assert generation >= least, "a request ran under an older generation after the swap"
+            seen.add((generation, name))
+            rounds += 1
+        return rounds
+
+    def swapper(number: int) -> list[tuple[int, str]]:
+        source, made = random.Random(100 + number), []
+        for _ in range(swaps // 2):
+            router, name = source.choice(fleet.routers), source.choice(STRATEGIES)
+            reply = router.http.put("/admin/strategy", json={"name": name})
+            assert reply.status_code == 200, reply.text
+            told = reply.json()
+            assert "pending_routers" not in told, told
+            newest[0] = max(newest[0], told["generation"])
+            made.append((told["generation"], told["name"]))
+        return made
+
+    with ThreadPoolExecutor(CLIENTS + 2) as pool:
+        clients = [pool.submit(client, number) for number in range(CLIENTS)]
+        try:
+            made = [one for n in (pool.submit(swapper, n) for n in range(2)) for one in n.result()]
+        finally:
+            over.set()
+        assert all(done.result() > 0 for done in clients)
+    numbers = sorted(number for number, _ in made)
+    assert numbers == list(range(began + 1, began + 1 + 2 * (swaps // 2)))
+    until(lambda: fleet.generations() == [numbers[-1]] * ROUTERS)
+    logs = [router.http.get("/admin/audit").json()["entries"] for router in fleet.routers]
+    assert all(log == logs[0] for log in logs)
+    first = logs[0][0]["number"]
+    assert [entry["number"] for entry in logs[0]] == list(range(first, first + len(logs[0])))
+    active = [(e["generation"], e["name"]) for e in logs[0] if e["what"] == "activate"]
+    assert active[-len(made) :] == sorted(made)
+    known = {(e["generation"], e["name"]) for e in logs[0]} | {(began, "data_parallel")}
+    if len(logs[0]) < 1000:  # else the first ones are gone
+        assert seen <= known
+    assert len({number for number, _ in seen}) == len(seen)
+
+
+def test_of_two_conditional_swaps_one_wins(fleet: Fleet):
+    now = fleet.generations()[0]
+    wanted = {"name": "balanced", "if_generation": now}
+    with ThreadPoolExecutor(ROUTERS) as pool:
+        replies = list(
+            pool.map(lambda one: one.http.put("/admin/strategy", json=wanted), fleet.routers)
+        )
+    assert sorted(reply.status_code for reply in replies) == [200, 409, 409, 409]
+    until(lambda: fleet.generations() == [now + 1] * ROUTERS)
+
+
+def test_a_canary_is_judged_by_the_requests_of_all_routers(fleet: Fleet):
+    canary = {"percent": 100, "min_requests": 20, "max_error_rate": 0.5}
+    wanted = {"name": "prefill_decode", "canary": canary}
+    reply = fleet.routers[0].http.put("/admin/strategy", json=wanted).json()
+    assert reply["canary"]
+    for number in range(20):
+        assert ask(fleet.routers[number % ROUTERS]).status_code == 200
+    until(lambda: fleet.generations() == [reply["generation"]] * ROUTERS)
+    states = [router.strategies() for router in fleet.routers]
+    assert all(state["canary"] is None for state in states)
+    assert {state["last_canary"]["decision"] for state in states} == {"promoted"}
+    assert {state["last_canary"]["ended"] for state in states} == {20}
+
+
+def test_an_uploaded_strategy_is_the_same_everywhere(fleet: Fleet):
+    for version, router in enumerate(fleet.routers[:2]):
+        source = UPLOADED.format(version=version)
+        loaded = router.http.post("/admin/strategies", json={"name": "uploaded", "source": source})
+        assert loaded.status_code == 201, loaded.text
+        # At once through another router:
+        other = fleet.routers[-1 - version]
+        reply = other.http.put("/admin/strategy", json={"name": "uploaded"})
+        assert reply.status_code == 200, reply.text
+        active = [one.strategies()["active"] for one in fleet.routers]
+        assert {one["source_sha256"] for one in active} == {loaded.json()["source_sha256"]}
+        assert ask(fleet.routers[2]).status_code == 200
+    # The one before it has another source, which is still stored.
+    reply = fleet.routers[3].http.post("/admin/rollback")
+    assert reply.status_code == 200
+    late = fleet.start()
+    try:
+        active = [one.strategies()["active"] for one in fleet.routers]
+        assert len({(one["generation"], one["source_sha256"]) for one in active}) == 1
+        assert active[0]["source_sha256"] != loaded.json()["source_sha256"]
+        assert ask(late).status_code == 200
+    finally:
+        fleet.routers.remove(late)
+        late.kill()
+
+
+def test_limits_hold_over_all_routers(fleet: Fleet):
+    admitted, began, refused = 0, time.monotonic(), 0
+    with ThreadPoolExecutor(ROUTERS) as pool:
+        while refused < 60:
+            replies = list(pool.map(lambda router: ask(router, TIGHT), fleet.routers))
+            codes = [reply.status_code for reply in replies]
+            assert set(codes) <= {200, 429}
+            admitted += codes.count(200)
+            refused += codes.count(429)
+    expected = RPM + (time.monotonic() - began) * RPM / 60
+    assert 0.99 * expected - 1 <= admitted <= 1.01 * expected
+
+
+def test_a_store_that_dies_and_remembers(fleet: Fleet):
+    before = fleet.generations()[0]
+    # A router that was killed counts for a while.
+    until(lambda: all(told["store"]["routers"] == ROUTERS for told in fleet.health()))
+    fleet.redis.kill()
+    until(lambda: all(fleet.lost()))
+    for told in fleet.health():
+        assert (told["status"], told["store"]["generation"]) == ("ok", before)
+    for router in fleet.routers:
+        assert generation_of(router, ask(router))[0] == before
+        for call in (
+            lambda http: http.put("/admin/strategy", json={"name": "balanced"}),
+            lambda http: http.post("/admin/rollback"),
+        ):
+            reply = call(router.http)
+            assert reply.status_code == 503
+            assert reply.json()["error"]["type"] == "store_unavailable"
+    # Each router admits its share of a limit.
+    with ThreadPoolExecutor(ROUTERS) as pool:
+        share = list(
+            pool.map(
+                lambda one: [ask(one, TIGHT).status_code for _ in range(100)].count(200),
+                fleet.routers,
+            )
+        )
+    assert all(RPM // ROUTERS <= one < 100 for one in share), share
+    fleet.redis.start()
+    until(lambda: not any(fleet.lost()))
+    assert fleet.generations() == [before] * ROUTERS
+    assert fleet.routers[1].use("balanced") == before + 1
+    assert fleet.generations() == [before + 1] * ROUTERS
+
+
+def test_a_store_that_returns_empty_gets_the_newest_truth_back(engines, tmp_path):
+    fleet = Fleet(engines, tmp_path, keeps=False)
+    try:
+        fleet.start(2)
+        source = UPLOADED.format(version=7)
+        made = fleet.routers[0].http.post(
+            "/admin/strategies", json={"name": "uploaded", "source": source}
+        )
+        assert made.status_code == 201, made.text
+        assert fleet.routers[0].use("uploaded") == 2
+        fleet.redis.kill()
+        until(lambda: all(fleet.lost()))
+        fleet.redis.start()
+        # A router that starts now finds an empty store or the truth. In the end all have the truth.
+        fleet.start()
+        until(lambda: not any(fleet.lost()) and fleet.generations() == [2, 2, 2])
+        active = [one.strategies()["active"] for one in fleet.routers]
+        assert {one["name"] for one in active} == {"uploaded"}
+        entries = fleet.routers[1].http.get("/admin/audit").json()["entries"]
+        assert "restored" in [entry["what"] for entry in entries]
+        number = fleet.routers[2].use("balanced")
+        assert number > 1000  # numbers that were lost are not given again
+        assert fleet.generations() == [number] * 3
+    finally:
+        fleet.close()
+
+
+def test_a_router_that_cannot_load_a_strategy_keeps_the_old_one_and_says_so(engines, tmp_path):
+    fleet = Fleet(engines, tmp_path, keeps=False)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "beside_it.py").write_text("VALUE = 1\n")
+    (own / "with_module.py").write_text(
+        UPLOADED.format(version="beside_it.VALUE").replace("uploaded", "with_module")
+        + "\nimport beside_it\n"
+    )
+    try:
+        first = fleet.start()
+        has_it = RouterProcess(engines, own / "with_module.py", *fleet.flags)
+        fleet.routers.append(has_it)
+        assert fleet.generations() == [1, 1]  # the store decides, not --strategy
+        reply = has_it.http.put("/admin/strategy", json={"name": "with_module"}).json()
+        assert reply["pending_routers"] == [first.http.get("/health").json()["store"]["router"]]
+        assert fleet.generations() == [1, 2]
+        said = first.http.get("/health").json()["store"]
+        assert "beside_it" in said["cannot_load"]["with_module"]
+        assert generation_of(first, ask(first)) == (1, "data_parallel")
+        assert generation_of(has_it, ask(has_it)) == (2, "with_module")
+        assert has_it.use("balanced") == 3
+        assert fleet.generations() == [3, 3]
+    finally:
+        fleet.close()
+
+
+def test_engines_of_one_router_are_known_to_all(engines, tmp_path):
+    fleet = Fleet(engines, tmp_path, keeps=False)
+
+    def known(router: RouterProcess) -> dict[str, dict[str, Any]]:
+        told = router.http.get("/admin/engines").json()["engines"]
+        return {one["url"]: one for one in told}
+
+    try:
+        first = fleet.start()
+        other = fleet.start(engines=False)
+        until(lambda: other.http.get("/health").json()["engines"]["up"] == 2)
+        assert {one["source"] for one in known(other).values()} == {"store"}
+        assert ask(other).status_code == 200
+        id = known(other)[engines[0]]["id"]
+        reply = other.http.patch(f"/admin/engines/{id}", json={"draining": True})
+        assert reply.status_code == 200, reply.text
+        until(lambda: known(first)[engines[0]]["draining"])
+        late = fleet.start(engines=False)
+        until(lambda: known(late).get(engines[0], {}).get("draining"))
+        assert other.http.delete(f"/admin/engines/{id}").status_code == 200
+        until(lambda: all(list(known(one)) == [engines[1]] for one in fleet.routers))
+        assert late.http.post("/admin/engines", json={"url": engines[0]}).status_code == 200
+        until(lambda: all(len(known(one)) == 2 for one in fleet.routers))
+        assert not known(first)[engines[0]]["draining"]
+    finally:
+        fleet.close()

@@ -1,0 +1,186 @@
+"""`microserve router --workers 2`: processes on one port that act as one router."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from engine_process import EngineProcess
+from router_process import RouterProcess, until
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+RPM = 120
+STEP_MS = 20
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[str]:
+    running = EngineProcess("--step-ms", str(STEP_MS), secret="ab" * 32, model="mock")
+    try:
+        yield running.url
+    finally:
+        running.kill()
+
+
+@pytest.fixture(scope="module")
+def router(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    keys = tmp_path_factory.mktemp("workers") / "keys"
+    keys.write_text(f"free\ntight rpm={RPM}\n")
+    flags = ("--workers", "2", "--api-key-file", str(keys))
+    started = RouterProcess([engine], "data_parallel", *flags)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+def connection(router: RouterProcess, key: str = "free") -> httpx.Client:
+    """Return a client with a connection of its own, so that any worker may serve it."""
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=router.url, headers=headers, timeout=30)
+
+
+def worker_of(http: httpx.Client) -> str:
+    return http.get("/health").json()["store"]["router"]
+
+
+def connections(router: RouterProcess) -> dict[str, httpx.Client]:
+    """Return a client of each worker, by the worker's name."""
+    found: dict[str, httpx.Client] = {}
+    until(lambda: found.setdefault(worker_of(http := connection(router)), http) and len(found) == 2)
+    return found
+
+
+def ask(http: httpx.Client) -> httpx.Response:
+    body = {"prompt": [5, 6, 7], "max_tokens": 1, "ignore_eos": True}
+    return http.post("/v1/completions", json=body)
+
+
+def total(http: httpx.Client) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    name = "microserve_router_requests_total{"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_a_swap_through_one_worker_is_seen_by_all_requests_afterwards(router: RouterProcess):
+    clients = list(connections(router).values())
+    before = router.strategies()["active"]["generation"]
+    for number in range(20):
+        swapper, other = clients[number % 2], clients[1 - number % 2]
+        name = ("prefill_decode", "data_parallel")[number % 2]
+        reply = swapper.put("/admin/strategy", json={"name": name})
+        assert reply.json()["generation"] == before + 1 + number, reply.text
+        served = ask(other)
+        assert served.status_code == 200, served.text
+        # Whichever worker is asked has the receipt.
+        for http in clients:
+            told = http.get(f"/admin/requests/{served.headers['x-request-id']}").json()
+            assert (told["generation"], told["strategy"]) == (before + 1 + number, name)
+    assert clients[0].get("/admin/requests/absent").status_code == 404
+    logs = [http.get("/admin/audit").json()["entries"] for http in clients]
+    assert logs[0] == logs[1]
+
+
+def test_metrics_and_limits_are_those_of_all_workers(router: RouterProcess):
+    clients = list(connections(router).values())
+    before = total(clients[0])
+    for http in clients * 3:
+        assert ask(http).status_code == 200
+    assert total(clients[0]) == total(clients[1]) == before + 6
+    tight, admitted, refused, began = [connection(router, "tight") for _ in range(6)], 0, 0, 0.0
+    began = time.monotonic()
+    while refused < 30:
+        for http in tight:
+            code = ask(http).status_code
+            admitted, refused = admitted + (code == 200), refused + (code == 429)
+    expected = RPM + (time.monotonic() - began) * RPM / 60
+    assert 0.99 * expected - 1 <= admitted <= 1.01 * expected
+
+
+def test_a_worker_that_is_killed_is_replaced_and_streams_of_the_other_live_on(
+    router: RouterProcess,
+):
+    clients = connections(router)
+    doomed, survivor = list(clients)
+    generation = router.strategies()["active"]["generation"]
+    counted = total(clients[survivor])
+    tokens: list[int] = []
+
+    def stream() -> None:
+        body = {
+            "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        with clients[survivor].stream("POST", "/v1/completions", json=body) as reply:
+            for line in reply.iter_lines():
+                tokens.append(line.count("token_ids"))
+
+    streaming = threading.Thread(target=stream)
+    streaming.start()
+    until(lambda: tokens)
+    os.kill(int(doomed.removeprefix("worker-")), signal.SIGKILL)
+    with pytest.raises(httpx.TransportError):
+        ask(clients[doomed])
+    replaced = connections(router)
+    assert survivor in replaced and doomed not in replaced
+    streaming.join(60)
+    assert sum(tokens) > 0 and not streaming.is_alive()
+    for http in replaced.values():
+        told = http.get("/admin/strategies").json()
+        assert told["active"]["generation"] == generation
+        assert ask(http).status_code == 200
+    # What the dead worker had counted is still counted.
+    assert total(replaced[survivor]) == counted + 3
+
+
+def test_sigterm_finishes_what_runs_and_ends_all_processes(engine: str):
+    router = RouterProcess([engine], "data_parallel", "--workers", "2", "--shutdown-s", "20")
+    workers = psutil.Process(router.pid).children()
+    try:
+        replies: list[httpx.Response] = []
+        body = {"prompt": [5, 6, 7], "max_tokens": 50, "ignore_eos": True}
+
+        def slow() -> None:
+            with httpx.Client(base_url=router.url, timeout=30) as http:
+                replies.append(http.post("/v1/completions", json=body))
+
+        asking = [threading.Thread(target=slow) for _ in range(4)]
+        for one in asking:
+            one.start()
+        name = "microserve_router_requests_in_flight "
+
+        def running() -> bool:
+            lines = router.http.get("/metrics").text.splitlines()
+            return any(line == f"{name}4.0" for line in lines)
+
+        until(running)
+        router.signal(signal.SIGTERM)
+        for one in asking:
+            one.join(30)
+        assert [reply.status_code for reply in replies] == [200] * 4
+        assert router.wait() == 0
+        assert not any(worker.is_running() for worker in workers)
+    finally:
+        router.kill()
+
+
+def test_workers_end_with_their_parent(engine: str):
+    router = RouterProcess([engine], "data_parallel", "--workers", "2")
+    workers = psutil.Process(router.pid).children()
+    assert len(workers) == 2
+    router.signal(signal.SIGKILL)
+    until(lambda: not any(worker.is_running() for worker in workers))
+    router.kill()
+
+
+def test_a_worker_that_cannot_start_ends_the_parent(engine: str, tmp_path: Path):
+    with pytest.raises(Exception, match="no strategy 'absent'"):
+        RouterProcess([engine], "absent", "--workers", "2")
