@@ -22,6 +22,8 @@ __all__ = [
     "LendCreditorsReply",
     "LendFree",
     "LendFreeReply",
+    "LendHome",
+    "LendHomeReply",
     "LendRenew",
     "LendRenewReply",
     "LendSend",
@@ -34,6 +36,8 @@ MAX_CREDITORS = 16  # of one list
 MAX_ENDPOINTS = 4
 MAX_FREED = 1 << 20  # pages of one call
 MAX_SENT = 4096  # pages of one call
+MAX_HOME = 1 << 16  # blocks of one call
+MAX_FREEZE_MS = 60_000
 LoanName = EngineName  # the debtor's name for a loan: as long, and as printable
 PageNumber = Annotated[int, Field(ge=1, lt=2**31)]
 Endpoint = Annotated[str, Field(min_length=1, max_length=512)]
@@ -155,3 +159,26 @@ class LendCreditorsReply(Message):
     """The number of creditors in the list that the debtor now has."""
 
     creditors: Count
+
+
+class LendHome(Message):
+    """`POST /microserving/lend/home`: bring `blocks` blocks home from `creditor`.
+
+    The router sends it to each debtor in a cycle of debts (section 4.5). For up to `freeze_ms` the
+    engine borrows nothing from this creditor and lends nothing further, so that the pages that
+    come free in the cycle are there for the blocks that come home. The answer comes when as many
+    blocks are home, or when the time is over. A repeated call of the same `swap` waits for the
+    first one.
+    """
+
+    swap: LoanName  # the router's name for this order
+    creditor: EngineName
+    creditor_epoch: Count
+    blocks: int = Field(ge=1, le=MAX_HOME)  # of `BLOCK_TOKENS` tokens
+    freeze_ms: int = Field(ge=1, le=MAX_FREEZE_MS)
+
+
+class LendHomeReply(Message):
+    """How many blocks have come home; fewer where there was no room, or a loan ended."""
+
+    blocks: Count
