@@ -29,6 +29,8 @@ __all__ = ["ForkedProcess", "Program", "run_engine", "run_microserve"]
 
 PRELOAD = [
     "engine.main", "engine.build", "engine.api.app", "kvcache.cache", "router.cli", "xgrammar",
+    # What these import when they start to serve: most of the processor time of a start.
+    "anyio._backends._asyncio", "httpcore", "pydantic.v1", "uvicorn.lifespan.on", "uvloop",
 ]  # fmt: skip
 START_S = 300.0  # four vLLM engines at once import and warm up for minutes on two slow cores
 PR_SET_PDEATHSIG = 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ import psutil
 import pytest
 import torch
 from engine_process import EngineProcess
+from forked import ForkedProcess, run_engine
 from smollm2_greedy import continuations
 
 from engine.models import load_model, split_model
@@ -87,23 +86,20 @@ def test_forks_of_a_prompt_are_those_of_one_process(engine_process, split_engine
     split_engine.at_rest()
 
 
-def test_a_signal_ends_the_engine_and_its_workers():
-    process = EngineProcess(*flags(("2", "1")))
-    pids = workers_of(process.pid)
-    assert len(pids) == 3
-    code, _ = process.stop()
-    assert code == 0
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-def test_a_killed_engine_leaves_no_worker():
-    process = EngineProcess(*flags(("2", "1")))
-    pids = workers_of(process.pid)
-    process.signal(signal.SIGKILL)
-    process.wait()
-    gone = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < gone:
-        time.sleep(0.05)
+def test_no_worker_outlives_its_engine(split_engine):
+    """The last test of each engine: SIGTERM ends one of them, SIGKILL the other."""
+    killed = len(split_engine.state()["workers"]) == 4
+    pids = workers_of(split_engine.pid)
+    if killed:
+        assert len(pids) == 5
+        split_engine.signal(signal.SIGKILL)
+        gone = time.monotonic() + 30
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < gone:
+            time.sleep(0.05)
+    else:
+        assert len(pids) == 3
+        code, _ = split_engine.stop()
+        assert code == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -118,28 +114,30 @@ def test_a_killed_engine_leaves_no_worker():
     ],
 )
 def test_a_split_that_cannot_be_is_refused_with_a_sentence(arguments: list[str], said: str):
-    done = subprocess.run(
-        [sys.executable, "-m", "engine", *arguments, "--port", "0"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert said in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    engine = ForkedProcess(run_engine, *arguments, "--port", "0")
+    try:
+        assert engine.wait(60) == 2
+        assert said in engine.log.splitlines()[-1]
+        assert "Traceback" not in engine.log
+    finally:
+        engine.kill()
 
 
 def test_a_worker_that_is_killed_while_it_loads_ends_the_start():
     """As by the kernel, when the memory is short."""
-    command = [sys.executable, "-m", "engine", "tiny", "--tp", "2", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as lead:
+    lead = ForkedProcess(run_engine, "tiny", "--tp", "2", "--port", "0")
+    try:
         while len(found := workers_of(lead.pid)) < 2:
-            assert lead.poll() is None
+            assert Path(f"/proc/{lead.pid}").exists(), lead.log
             time.sleep(0.01)
         os.kill(found[1], signal.SIGKILL)
-        _, said = lead.communicate(timeout=60)
-    assert lead.returncode == 2
-    assert "ended while it loaded the model, with signal 9" in said.splitlines()[-1]
-    assert "worker 0 (stage 0 of 1, part 0 of 2)" in said or "worker 1" in said
-    assert not any(Path(f"/proc/{pid}").exists() for pid in found)
+        assert lead.wait(60) == 2
+        said = lead.log
+        assert "ended while it loaded the model, with signal 9" in said.splitlines()[-1]
+        assert "worker 0 (stage 0 of 1, part 0 of 2)" in said or "worker 1" in said
+        assert not any(Path(f"/proc/{pid}").exists() for pid in found)
+    finally:
+        lead.kill()
 
 
 def test_a_worker_with_other_weights_is_refused():

@@ -165,7 +165,7 @@ def test_a_stopped_worker_is_replaced(engines, engine_process, tp: int, pp: int,
 
 
 def test_a_worker_that_dies_while_nothing_runs_is_replaced(engines, engine_process):
-    process, prompt = engines(1, 2), new_prompts()[2]
+    process, prompt = engines(2, 1), new_prompts()[2]
     wanted = tokens(engine_process, prompt, 200)
     assert tokens(process, prompt, 200) == wanted
     before = workers(process)[1]
@@ -192,16 +192,12 @@ def test_all_workers_at_once(engines, engine_process):
     process.at_rest()
 
 
-@pytest.fixture
-def dying() -> Iterator[EngineProcess]:
-    process = start(2, 1)
-    yield process
-    process.kill()
+def test_workers_that_die_again_and_again_end_the_engine(engines):
+    """As a model file that has gone would make them: routers then go on elsewhere.
 
-
-def test_workers_that_die_again_and_again_end_the_engine(dying):
-    """As a model file that has gone would make them: routers then go on elsewhere."""
-    killed = set()
+    It ends the engine, so it is the last test.
+    """
+    dying, killed = engines(2, 1), set()
     give_up = time.monotonic() + 120
     with suppress(httpx.TransportError):  # the end of the engine
         while time.monotonic() < give_up:

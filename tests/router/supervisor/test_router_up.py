@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from forked import ForkedProcess, run_microserve
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -57,32 +58,18 @@ def pids(state: dict) -> list[int]:
     return [state["router"]["pid"], *(engine["pid"] for engine in state["engines"])]
 
 
+def failed(*flags: str) -> tuple[int, str]:
+    """Run `microserve`, which must end; return its exit code and what it says."""
+    process = ForkedProcess(run_microserve, *flags)
+    try:
+        return process.wait(60), process.log
+    finally:
+        process.kill()
+
+
 def ask(state: dict) -> int:
     body = {"prompt": [1, 2, 3], "max_tokens": 2}
     return httpx.post(state["router"]["url"] + "/v1/completions", json=body, timeout=30).status_code
-
-
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM]
-)
-def test_a_stream_that_outlives_the_shutdown_ends_with_an_error(tmp_path, number):
-    """Ctrl-C sends SIGINT to the process group; `kill` sends SIGTERM to `up` alone."""
-    body = {"prompt": [1, 2, 3], "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    flags = ("--engines", "1", "--shutdown", "0.2")
-    with up(tmp_path, *flags, own_group=True) as (process, state):
-        url = state["router"]["url"] + "/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=30) as reply:
-            lines = (line for line in reply.iter_lines() if line)
-            read = [next(lines)]
-            if number == signal.SIGINT:
-                os.killpg(process.pid, number)
-            else:
-                process.send_signal(number)
-            read += lines
-        assert json.loads(read[-1].removeprefix("data: "))["error"]["code"] == "draining"
-        assert len(read) < body["max_tokens"]
-        _, errors = process.communicate(timeout=30)
-        assert process.returncode == 0 and "stopping" in errors
 
 
 @pytest.mark.parametrize(
@@ -111,46 +98,56 @@ def test_a_signal_ends_all_processes_even_crashed_and_stopped_ones(tmp_path, num
     assert lines[3] == f"ready {state['router']['url']}"
 
 
-def test_a_small_pool_bounds_the_context_and_engines_divide_the_memory(tmp_path):
-    with up(tmp_path, "--pool-pages", "24", "--max-model-len", "4000") as (_, state):
-        for engine in state["engines"]:
-            arguments = psutil.Process(engine["pid"]).cmdline()
-            assert arguments[arguments.index("--memory-share") + 1] == "0.500000"
-        with httpx.Client(base_url=state["router"]["url"], timeout=30) as http:
-            (card,) = http.get("/v1/models").json()["data"]
-            assert card["max_model_len"] == 24 * 16
-            body = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
-            chat = http.post("/v1/chat/completions", json=body)
-            assert chat.status_code == 200, chat.text
-            assert chat.json()["choices"][0]["finish_reason"] == "length"
-            assert chat.json()["usage"]["total_tokens"] == 24 * 16
-            for more in ({"prompt": [1] * 385}, {"prompt": [1] * 380, "max_tokens": 5}):
-                refused = http.post("/v1/completions", json=more)
-                assert refused.status_code == 400
-                assert refused.json()["error"]["code"] == "context_length_exceeded"
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """Two engines with small pools, and the state file; the last test kills `up`."""
+    folder = tmp_path_factory.mktemp("small")
+    with up(folder, "--pool-pages", "24", "--max-model-len", "4000") as (process, _):
+        yield process, folder / "state.json"
 
 
-def test_a_dead_engine_and_a_dead_router_are_restarted(tmp_path):
-    with up(tmp_path) as (_, state):
-        os.kill(state["engines"][0]["pid"], signal.SIGKILL)
-        os.kill(state["router"]["pid"], signal.SIGKILL)
+def test_a_small_pool_bounds_the_context_and_engines_divide_the_memory(small):
+    state = json.loads(small[1].read_text())
+    for engine in state["engines"]:
+        arguments = psutil.Process(engine["pid"]).cmdline()
+        assert arguments[arguments.index("--memory-share") + 1] == "0.500000"
+    with httpx.Client(base_url=state["router"]["url"], timeout=30) as http:
+        (card,) = http.get("/v1/models").json()["data"]
+        assert card["max_model_len"] == 24 * 16
+        body = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+        chat = http.post("/v1/chat/completions", json=body)
+        assert chat.status_code == 200, chat.text
+        assert chat.json()["choices"][0]["finish_reason"] == "length"
+        assert chat.json()["usage"]["total_tokens"] == 24 * 16
+        for more in ({"prompt": [1] * 385}, {"prompt": [1] * 380, "max_tokens": 5}):
+            refused = http.post("/v1/completions", json=more)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["code"] == "context_length_exceeded"
 
-        def back() -> bool:
-            now = json.loads((tmp_path / "state.json").read_text())
-            return not set(pids(now)) & {state["engines"][0]["pid"], state["router"]["pid"]}
 
-        wait_for(back)
-        now = json.loads((tmp_path / "state.json").read_text())
-        assert [e["url"] for e in now["engines"]] == [e["url"] for e in state["engines"]]
-        assert now["router"]["url"] == state["router"]["url"]
-        wait_for(lambda: ask(now) == 200)
-    assert all(gone(pid) for pid in pids(now))
+def test_a_dead_engine_and_a_dead_router_are_restarted(small):
+    state = json.loads(small[1].read_text())
+    os.kill(state["engines"][0]["pid"], signal.SIGKILL)
+    os.kill(state["router"]["pid"], signal.SIGKILL)
+
+    def back() -> bool:
+        now = json.loads(small[1].read_text())
+        return not set(pids(now)) & {state["engines"][0]["pid"], state["router"]["pid"]}
+
+    wait_for(back)
+    now = json.loads(small[1].read_text())
+    assert [e["url"] for e in now["engines"]] == [e["url"] for e in state["engines"]]
+    assert now["router"]["url"] == state["router"]["url"]
+    wait_for(lambda: ask(now) == 200)
 
 
-def test_killing_up_ends_its_children(tmp_path):
-    with up(tmp_path, "--engines", "1") as (process, state):
-        process.kill()
-        wait_for(lambda: all(gone(pid) for pid in pids(state)))
+def test_killing_up_ends_its_children(small):
+    """Those that it has restarted too."""
+    process, state_file = small
+    state = json.loads(state_file.read_text())
+    assert not any(gone(pid) for pid in pids(state))
+    process.kill()
+    wait_for(lambda: all(gone(pid) for pid in pids(state)))
 
 
 @pytest.mark.parametrize(
@@ -167,23 +164,22 @@ def test_killing_up_ends_its_children(tmp_path):
     ],
 )
 def test_a_failed_start_says_why(flags, says):
-    command = [sys.executable, "-m", "router", "up", "--port", "0", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode != 0
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr.replace("engine-0 | Traceback", "")
+    status, said = failed("up", "--port", "0", *flags)
+    assert status != 0
+    assert says in said
+    assert "Traceback" not in said.replace("engine-0 | Traceback", "")
 
 
 def test_a_port_in_use_is_an_error_of_one_line():
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = str(used.getsockname()[1])
-        command = [sys.executable, "-m", "router", "router", "--port", port]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 2
-        assert "Address already in use" in done.stderr.splitlines()[-1]
-        assert "Traceback" not in done.stderr
+        status, said = failed("router", "--port", port)
+        assert status == 2
+        assert "Address already in use" in said.splitlines()[-1]
+        assert "Traceback" not in said
 
 
+@pytest.mark.thorough  # CI runs `make demo` too
 def test_the_demo_ends_with_demo_ok():
     demo = Path(__file__).parents[3] / "examples" / "demo.py"
     command = [sys.executable, str(demo), "tiny"]
@@ -217,13 +213,36 @@ def streamed(state: dict, number: int = 0, at: int = 0, *, count: int = 600) -> 
     return tokens
 
 
-def test_a_restarted_single_engine_continues_its_generation(tmp_path):
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM]
+)
+def test_a_restarted_single_engine_continues_its_generation_and_a_shutdown_ends_it(
+    tmp_path, number
+):
+    """A stream that outlives the shutdown ends with an error.
+
+    Ctrl-C sends SIGINT to the process group; `kill` sends SIGTERM to `up` alone.
+    """
     disk = ("--disk-pages", "128", "--disk-dir", str(tmp_path), "--disk-keep")
     flags = ("--engines", "1", "--threads", "1", "--engine-wait", "30", "--stream-interval-ms", "0")
-    with up(tmp_path, *flags, *disk) as (_, state):
+    with up(tmp_path, *flags, *disk, "--shutdown", "0.2", own_group=True) as (process, state):
         went_on = streamed(state, signal.SIGKILL, at=100)
         assert len(went_on) == 600
         assert streamed(state) == went_on
+        body = {"prompt": [1, 2, 3], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        url = state["router"]["url"] + "/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=30) as reply:
+            lines = (line for line in reply.iter_lines() if line)
+            read = [next(lines)]
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+            read += lines
+        assert json.loads(read[-1].removeprefix("data: "))["error"]["code"] == "draining"
+        assert len(read) < body["max_tokens"]
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0 and "stopping" in errors
 
 
 def test_engines_of_a_role_have_flags_of_their_own(tmp_path):
