@@ -6,6 +6,7 @@ Hypothesis draws the same examples in every run, so that a passing suite keeps p
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The files that take long go first, so that all test processes end at about the same time.
     long = {item.path for item in items if item.get_closest_marker("processes")}
     items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of the collector's passes, which it makes long."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from e2e_deployment import Deployment, deployed
+from e2e_deployment import Deployment
 from e2e_faults import Alone, engines
+from e2e_forked import forked
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def tiny() -> Iterator[Deployment]:
     """Three `tiny` engines behind a router; the third serves as the single-engine oracle."""
-    flags = ("--engines", "3", "--threads", "1", "--pool-pages", "4096")
-    with deployed(tmp_path_factory.mktemp("tiny"), "tiny", *flags) as deployment:
+    with forked("tiny", "--pool-pages", "4096", roles=["any"] * 3) as deployment:
         yield deployment
 
 

@@ -82,7 +82,6 @@ class Deployment:
 
     url: str
     pid: int  # of the router
-    up: subprocess.Popen[bytes]
     engines: list[Engine]
     admin: dict[str, str]  # headers
 
@@ -122,7 +121,14 @@ class Deployment:
         ).json()
 
 
-def launch(folder: Path, model: str, *flags: str) -> Deployment:
+@dataclass
+class UpDeployment(Deployment):
+    """A deployment that `up` watches."""
+
+    up: subprocess.Popen[bytes]
+
+
+def launch(folder: Path, model: str, *flags: str) -> UpDeployment:
     """Start `microserve up` and wait until it is ready; its output goes to `folder/up.log`."""
     state_file = folder / "state.json"
     command = [sys.executable, "-m", "router", "up", model, "--port", "0"]
@@ -140,7 +146,7 @@ def launch(folder: Path, model: str, *flags: str) -> Deployment:
         time.sleep(0.05)
     state = json.loads(state_file.read_text())
     key = {"Authorization": f"Bearer {state['engine_api_key']}"}
-    return Deployment(
+    return UpDeployment(
         url=state["router"]["url"],
         pid=state["router"]["pid"],
         up=up,
@@ -150,7 +156,7 @@ def launch(folder: Path, model: str, *flags: str) -> Deployment:
 
 
 @contextmanager
-def deployed(folder: Path, model: str, *flags: str) -> Iterator[Deployment]:
+def deployed(folder: Path, model: str, *flags: str) -> Iterator[UpDeployment]:
     """Run `microserve up MODEL FLAGS…`. At the end every engine must be at rest."""
     deployment = launch(folder, model, *flags)
     try:

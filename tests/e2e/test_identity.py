@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 
 import pytest
-from e2e_deployment import Deployment, Engine, deployed
+from e2e_deployment import Deployment, Engine
+from e2e_forked import forked
 from e2e_reference import Reference, hf_tiny
 from smollm2_greedy import continuations
 
@@ -154,9 +154,9 @@ def test_tokens_do_not_depend_on_the_batch(tiny: Deployment) -> None:
 
 
 @pytest.fixture
-def smollm2(tmp_path: Path) -> Iterator[Deployment]:
-    flags = ("--engines", "2", "--dtype", "float32", "--threads", "1", "--pool-pages", "128")
-    with deployed(tmp_path, "smollm2", *flags) as deployment:
+def smollm2() -> Iterator[Deployment]:
+    flags = ("--dtype", "float32", "--pool-pages", "128")
+    with forked("smollm2", *flags, roles=["any"] * 2) as deployment:
         yield deployment
 
 

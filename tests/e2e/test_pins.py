@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from e2e_deployment import Deployment, Engine, deployed
+from e2e_forked import forked
 
 PAGE, PAGES, POOL = 16, 40, 256
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(300)]
@@ -112,9 +113,9 @@ def test_a_pinned_prefix_outlives_evictions_and_the_death_of_an_engine(tmp_path:
             assert cached(engine, tokens) == 0
 
 
-def test_a_router_that_stops_leaves_no_pin(tmp_path: Path) -> None:
+def test_a_router_that_stops_leaves_no_pin() -> None:
     tokens = prompt(PAGES * PAGE)
-    with deployed(tmp_path, "tiny", "--engines", "1", "--pool-pages", str(POOL)) as deployment:
+    with forked("tiny", "--pool-pages", str(POOL), roles=["any"]) as deployment:
         call(deployment, "pin", prefix=tokens)
         (engine,) = deployment.engines
         until(lambda: pins(deployment)[0]["state"] == "pinned")

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from e2e_deployment import Deployment, deployed
+from e2e_deployment import Deployment
+from e2e_forked import forked
 from virtual_deployment import virtual_deployment
 from virtual_time import in_virtual_time
 
@@ -42,9 +43,9 @@ def prompts(salt: int, tokens: int = 100) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def mocks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    flags = ("--prefill", "1", "--decode", "1", "--pool-pages", str(POOL_PAGES), "--step-ms", "1")
-    with deployed(tmp_path_factory.mktemp("mock"), "mock", *flags) as deployment:
+def mocks() -> Iterator[Deployment]:
+    flags = ("--pool-pages", str(POOL_PAGES), "--step-ms", "1")
+    with forked("mock", *flags, roles=ROLES) as deployment:
         yield deployment
 
 
@@ -142,9 +143,8 @@ AT_FIRST: dict[str, dict[str, Any]] = {"balanced": {"ratio": "auto"}, "adaptive"
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    flags = ("--prefill", "1", "--decode", "1", "--pool-pages", str(POOL_PAGES), "--threads", "1")
-    with deployed(tmp_path_factory.mktemp("pair"), "tiny", *flags) as deployment:
+def pair() -> Iterator[Deployment]:
+    with forked("tiny", "--pool-pages", str(POOL_PAGES), roles=ROLES) as deployment:
         yield deployment
 
 
