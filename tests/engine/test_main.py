@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_process import ROOT, EngineProcess, events
+from forked import ForkedProcess, run_engine
 from waiting import until
 
 from engine.main import _serve, main, parse_cpus, parse_flags
@@ -138,8 +139,11 @@ def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.processes
 def test_an_engine_whose_parent_has_ended_ends_too():
     """This runs in a child process, because the flag kills its process."""
-    flags = ["-m", "engine", "tiny", "--parent-pid", str(2**22 + 1)]
-    assert subprocess.run([sys.executable, *flags], cwd=ROOT, check=False).returncode == 1
+    engine = ForkedProcess(run_engine, "tiny", "--parent-pid", str(2**22 + 1))
+    try:
+        assert engine.wait(60) == 1
+    finally:
+        engine.kill()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from engine.models.__main__ import main
 from engine.models.errors import MissingFile, UnknownModel
 from engine.models.loading.description import describe
 from engine.models.loading.mock import open_mock
@@ -55,6 +56,12 @@ def test_the_command():
     command = [sys.executable, "-m", "engine.models"]
     shown = subprocess.run([*command, "--describe", "tiny"], capture_output=True, check=True)
     assert orjson.loads(shown.stdout)["vocab_size"] == 512
-    for arguments in ([], ["--describe"], ["--describe", "no-such-model"]):
-        failed = subprocess.run([*command, *arguments], capture_output=True, check=False)
-        assert failed.returncode == 1 and failed.stderr
+    failed = subprocess.run([*command, "--describe"], capture_output=True, check=False)
+    assert failed.returncode == 1 and failed.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--describe"], ["--describe", "no-such-model"]])
+def test_wrong_arguments_of_the_command(arguments: list[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert isinstance(ended.value.code, str) and ended.value.code  # exits with 1, and says it
