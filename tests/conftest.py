@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in DEPLOYMENTS):
             item.add_marker(pytest.mark.processes)
-    # The files that take long go first, so that all test processes end at about the same time.
-    long = {item.path for item in items if item.get_closest_marker("processes")}
-    items.sort(key=lambda item: item.path not in long)
+    # The files that take longest go first, so that all test processes end at about the same time.
+    long = Counter(
+        item.path
+        for item in items
+        for marker in ("processes", "slow")
+        if item.get_closest_marker(marker)
+    )
+    items.sort(key=lambda item: (-long[item.path], str(item.path)))
 
 
 def pytest_collection_finish() -> None:

@@ -153,7 +153,7 @@ def test_tokens_do_not_depend_on_the_batch(tiny: Deployment) -> None:
     assert together == wanted
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def smollm2() -> Iterator[Deployment]:
     flags = ("--dtype", "float32", "--pool-pages", "128")
     with forked("smollm2", *flags, roles=["any"] * 2) as deployment:
@@ -161,14 +161,21 @@ def smollm2() -> Iterator[Deployment]:
 
 
 @pytest.mark.slow
-def test_smollm2_strategies_equal_transformers(smollm2: Deployment) -> None:
-    for strategy, params in (
-        ("data_parallel", {}),
-        ("prefill_decode", {}),
-        ("balanced", {"ratio": 0.3}),
-    ):
-        smollm2.use(strategy, **params)
-        for wanted in continuations()[: 1 if strategy == "data_parallel" else None]:
-            for salt in ("cold", "warm"):
-                reply = smollm2.complete(wanted.prompt, greedy=8, model="smollm2")
-                wanted.check(reply["choices"][0]["token_ids"], f"{strategy} {salt}")
+@pytest.mark.parametrize(
+    ("strategy", "params", "prompts"),
+    [
+        pytest.param("data_parallel", {}, slice(1), marks=pytest.mark.thorough),
+        ("prefill_decode", {}, slice(2)),
+        pytest.param("prefill_decode", {}, slice(2, None), marks=pytest.mark.thorough),
+        ("balanced", {"ratio": 0.3}, slice(-1, None)),
+        pytest.param("balanced", {"ratio": 0.3}, slice(-1), marks=pytest.mark.thorough),
+    ],
+)
+def test_smollm2_strategies_equal_transformers(
+    smollm2: Deployment, strategy: str, params: dict[str, float], prompts: slice
+) -> None:
+    smollm2.use(strategy, **params)
+    for wanted in continuations()[prompts]:
+        for salt in ("cold", "warm"):
+            reply = smollm2.complete(wanted.prompt, greedy=8, model="smollm2")
+            wanted.check(reply["choices"][0]["token_ids"], f"{strategy} {salt}")

@@ -69,8 +69,17 @@ def _within(name: str, modules: set[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
+def _name_of(function: ast.expr) -> str:
+    """Return the source of what is called; that before the dots only if it is a name."""
+    if isinstance(function, ast.Name):
+        return function.id
+    if isinstance(function, ast.Attribute):
+        return f"{_name_of(function.value)}.{function.attr}"
+    return "…"
+
+
 def _forbidden_call(call: ast.Call) -> Iterator[str]:
-    function = ast.unparse(call.func)
+    function = _name_of(call.func)
     if function in FORBIDDEN_CALLS or function.removeprefix("builtins.") in FORBIDDEN_CALLS:
         yield function
     for name in (function, f"*.{function.rpartition('.')[2]}"):
