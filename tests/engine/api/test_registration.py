@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from forked import ForkedProcess, Program, run_engine, run_microserve
 
 pytestmark = pytest.mark.processes
+PARENT = ("--parent-pid", str(os.getpid()))  # `up` has made the dry run
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def running(program: Program, *flags: str) -> Iterator[str]:
 @pytest.mark.slow
 def test_an_engine_registers_itself_with_a_router() -> None:
     with (
-        running(run_microserve, "router", "--port", "0") as url,
+        running(run_microserve, "router", "--port", "0", *PARENT) as url,
         running(
             run_engine, "tiny", "--port", "0", "--router", url, "--engine-id", "mine",
             "--role", "decode", "--threads", "1", "--pool-pages", "256",

@@ -88,7 +88,30 @@ test_a_new_sender_fences_all_workers_of_the_previous_one = (
 )
 
 
-@pytest.fixture(params=["tcp", "shared"])
+# Here it matters who moves the bytes. The other tests run over TCP, and over shared memory in
+# `make test-thorough`.
+OVER_BOTH = {
+    "test_a_killed_receiver_is_unreachable",
+    "test_a_killed_sender_ends_its_quarantine",
+    "test_a_large_put_drops_the_right_repeatedly",
+    "test_a_put_from_another_process_lands",
+    "test_a_put_lands",
+    "test_a_receiver_killed_during_the_put_is_unreachable",
+    "test_a_stopped_sender_keeps_the_pages_from_others",
+    "test_another_sender_continues_after_a_killed_one",
+    "test_only_leased_pages_are_written",
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "wire" in metafunc.fixturenames and "wire" not in given:
+        both = metafunc.definition.originalname in OVER_BOTH
+        shared = pytest.param("shared", marks=() if both else pytest.mark.thorough)
+        metafunc.parametrize("wire", ["tcp", shared], indirect=True)
+
+
+@pytest.fixture
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     """The networks that UCX may use, by its environment variables, in this process too."""
     wire = TCP if request.param == "tcp" else SHARED

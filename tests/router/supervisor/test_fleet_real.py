@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 
@@ -91,7 +92,8 @@ async def test_an_engine_in_a_long_step_is_not_taken_for_hung(routed_to):
 def test_a_stopping_router_finishes_its_requests():
     engine = EngineProcess(*FLAGS, model="mock")
     router = ForkedProcess(
-        run_microserve, "router", "--port", "0", "--engine", engine.url, "--shutdown", "20"
+        run_microserve, "router", "--port", "0", "--engine", engine.url, "--shutdown", "20",
+        "--parent-pid", str(os.getpid()),  # which has made the dry run, as `up` does
     )  # fmt: skip
     try:
         url = router.line().split()[-1]

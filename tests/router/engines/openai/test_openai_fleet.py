@@ -19,14 +19,20 @@ Front = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 @pytest.fixture
-def front(routed_to: Any, monkeypatch: pytest.MonkeyPatch) -> Front:
+def front(routed_to: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Front:
     """Start servers and a router that knows their tokenizer, and wait until all are up."""
 
     async def read(name: str) -> Any:
         assert name == "files"
         return FILES
 
+    async def checked(*_: Any, **__: Any) -> list[str]:
+        return []
+
     monkeypatch.setattr("router.assembly.read_model_files", read)
+    # The dry run on such a fleet takes seconds; `test_the_strategy_is_checked_on_the_fleet` has it.
+    if "checked_on_the_fleet" not in request.node.name:
+        monkeypatch.setattr("router.server.check_on_fleet", checked)
 
     @asynccontextmanager
     async def start(*servers: ScriptedOpenAI, **config: Any) -> AsyncIterator[Any]:
@@ -58,6 +64,13 @@ async def test_requests_are_spread(front, strategy):
         assert {body["choices"][0]["text"] for _, body in replies} == {TEXT}
         assert {body["usage"]["completion_tokens"] for _, body in replies} == {30}
         assert min(streams(a, b)) >= 2
+
+
+async def test_the_strategy_is_checked_on_the_fleet(front, caplog: pytest.LogCaptureFixture):
+    async with front(ScriptedOpenAI(), ScriptedOpenAI(), strategy="migrate") as r:
+        status, body = await r.post("/v1/completions", ASK)
+        assert (status, body["choices"][0]["text"]) == (200, TEXT)
+    assert "on these engines, migrate falls back: " in caplog.text
 
 
 async def test_chat_and_streams(front):
