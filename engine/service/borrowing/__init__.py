@@ -5,6 +5,7 @@
 """
 
 from engine.service.borrowing.borrowing import Borrowing, BorrowingUse
+from engine.service.borrowing.orders import HomeOrders
 from engine.service.borrowing.settings import BorrowingSettings
 
-__all__ = ["Borrowing", "BorrowingSettings", "BorrowingUse"]
+__all__ = ["Borrowing", "BorrowingSettings", "BorrowingUse", "HomeOrders"]
