@@ -15,6 +15,7 @@ from engine.protocol import (
     EngineState,
     EngineStatistics,
     Extend,
+    LendHomeReply,
     MicroserveError,
     Mirror,
     MirrorGeneration,
@@ -193,6 +194,9 @@ class VirtualCalls:
         return await self._call(lambda: self.engine.unpin(call))
 
     async def set_creditors(self, body: dict[str, Any], headers: Headers) -> None:
+        raise Unsupported(f"{self.url} does not borrow")
+
+    async def bring_home(self, body: dict[str, Any], headers: Headers) -> LendHomeReply:
         raise Unsupported(f"{self.url} does not borrow")
 
     async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
