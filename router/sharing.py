@@ -88,7 +88,7 @@ async def shared(
     running.append(tasks.create_task(store.run(), name="notices of the store"))
     limits = None
     try:
-        agreement = Agreement(store, rollout, catalog, audit_log, _name(link))
+        agreement = Agreement(store, rollout, catalog, audit_log, _name(config, link))
         await agreement.join(first)
         limits = SharedLimits(*limited, store=store, routers=lambda: agreement.routers, tasks=tasks)
         parts.changes, parts.limits = agreement, limits
@@ -113,17 +113,25 @@ def _open(
     running, store = [], None
     if own is not None:
         notices = Notices()
-        handlers: dict[str, Handler] = {"metrics": parts.metrics, "receipt": parts.receipt}
+        handlers: dict[str, Handler] = {
+            "alive": _alive,
+            "metrics": parts.metrics,
+            "receipt": parts.receipt,
+        }
         link = Link(own, handlers, {CHANGED: notices.notify})
         running.append(tasks.create_task(link.run(), name="link to the parent"))
         parts.peers, store = Peers(link), LinkedStore(link, notices)
     if config.store or store is None:
-        return RedisStore(config.store), running
+        return RedisStore(config.store, password_file=config.store_password_file), running
     return store, running
 
 
-def _name(link: socket.socket | None) -> str:
-    """Return this process's name among the routers; the parent of a worker knows it."""
-    if link is not None:
+async def _alive() -> None:
+    """Answer the parent, which replaces a worker that does not."""
+
+
+def _name(config: RouterConfig, link: socket.socket | None) -> str:
+    """Return this process's name among the routers; the parent that has the store knows it."""
+    if link is not None and not config.store:
         return f"worker-{os.getpid()}"
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"

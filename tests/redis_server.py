@@ -22,7 +22,8 @@ needs_redis = [
 class RedisServer:
     """Started by its constructor. `keeps`: writes every change to disk before it answers."""
 
-    def __init__(self, *, keeps: bool = False) -> None:
+    def __init__(self, *, keeps: bool = False, password: str = "") -> None:
+        self._password = password
         self._folder = Path(tempfile.mkdtemp(prefix="redis-"))
         self._socket = self._folder / "socket"
         self._keeps = keeps
@@ -30,12 +31,14 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
-        durable = ["--appendonly", "yes", "--appendfsync", "always"] if self._keeps else []
+        flags = ["--appendonly", "yes", "--appendfsync", "always"] if self._keeps else []
+        if self._password:
+            flags += ["--requirepass", self._password]
         assert PROGRAM is not None
         self._process = subprocess.Popen(
             [
                 PROGRAM, "--port", "0", "--unixsocket", str(self._socket), "--save", "",
-                "--dir", str(self._folder), *durable,
+                "--dir", str(self._folder), *flags,
             ],
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
@@ -49,6 +52,12 @@ class RedisServer:
         self._process.kill()
         self._process.wait()
         self._socket.unlink(missing_ok=True)
+
+    def start_empty(self) -> None:
+        """Start it without what it had written."""
+        for written in self._folder.iterdir():
+            shutil.rmtree(written)
+        self.start()
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)

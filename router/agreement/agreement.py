@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
-import orjson
 
 from engine.protocol import BadRequest
+from router.agreement.decisions import SharedDecisions
 from router.agreement.following import Following
+from router.agreement.presence import SEEN_S, Presence
+from router.agreement.shared_log import SharedLog, described, encoded, entries_of
 from router.agreement.sources import Sources
-from router.agreement.truth import Activation, Truth
-from router.base import Conflict, StoreUnavailable
-from router.rollout import FALLBACK, ITSELF, AuditLog, CanaryRules, Catalog, Changed, Rollout
-from router.store import MOST_DOCUMENT, RESTORE_S, Change, Document, SharedStore
+from router.agreement.truth import Truth
+from router.base import StoreUnavailable, StoreUnreadable
+from router.rollout import ITSELF, AuditLog, Catalog, Changed, Rollout, Wanted
+from router.store import MOST_DOCUMENT, RESTORE_S, Change, Document, Notices, SharedStore
 from router.strategy import Bound, Strategy
 
 __all__ = ["Agreement"]
@@ -32,36 +34,41 @@ log = logging.getLogger(__name__)
 
 JOIN_S = 10.0  # for the store to answer when a router starts
 LOOK_S = 1.0  # between two looks at the store without a notice
-MEMBER_S = 5.0  # without a sign of life, a router counts as gone
-SEEN_S = 2.0  # longest wait for the other routers to run a change
-UNSAVED = 1000  # entries of the audit log that wait for the store
-MOST_ENTRY = 1 << 16  # bytes of an entry of the audit log
-ROUTERS = "routers"
+STALE_S = SEEN_S  # after so long without a look at the store, no request begins before the next one
+CONFIRM_S = 5.0  # longest wait of a request for it
 
 Make = Callable[[Truth], Truth]
 
 
 class Agreement:
-    """Implements `Changes` and `Decisions` for a router that shares a store."""
+    """Implements `Changes` for a router that shares a store."""
 
     def __init__(
         self, store: SharedStore, rollout: Rollout, catalog: Catalog, audit_log: AuditLog, name: str
     ) -> None:
         """`name` is unique to this process."""
         self.name = name
-        self.routers = 1  # that were there when the store was last looked at
         self._store = store
         self._audit_log = audit_log
+        self._log = SharedLog(store, audit_log, name)
+        self._presence = Presence(store, name)
         self._catalog = catalog
         self._sources = Sources(store, catalog)
         self._following = Following(rollout, self._sources)
         self._rollout = rollout
-        self._unsaved: deque[dict[str, Any]] = deque(maxlen=UNSAVED)
-        self._tallies: dict[int, list[int]] = {}  # of canaries: ended, failed, slow, by number
-        self._dismissals: dict[int, str] = {}
-        self._work = asyncio.Event()
-        self._lost_at: float | None = None
-        rollout.decisions = self
+        self._lost: StoreUnavailable | None = None
+        self._lost_at = 0.0
+        self._confirmed_at = 0.0  # a look at the store that began then found what is applied
+        self._looks = Notices()  # ends of looks at the store
+        self._decisions = SharedDecisions(
+            store, rollout, catalog, self._sources, name, self._commit
+        )
+        rollout.decisions = self._decisions
+
+    @property
+    def routers(self) -> int:
+        """How many there were when the store was last looked at."""
+        return self._presence.count
 
     async def join(self, first: Bound) -> None:
         """Adopt what the store says, or store `first` if it says nothing.
@@ -80,47 +87,43 @@ class Agreement:
                     continue
                 await self._following.begin(document, first, activation)
                 break
+            except StoreUnreadable:
+                raise
             except StoreUnavailable:
                 if self._now() > until:
                     raise
                 await asyncio.sleep(0.2)
-        told = self._described(self._following.truth.active)
+        told = described(self._following.truth.active)
         await self.note(ITSELF, "started", **told)
         await self._announce()
+        await self._synchronize()  # changes made before the announcement did not wait for this one
 
     async def run(self) -> None:
         """Follow the store until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow(), name="follow the store")
-            tasks.create_task(self._decide(), name="shared decisions")
+            tasks.create_task(self._decisions.run(), name="shared decisions")
 
     async def leave(self) -> None:
         """Tell the others that this router ends."""
         try:
-            await self._store.withdraw(ROUTERS, self.name)
+            await self._presence.withdraw()
         except StoreUnavailable:
             log.info("the store is lost: the other routers notice later that this one is gone")
 
     # Changes
 
-    async def activate(
-        self,
-        who: str,
-        bound: Bound,
-        *,
-        if_generation: int | None = None,
-        rules: CanaryRules | None = None,
-    ) -> Changed:
-        wanted, sources = self._sources.describe(bound)
+    async def activate(self, who: str, wanted: Wanted) -> Changed:
+        activation, sources = self._sources.describe(wanted.bound)
 
         def edit(truth: Truth) -> Truth:
-            truth.check(if_generation)
-            if rules is not None:
-                return truth.try_out(who, wanted, rules)
-            return truth.activate(who, wanted)
+            truth.check(wanted.if_generation)
+            if wanted.rules is not None:
+                return truth.try_out(who, activation, wanted.rules)
+            return truth.activate(who, activation)
 
-        truth = await self._commit(edit, sources=sources, bound=bound)
-        return await self._changed(truth.edit.number, bound)
+        truth = await self._commit(edit, sources=sources, bound=wanted.bound)
+        return await self._changed(truth.edit.number, wanted.bound)
 
     async def rollback(self, who: str) -> Changed:
         truth = await self._commit(lambda truth: truth.rollback(who))
@@ -142,39 +145,33 @@ class Agreement:
         self._rollout.told_of_load(who, strategy)
 
     async def note(self, who: str, what: str, **fields: Any) -> None:
-        """As `Changes`. Without the store, the entry is added once the store returns."""
-        entry = AuditLog.entry(who, what, **fields, router=self.name)
-        self._audit_log.add(entry)
-        self._unsaved.append(entry)
-        try:
-            await self._save()
-        except StoreUnavailable:
-            log.info("an entry of the audit log waits for the store: %s", what)
+        await self._log.note(who, what, **fields)
 
     async def entries(self) -> list[dict[str, Any]]:
-        return [
-            {"number": entry.number, **orjson.loads(entry.value)}
-            for entry in await self._store.log()
-        ]
+        return await self._log.entries()
 
     def store(self) -> dict[str, Any]:
         told: dict[str, Any] = {"status": "ok", "router": self.name, "routers": self.routers}
-        if self._lost_at is not None or not self._store.available:
-            since = self._lost_at if self._lost_at is not None else self._now()
-            told |= {"status": "lost", "lost_s": round(self._now() - since, 1)}
+        if self._lost is not None or not self._store.available:
+            status = "unreadable" if isinstance(self._lost, StoreUnreadable) else "lost"
+            since = self._lost_at if self._lost is not None else self._now()
+            told |= {"status": status, "lost_s": round(self._now() - since, 1)}
         return {**told, **self._following.describe()}
 
-    # Decisions
+    @property
+    def stale(self) -> bool:
+        """Whether another generation may have been active for `STALE_S`, unknown to this router.
 
-    def judged(self, number: int, *, failed: bool, slow: bool) -> None:
-        tally = self._tallies.setdefault(number, [0, 0, 0])
-        for i, more in enumerate((True, failed, slow)):
-            tally[i] += more
-        self._work.set()
+        So it is after the process was stopped. Without the store it goes on with what it has.
+        """
+        return self._lost is None and self._now() - self._confirmed_at > STALE_S
 
-    def dismiss(self, number: int, why: str) -> None:
-        self._dismissals[number] = why
-        self._work.set()
+    async def confirm(self) -> None:
+        """Wait for the next look at the store, for `CONFIRM_S` at most."""
+        until = self._now() + CONFIRM_S
+        seen = await self._looks.wait(-1, 0.0)
+        while self.stale and (left := until - self._now()) > 0:
+            seen = await self._looks.wait(seen, left)
 
     # The store
 
@@ -183,38 +180,43 @@ class Agreement:
         while True:
             try:
                 await self._synchronize()
-                await self._save()
+                await self._log.save()
                 await self._announce()
-                self.routers = max(1, len(await self._store.members(ROUTERS)))
+                await self._presence.look()
                 if self._rollout.revisions.candidate is not None:
-                    await self._judge()
-                if self._lost_at is not None:
+                    await self._decisions.judge()
+                if self._lost is not None:
                     log.warning("the store is back")
-                self._lost_at = None
+                self._lost = None
             except StoreUnavailable as error:
-                if self._lost_at is None:
+                if self._lost is None:
                     self._lost_at = self._now()
-                    log.warning("%s; no strategy is swapped until it does", error.message)
+                    log.warning("%s. No strategy is swapped until this ends", error.message)
+                self._lost = error
             except Exception:
                 log.exception("the store cannot be followed")
+            self._looks.notify()
             seen = await self._store.wait(seen, LOOK_S)
 
     async def _synchronize(self) -> None:
+        asked_at = self._now()
         document = await self._store.get()
         mine = self._following.document
         if document.version >= mine.version:
             await self._following.apply(document)
+            self._confirmed_at = max(asked_at, self._confirmed_at)
             return
         # A reply that was under way while this router committed is refused here as stale.
         truth = self._following.truth.restored()
         new = Document(mine.version, truth.encode())
-        entry = AuditLog.entry(ITSELF, "restored", **self._described(truth.active))
+        entry = AuditLog.entry(ITSELF, "restored", **described(truth.active))
         change = Change(
-            document.version, new, self._sources.texts, [], [_encoded(entry)], restoring=True
+            document.version, new, self._sources.texts, [], [encoded(entry)], restoring=True
         )
         if await self._store.commit(change) == "done":
             log.warning("the store had lost generation %d; it is put back", truth.active.number)
             await self._following.apply(new)
+            self._confirmed_at = asked_at
 
     async def _create(self, truth: Truth, sources: dict[str, bytes]) -> None:
         new = Document(1, truth.encode())
@@ -233,20 +235,23 @@ class Agreement:
         Raises what `edit` raises, `BadRequest` if the document becomes too large, and
         `StoreUnavailable`.
         """
-        if self._lost_at is not None:
-            raise StoreUnavailable("the store is lost: no strategy is swapped until it is back")
+        if self._lost is not None:
+            refused = "no strategy is swapped until this ends"
+            if isinstance(self._lost, StoreUnreadable):
+                raise StoreUnreadable(f"{self._lost.message}. Meanwhile, {refused}")
+            raise StoreUnavailable(f"the store is lost: {refused}")
         until = self._now() + RESTORE_S + 2.0
         while True:
             await self._synchronize()
             document, truth = self._following.document, self._following.truth
             edited = edit(truth)
-            noted = self._entries(truth, edited) if entries is None else entries
+            noted = entries_of(truth, edited, self.name) if entries is None else entries
             new = Document(document.version + 1, edited.encode())
             if len(new.value) > MOST_DOCUMENT:
                 raise BadRequest("the parameters of the latest activations are too large together")
             dropped = sorted(truth.digests - edited.digests)
             change = Change(
-                document.version, new, sources or {}, dropped, [_encoded(one) for one in noted]
+                document.version, new, sources or {}, dropped, [encoded(one) for one in noted]
             )
             outcome = await self._store.commit(change)
             if outcome == "done":
@@ -268,125 +273,19 @@ class Agreement:
         return Changed(self._rollout.revisions.made(number, bound), pending)  # superseded already
 
     async def _pending(self) -> list[str]:
-        """Wait until all routers have applied this one's document, for `SEEN_S` at most.
+        """Wait until the other routers have applied this one's document, for a bounded time.
 
         Returns those that have not, or that cannot load it.
         """
-        version, until, seen = self._following.document.version, self._now() + SEEN_S, 0
-        pending: list[str] = []
-        try:
+        with suppress(StoreUnavailable):
             await self._announce()
-            while True:
-                members = await self._store.members(ROUTERS)
-                said = {id: orjson.loads(value) for id, value in members.items()}
-                behind = {id for id, one in said.items() if one["version"] < version}
-                pending = sorted(behind | {id for id, one in said.items() if one["failed"]})
-                if not behind or self._now() > until:
-                    return pending
-                seen = await self._store.wait(seen, 0.1)
-        except StoreUnavailable:
-            return pending
+        return await self._presence.pending(self._following.document.version)
 
     async def _announce(self) -> None:
         following = self._following
-        told = {"version": following.document.version, "failed": bool(following.failed)}
-        await self._store.announce(ROUTERS, self.name, orjson.dumps(told), MEMBER_S)
-
-    async def _save(self) -> None:
-        while self._unsaved:
-            entry = self._unsaved.popleft()
-            try:
-                await self._store.append(_encoded(entry))
-            except StoreUnavailable:
-                self._unsaved.appendleft(entry)
-                raise
-
-    async def _decide(self) -> None:
-        """Make this router's own decisions, again if the store was lost meanwhile."""
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            try:
-                await self._judge()
-                for number, why in list(self._dismissals.items()):
-                    await self._dismiss(number, why)
-                    del self._dismissals[number]
-            except StoreUnavailable:
-                await asyncio.sleep(LOOK_S)
-                self._work.set()
-            except Exception:
-                log.exception("a decision about a strategy failed")
-
-    async def _judge(self) -> None:
-        """Add up the results of the canary of all routers, and decide if there is a verdict."""
-        canary, candidate = self._rollout.revisions.canary, self._rollout.revisions.candidate
-        if canary is None or candidate is None:
-            self._tallies.clear()
-            return
-        number = candidate.number
-        tally = self._tallies.get(number, [0, 0, 0])
-        totals = await self._store.report(f"canary:{number}", self.name, list(tally))
-        canary.ended, canary.failed, canary.slow = totals
-        if (verdict := canary.verdict()) is None:
-            return
-        account, why = canary.describe(), verdict.why
-        try:
-            if verdict.decision == "promoted":
-                await self._commit(lambda truth: truth.promote(number, why, account))
-            else:
-                await self._commit(lambda truth: truth.reject(number, why, account))
-        except Conflict:
-            log.debug("another router has decided about generation %d", number)
-
-    async def _dismiss(self, number: int, why: str) -> None:
-        def edit(truth: Truth) -> Truth:
-            if truth.trial is not None and truth.trial.activation.number == number:
-                return truth.reject(number, why, {})
-            if truth.active.number != number:
-                raise Conflict("it is not active any more")
-            truth = truth.drop(ITSELF, f"generation {number} is dismissed: {why}")
-            if truth.before:
-                return truth.rollback(ITSELF, why)
-            fallback, _ = self._sources.describe(self._catalog[FALLBACK].bind({}))
-            return truth.activate(ITSELF, fallback, "fallback", why)
-
-        try:
-            await self._commit(edit)
-        except Conflict:
-            log.debug("another router has replaced generation %d", number)
-
-    def _entries(self, old: Truth, new: Truth) -> list[dict[str, Any]]:
-        """Return the entries of the audit log that tell how a truth became another one."""
-        entries, edit = [], new.edit
-        ended = old.trial is not None and new.trial is None and edit.what != "promote"
-        if old.trial is not None and ended:
-            why = (new.last_trial or {}).get("why", "")
-            told = self._described(old.trial.activation)
-            entries.append(AuditLog.entry(ITSELF, "canary_rolled_back", **told, why=why))
-        if edit.what != "canary_rolled_back":
-            tried = new.trial is not None and edit.what == "canary"
-            one = new.trial.activation if tried and new.trial is not None else new.active
-            why_told = {"why": edit.why} if edit.why else {}
-            entries.append(AuditLog.entry(edit.who, edit.what, **self._described(one), **why_told))
-        return [{**entry, "router": self.name} for entry in entries]
-
-    @staticmethod
-    def _described(activation: Activation) -> dict[str, Any]:
-        return {
-            "name": activation.name,
-            "params": activation.params,
-            "source_sha256": activation.digest,
-            "generation": activation.number,
-        }
+        version, failed = following.document.version, bool(following.failed)
+        await self._presence.announce(version, failed=failed)
 
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-
-def _encoded(entry: dict[str, Any]) -> bytes:
-    """Encode an entry of the audit log, without parameters that are too large to keep."""
-    data = orjson.dumps(entry, option=orjson.OPT_NON_STR_KEYS)
-    if len(data) <= MOST_ENTRY:
-        return data
-    return orjson.dumps({**entry, "params": "too large to keep"}, option=orjson.OPT_NON_STR_KEYS)

@@ -43,7 +43,7 @@ class Following:
     async def begin(self, document: Document, own: Bound, activation: Activation) -> None:
         """Apply a first document; `own` is used if it is what the document says.
 
-        Raises what `Sources.bind` raises, and `msgspec.DecodeError`.
+        Raises what `Sources.bind` and `Truth.decode` raise.
         """
         truth = Truth.decode(document.value)
         active = truth.active
@@ -70,7 +70,8 @@ class Following:
     async def apply(self, document: Document, *, decided_here: bool = False) -> None:
         """Apply a document that is committed, unless a newer one is applied.
 
-        Raises `StoreUnavailable` if a source cannot be fetched now; nothing is applied then.
+        Raises `StoreUnavailable` if a source cannot be fetched now, and `StoreUnreadable`; nothing
+        is applied then.
         """
         async with self._applying:
             if document.version < self.document.version:
@@ -100,25 +101,20 @@ class Following:
 
         `decided_here`: by this router, which alone counts it in the metrics.
         """
-        edit, events = new.edit, self._rollout.events
+        edit, rollout = new.edit, self._rollout
         if new.active.number != old.active.number:
-            active = self._rollout.revisions.active
-            fields = {"who": edit.who, "what": edit.what, "why": edit.why, **active.describe()}
-            events.publish("swap", **fields)
-            log.info("%s: %s %s: %s", edit.who, edit.what, active.label, edit.why)
+            rollout.tell_swap(edit.who, edit.what, edit.why)
+            label = rollout.revisions.active.label
+            log.info("%s: %s %s: %s", edit.who, edit.what, label, edit.why)
         if new.trial == old.trial:
             return
         ended, told = old.trial, dict(new.last_trial or {})
         if ended is not None and told.get("generation") == ended.activation.number:
-            events.publish("canary", name=ended.activation.name, **told)
-            if decided_here:
-                self._rollout.count_canary(told["decision"])
+            rollout.tell_canary(ended.activation.name, told, counted=decided_here)
         if new.trial is not None:
             begun = new.trial.activation
             told = {"generation": begun.number, "decision": "begun", "why": ""}
-            events.publish("canary", name=begun.name, **told)
-            if decided_here:
-                self._rollout.count_canary("begun")
+            rollout.tell_canary(begun.name, told, counted=decided_here)
 
     def describe(self) -> dict[str, Any]:
         """Return what `/health` says of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -111,6 +112,8 @@ class Membership:
 
         `None`: as before.
         """
+        with suppress(StoreUnavailable):  # later orders of others come before this one
+            await self._follow_orders()
         old = self._orders.get(url, Order())
         if old.removed:
             old = Order(old.number)  # it comes back as a new engine
@@ -123,6 +126,8 @@ class Membership:
             old.role if role is None else role,
             old.labels if labels is None else dict(labels),
         )
+        if not removed:
+            self._carry_out(url, self._orders[url])
         try:
             await self.exchange()
         except StoreUnavailable:
@@ -142,7 +147,10 @@ class Membership:
         orders = {url: _decode(value, Order) for url, value in list(found.items())[:MOST]}
         for url, order in orders.items():
             known = self._orders.get(url, Order())
-            if order is not None and order.number > known.number:
+            if order is None or order == known:
+                continue
+            # Of two orders at the same time, the one that the store has counts.
+            if order.number >= known.number:
                 self._orders[url] = order
                 self._carry_out(url, order)
         for url, known in list(self._orders.items()):

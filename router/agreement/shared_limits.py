@@ -16,6 +16,8 @@ __all__ = ["SharedLimits"]
 log = logging.getLogger(__name__)
 
 ALWAYS = -1e18  # a level that every bucket has
+TAKE_S = 0.5  # that a request waits for the store
+AGAIN_S = 1.0  # for which the store is not asked after it took longer
 
 
 class SharedLimits(RateLimits):
@@ -23,7 +25,8 @@ class SharedLimits(RateLimits):
 
     What is here is what they held at the latest call, for the headers of responses. While the store
     is lost, this router admits its share: the limits divided by the number of routers that were
-    there. These buckets begin full, so a key may use up to a minute's worth more then.
+    there. These buckets begin full, so a key may use up to a minute's worth more then. A store that
+    takes longer than `TAKE_S` counts as lost for `AGAIN_S`.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class SharedLimits(RateLimits):
         self._tasks = tasks
         self._share: RateLimits | None = None  # its buckets fill while the store is there, too
         self._lost = False
+        self._ask_at = 0.0  # not before
         self._owed: Counter[Key] = Counter()  # tokens that the store has not been told of
         self._charging: asyncio.Task[None] | None = None
 
@@ -62,10 +66,13 @@ class SharedLimits(RateLimits):
         if not takes:
             return
         try:
-            if not self._store.available:
+            if not self._store.available or self._clock() < self._ask_at:
                 raise StoreUnavailable("the store is lost")
-            taken = await self._store.take(takes)
-        except StoreUnavailable:
+            async with asyncio.timeout(TAKE_S):
+                taken = await self._store.take(takes)
+        except (StoreUnavailable, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                self._ask_at = self._clock() + AGAIN_S
             self._alone().admit(key)
             return
         self._lost = False

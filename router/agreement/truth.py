@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.protocol import BadRequest
-from router.base import Conflict
-from router.rollout import CanaryRules
+from router.base import Conflict, StoreUnreadable
+from router.rollout import CanaryRules, another_canary, check_generation
 
 __all__ = ["Activation", "Edit", "Listed", "Trial", "Truth"]
 
@@ -23,6 +23,8 @@ HISTORY = 64  # rollbacks in a row
 MOST_LISTED = 256  # strategies that were loaded from source
 # A document that was lost may have had changes that no router knows. Their numbers are left out.
 LOST_NUMBERS = 1000
+# Raised by a version that writes what an earlier one would misunderstand, or drop.
+SCHEMA = 1
 
 
 class Listed(Struct, frozen=True):
@@ -73,6 +75,7 @@ class Truth(Struct, frozen=True):
     last_trial: dict[str, Any] | None = None
     listed: dict[str, Listed] = {}
     edit: Edit = Edit("router", "started")
+    schema: int = SCHEMA
 
     @classmethod
     def first(cls, active: Activation) -> Truth:
@@ -82,8 +85,19 @@ class Truth(Struct, frozen=True):
 
     @classmethod
     def decode(cls, value: bytes) -> Truth:
-        """Raises `msgspec.DecodeError` for what is no truth."""
-        return msgspec.json.decode(value, type=cls)
+        """Raises `StoreUnreadable` for what is no truth, or one of a later version."""
+        try:
+            if (schema := msgspec.json.decode(value, type=_Schema).schema) > SCHEMA:
+                raise StoreUnreadable(
+                    f"a later version of microserve has written the store's document (schema "
+                    f"{schema}; this version knows {SCHEMA}): update this router"
+                )
+            return msgspec.json.decode(value, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise StoreUnreadable(
+                "the store's document is not one of microserve: delete it, and the routers put "
+                "theirs back"
+            ) from None
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
@@ -99,12 +113,7 @@ class Truth(Struct, frozen=True):
 
     def check(self, if_generation: int | None) -> None:
         """Raise `Conflict` if another generation is active."""
-        if if_generation is not None and if_generation != self.active.number:
-            raise Conflict(
-                f"generation {self.active.number} is active, not {if_generation}; "
-                "`microserve strategy show` says what runs",
-                param="if_generation",
-            )
+        check_generation(self.active.number, if_generation)
 
     def activate(
         self, who: str, wanted: Activation, what: str = "activate", why: str = ""
@@ -123,10 +132,7 @@ class Truth(Struct, frozen=True):
     def try_out(self, who: str, wanted: Activation, rules: CanaryRules) -> Truth:
         """Make it a canary. Raises `Conflict` if there is one already."""
         if self.trial is not None:
-            raise Conflict(
-                f"generation {self.trial.activation.number} is a canary, and there is one at a "
-                "time: wait until it is judged, or end it with `microserve strategy rollback`"
-            )
+            raise another_canary(self.trial.activation.number)
         new = replace(wanted, number=self.last + 1)
         since = datetime.now(UTC).isoformat(timespec="seconds")
         edit = Edit(who, "canary", "", new.number)
@@ -200,6 +206,10 @@ class Truth(Struct, frozen=True):
         if self.trial is None or self.trial.activation.number != number:
             raise Conflict(f"generation {number} is no canary any more")
         return self.trial
+
+
+class _Schema(Struct):
+    schema: int = SCHEMA
 
 
 def _id() -> str:

@@ -31,6 +31,13 @@ class RouterConfig:
         "URL of the Redis or Valkey by which several routers agree: redis://HOST:PORT/DB, with "
         "#NAME for one of several fleets; empty: none",
     )
+    store_password_file: str = flag(
+        "",
+        SERVER,
+        "file with the password of --store, read at each connection; empty: that of the URL",
+        rare=True,
+        path=True,
+    )
     served_model_name: str = flag(
         "", SERVER, "model name that clients use; empty: the name that the engines report"
     )

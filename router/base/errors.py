@@ -10,6 +10,7 @@ MicroserveError
 │   └── BadReply           500  the engine breaks the protocol; it may have done what was asked
 ├── NoEngines              503  no engine is up
 ├── StoreUnavailable       503  the store that the routers share does not answer
+│   └── StoreUnreadable    503  it answers, but holds what this version does not understand
 ├── StrategyError          500  the strategy broke its contract; the message names it
 │   ├── StrategyBlocked    500  it blocked the event loop and was interrupted
 │   └── StrategyStalled    504  it waited while no engine was working for it
@@ -49,6 +50,7 @@ __all__ = [
     "RateLimited",
     "StartFailed",
     "StoreUnavailable",
+    "StoreUnreadable",
     "StrategyBlocked",
     "StrategyError",
     "StrategyStalled",
@@ -81,6 +83,10 @@ class NoEngines(MicroserveError):
 class StoreUnavailable(MicroserveError):
     type = "store_unavailable"
     status = 503
+
+
+class StoreUnreadable(StoreUnavailable):
+    """The store answers, but holds what this version does not understand."""
 
 
 class StrategyError(MicroserveError):

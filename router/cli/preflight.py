@@ -16,8 +16,11 @@ from router.base import StartFailed, root_cause, server_context
 from router.conformance import ALL, run_checks, set_up
 from router.dry_run import FleetEngine, dry_run_strategy
 from router.server import listen
+from router.store import RedisStore
 
-__all__ = ["Mistake", "check_address", "check_folder", "check_strategy", "check_tls"]
+__all__ = [
+    "Mistake", "check_address", "check_folder", "check_store", "check_strategy", "check_tls",
+]  # fmt: skip
 
 
 class Mistake(click.ClickException):
@@ -97,6 +100,17 @@ def check_tls(cert: str, key: str) -> None:
     """Raise `Mistake` unless the files are a certificate and its key, or both names are empty."""
     try:
         server_context(cert, key)
+    except MicroserveError as error:
+        raise Mistake(error.message) from None
+
+
+def check_store(url: str, password_file: str) -> None:
+    """Raise `Mistake` if this is no URL of a store, or no file with a password."""
+    if password_file and not url:
+        raise Mistake("--store-password-file needs --store")
+    try:
+        if url:
+            RedisStore(url, password_file=password_file)
     except MicroserveError as error:
         raise Mistake(error.message) from None
 

@@ -19,6 +19,7 @@ from router.base import (
     child_environment,
     import_from,
     module_command,
+    root_cause,
 )
 from router.cli.options import (
     GroupedCommand,
@@ -30,7 +31,7 @@ from router.cli.options import (
     read_params,
     with_vllm_flags,
 )
-from router.cli.preflight import Mistake, check_address, check_strategy
+from router.cli.preflight import Mistake, check_address, check_store, check_strategy
 from router.server import run
 from router.supervision import is_user_record
 from router.supervisor import as_arguments
@@ -83,6 +84,7 @@ def router(engines: tuple[str, ...], strategy: str, params: tuple[str, ...], **f
     config = RouterConfig(engines=engines, strategy=strategy, params=read_params(params), **flags)
     if not config.parent_pid:  # `up` has checked these already
         check_address(config.host, config.port)
+        check_store(config.store, config.store_password_file)
         check_strategy(strategy, config.params)
     set_up_logging(config.log_level, config.log_format, is_users=is_user_record)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -91,5 +93,8 @@ def router(engines: tuple[str, ...], strategy: str, params: tuple[str, ...], **f
     try:
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             runner.run(run(config) if config.workers == 1 else run_workers(config))
-    except (MicroserveError, StartFailed, OSError, OverflowError) as error:
-        raise Mistake(str(error)) from None
+    except (MicroserveError, StartFailed, OSError, OverflowError, ExceptionGroup) as error:
+        cause = root_cause(error)
+        if not isinstance(cause, MicroserveError | StartFailed | OSError | OverflowError):
+            raise
+        raise Mistake(str(cause)) from None

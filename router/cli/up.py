@@ -25,7 +25,7 @@ from router.cli.options import (
     split_flags,
     with_vllm_flags,
 )
-from router.cli.preflight import check_address, check_folder, check_strategy, check_tls
+from router.cli.preflight import check_address, check_folder, check_store, check_strategy, check_tls
 from router.supervisor import Fleet, FleetConfig, Pool, as_arguments
 
 __all__ = ["up"]
@@ -36,7 +36,7 @@ PASSED_ON = (
     "api_key_file", "allowed_hosts", "requests_per_minute", "tokens_per_minute", "max_connections",
     "max_queue", "queue_timeout_s", "engine_wait_s", "engine_silence_s", "request_timeout_s",
     "attempts", "retry_share", "client_stall_s", "shutdown_s", "stream_interval_ms", "tls_cert",
-    "tls_key", "log_format",
+    "tls_key", "log_format", "workers", "store", "store_password_file",
 )  # fmt: skip
 
 
@@ -112,6 +112,7 @@ def up(context: click.Context, /, **_flags: Any) -> None:
     check_folder("--state-file", config.state_file)
     check_folder("--audit-log", Path(router["audit_log"]) if router["audit_log"] else None)
     check_tls(router["tls_cert"], router["tls_key"])
+    check_store(config.store, router["store_password_file"])
     params = {name: entry.value for name, entry in effective.params.items()}
     check_strategy(router["strategy"], params)
     if router["allow_upload"]:
@@ -163,6 +164,7 @@ def _fleet_config(effective: Effective) -> FleetConfig:
         api_key=keys["api_key"],
         engine_api_key=keys["engine_api_key"],
         openai_api_key=keys["openai_api_key"],
+        store=keys["store"],
         served_model_name=router["served_model_name"],
         respawn=not top["no_respawn"],
         health_deadline_s=top["health_deadline_s"],

@@ -8,8 +8,8 @@ Imports `admission`, `supervision` and the rooms below them.
 from router.rollout.audit_log import AuditLog
 from router.rollout.canary import Canary, CanaryRules
 from router.rollout.catalog import Catalog, read_source
-from router.rollout.changes import Changed, Changes, LocalChanges
-from router.rollout.revisions import Revision, Revisions
+from router.rollout.changes import Changed, Changes, LocalChanges, Wanted
+from router.rollout.revisions import Revision, Revisions, another_canary, check_generation
 from router.rollout.rollout import FALLBACK, ITSELF, Rollout
 
 __all__ = [
@@ -25,5 +25,8 @@ __all__ = [
     "Revision",
     "Revisions",
     "Rollout",
+    "Wanted",
+    "another_canary",
+    "check_generation",
     "read_source",
 ]

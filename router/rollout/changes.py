@@ -10,7 +10,16 @@ from router.rollout.revisions import Revision
 from router.rollout.rollout import Rollout
 from router.strategy import Bound, Strategy
 
-__all__ = ["Changed", "Changes", "LocalChanges"]
+__all__ = ["Changed", "Changes", "LocalChanges", "Wanted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What shall run: with `rules` as a canary; with `if_generation` only if that one is active."""
+
+    bound: Bound
+    if_generation: int | None = None
+    rules: CanaryRules | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +36,8 @@ class Changes(Protocol):
     All of them raise `StoreUnavailable` if routers share a store and it does not answer.
     """
 
-    async def activate(
-        self,
-        who: str,
-        bound: Bound,
-        *,
-        if_generation: int | None = None,
-        rules: CanaryRules | None = None,
-    ) -> Changed:
-        """Make `bound` active for new requests, or a canary. Raises `Conflict`."""
+    async def activate(self, who: str, wanted: Wanted) -> Changed:
+        """Make it active for new requests, or a canary. Raises `Conflict`."""
 
     async def rollback(self, who: str) -> Changed:
         """End the canary if there is one, else go back. Raises `Conflict`."""
@@ -52,6 +54,13 @@ class Changes(Protocol):
     def store(self) -> dict[str, Any] | None:
         """Return the state of the store for `/health`; `None`: there is none."""
 
+    @property
+    def stale(self) -> bool:
+        """Whether a request must wait for `confirm` before it takes the active revision."""
+
+    async def confirm(self) -> None:
+        """Wait until it is known which revision is active, or that this cannot be known."""
+
 
 class LocalChanges:
     """Implements `Changes` for a router that shares nothing."""
@@ -59,15 +68,11 @@ class LocalChanges:
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
 
-    async def activate(
-        self,
-        who: str,
-        bound: Bound,
-        *,
-        if_generation: int | None = None,
-        rules: CanaryRules | None = None,
-    ) -> Changed:
-        return Changed(self._rollout.activate(who, bound, if_generation=if_generation, rules=rules))
+    async def activate(self, who: str, wanted: Wanted) -> Changed:
+        revision = self._rollout.activate(
+            who, wanted.bound, if_generation=wanted.if_generation, rules=wanted.rules
+        )
+        return Changed(revision)
 
     async def rollback(self, who: str) -> Changed:
         return Changed(self._rollout.rollback(who))
@@ -83,3 +88,10 @@ class LocalChanges:
 
     def store(self) -> dict[str, Any] | None:
         return None
+
+    @property
+    def stale(self) -> bool:
+        return False
+
+    async def confirm(self) -> None:
+        """Do nothing."""

@@ -15,7 +15,7 @@ from router.rollout.canary import Canary
 from router.strategy import Bound
 from router.supervision import ViolationKind
 
-__all__ = ["OnViolation", "Revision", "Revisions"]
+__all__ = ["OnViolation", "Revision", "Revisions", "another_canary", "check_generation"]
 
 
 @dataclass(eq=False, slots=True)
@@ -54,6 +54,24 @@ class Revision:
 OnViolation = Callable[[Revision, ViolationKind, str], None]
 
 
+def check_generation(active: int, wanted: int | None) -> None:
+    """Raise `Conflict` if a number is wanted that is not the active one's."""
+    if wanted is not None and wanted != active:
+        raise Conflict(
+            f"generation {active} is active, not {wanted}; `microserve strategy show` says what "
+            "runs",
+            param="if_generation",
+        )
+
+
+def another_canary(number: int) -> Conflict:
+    """Return the error of a canary that begins while the canary `number` runs."""
+    return Conflict(
+        f"generation {number} is a canary, and there is one at a time: wait until it is judged, or "
+        "end it with `microserve strategy rollback`"
+    )
+
+
 class Revisions:
     """The active revision, a canary beside it, and older ones that still have requests in flight.
 
@@ -75,12 +93,7 @@ class Revisions:
 
     def check(self, if_generation: int | None) -> None:
         """Raise `Conflict` if `if_generation` is given and is not the active one's number."""
-        if if_generation is not None and if_generation != self.active.number:
-            raise Conflict(
-                f"generation {self.active.number} is active, not {if_generation}; "
-                "`microserve strategy show` says what runs",
-                param="if_generation",
-            )
+        check_generation(self.active.number, if_generation)
 
     def activate(self, bound: Bound, *, if_generation: int | None = None) -> Revision:
         """Make `bound` active for new requests; a canary ends. Raises as `check`."""
@@ -97,10 +110,7 @@ class Revisions:
         """
         self.check(if_generation)
         if self.candidate is not None:
-            raise Conflict(
-                f"generation {self.candidate.number} is a canary, and there is one at a time: wait "
-                "until it is judged, or end it with `microserve strategy rollback`"
-            )
+            raise another_canary(self.candidate.number)
         self.canary, self.candidate = canary, self._new(bound, before=self.active)
         return self.candidate
 

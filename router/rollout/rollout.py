@@ -132,9 +132,16 @@ class Rollout:
         if revision is self.revisions.candidate:
             self._judge(receipt)
 
-    def count_canary(self, decision: str) -> None:
-        """Count a canary that has begun or was decided."""
-        self._metrics.canaries.labels(decision).inc()
+    def tell_swap(self, who: str, what: str, why: str) -> None:
+        """Publish that the active revision has become it."""
+        active = self.revisions.active
+        self.events.publish("swap", who=who, what=what, why=why, **active.describe())
+
+    def tell_canary(self, name: str, told: dict[str, Any], *, counted: bool) -> None:
+        """Publish that a canary has begun or was decided. `counted`: by this router."""
+        if counted:
+            self._metrics.canaries.labels(told["decision"]).inc()
+        self.events.publish("canary", name=name, **told)
 
     def _judge(self, receipt: Receipt) -> None:
         canary = self.revisions.canary
@@ -201,7 +208,7 @@ class Rollout:
 
     def _swapped(self, who: str, what: str, revision: Revision, why: str = "") -> None:
         self._note(who, what, revision, why)
-        self.events.publish("swap", who=who, what=what, why=why, **revision.describe())
+        self.tell_swap(who, what, why)
 
     def _publish_canary(
         self, revision: Revision, decision: str, why: str, canary: Canary | None = None
@@ -210,8 +217,7 @@ class Rollout:
         fields = {"generation": revision.number, "decision": decision, "why": why, **account}
         if decision != "begun":
             self.last_canary = fields
-        self._metrics.canaries.labels(decision).inc()
-        self.events.publish("canary", name=revision.bound.strategy.name, **fields)
+        self.tell_canary(revision.bound.strategy.name, fields, counted=True)
 
     def _note(self, who: str, what: str, revision: Revision, why: str = "") -> None:
         strategy = revision.bound.strategy

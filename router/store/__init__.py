@@ -4,10 +4,12 @@
 processes (`LinkedStore`, served by `StoreServer`), or by Redis. Imports `base`.
 """
 
+from router.store.address import StoreAddress
 from router.store.bucket import Bucket
 from router.store.link import Link
 from router.store.linked import CHANGED, LinkedStore
 from router.store.memory import MemoryStore
+from router.store.notices import Notices
 from router.store.redis import RedisStore
 from router.store.server import StoreServer
 from router.store.store import (
@@ -33,9 +35,11 @@ __all__ = [
     "LinkedStore",
     "LogEntry",
     "MemoryStore",
+    "Notices",
     "Outcome",
     "RedisStore",
     "SharedStore",
+    "StoreAddress",
     "StoreServer",
     "Take",
     "Taken",

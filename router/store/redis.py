@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import urlsplit
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engine.protocol import BadRequest
-from router.base import StoreUnavailable
+from router.base import StoreUnavailable, StoreUnreadable
 from router.store import scripts
+from router.store.address import StoreAddress, read_password
 from router.store.notices import Notices
 from router.store.store import (
     MOST_SOURCE,
@@ -33,52 +33,69 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 1.0  # of connecting, and of each reply
 CALL_S = 2.5  # of a call with its waiting for a connection and one retry
-CONNECTIONS = 4
+CONNECTIONS = 4  # for limits of keys, and as many for all else
 RETRY_S = 0.25  # between two tries to receive notices
-SCHEMES = {"redis", "rediss", "valkey", "valkeys", "unix"}
+T = TypeVar("T")
 
 
 class RedisStore:
-    """Implements `SharedStore`. One set of connections makes calls, another one gets notices.
+    """Implements `SharedStore`. Requests that wait for limits of keys hold up no other call.
 
     Keys begin with `{NAME}:`, where NAME is what follows `#` in the URL, or `microserve`. So
     several fleets may use one server. Whoever can write to the server can run code in the routers.
     """
 
-    def __init__(self, url: str) -> None:
-        """Connects with the first call. Raises `BadRequest` for a URL of another kind, or if the
-        package `redis` is not installed."""
-        address, _, name = url.partition("#")
-        scheme = urlsplit(address).scheme
-        if scheme not in SCHEMES:
-            known = ", ".join(sorted(SCHEMES))
-            raise BadRequest(f"--store: not the URL of a store; it begins with one of {known}")
+    def __init__(self, url: str, *, password_file: str = "") -> None:
+        """Connects with the first call. The password file is read at each connection.
+
+        Raises `BadRequest` for a URL of another kind, an unusable password file, or if the package
+        `redis` is not installed.
+        """
+        address = StoreAddress.parse(url, password_file=password_file)
         try:
             import redis.asyncio as redis
             from redis.asyncio.retry import Retry
             from redis.backoff import ConstantBackoff
-            from redis.exceptions import RedisError
+            from redis.credentials import CredentialProvider
+            from redis.exceptions import RedisError, ResponseError
         except ImportError:
             raise BadRequest("--store needs the extra: pip install 'microserve[redis]'") from None
         self._errors: tuple[type[Exception], ...] = (RedisError, OSError)
-        self._prefix = f"{{{name or 'microserve'}}}"
+        self._refusals: type[Exception] = ResponseError
+        self._prefix = f"{{{address.name}}}"
         self._channel = f"{self._prefix}:changes"
         self._notices = Notices()
         self._last_error = ""
         self.available = False
+        credentials = {}
+        if password_file:
+
+            class Credentials(CredentialProvider):
+                def get_credentials(self) -> tuple[str] | tuple[str, str]:
+                    try:
+                        password = read_password(password_file)
+                    except BadRequest as error:
+                        raise OSError(error.message) from None
+                    return (address.username, password) if address.username else (password,)
+
+            credentials["credential_provider"] = Credentials()
         try:
-            pool = redis.BlockingConnectionPool.from_url(
-                address.replace("valkey", "redis", 1) if scheme.startswith("valkey") else address,
-                max_connections=CONNECTIONS,
-                timeout=TIMEOUT_S,
-                socket_timeout=TIMEOUT_S,
-                socket_connect_timeout=TIMEOUT_S,
-                retry=Retry(ConstantBackoff(0.05), 1),
-            )
-        except (ValueError, *self._errors) as error:
-            raise BadRequest(f"--store: {error}") from None
-        self._redis: Redis = redis.Redis(connection_pool=pool)
-        self._pool = pool
+            self._pools = [
+                redis.BlockingConnectionPool.from_url(
+                    address.url,
+                    **credentials,
+                    max_connections=CONNECTIONS,
+                    timeout=CALL_S,
+                    socket_timeout=TIMEOUT_S,
+                    socket_connect_timeout=TIMEOUT_S,
+                    retry=Retry(ConstantBackoff(0.05), 1),
+                )
+                for _ in range(2)
+            ]
+        except (ValueError, *self._errors):
+            raise BadRequest("--store: the package redis does not understand this URL") from None
+        self._redis: Redis = redis.Redis(connection_pool=self._pools[0])
+        self._limits: Redis = redis.Redis(connection_pool=self._pools[1])
         self._scripts: dict[str, AsyncScript] = {}
 
     async def run(self) -> None:
@@ -103,7 +120,7 @@ class RedisStore:
 
     async def get(self) -> Document:
         version, value = await self._script(scripts.GET, ["document"])
-        return Document(int(version), value)
+        return self._read("document", lambda: Document(int(version), value))
 
     async def commit(self, change: Change) -> Outcome:
         """As `SharedStore`. If the connection breaks, the document tells whether it was done."""
@@ -138,17 +155,20 @@ class RedisStore:
     async def log(self) -> list[LogEntry]:
         lines = await self._call(self._redis.lrange(self._key("log"), 0, -1))
         parts = (line.partition(b" ") for line in lines)
-        return [LogEntry(int(number), value) for number, _, value in parts]
+        return [LogEntry(int(number), value) for number, _, value in parts if number.isdigit()]
 
     async def report(self, counter: str, member: str, values: list[int]) -> list[int]:
         told = " ".join(map(str, values))
         parts = await self._script(scripts.REPORT, [f"counter:{counter}"], member, told)
-        return [sum(part) for part in zip(*(map(int, one.split()) for one in parts), strict=True)]
+        return self._read(
+            f"counter:{counter}",
+            lambda: [sum(p) for p in zip(*(map(int, one.split()) for one in parts), strict=True)],
+        )
 
     async def take(self, takes: list[Take]) -> Taken:
         keys = [f"bucket:{take.bucket}:{take.limit}" for take in takes]
         arguments = [part for take in takes for part in (take.limit, take.needed, take.amount)]
-        admitted, *levels = await self._script(scripts.TAKE, keys, *arguments)
+        admitted, *levels = await self._script(scripts.TAKE, keys, *arguments, client=self._limits)
         return Taken(bool(admitted), [float(level) for level in levels])
 
     async def announce(self, kind: str, id: str, value: bytes, ttl_s: float) -> None:
@@ -161,20 +181,32 @@ class RedisStore:
 
     async def members(self, kind: str) -> dict[str, bytes]:
         found = await self._script(scripts.MEMBERS, [f"members:{kind}", f"ends:{kind}"])
-        return {id.decode(): value for id, value in zip(found[::2], found[1::2], strict=True)}
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return {id.decode("utf-8", "replace"): value for id, value in pairs}
 
     async def close(self) -> None:
-        await self._redis.aclose()
-        await self._pool.aclose()
+        for client, pool in zip((self._redis, self._limits), self._pools, strict=True):
+            await client.aclose()
+            await pool.aclose()
+
+    def _read(self, name: str, parse: Callable[[], T]) -> T:
+        """Return what is parsed of a key. Raises `StoreUnreadable` if something else is there."""
+        try:
+            return parse()
+        except (ValueError, TypeError):
+            key = self._key(name)
+            raise StoreUnreadable(f"the store has something else under the key {key}") from None
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
 
-    async def _script(self, script: str, keys: list[str], *arguments: Any) -> Any:
+    async def _script(
+        self, script: str, keys: list[str], *arguments: Any, client: Redis | None = None
+    ) -> Any:
         names = [self._key(key) for key in keys]
         if (known := self._scripts.get(script)) is None:
             known = self._scripts[script] = self._redis.register_script(script)
-        return await self._call(known(keys=names, args=arguments))
+        return await self._call(known(keys=names, args=arguments, client=client))
 
     async def _call(self, call: Awaitable[Any] | Any) -> Any:
         """Return the reply. Raises `StoreUnavailable` for an error, or after `CALL_S` seconds."""
@@ -183,7 +215,9 @@ class RedisStore:
                 reply = await call
         except self._errors as error:  # TimeoutError is an OSError
             self._lost(error)
-            raise StoreUnavailable(f"the store does not answer: {self._last_error}") from None
+            refused = isinstance(error, self._refusals)
+            what = "the store refuses a call" if refused else "the store does not answer"
+            raise StoreUnavailable(f"{what}: {self._last_error}") from None
         self.available = True
         return reply
 

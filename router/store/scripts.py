@@ -18,14 +18,21 @@ if #value[2] > {MOST_DOCUMENT} then return redis.error_reply('the document is to
 return {{value[1], value[2]}}
 """
 
+# A server that was started again, or another one in its place, may lack the latest changes. Routers
+# that know them find that out within `RESTORE_S`, so changes wait that long there.
+#
 # KEYS: document, sources, log, numbers, settling.
 # ARGV: expected, version, value, restoring, settling (ms), channel, count of sources, count of
 # entries, digest and source of each, entries, digests to drop.
 COMMIT = f"""
 local found = redis.call('HGET', KEYS[1], 'version') or '0'
 if found ~= ARGV[1] then return 'stale' end
+local info = redis.pcall('INFO', 'server')
+local server = type(info) == 'string' and string.match(info, 'run_id:(%x+)') or ''
+local restarted = found ~= '0' and redis.call('HGET', KEYS[1], 'server') ~= server
+redis.call('HSET', KEYS[1], 'server', server)
+if restarted or ARGV[4] == '1' then redis.call('SET', KEYS[5], '1', 'PX', ARGV[5]) end
 if ARGV[4] ~= '1' and redis.call('EXISTS', KEYS[5]) == 1 then return 'settling' end
-if ARGV[4] == '1' then redis.call('SET', KEYS[5], '1', 'PX', ARGV[5]) end
 local at = 9
 for _ = 1, ARGV[7] do
   redis.call('HSET', KEYS[2], ARGV[at], ARGV[at + 1])
@@ -66,6 +73,9 @@ for i, key in ipairs(KEYS) do
   local known = redis.call('HMGET', key, 'level', 'then')
   local level = limit
   if known[1] then
+    if now < known[2] - 1 then  -- the clock was set back
+      redis.call('HSET', key, 'then', string.format('%.6f', now))
+    end
     level = math.min(limit, known[1] + math.max(0, now - known[2]) * limit / 60)
   end
   levels[i] = level

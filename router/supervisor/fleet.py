@@ -45,6 +45,7 @@ class FleetConfig:
     api_key: str = ""
     engine_api_key: str = ""  # of the engines; empty: a random one
     openai_api_key: str = ""  # of plain OpenAI servers
+    store: str = ""  # URL of what the router shares with others; it may have a password
     respawn: bool = True
     health_deadline_s: float = 10.0
     shutdown_s: float = 2.0
@@ -129,6 +130,7 @@ class Fleet:
         env["MICROSERVE_ROUTER_API_KEY"] = config.api_key
         env["MICROSERVE_ROUTER_ENGINE_API_KEY"] = self._engine_key
         env["MICROSERVE_ROUTER_OPENAI_API_KEY"] = config.openai_api_key
+        env["MICROSERVE_ROUTER_STORE"] = config.store
         grace_s = GRACE_S + config.shutdown_s
         self._router = ChildProcess("router", argv, env, to=self._note, grace_s=grace_s)
         await self._router.start(tasks)

@@ -20,6 +20,7 @@ from functools import partial
 import msgspec
 
 from router.base import (
+    AwakeClock,
     RouterConfig,
     StartFailed,
     StoreUnavailable,
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 READY_S = 60.0  # for a worker to start
 ANSWER_S = 1.0  # for a worker to tell another one something
+SILENT_S = 10.0  # without an answer, a worker is replaced: code of users may block it for good
 RESTART_S = 1.0  # least time between two starts in one place
 END_S = 10.0  # beyond the time for running requests, until a worker is killed
 ROUTERS = "routers"  # the members of `router.agreement.agreement`
@@ -75,6 +77,7 @@ class _Parent:
         self._workers: set[_Worker] = set()
         self._ended: Samples = []  # counters of workers that have ended
         self._stop = asyncio.Event()
+        self._awake = AwakeClock()
         self._sockets: list[socket.socket] = []
         try:
             for _ in range(config.workers):
@@ -96,6 +99,7 @@ class _Parent:
             loop.add_signal_handler(number, self._on_signal)
         with watching(self._config.parent_pid, self._stop):
             async with asyncio.TaskGroup() as tasks:
+                ticking = tasks.create_task(self._awake.run())
                 first = [asyncio.Event() for _ in self._sockets]
                 for listener, ready in zip(self._sockets, first, strict=True):
                     tasks.create_task(self._supervise(listener, ready))
@@ -104,6 +108,7 @@ class _Parent:
                 if not self._stop.is_set():
                     print(f"router ready {url_of(self._config, self._sockets[0])}", flush=True)
                 await self._stop.wait()
+                ticking.cancel()
 
     def _on_signal(self) -> None:
         """First signal: the workers finish the running requests. Second: they end them."""
@@ -168,7 +173,9 @@ class _Parent:
             await asyncio.wait({ended, ready, stop}, timeout=bound_s, return_when="FIRST_COMPLETED")
             if ready.done():
                 started.set()
-                await asyncio.wait({ended, stop}, return_when="FIRST_COMPLETED")
+                silent = tasks.create_task(self._silent(worker))
+                await asyncio.wait({ended, stop, silent}, return_when="FIRST_COMPLETED")
+                silent.cancel()
             bound_s = self._config.shutdown_s + FLUSH_S + END_S if self._stop.is_set() else 0.0
             if self._stop.is_set():
                 _signal(worker, signal.SIGTERM)
@@ -180,6 +187,16 @@ class _Parent:
             worker.link.close()
             for task in (link, ready, stop):
                 task.cancel()
+
+    async def _silent(self, worker: _Worker) -> None:
+        """Return when a worker has not answered for `SILENT_S`, in which this process ran."""
+        since = self._awake()
+        while self._awake() - since < SILENT_S:
+            await asyncio.sleep(SILENT_S / 10)
+            with suppress(StoreUnavailable):
+                await worker.link.call("alive", timeout_s=SILENT_S / 2)
+                since = self._awake()
+        log.error("worker %d has not answered for %g s", worker.process.pid, SILENT_S)
 
     async def _end(self, worker: _Worker) -> None:
         self._workers.discard(worker)

@@ -14,7 +14,7 @@ from router.api.openapi import api_router, errors
 from router.api.parts import Router
 from router.api.rest import Http, Sent, reply
 from router.dry_run import check_on_fleet, dry_run_source
-from router.rollout import CanaryRules, Changed
+from router.rollout import CanaryRules, Changed, Wanted
 
 __all__ = ["routes"]
 
@@ -99,7 +99,7 @@ def routes(router: Router) -> APIRouter:
             bound, router.registry, router.catalog, own_file=router.config.strategy
         )
         changed = await router.changes.activate(
-            http.who, bound, if_generation=wanted.if_generation, rules=rules
+            http.who, Wanted(bound, wanted.if_generation, rules)
         )
         told = {**_told(changed), "canary": rules is not None}
         return reply({**told, "fallbacks": fallbacks} if fallbacks else told)

@@ -57,6 +57,8 @@ async def _answer(
     http.release()
     priority = priority_of(http, parsed.priority)
     timeout_s = deadline_s(router.config, http, parsed.timeout)
+    if router.changes.stale:
+        await router.changes.confirm()
     revision = router.revisions.enter()
     try:
         receipt = Receipt(

@@ -13,7 +13,7 @@ from router.base import NotFound, server_context
 from router.cli.config.effective import Effective, EffectivePool, Entry
 from router.cli.config.problems import Invalid, Problem, nearest
 from router.cli.options import split_flags
-from router.cli.preflight import Mistake, check_folder, check_strategy
+from router.cli.preflight import Mistake, check_folder, check_store, check_strategy
 from router.engines import parse_engines
 from router.rollout import Catalog
 
@@ -30,8 +30,8 @@ def check(config: Effective) -> None:
     if config.file is None:
         return
     problems = [
-        *_model(config), *_files(config), *_tls(config), *_strategy(config), *_shape(config),
-        *_vllm(config),
+        *_model(config), *_files(config), *_tls(config), *_store(config), *_strategy(config),
+        *_shape(config), *_vllm(config),
     ]  # fmt: skip
     if problems:
         raise Invalid(problems)
@@ -92,6 +92,17 @@ def _tls(config: Effective) -> Iterator[Problem]:
         what = error.message.removeprefix("--").replace(", --", ", ")
         remedy = "name a certificate chain and its key as PEM files, relative to this file"
         yield from _problem(config, cert if cert.in_file else key, what, remedy)
+
+
+def _store(config: Effective) -> Iterator[Problem]:
+    store, file = config.keys["store"], config.router["store_password_file"]
+    try:
+        check_store(store.value, file.value)
+    except Mistake as error:
+        what, of_file = error.message, error.message.startswith("--store-password-file")
+        what = what.removeprefix("--store-password-file ").removeprefix("--store: ")
+        remedy = "paths are relative to this file" if of_file else "redis://HOST:PORT/DB#NAME"
+        yield from _problem(config, file if of_file else store, what, remedy)
 
 
 def _strategy(config: Effective) -> Iterator[Problem]:

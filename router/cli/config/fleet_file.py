@@ -141,7 +141,7 @@ class _Reader:
     def _unknown(self, path: KeyPath, known: Collection[str]) -> None:
         name = str(path[-1]).replace("-", "_")
         table = self._schema.table_of(name)
-        if table and not nearest(name, known).startswith("did"):
+        if table:
             self._wrong(path, "unknown key here", f"it belongs in {table}")
         else:
             self._wrong(path, "unknown key", nearest(name, known))

@@ -14,9 +14,10 @@ import pytest
 from waiting import until
 
 from router.agreement import Agreement
-from router.agreement import agreement as module
-from router.base import Conflict
-from router.rollout import AuditLog, CanaryRules, Catalog, Rollout
+from router.agreement import agreement as agreement_module
+from router.agreement import presence as module
+from router.base import Conflict, StoreUnavailable, root_cause
+from router.rollout import AuditLog, CanaryRules, Catalog, Rollout, Wanted
 from router.rollout.canary import Canary
 from router.store import Document, MemoryStore
 from router.telemetry import Events, Metrics, Receipt
@@ -51,6 +52,11 @@ class ForgetfulStore(MemoryStore):
         self._document = self._past[-1]
         self._log.entries.clear()
         self._sources.clear()
+        self._changed()
+
+    def put(self, value: bytes, *, newer: bool = True) -> None:
+        """Put something else in the document's place."""
+        self._document = Document(self._document.version + newer, value)
         self._changed()
 
     def corrupt(self, digest: str) -> None:
@@ -146,7 +152,7 @@ async def test_any_history_is_one_sequence_for_all(seed: int):
                     return
             else:
                 bound = peer.catalog[source.choice(NAMES)].bind({})
-                given.append((await peer.agreement.activate("me", bound)).revision.number)
+                given.append((await peer.agreement.activate("me", Wanted(bound))).revision.number)
 
         for _ in range(12):
             await asyncio.gather(*(change() for _ in range(source.randrange(1, 4))))
@@ -169,7 +175,7 @@ async def test_a_swap_is_seen_by_all_when_it_returns():
     async with peers(MemoryStore(asyncio.get_running_loop().time), 3) as made:
         for number in range(2, 12):
             bound = made[number % 3].catalog[NAMES[number % 3]].bind({})
-            changed = await made[number % 3].agreement.activate("me", bound)
+            changed = await made[number % 3].agreement.activate("me", Wanted(bound))
             assert (changed.revision.number, changed.pending) == (number, [])
             assert [peer.number for peer in made] == [number] * 3
 
@@ -178,7 +184,7 @@ async def test_a_failing_canary_is_rolled_back_by_the_failures_of_all():
     async with peers(MemoryStore(asyncio.get_running_loop().time), 3) as made:
         rules = CanaryRules(percent=50.0, max_error_rate=0.1, min_requests=20)  # 2 may fail
         bound = made[0].catalog["balanced"].bind({})
-        changed = await made[0].agreement.activate("me", bound, rules=rules)
+        changed = await made[0].agreement.activate("me", Wanted(bound, rules=rules))
         assert all(isinstance(peer.rollout.revisions.canary, Canary) for peer in made)
         for peer in made:
             peer.end(error="internal")
@@ -199,7 +205,7 @@ async def test_a_failing_canary_is_rolled_back_by_the_failures_of_all():
 
 async def test_a_strategy_that_blocks_one_router_is_dismissed_by_all():
     async with peers(MemoryStore(asyncio.get_running_loop().time), 2) as made:
-        await made[0].agreement.activate("me", made[0].catalog["balanced"].bind({}))
+        await made[0].agreement.activate("me", Wanted(made[0].catalog["balanced"].bind({})))
         for _ in range(3):
             made[1].rollout.revisions.active.add_violation("blocked", "it blocked")
         await until(lambda: [peer.number for peer in made] == [3, 3])
@@ -213,6 +219,68 @@ async def test_a_strategy_that_blocks_one_router_is_dismissed_by_all():
         )
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (b"garbage", "not one of microserve"),
+        (b"\xff\xfe", "not one of microserve"),
+        (b'{"schema": 1}', "not one of microserve"),
+        (b'{"schema": 2, "more": 3}', "a later version of microserve"),
+    ],
+)
+async def test_a_document_that_is_not_understood_changes_nothing_and_is_told(
+    value: bytes, said: str
+):
+    store = ForgetfulStore()
+    async with peers(store, 2) as made:
+        store.put(value)
+        await until(lambda: all(peer.agreement.store()["status"] == "unreadable" for peer in made))
+        assert [peer.number for peer in made] == [1, 1]
+        assert not any(peer.agreement.stale for peer in made)  # they go on with what they have
+        bound = made[0].catalog["balanced"].bind({})
+        with pytest.raises(StoreUnavailable, match=said):
+            await made[0].agreement.activate("me", Wanted(bound))
+        with pytest.raises(ExceptionGroup) as caught:
+            async with peers(store, 1):
+                pass
+        assert said in str(root_cause(caught.value))
+        store.forget(5)  # somebody deletes it
+        await until(lambda: all(peer.agreement.store()["status"] == "ok" for peer in made))
+        await made[0].agreement.activate("me", Wanted(bound))
+        assert await agreed(made) > 1
+
+
+async def test_the_others_do_not_wait_for_what_is_no_router():
+    store = MemoryStore(asyncio.get_running_loop().time)
+    async with peers(store, 1) as [peer]:
+        await store.announce("routers", "evil", b"garbage", 60)
+        bound = peer.catalog["balanced"].bind({})
+        assert (await peer.agreement.activate("me", Wanted(bound))).pending == []
+        await store.append(b"garbage")
+        assert (await peer.agreement.entries())[-1]["what"] == "unreadable"
+
+
+async def test_a_router_that_has_not_looked_for_long_looks_before_the_next_request(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(module, "SEEN_S", 0.1)
+    monkeypatch.setattr(agreement_module, "STALE_S", 0.1)
+    store = MemoryStore(asyncio.get_running_loop().time)
+    async with peers(store, 1, follow=False) as [sleeper], peers(store, 1) as [other]:
+        bound = other.catalog["balanced"].bind({})
+        changed = await other.agreement.activate("me", Wanted(bound))
+        assert changed.pending == [sleeper.agreement.name]
+        # When the reply to a swap has come, nobody begins a request under an older generation.
+        assert sleeper.number == 1 and sleeper.agreement.stale
+        requests = [asyncio.create_task(sleeper.agreement.confirm()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        assert not any(one.done() for one in requests)
+        awake = asyncio.create_task(sleeper.agreement.run())
+        await asyncio.gather(*requests)
+        assert sleeper.number == 2
+        awake.cancel()
+
+
 async def test_a_source_with_another_hash_is_not_loaded():
     store = ForgetfulStore()
     async with peers(store, 1) as [peer]:
@@ -222,7 +290,7 @@ async def test_a_source_with_another_hash_is_not_loaded():
         store.corrupt(loaded.source_sha256)
         async with peers(store, 1) as [other]:
             assert "another hash" in other.agreement.store()["cannot_load"]["mine"]
-            changed = await peer.agreement.activate("me", loaded.bind({}))
+            changed = await peer.agreement.activate("me", Wanted(loaded.bind({})))
             # The one that activates it stores its own text again, which has the right hash.
             assert changed.revision.number == 2
             await agreed([peer, other])
@@ -236,10 +304,10 @@ async def test_numbers_that_only_a_dead_router_knows_are_not_given_again(
     async with peers(store, 1, follow=False) as [survivor]:
         async with peers(store, 1) as [doomed]:
             bound = doomed.catalog["balanced"].bind({})
-            changed = await doomed.agreement.activate("me", bound)
+            changed = await doomed.agreement.activate("me", Wanted(bound))
             assert (changed.revision.number, changed.pending) == (2, [survivor.agreement.name])
         store.forget(2)  # returns empty
         bound = survivor.catalog["prefill_decode"].bind({})
-        changed = await survivor.agreement.activate("me", bound)
+        changed = await survivor.agreement.activate("me", Wanted(bound))
         assert changed.revision.number > 2
         assert [name for _, name in survivor.ran] == ["data_parallel", "prefill_decode"]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from redis_server import RedisServer, needs_redis
 
 from engine.protocol import BadRequest
-from router.base import StoreUnavailable
+from router.base import StoreUnavailable, StoreUnreadable
 from router.store import (
     Change,
     Document,
@@ -30,6 +33,7 @@ from router.store.linked import CHANGED
 from router.store.notices import Notices
 
 ALWAYS = -1e18
+FLEETS = itertools.count()
 Opened = Callable[[], AbstractAsyncContextManager[SharedStore]]
 
 
@@ -53,19 +57,32 @@ async def linked() -> AsyncIterator[SharedStore]:
             task.cancel()
 
 
+_servers: list[RedisServer] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_server() -> Iterator[None]:
+    yield
+    while _servers:
+        _servers.pop().close()
+
+
+def url_of_own_fleet() -> str:
+    """Return the URL of a fleet of its own in this module's server."""
+    if not _servers:
+        _servers.append(RedisServer())
+    return f"{_servers[0].url}#fleet-{next(FLEETS)}"
+
+
 @asynccontextmanager
 async def in_redis() -> AsyncIterator[SharedStore]:
-    server = RedisServer()
-    try:
-        async with connected(server.url) as store:
-            yield store
-    finally:
-        server.close()
+    async with connected(url_of_own_fleet()) as store:
+        yield store
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncIterator[RedisStore]:
-    store = RedisStore(url)
+async def connected(url: str, **options: str) -> AsyncIterator[RedisStore]:
+    store = RedisStore(url, **options)
     running = asyncio.create_task(store.run())
     try:
         yield store
@@ -111,7 +128,8 @@ async def test_sources_and_log_change_with_the_document_or_not_at_all(store: Sha
     assert (await store.source("other"), await store.source(digest)) == (None, source)
     entries = [(entry.number, entry.value) for entry in await store.log()]
     assert entries == [(1, b"0"), (2, b"1"), (3, b"2 \xff")]
-    await asyncio.gather(*(store.append(b"%d" % i) for i in range(1020)))
+    for begin in range(0, 1020, 60):
+        await asyncio.gather(*(store.append(b"%d" % i) for i in range(begin, begin + 60)))
     numbers = [entry.number for entry in await store.log()]
     assert numbers == list(range(24, 1024))
 
@@ -221,9 +239,14 @@ def test_urls_of_other_kinds_are_refused(url: str):
 # Redis that dies
 
 
+def in_real_redis(test: Callable[..., Any]) -> Callable[..., Any]:
+    for mark in needs_redis:
+        test = mark(test)
+    return test
+
+
 @pytest.mark.slow
-@pytest.mark.redis
-@pytest.mark.skipif(needs_redis[1].args[0], reason="redis-server is not installed")
+@in_real_redis
 async def test_a_server_that_is_killed_or_stopped_is_lost_and_found_again():
     server = RedisServer(keeps=True)
     try:
@@ -240,6 +263,9 @@ async def test_a_server_that_is_killed_or_stopped_is_lost_and_found_again():
                     pass
             assert await store.get() == Document(1, b"a")
             assert store.available
+            # Another router may know of changes that the server had not written to disk yet.
+            assert await store.commit(change(1, b"b")) == "settling"
+            assert await store.commit(Change(1, Document(3, b"c"), restoring=True)) == "done"
             server.signal(signal.SIGSTOP)
             try:
                 async with asyncio.timeout(5):
@@ -247,18 +273,91 @@ async def test_a_server_that_is_killed_or_stopped_is_lost_and_found_again():
                         await store.get()
             finally:
                 server.signal(signal.SIGCONT)
-            assert await store.get() == Document(1, b"a")
+            assert await store.get() == Document(3, b"c")
     finally:
         server.close()
 
 
-@pytest.mark.redis
-@pytest.mark.skipif(needs_redis[1].args[0], reason="redis-server is not installed")
-async def test_fleets_of_other_names_do_not_meet():
-    server = RedisServer()
+@in_real_redis
+async def test_after_a_restart_changes_wait_and_then_go_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "RESTORE_S", 0.1)
+    server = RedisServer(keeps=True)
     try:
-        async with connected(f"{server.url}#one") as one, connected(server.url) as other:
-            assert await one.commit(change(0, b"a")) == "done"
-            assert (await other.get()).version == 0
+        async with connected(server.url) as store:
+            assert await store.commit(change(0, b"a")) == "done"
+            assert await store.commit(change(1, b"b")) == "done"
+            server.kill()
+            server.start()
+            assert await store.commit(change(2, b"c")) == "settling"
+            await asyncio.sleep(0.15)
+            assert await store.commit(change(2, b"c")) == "done"
+    finally:
+        server.close()
+
+
+@in_real_redis
+async def test_fleets_of_other_names_do_not_meet():
+    async with connected(url_of_own_fleet()) as one, connected(url_of_own_fleet()) as other:
+        assert await one.commit(change(0, b"a")) == "done"
+        assert (await other.get()).version == 0
+
+
+@in_real_redis
+async def test_something_else_under_a_key_is_named_and_harms_nothing_else():
+    url = url_of_own_fleet()
+    prefix = f"{{{url.partition('#')[2]}}}"
+    async with connected(url) as store:
+        raw: Any = store._redis
+        assert await store.commit(change(0, b"a")) == "done"
+        await raw.hset(f"{prefix}:document", "version", "many")
+        with pytest.raises(StoreUnreadable, match="document"):
+            await store.get()
+        await raw.set(f"{prefix}:document", "x")
+        with pytest.raises(StoreUnavailable, match="refuses a call: WRONGTYPE"):
+            await store.get()
+        await raw.delete(f"{prefix}:document")
+        assert await store.get() == Document(0, b"")
+        await store.append(b"1")
+        await raw.rpush(f"{prefix}:log", "no number")
+        await store.append(b"2")
+        assert [entry.value for entry in await store.log()][-2:] == [b"1", b"2"]
+        await store.announce("engines", "a", b"1", 60)
+        await raw.hset(f"{prefix}:members:engines", b"\xff", b"2")
+        assert (await store.members("engines"))["a"] == b"1"
+        await raw.hset(f"{prefix}:counter:c", "evil", "x y")
+        with pytest.raises(StoreUnreadable, match="counter:c"):
+            await store.report("c", "a", [1, 2])
+
+
+@in_real_redis
+async def test_a_bucket_fills_though_the_clock_of_the_server_was_set_back():
+    url = url_of_own_fleet()
+    key = f"{{{url.partition('#')[2]}}}:bucket:b:6000"
+    async with connected(url) as store:
+        raw: Any = store._redis
+        assert (await store.take([Take("b", 6000, ALWAYS, 6050)])).admitted
+        then = float(await raw.hget(key, "then"))
+        await raw.hset(key, "then", str(then + 3600))  # an hour in the future
+        wanted = [Take("b", 6000, 1, 1)]
+        assert not (await store.take(wanted)).admitted
+        async with asyncio.timeout(10):  # 51 tokens at 100 per second
+            while not (await store.take(wanted)).admitted:  # noqa: ASYNC110  there is no event
+                await asyncio.sleep(0.05)
+
+
+@in_real_redis
+async def test_the_password_is_read_from_a_file_at_each_connection(tmp_path: Path):
+    server, file = RedisServer(password="the right one"), tmp_path / "password"
+    try:
+        file.write_text("a wrong one\n")
+        async with connected(server.url, password_file=str(file)) as store:
+            with pytest.raises(StoreUnavailable, match="password") as caught:
+                await store.get()
+            assert "wrong one" not in str(caught.value)
+            file.write_text("the right one\n")
+            assert await store.get() == Document(0, b"")
+        file.unlink()
+        with pytest.raises(BadRequest, match="No such file"):
+            RedisStore(server.url, password_file=str(file))
     finally:
         server.close()

@@ -189,6 +189,29 @@ WRONG: dict[str, tuple[str, list[tuple[str, str]]]] = {
         '[engine]\nbackend = "vllm"\nvllm_flags = "--max-num-seqs 8"\n',
         [(":3: engine.vllm_flags: must be a list, not a text (write a list of texts, ", ")")],
     ),
+    "a store that is no URL": (
+        '[keys]\nstore = "h:6379"\n',
+        [(":2: keys.store: not the URL of a store; it begins with", "(redis://HOST:PORT/DB#NAME)")],
+    ),
+    "a store of several servers": (
+        '[keys]\nstore = "redis://:hidden@h1:1,h2:2/0"\n',
+        [(":2: keys.store: its port is no number", "names several hosts")],
+    ),
+    "a store in the wrong table": (
+        '[router]\nstore = "redis://h"\nworkers = 0\n',
+        [
+            (":2: router.store: unknown key here", "(it belongs in [keys])"),
+            (":3: router.workers: must be at least 1, not 0", "(choose a number from 1 to 64)"),
+        ],
+    ),
+    "a store without its password": (
+        '[router]\nstore_password_file = "none"\n[keys]\nstore = "redis://h"\n',
+        [(":2: router.store_password_file: ", "none: No such file or directory (paths are")],
+    ),
+    "a password without a store": (
+        '[router]\nstore_password_file = "empty.txt"\n',
+        [(":2: router.store_password_file: needs --store (", ")")],
+    ),
     "several mistakes": (
         '[engine]\ntp = 0\ndtype = 3\n[router]\nprot = 1\n',
         [

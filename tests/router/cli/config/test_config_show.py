@@ -93,11 +93,14 @@ def test_keys_come_from_the_file_others_or_the_environment_and_are_never_printed
         "engine_api_key = {env = 'OF_ENGINES'}\n"
     )
     env = {"OF_ENGINES": "hidden-engine", "MICROSERVE_UP_API_KEY": "hidden-flag"}
+    env |= {"MICROSERVE_UP_STORE": "redis://:hidden-too@h", "MICROSERVE_UP_WORKERS": "2"}
     shown = show(text, env=env)
     assert shown["keys.api_key"] == ("***", "environment MICROSERVE_UP_API_KEY")
     assert shown["keys.admin_key"] == ("***", "fleet.toml:3")
     assert shown["keys.engine_api_key"] == ("***", "fleet.toml:4")
     assert shown["keys.openai_api_key"] == ("", "default")
+    assert shown["keys.store"] == ("***", "environment MICROSERVE_UP_STORE")
+    assert shown["router.workers"] == (2, "environment MICROSERVE_UP_WORKERS")
     lines = CliRunner().invoke(cli, ["config", "show", "--config", FILE], env=env).output
     assert "hidden" not in lines + str(shown)
 

@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from redis_server import RedisServer, needs_redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
+PASSWORD = "of-the-store"
 FILE = """
 model = "mock"
 state_file = "state.json"
@@ -23,13 +26,15 @@ state_file = "state.json"
 [router]
 port = 1
 strategy = "prefill_decode"
-
+workers = 2
+STORE
 [engine]
 pool-pages = 64
 step-ms = 1
 
 [keys]
 admin_key = {env = "KEY_OF_THE_TEST"}
+URL
 
 [[pool]]
 name = "first"
@@ -43,8 +48,23 @@ pool-pages = 128
 """
 
 
-def test_up_serves_what_the_file_and_flags_say(tmp_path: Path):
-    (tmp_path / "fleet.toml").write_text(FILE)
+@pytest.fixture(params=[False, pytest.param(True, marks=[*needs_redis, pytest.mark.thorough])])
+def file(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Without and with a Redis."""
+    if not request.param:
+        yield FILE.replace("STORE", "").replace("URL", "")
+        return
+    redis = RedisServer(password=PASSWORD)
+    try:
+        text = FILE.replace("STORE", 'store-password-file = "password"\n')
+        yield text.replace("URL", f'store = "{redis.url}#of-up"')
+    finally:
+        redis.close()
+
+
+def test_up_serves_what_the_file_and_flags_say(file: str, tmp_path: Path):
+    (tmp_path / "fleet.toml").write_text(file)
+    (tmp_path / "password").write_text(PASSWORD)
     root = Path(__file__).parents[4]
     process = subprocess.Popen(
         [sys.executable, "-m", "router", "up", "--config", "fleet.toml", "--port", "0"],
@@ -67,10 +87,16 @@ def test_up_serves_what_the_file_and_flags_say(tmp_path: Path):
         headers = {"Authorization": "Bearer of-the-admin"}
         assert httpx.get(f"{url}/admin/engines").status_code == 401
         engines = httpx.get(f"{url}/admin/engines", headers=headers).json()["engines"]
+        store = httpx.get(f"{url}/health").json()["store"]
+        running = psutil.Process(process.pid).children(recursive=True)
+        arguments = " ".join(part for one in running for part in one.cmdline())
     finally:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=30)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+    assert (store["status"], store["routers"]) == ("ok", 2)
+    assert store["router"].startswith("worker-") != ("redis" in file)
+    assert PASSWORD not in arguments and "of-up" not in arguments
     assert not url.endswith(":1")
     assert [one["id"] for one in state["engines"]] == ["first-0", "engine-0"]
     found = {one["role"]: (one["labels"], one["state"]["pages"]["total"]) for one in engines}
