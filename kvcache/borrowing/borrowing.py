@@ -15,9 +15,8 @@ from kvcache.borrowing.gaps import is_present, is_within, lose_block, reach
 from kvcache.borrowing.move import Move
 from kvcache.borrowing.mover import BlockMover
 from kvcache.errors import BadRequest, NoCapacity
-from kvcache.lending import BlockSource, BorrowedBlock
+from kvcache.lending import BlockSource, BorrowedBlock, CreditorFailed
 from kvcache.pages import PageManager
-from kvcache.remote_attention import CreditorFailed
 from kvcache.sequences import HOLE, AwayBlock, AwayBlocks, Loss, PagedSequence, SequenceTable
 from kvcache.types import EngineId, LeaseId, PageId, SeqId
 

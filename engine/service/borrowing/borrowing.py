@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from engine.borrowing import Accounts, BorrowingSettings, BorrowingUse, Keeper, Tell
 from engine.protocol import BLOCK_TOKENS, BadRequest, BorrowingState, LendCreditors
-from engine.service.borrowing.accounts import Accounts
 from engine.service.borrowing.calls import CreditorCalls
-from engine.service.borrowing.keeper import Keeper, Tell
-from engine.service.borrowing.records import BorrowingUse
-from engine.service.borrowing.settings import BorrowingSettings
+from engine.service.borrowing.links import ThreadedLinks
 from kvcache.lease import Identity
 from kvcache.lending import BorrowedBlock
 from kvcache.remote_attention import RemoteAttention
@@ -150,7 +148,9 @@ class Borrowing:
             called_back=lambda creditor, loans: self.on_called_back(creditor, loans),
         )
         calls = CreditorCalls(self._api_key, self._tls)
-        keeper = Keeper(self._accounts, calls, self._identity, self._remote, tell, self._settings)
+        keeper = Keeper(
+            self._accounts, calls, self._identity, ThreadedLinks(self._remote), tell, self._settings
+        )
         self._loop, self._keeper = asyncio.get_running_loop(), keeper
         self._task = asyncio.current_task()
         self._started.set()
