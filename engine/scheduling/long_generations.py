@@ -13,26 +13,39 @@ generation before it preempts it as any other, if its blocks cannot be moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from engine.scheduling.jobs import Generation, Job
 from kvcache.sequences import BlocksElsewhere, SequenceCache
 
-__all__ = ["LongGenerations"]
+__all__ = ["LongGenerations", "ShipLimits"]
 
-# What a creditor computes of a step, at most: half of its limits, since decodes come on top.
-ROWS: Final = 512
-ROW_KEYS: Final = 1 << 23
 IMPATIENT: Final = 20  # sweeps without progress, after which those behind are preempted
+
+
+class ShipLimits(NamedTuple):
+    """What a creditor computes of a step, at most.
+
+    By default half of the limits of a `kvcache.remote_attention.Creditor`: decodes come on top.
+    """
+
+    rows: int = 512
+    row_keys: int = 1 << 23  # rows, times the tokens that they attend to
+
+
+USUAL: Final = ShipLimits()
 
 
 class LongGenerations:
     """The long generations among the running ones. Used by the step loop's thread only."""
 
-    def __init__(self, cache: SequenceCache, wake: Callable[[], object]) -> None:
+    def __init__(
+        self, cache: SequenceCache, wake: Callable[[], object], limits: ShipLimits = USUAL
+    ) -> None:
         """`wake` is called on any thread when a long generation may find room."""
         self._cache = cache
         self._wake = wake
+        self._limits = limits
         self._waited: dict[Generation, int] = {}  # sweeps without progress, of each long one
         self._no_room: set[Generation] = set()  # in the latest plan
         self._waiting = False  # whether one found no room in the plan before
@@ -205,9 +218,11 @@ class LongGenerations:
 
     def _most_rows(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         """Return how many rows the creditors compute for a generation in this step, at most."""
-        rows = ROWS - sum(count for other, count in self._granted.items() if other is not job)
+        rows = self._limits.rows - sum(
+            count for other, count in self._granted.items() if other is not job
+        )
         keys = elsewhere.away(job.seq_id) * elsewhere.block_tokens * max(len(self._waited), 1)
-        return max(min(rows, ROW_KEYS // keys if keys else rows), 1)
+        return max(min(rows, self._limits.row_keys // keys if keys else rows), 1)
 
     def _lacks(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         known = elsewhere.away(job.seq_id) + elsewhere.moving(job.seq_id)
