@@ -69,12 +69,15 @@ class Bookkeeping:
             self.pages, self.sequences, slots, endpoint, shards, identity, clock
         )
         self.landings = Landings(self.receiver)
+        # Pages that are not lent, for a block of this cache that comes home: where all engines of a
+        # cycle of debts are full, one such block lets them repay each other.
+        self.spare = 0
         self.lender = self.sequences.loans = Lender(
             self.pages,
             epoch=identity.epoch,
             most=lend_pages,
             lease_s=loan_s,
-            growth=lambda: len(self.sequences) + self.pages.reserved,
+            growth=lambda: len(self.sequences) + self.pages.reserved + self.spare,
             clock=clock,
             slots=self.receiver.leases.slots,
         )

@@ -36,7 +36,7 @@ from kvcache.lending import BlockSource
 from kvcache.page_store.base import PageStore
 from kvcache.paged_cache import PagedCache
 from kvcache.pages.prefix_tree import Namer, Tell
-from kvcache.remote_attention import RemoteAttention
+from kvcache.remote_attention import MeasuredFetchCost, RemoteAttention
 from kvcache.tiers.hierarchy import Tiers
 from kvcache.tiers.statistics import TierUse
 from kvcache.tiers.store import TierStore
@@ -70,6 +70,7 @@ class KVCache(PagedCache):
         self.layout = layout
         self.transport = transport
         self.identity = identity
+        self._clock = clock
         self.bookkeeping = Bookkeeping(
             layout.pages,
             layout.page_size,
@@ -101,8 +102,17 @@ class KVCache(PagedCache):
         self.store.borrow(remote)
         mover = BlockMover(self._claim_loan, self.layout.held.layers, self.page_size)
         self.elsewhere = Borrowing(
-            source, mover, self._sequences, self.bookkeeping.pages, self.lock, block_tokens=BLOCK
+            source,
+            mover,
+            self._sequences,
+            self.bookkeeping.pages,
+            self.lock,
+            self.bookkeeping.landings,
+            MeasuredFetchCost(remote, BLOCK),
+            self._clock,
+            block_tokens=BLOCK,
         )
+        self.bookkeeping.spare = BLOCK // self.page_size
 
     # Declare: prefixes
 
@@ -332,6 +342,8 @@ class KVCache(PagedCache):
             moving = self.elsewhere.holders() if self.elsewhere is not None else ()
             sent = (*self._sender.holders(), *self.page_sends.holders())
             self.bookkeeping.check([*sent, *self.tiers.holders(), *moving])
+            if self.elsewhere is not None:
+                self.elsewhere.check()
             self.tiers.check()
             self.store.check()
 

@@ -33,6 +33,8 @@ from engine.protocol import (
     LendCreditorsReply,
     LendFree,
     LendFreeReply,
+    LendHome,
+    LendHomeReply,
     LendRenew,
     LendRenewReply,
     LendSend,
@@ -193,6 +195,14 @@ def build_api(engine: ServedEngine, config: EngineConfig) -> FastAPI:
         if engine.borrowing is None:
             raise Unsupported("this engine does not borrow")
         return LendCreditorsReply(creditors=engine.borrowing.set_creditors(call))
+
+    @post("lend/home", LendHome, LendHomeReply)
+    async def lend_home(request: Request) -> LendHomeReply:
+        """Bring blocks home from a creditor; responds when they are here, or the time is over."""
+        call = parse(LendHome, await read_body(request, limit))
+        if engine.home_orders is None:
+            raise Unsupported("this engine does not borrow")
+        return await engine.home_orders.run(call)
 
     @app.get("/microserving/model")
     async def model() -> ModelInfo:

@@ -24,6 +24,7 @@ from engine.service import (
     EngineMetrics,
     EventMuxes,
     GenerationStream,
+    HomeOrders,
     Lending,
     PrefixFeed,
 )
@@ -53,6 +54,11 @@ class ServedEngine(Protocol):
     @property
     def borrowing(self) -> Borrowing | None:
         """The pages that it borrows from other engines; None if it does not borrow."""
+        ...
+
+    @property
+    def home_orders(self) -> HomeOrders | None:
+        """Orders to bring blocks home from its creditors; None if it does not borrow."""
         ...
 
     async def promote(self, prompt: list[int]) -> None:

@@ -8,7 +8,7 @@ from engine.borrowing.accounts import Accounts
 from engine.borrowing.asking import names_of
 from engine.borrowing.keeper import Keeper, Tell
 from engine.borrowing.peers import Links, LoanCalls
-from engine.borrowing.records import BorrowingUse
+from engine.borrowing.records import BorrowingUse, Process
 from engine.borrowing.settings import BorrowingSettings
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Keeper",
     "Links",
     "LoanCalls",
+    "Process",
     "Tell",
     "names_of",
 ]

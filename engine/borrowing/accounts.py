@@ -39,7 +39,8 @@ class Accounts:
         self._creditors: tuple[Creditor, ...] = ()
         self._rests: dict[EngineId, tuple[float, float]] = {}  # until when, and how long
         self._failed: set[EngineId] = set()
-        self._freeing: dict[LeaseId, Freeing] = {}
+        self._freeing: dict[Freeing, None] = {}  # in order
+        self._frozen: dict[str, tuple[EngineId, float]] = {}  # by order: whom, and until when
         self._wanted = 0
         self._active = clock()  # when blocks were last wanted or taken
         self._news = False  # wanted blocks may have come
@@ -61,14 +62,47 @@ class Accounts:
                 self._wanted, self._active = max(self._wanted - 1, 0), self._clock()
             return block
 
-    def give_back(self, block: BorrowedBlock) -> None:
+    def give_back(self, block: BorrowedBlock, *, at_once: bool = False) -> None:
         """See `BlockSource.give_back`."""
         with self._lock:
             loan = self._stock.give_back(block)
-            if loan is not None and loan.closing and not loan.taken:
-                self._end(loan)
-            elif loan is not None and self._wanted:
+            if loan is None:
+                return
+            loan.closing |= at_once
+            if loan.closing:
+                self._end_free(loan)
+            elif self._wanted:
                 self._news = True
+
+    def loan_of(self, block: BorrowedBlock) -> tuple[str, float] | None:
+        """Return the creditor's URL and the seconds until a block's loan ends; None if it has."""
+        with self._lock:
+            loan = self._stock.get(block.loan)
+            for debt in self._borrower.debts():
+                if loan is not None and debt.lease_id == block.loan:
+                    return loan.url, debt.deadline - self._clock()
+            return None
+
+    # For orders
+
+    def epochs(self, creditor: EngineId) -> set[int]:
+        """Return the processes of a creditor that have lent, or that the router has named."""
+        with self._lock:
+            listed = {each.epoch for each in self._creditors if each.instance == creditor}
+            return listed | {loan.epoch for loan in self._stock if loan.creditor == creditor}
+
+    def freeze(self, order: str, creditor: EngineId, seconds: float) -> None:
+        """Borrow nothing from a creditor for so long, and give back its loans without KV."""
+        with self._lock:
+            self._frozen[order] = creditor, self._clock() + seconds
+            for loan in self._stock:
+                if loan.creditor == creditor and not loan.taken:
+                    self._end(loan)
+
+    def thaw(self, order: str) -> None:
+        """End what `freeze` began."""
+        with self._lock:
+            self._frozen.pop(order, None)
 
     def fail(self, creditor: EngineId) -> None:
         """Offer no block of a creditor until `trust`."""
@@ -135,6 +169,7 @@ class Accounts:
                 for each in self._creditors
                 if self._rests.get(EngineId(each.instance), (0.0, 0.0))[0] <= now
                 and each.instance not in self._failed
+                and each.instance not in self._frozen_now()
             ]
 
     def rest(self, creditor: EngineId, *, longer: bool = False) -> None:
@@ -159,7 +194,7 @@ class Accounts:
             if free:
                 process = Process(EngineId(creditor.instance), creditor.epoch)
                 until = self._clock() + self._settings.freeing_s
-                self._freeing[loan] = Freeing(process, creditor.url, loan, until)
+                self._freeing[Freeing(process, creditor.url, loan, until)] = None
 
     def granted(
         self, creditor: Creditor, loan: LeaseId, address: str, pages: list[PageId], lease_s: float
@@ -171,7 +206,8 @@ class Accounts:
         process = Process(EngineId(creditor.instance), creditor.epoch)
         with self._lock:
             if not self._borrower.granted(loan, pages, lease_s):
-                self._freeing[loan] = Freeing(process, creditor.url, loan, self._clock() + lease_s)
+                until = self._clock() + lease_s
+                self._freeing[Freeing(process, creditor.url, loan, until)] = None
                 return False
             self._rests.pop(process.creditor, None)
             self._stock.add(*process, loan, creditor.url, address, pages, self.block_pages)
@@ -204,13 +240,12 @@ class Accounts:
             called_back = []
             for name in answer.called_back:
                 loan = self._stock.get(name) if name in renewing.lease_ids else None
-                if loan is None or loan.closing:
+                if loan is None or loan.called_back:
                     continue
-                loan.closing = True
+                loan.called_back = loan.closing = True
                 if loan.taken:
                     called_back.append(name)
-                else:
-                    self._end(loan)
+                self._end_free(loan)
             return ended, called_back
 
     def lost(self, process: Process, *, free: bool) -> list[LeaseId]:
@@ -226,8 +261,8 @@ class Accounts:
                     if loan is not None:
                         self._free(loan, debt.deadline)
             else:
-                for name in [n for n, each in self._freeing.items() if each.process == process]:
-                    del self._freeing[name]
+                for each in [each for each in self._freeing if each.process == process]:
+                    del self._freeing[each]
             return self._drop([debt.lease_id for debt in debts])
 
     def sweep(self) -> dict[EngineId, list[LeaseId]]:
@@ -262,15 +297,15 @@ class Accounts:
         found: dict[Process, list[Freeing]] = {}
         with self._lock:
             now = self._clock()
-            self._freeing = {n: each for n, each in self._freeing.items() if each.until > now}
-            for each in self._freeing.values():
+            self._freeing = {each: None for each in self._freeing if each.until > now}
+            for each in self._freeing:
                 found.setdefault(each.process, []).append(each)
         return found
 
-    def freed(self, loan: LeaseId) -> None:
-        """Note that a creditor knows that a loan is over."""
+    def freed(self, freeing: Freeing) -> None:
+        """Note that a creditor knows that a loan is over, or a part of it."""
         with self._lock:
-            self._freeing.pop(loan, None)
+            self._freeing.pop(freeing, None)
 
     def ready(self) -> bool:
         """Return whether wanted blocks have come since the last call, and can be taken."""
@@ -281,7 +316,21 @@ class Accounts:
             return True
 
     def _askable(self) -> set[EngineId]:
-        return set(self._connected()) - self._failed
+        return set(self._connected()) - self._failed - self._frozen_now()
+
+    def _frozen_now(self) -> set[EngineId]:
+        now = self._clock()
+        return {creditor for creditor, until in self._frozen.values() if until > now}
+
+    def _end_free(self, loan: LoanBlocks) -> None:
+        """Give back the free blocks of a loan, with the loan if it has no others."""
+        if not loan.taken:
+            self._end(loan)
+        elif pages := self._stock.take_free(loan):
+            deadlines = {debt.lease_id: debt.deadline for debt in self._borrower.debts()}
+            if loan.loan in deadlines:
+                self._borrower.give_back(loan.loan, pages)
+                self._free(loan, deadlines[loan.loan], pages)
 
     def _end(self, loan: LoanBlocks) -> None:
         """Give back a loan."""
@@ -291,9 +340,11 @@ class Accounts:
             self._free(loan, deadlines[loan.loan])
         self._stock.remove(loan.loan)
 
-    def _free(self, loan: LoanBlocks, until: float) -> None:
+    def _free(
+        self, loan: LoanBlocks, until: float, pages: tuple[PageId, ...] | None = None
+    ) -> None:
         process = Process(loan.creditor, loan.epoch)
-        self._freeing[loan.loan] = Freeing(process, loan.url, loan.loan, until)
+        self._freeing[Freeing(process, loan.url, loan.loan, until, pages)] = None
 
     def _drop(self, loans: list[LeaseId]) -> list[LeaseId]:
         """Forget loans; return those that had taken blocks."""

@@ -17,6 +17,7 @@ from engine.borrowing.settings import BorrowingSettings
 from engine.protocol import (
     LendFree,
     LendRenew,
+    LendSend,
     MicroserveError,
     PeerUnreachable,
     StaleEpoch,
@@ -61,6 +62,7 @@ class Keeper:
         )
         self._renewed: dict[Process, float] = {}  # when they were last asked
         self._tasks: dict[tuple[str, object], asyncio.Task[None]] = {}
+        self._sending: set[asyncio.Task[None]] = set()
         self.woken = asyncio.Event()
 
     def _wake(self) -> None:
@@ -173,22 +175,27 @@ class Keeper:
     # Loans that are over
 
     async def _free(self, loans: list[Freeing]) -> None:
-        for process, url, loan, _ in loans:
-            call = LendFree(lease_id=loan, **names_of(self._identity, process))
+        for each in loans:
+            process, url = each.process, each.url
+            call = LendFree(
+                lease_id=each.loan,
+                pages=None if each.pages is None else list(each.pages),
+                **names_of(self._identity, process),
+            )
             try:
                 await self._calls.free(url, call, self._settings.call_s)
             except PeerUnreachable:
                 if await self._calls.refuses_connections(url, self._settings.call_s):
-                    self._accounts.freed(loan)
+                    self._accounts.freed(each)
                     continue
                 await asyncio.sleep(self._settings.rest_s)
                 return
             except MicroserveError as error:
                 log.debug("a loan of %s is over: %s", process.creditor, error)
-            self._accounts.freed(loan)
+            self._accounts.freed(each)
 
     async def _give_all_back(self) -> None:
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._sending]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -198,6 +205,32 @@ class Keeper:
             async with asyncio.timeout(self._settings.call_s):
                 await asyncio.gather(*freeing, return_exceptions=True)
         await self._calls.close()
+
+    # Blocks that come home
+
+    def send_home(
+        self, url: str, within_s: float, call: LendSend, done: Callable[[BaseException | None], Any]
+    ) -> None:
+        """Ask a creditor for the KV of a block; call `done` when it has answered, or will not."""
+        failure: BaseException | None = PeerUnreachable("this engine ends")
+
+        async def ask() -> None:
+            nonlocal failure
+            try:
+                await self._calls.send(url, call, within_s)
+                failure = None
+            except MicroserveError as error:
+                failure = error
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._sending.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("a block could not be asked for", exc_info=error)
+            self._say(done, failure)
+
+        task = asyncio.get_running_loop().create_task(ask())
+        self._sending.add(task)
+        task.add_done_callback(ended)
 
     # Tasks
 

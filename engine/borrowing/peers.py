@@ -12,6 +12,8 @@ from engine.protocol import (
     LendFreeReply,
     LendRenew,
     LendRenewReply,
+    LendSend,
+    LendSendReply,
 )
 from kvcache.types import EngineId
 
@@ -31,6 +33,10 @@ class LoanCalls(Protocol):
 
     async def renew(self, url: str, call: LendRenew, within_s: float) -> LendRenewReply:
         """See `POST /microserving/lend/renew`."""
+        ...
+
+    async def send(self, url: str, call: LendSend, within_s: float) -> LendSendReply:
+        """See `POST /microserving/lend/send`."""
         ...
 
     async def refuses_connections(self, url: str, within_s: float) -> bool:

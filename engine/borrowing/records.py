@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvcache.types import EngineId, LeaseId
+from kvcache.types import EngineId, LeaseId, PageId
 
 __all__ = ["BorrowingUse", "Freeing", "Process"]
 
@@ -18,12 +18,13 @@ class Process(NamedTuple):
 
 
 class Freeing(NamedTuple):
-    """A loan that the creditor has yet to be told is over."""
+    """A loan, or a part of it, that the creditor has yet to be told is over."""
 
     process: Process
     url: str
     loan: LeaseId
     until: float  # when the creditor ends it by itself, on the debtor's clock
+    pages: tuple[PageId, ...] | None = None  # None: all
 
 
 @dataclass(frozen=True, slots=True)

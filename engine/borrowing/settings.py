@@ -17,6 +17,7 @@ class BorrowingSettings:
 
     tick_s: float = 0.05  # between two looks at the accounts, while there are any
     call_s: float = 1.0  # for an answer of a creditor; also between two renewals, at most
+    send_s: float = 5.0  # for the KV of a block that comes home
     connect_s: float = 2.0  # for a connection over which queries are shipped
     rest_s: float = 0.5  # before a creditor is asked again that has refused
     longest_rest_s: float = 10.0  # before one is asked again that did not answer

@@ -13,7 +13,7 @@ __all__ = ["LoanBlocks", "Stock"]
 
 @dataclass(slots=True)
 class LoanBlocks:
-    """A loan as blocks of equal size. It is given back as a whole.
+    """A loan as blocks of equal size. It is given back as a whole, unless it is `closing`.
 
     When a part of a loan is freed, its address ends, and with it writes into the other blocks.
     """
@@ -23,10 +23,11 @@ class LoanBlocks:
     loan: LeaseId
     url: str  # of the creditor
     address: str
-    blocks: list[tuple[PageId, ...]]
+    blocks: list[tuple[PageId, ...]]  # one that has been given back has no pages
     free: list[int]  # numbers of blocks; the last one is taken next
     taken: set[int] = field(default_factory=set)
-    closing: bool = False  # its free blocks are not offered any more
+    called_back: bool = False
+    closing: bool = False  # its free blocks are not offered any more, but given back
 
 
 class Stock:
@@ -96,6 +97,14 @@ class Stock:
         loan.taken.discard(number)
         loan.free.append(number)
         return loan
+
+    def take_free(self, loan: LoanBlocks) -> tuple[PageId, ...]:
+        """Take the free blocks out of a loan, for good; return their pages."""
+        pages = tuple(page for number in loan.free for page in loan.blocks[number])
+        for number in loan.free:
+            loan.blocks[number] = ()
+        loan.free.clear()
+        return pages
 
     def surplus(self, count: int) -> list[LoanBlocks]:
         """Return loans without a taken block, of at most `count` blocks, the latest first."""

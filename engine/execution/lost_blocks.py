@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class LostBlocks:
-    """Ends blocks whose loans are over, called back, or found lost by a step.
+    """Ends blocks whose loans are over, that cannot come home, or found lost by a step.
 
     A sequence keeps its other blocks: the gap is computed again, from its own tokens, and nothing
     is sampled before that. So no token is drawn twice. Used by the step loop's thread only.
@@ -30,6 +30,7 @@ class LostBlocks:
         if self._cache.elsewhere is not None:
             self._count(*self._cache.elsewhere.take_losses())
             self._stats.moved_blocks = self._cache.elsewhere.moved
+            self._stats.home_blocks = dict(self._cache.elsewhere.home)
 
     def recover(self, error: Exception) -> bool:
         """End the blocks that a failed step has found lost; return whether that is why it failed.

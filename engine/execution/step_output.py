@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engine.protocol import MicroserveError
@@ -56,5 +56,6 @@ class StepStats:
     failed_steps: int = 0
     recovered_steps: int = 0  # failed at a creditor, and were computed again
     moved_blocks: int = 0  # that have arrived at creditors
-    lost_blocks: int = 0  # at creditors, whose loans ended or were called back
+    home_blocks: dict[str, int] = field(default_factory=dict)  # come home, by cause
+    lost_blocks: int = 0  # at creditors, whose loans ended, or that could not come home in time
     recomputed_tokens: int = 0  # of these blocks

@@ -5,6 +5,12 @@ pool, or finds no room, its oldest full blocks are moved away, and their pages a
 have arrived. Blocks are wanted for all of its prompt from the start, so that chunks are computed
 while blocks travel.
 
+Blocks that are called back come home, and others make room for them at other creditors. Where the
+pool has room for all blocks that a generation has at a creditor, beyond what the running ones will
+need, they come home if that is cheaper than to ship its queries for the rest of it. What came to
+stay is let go again only when others lack pages, and nothing is fetched for a second after a block
+has left: so blocks do not go back and forth.
+
 It waits for blocks rather than take pages from others. After a second without any progress it
 preempts those behind it; if it is the first of all, it fails after ten (`Scheduler.stuck`). A
 generation before it preempts it as any other, if its blocks cannot be moved.
@@ -21,6 +27,8 @@ from kvcache.sequences import BlocksElsewhere, SequenceCache
 __all__ = ["LongGenerations", "ShipLimits"]
 
 IMPATIENT: Final = 20  # sweeps without progress, after which those behind are preempted
+QUIET: Final = 20  # sweeps in which no block has left, before any is fetched because it is cheaper
+LIKELY: Final = 32  # further tokens of a generation, at least: as many as so far, unless limited
 
 
 class ShipLimits(NamedTuple):
@@ -53,6 +61,8 @@ class LongGenerations:
         self._pressed = 0  # pages that others have lacked in the latest plan
         self._pressing = 0  # likewise, in the plan under way
         self._others = 0  # running generations that are not long: each needs a page to grow into
+        self._left: dict[Generation, int] = {}  # of the blocks that came to stay, let go since
+        self._quiet = QUIET  # sweeps in which no block has left
 
     def __contains__(self, job: Job) -> bool:
         return job in self._waited
@@ -75,14 +85,25 @@ class LongGenerations:
         elsewhere.wake = self._wake
         if elsewhere.settle():
             self._waited = dict.fromkeys(self._waited, 0)
+        if self._pressing or elsewhere.lacking:
+            self._left = {job: elsewhere.came_to_stay(job.seq_id) for job in self._waited}
+            self._quiet = 0
+        for job in self._waited if elsewhere.lacking else ():
+            self._move(elsewhere, job, elsewhere.lacking)
         self._waiting = bool(self._no_room)
         self._no_room.clear()
         self._granted.clear()
         self._pressed, self._pressing = self._pressing, 0
         self._others = sum(job not in self._waited for job in running)
 
-    def end_plan(self, head: Generation | None) -> None:
-        """Ask for the blocks that are needed next; `head` is the first that waits to start."""
+    def end_plan(
+        self, head: Generation | None, running: Sequence[Generation], *, waiting: bool
+    ) -> None:
+        """Ask for the blocks that are needed next, and fetch those that are cheaper here.
+
+        `head` is the first that finds no room to start. `waiting`: others wait behind it, or for a
+        place in the batch.
+        """
         elsewhere = self._cache.elsewhere
         if elsewhere is None:
             return
@@ -90,6 +111,8 @@ class LongGenerations:
         if head is not None and self.outgrows(head):
             wanted += self._blocks_for(elsewhere, head)
         elsewhere.want(wanted)
+        if self._waited and not waiting and self._quiet >= QUIET:
+            self._fetch(elsewhere, running)
 
     def begin(self, job: Generation, *, alone: bool) -> bool:
         """Create the sequence of a generation, with room for a first chunk.
@@ -129,6 +152,7 @@ class LongGenerations:
         """Forget a generation that has ended or was preempted."""
         if isinstance(job, Generation):
             self._waited.pop(job, None)
+            self._left.pop(job, None)
             self._no_room.discard(job)
 
     def room(self, job: Generation, count: int) -> int:
@@ -139,7 +163,7 @@ class LongGenerations:
         count = min(count, self._most_rows(elsewhere, job))
         length = self._cache.planned_length(job.seq_id)
         local = elsewhere.local_pages(job.seq_id)
-        self._move(elsewhere, job, local + self._pages(count) - self._share(elsewhere))
+        self._move(elsewhere, job, local + self._pages(count) - self._keeps(elsewhere, job))
         found = elsewhere.grow_some(job.seq_id, length + count, self._leaving(elsewhere, job))
         found = min(found, count)
         if found < count:
@@ -164,6 +188,7 @@ class LongGenerations:
                 if elsewhere.moving(other.seq_id):
                     return True
                 if elsewhere.move_oldest(other.seq_id, other.tokens):
+                    self._quiet = 0
                     return True
         return False
 
@@ -189,6 +214,7 @@ class LongGenerations:
     def sweep(self) -> None:
         """Note that some time has passed."""
         elsewhere = self._cache.elsewhere
+        self._quiet += 1
         for job in self._no_room if elsewhere is not None else ():
             moving = elsewhere is not None and elsewhere.moving(job.seq_id) > 0
             self._waited[job] = 0 if moving else self._waited[job] + 1
@@ -203,12 +229,38 @@ class LongGenerations:
         pages -= elsewhere.moving(job.seq_id) * per_block
         while pages > 0 and elsewhere.move_oldest(job.seq_id, job.tokens):
             pages -= per_block
+            self._quiet = 0
+
+    def _fetch(self, elsewhere: BlocksElsewhere, running: Sequence[Generation]) -> None:
+        """Fetch blocks where it is cheaper, as far as the running generations leave room.
+
+        One block more stays free, so that a newcomer does not send them away at once.
+        """
+        leaving = elsewhere.block_tokens // self._cache.page_size
+        leaving += sum(self._pages(self._to_come(job) + 1) for job in running)
+        for job in self._waited:
+            if elsewhere.away(job.seq_id):
+                missing = job.target - self._cache.planned_length(job.seq_id)
+                tokens = min(self._to_come(job) - missing, max(job.generated, LIKELY))
+                steps = -(-missing // ROWS) + tokens
+                elsewhere.fetch_cheaper(job.seq_id, missing + tokens, steps, leaving)
+
+    def _to_come(self, job: Generation) -> int:
+        """Return how many tokens a generation still computes, at most."""
+        final = job.prompt_len + job.sampling.max_tokens
+        return max(final - self._cache.planned_length(job.seq_id), 0)
 
     def _share(self, elsewhere: BlocksElsewhere) -> int:
         """Return how many pages a long generation keeps, if blocks can be had."""
         half = elsewhere.total_pages // 2
         per_block = elsewhere.block_tokens // self._cache.page_size
         return max((half - self._pressed) // max(len(self._waited), 1), per_block)
+
+    def _keeps(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
+        """Return how many pages a long generation keeps: its share, and what came to stay."""
+        stays = elsewhere.came_to_stay(job.seq_id) - self._left.get(job, 0)
+        per_block = elsewhere.block_tokens // self._cache.page_size
+        return self._share(elsewhere) + stays * per_block
 
     def _leaving(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         """Return how many pages a long generation leaves to others."""
@@ -225,13 +277,15 @@ class LongGenerations:
         return max(min(rows, self._limits.row_keys // keys if keys else rows), 1)
 
     def _lacks(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
-        known = elsewhere.away(job.seq_id) + elsewhere.moving(job.seq_id)
+        away = elsewhere.away(job.seq_id) - elsewhere.called_back(job.seq_id)
+        known = away + elsewhere.moving(job.seq_id)
         least = 1 if job in self._no_room and not elsewhere.moving(job.seq_id) else 0
         return max(self._blocks_for(elsewhere, job) - known, least)
 
     def _blocks_for(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         """Return how many blocks of a generation have no place here, with one to grow into."""
-        pages = self._pages(job.target + elsewhere.block_tokens) - self._share(elsewhere)
+        keeps = self._keeps(elsewhere, job) if job in self._waited else self._share(elsewhere)
+        pages = self._pages(job.target + elsewhere.block_tokens) - keeps
         return max(-(-pages * self._cache.page_size // elsewhere.block_tokens), 0)
 
     def _pages(self, tokens: int) -> int:

@@ -216,7 +216,7 @@ class Scheduler:
                 self._shared.untouched.discard(job)
                 if job not in self._unpublished:
                     self._unpublished.append(job)
-        self._long.end_plan(self._blocked)
+        self._long.end_plan(self._blocked, self.running, waiting=bool(self.waiting))
         self.planned = len(decodes), sum(len(chunk.tokens) for _, chunk in prompts)
         plan: list[tuple[Job, Chunk]] = [*decodes, *prompts]
         if self.depth > 1:

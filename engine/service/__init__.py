@@ -3,7 +3,7 @@
 May import `engine.execution`, `engine.text` and below. Most classes live on one asyncio event loop.
 """
 
-from engine.service.borrowing import Borrowing
+from engine.service.borrowing import Borrowing, HomeOrders
 from engine.service.engine import MicroserveEngine
 from engine.service.event_mux import EventMuxes
 from engine.service.generation_stream import GenerationStream
@@ -17,6 +17,7 @@ __all__ = [
     "EngineMetrics",
     "EventMuxes",
     "GenerationStream",
+    "HomeOrders",
     "Lending",
     "MicroserveEngine",
     "NativeEngine",

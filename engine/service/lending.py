@@ -90,6 +90,8 @@ class Lending:
                 pages,
                 at=call.creditor_epoch,
             )
+        if freed and self._cache.elsewhere is not None:
+            self._cache.elsewhere.wake()  # blocks that come home may wait for these pages
         return LendFreeReply(freed_pages=freed, kv_addr=address)
 
     def renew(self, call: LendRenew) -> LendRenewReply:

@@ -26,6 +26,7 @@ from engine.protocol import (
     StartGenerate,
     TierCounts,
 )
+from engine.service.borrowing import HomeOrders
 from engine.service.engine import MicroserveEngine
 from engine.service.event_mux import EventMuxes
 from engine.service.generation_stream import GenerationStream
@@ -52,6 +53,11 @@ class NativeEngine:
             lambda: engine.draining,
             engine.creditor,
             (lambda: borrowing.use().pages) if borrowing is not None else None,
+        )
+        self.home_orders = (
+            HomeOrders(engine.cache, borrowing, lambda: engine.draining)
+            if borrowing is not None
+            else None
         )
         self.promote = engine.promote
         self.may_wait = engine.may_wait

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
 
+from engine.execution.step_output import StepStats
 from engine.service.engine import MicroserveEngine
 from engine.service.metrics import Reading
 from kvcache.cache import KVCache
 from kvcache.lending import Loan
+from kvcache.sequences import FetchCause
 
 __all__ = ["engine_readings"]
 
@@ -126,14 +128,27 @@ def _borrowing_readings(engine: MicroserveEngine) -> Iterator[Reading]:
     yield use("microserve:borrowed_blocks_free", "Borrowed blocks without KV", "free_blocks")
     yield use("microserve:borrow_refusals", "Refusals of creditors", "refusals", counter=True)
     yield use("microserve:borrowed_loans_lost", "Loans that were lost", "lost_loans", counter=True)
+    stats = engine.loop.stats
+    for cause in FetchCause:
+        yield Reading(
+            "microserve:home_blocks",
+            "Blocks of contexts that came home, by cause",
+            partial(_home, stats, cause),
+            counter=True,
+            labels={"cause": cause.value},
+        )
     for field, help in (
         ("moved_blocks", "Blocks of contexts that have arrived at other engines"),
-        ("lost_blocks", "Such blocks whose loans have ended or were called back"),
+        ("lost_blocks", "Such blocks whose loans ended, or that could not come home in time"),
         ("recomputed_tokens", "Tokens of these blocks, which are computed again"),
         ("recovered_steps", "Steps that failed at another engine, and were computed again"),
     ):
-        value = partial(attrgetter(field), engine.loop.stats)
+        value = partial(attrgetter(field), stats)
         yield Reading(f"microserve:{field}", help, value, counter=True)
+
+
+def _home(stats: StepStats, cause: FetchCause) -> int:
+    return stats.home_blocks.get(cause, 0)
 
 
 def _swapped(engine: MicroserveEngine, field: str) -> int:

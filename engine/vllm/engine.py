@@ -60,7 +60,7 @@ class VllmEngine:
     """Implements `engine.api.served_engine.ServedEngine`. Lives on one event loop."""
 
     lending = None
-    borrowing = None
+    borrowing = home_orders = None
 
     def __init__(
         self,

@@ -1,9 +1,11 @@
-"""Blocks of long sequences in pages of other engines: moved there, given back, and lost.
+"""Blocks of long sequences in pages of other engines: moved there, fetched home, and lost.
 
 May import `lending`, `lease`, and the rooms below them. Imports no torch.
 """
 
 from kvcache.borrowing.borrowing import Borrowing
+from kvcache.borrowing.fetch import HomeOrder
+from kvcache.borrowing.fetch_cost import FetchCost
 from kvcache.borrowing.mover import BlockMover
 
-__all__ = ["BlockMover", "Borrowing"]
+__all__ = ["BlockMover", "Borrowing", "FetchCost", "HomeOrder"]

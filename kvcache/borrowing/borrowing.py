@@ -1,23 +1,29 @@
 """The blocks of long sequences that lie with creditors: moved there, given back, and lost.
 
-local ── put ──► landed ── settle ──► away ── lost or called back ──► computed again
+local ── put ──► landed ── settle ──► away ── lost ──► computed again
+                                       └───── `kvcache.borrowing.fetches` ──► local
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, cast
 
-from kvcache.borrowing.gaps import is_present, is_within, lose_block, reach
-from kvcache.borrowing.move import Move
+from kvcache.borrowing.fetch import HomeOrder
+from kvcache.borrowing.fetch_cost import FetchCost
+from kvcache.borrowing.fetches import Fetches
+from kvcache.borrowing.gaps import is_within, lose_block, reach
 from kvcache.borrowing.mover import BlockMover
+from kvcache.borrowing.moves import Moves
 from kvcache.errors import BadRequest, NoCapacity
+from kvcache.lease import Landings
 from kvcache.lending import BlockSource, BorrowedBlock, CreditorFailed
 from kvcache.pages import PageManager
-from kvcache.sequences import HOLE, AwayBlock, AwayBlocks, Loss, PagedSequence, SequenceTable
+from kvcache.sequences import HOLE, AwayBlock, Loss, SequenceTable
 from kvcache.types import EngineId, LeaseId, PageId, SeqId
 
 __all__ = ["Borrowing"]
@@ -31,9 +37,8 @@ REFUSALS = 3  # in a row, after which a creditor counts as lost
 class Borrowing:
     """Implements `BlocksElsewhere` for one cache.
 
-    A block is let go only when its put has drained, and between two steps. Until then its sequence
-    is as it was. The cache's lock guards the sequences; what the source tells is noted, and takes
-    effect on the thread that steps.
+    The cache's lock guards the sequences; what the source tells is noted, and takes effect on the
+    thread that steps.
     """
 
     def __init__(
@@ -43,10 +48,16 @@ class Borrowing:
         sequences: SequenceTable,
         manager: PageManager,
         lock: AbstractContextManager[Any],
+        landings: Landings,
+        cost: FetchCost,
+        clock: Callable[[], float],
         *,
         block_tokens: int,
     ) -> None:
         """Listen to the source. `lock` is the cache's, and `block_tokens` the tokens of a block.
+
+        `landings` take the blocks that come home where `cost` says so. `clock` returns monotonic
+        seconds.
 
         Raises `BadRequest` for a pool of fewer than three blocks.
         """
@@ -65,31 +76,34 @@ class Borrowing:
         self._manager = manager
         self._lock = lock
         self._page_size = sequences.page_size
-        self._moves: list[Move] = []
-        self._over: deque[tuple[EngineId, frozenset[LeaseId]]] = deque()  # as the source tells
+        self._moves = Moves(
+            mover, sequences, manager, self._give_back, self._wake, block_tokens=block_tokens
+        )
+        # As the source tells.
+        self._over: deque[tuple[EngineId, frozenset[LeaseId]]] = deque()
+        self._called_back: deque[tuple[EngineId, frozenset[LeaseId]]] = deque()
+        self._fetches = Fetches(
+            source, sequences, manager, landings, cost, clock, self._wake,
+            block_tokens=block_tokens,
+        )  # fmt: skip
         self._wanted = 0
+        self._came_home = 0  # blocks, since the latest `settle`
         sequences.give_back = self._give_back
         source.on_ready = self._wake
-        source.on_lost = source.on_called_back = self._end_soon
+        source.on_lost = partial(self._note, self._over)
+        source.on_called_back = partial(self._note, self._called_back)
 
     # Moving
 
     def settle(self) -> int:
         """See `BlocksElsewhere`. Blocks that did not arrive are given back."""
-        arrived = 0
         with self._lock:
-            for move in [move for move in self._moves if move.ended]:
-                self._moves.remove(move)
-                if self._can_let_go(move):
-                    arrived += 1
-                    self._let_go(move)
-                else:
-                    self._manager.drop(move.pages)
-                    self._give_back(move.block)
-                    if isinstance(move.failure, Exception):
-                        log.info("a block was not moved: %s", move.failure)
+            arrived = self._moves.settle()
+            home = self._came_home + self._fetches.settle()
+            self._came_home = 0
+            self._fetches.serve()
         self.moved += arrived
-        return arrived
+        return arrived + home
 
     def want(self, blocks: int) -> None:
         """See `BlocksElsewhere`."""
@@ -101,37 +115,22 @@ class Borrowing:
         """See `BlocksElsewhere`."""
         with self._lock:
             sequence = self._sequences[seq_id]
-            number = next(self._movable(sequence), None)
+            number = next(self._moves.movable(sequence), None)
             if number is None:
                 return False
             block = self._source.take()
             if block is None:
                 return False
             self._wanted = max(self._wanted - 1, 0)  # as the source counts
-            if len(block.pages) != self._per_block:
-                log.error("a block of %s has %d pages", block.creditor, len(block.pages))
-                self._give_back(block)
-                return False
-            first = number * self._per_block
-            pages = self._manager.share(sequence.table.pages(first, first + self._per_block))
-            move = Move(seq_id, sequence, number, tokens, pages, block)
-            self._moves.append(move)
-
-        def landed(failure: BaseException | None) -> None:
-            move.failure, move.ended = failure, True
-            self._wake()
-
-        self._mover.move(pages, block, landed)
-        return True
+            return self._moves.begin(seq_id, number, tokens, block)
 
     def movable(self, seq_id: SeqId) -> bool:
         """See `BlocksElsewhere`."""
-        return next(self._movable(self._sequences[seq_id]), None) is not None
+        return next(self._moves.movable(self._sequences[seq_id]), None) is not None
 
     def moving(self, seq_id: SeqId) -> int:
         """See `BlocksElsewhere`."""
-        sequence = self._sequences.find(seq_id)
-        return sum(move.sequence is sequence for move in self._moves)
+        return self._moves.of(self._sequences.find(seq_id))
 
     def away(self, seq_id: SeqId) -> int:
         """See `BlocksElsewhere`."""
@@ -159,11 +158,64 @@ class Borrowing:
                 return max(end - sequence.length, 0)
             return max(min(length, reach(sequence, 0, self._page_size)) - sequence.length, 0)
 
+    # Coming home
+
+    @property
+    def home(self) -> Mapping[str, int]:
+        """See `BlocksElsewhere`."""
+        return self._fetches.home
+
+    @property
+    def lacking(self) -> int:
+        """See `BlocksElsewhere`."""
+        return self._fetches.lacking
+
+    def called_back(self, seq_id: SeqId) -> int:
+        """See `BlocksElsewhere`."""
+        away = self._sequences[seq_id].away
+        items = away.items if away is not None else ()
+        return sum(self._fetches.is_called_back(block) for _, block in items)
+
+    def came_to_stay(self, seq_id: SeqId) -> int:
+        """See `BlocksElsewhere`."""
+        away = self._sequences[seq_id].away
+        return away.came_to_stay if away is not None else 0
+
+    def fetch_cheaper(self, seq_id: SeqId, rows: int, steps: int, leaving: int) -> int:
+        """See `BlocksElsewhere`."""
+        with self._lock:
+            sequence = self._sequences[seq_id]
+            return self._fetches.fetch_cheaper(seq_id, sequence, rows, steps, leaving)
+
+    def order_home(self, order: HomeOrder) -> None:
+        """Bring blocks home as pages come free, until the order is done or cancelled.
+
+        On any thread, as `cancel_order`.
+        """
+        with self._lock:
+            self._fetches.order(order)
+        self._wake()
+
+    def cancel_order(self, order: HomeOrder) -> None:
+        """Fetch nothing further for an order. What is under way comes home nevertheless."""
+        with self._lock:
+            self._fetches.cancel(order)
+
     # Losing
 
     def take_losses(self) -> Loss:
         """See `BlocksElsewhere`."""
         lost = Loss(0, 0)
+        with self._lock:
+            self._came_home += self._fetches.settle()  # what has landed is not lost
+            while self._called_back:
+                creditor, loans = self._called_back.popleft()
+                self._fetches.call_back(creditor, loans)
+                self._moves.lose(creditor, loans)
+            for here in self._fetches.take_refused():
+                lose_block(here.sequence, here.number, self.block_tokens)
+                self._give_back(here.block, at_once=True)
+                lost = Loss(lost.blocks + 1, lost.tokens + self.block_tokens)
         while self._over:
             creditor, loans = self._over.popleft()
             more = self._lose(creditor, loans)
@@ -190,8 +242,11 @@ class Borrowing:
 
     def holders(self) -> Iterator[Sequence[PageId]]:
         """Yield the pages that moves hold, to prove ownership."""
-        for move in self._moves:
-            yield move.pages
+        return self._moves.holders()
+
+    def check(self) -> None:
+        """Check the blocks on their way home. Raises `Internal` if they are wrong."""
+        self._fetches.check()
 
     def close(self) -> None:
         """Begin no further moves. Call it without the lock."""
@@ -200,57 +255,24 @@ class Borrowing:
     def _wake(self) -> None:
         self.wake()
 
-    def _end_soon(self, creditor: EngineId, loans: Sequence[LeaseId]) -> None:
-        self._over.append((creditor, frozenset(loans)))
+    def _note(
+        self,
+        told: deque[tuple[EngineId, frozenset[LeaseId]]],
+        creditor: EngineId,
+        loans: Sequence[LeaseId],
+    ) -> None:
+        told.append((creditor, frozenset(loans)))
         self._wake()
 
-    def _give_back(self, block: AwayBlock) -> None:
-        self._source.give_back(cast("BorrowedBlock", block))  # it has come from there
-
-    def _movable(self, sequence: PagedSequence) -> Iterator[int]:
-        """Yield the local blocks that are full, computed and not on their way, oldest first.
-
-        Those are left out whose pages would stay in use by others.
-        """
-        leaving = {move.number for move in self._moves if move.sequence is sequence}
-        per_block, away = self._per_block, sequence.away or ()
-        for begin, end in sequence.present:
-            for number in range(-(-begin // self.block_tokens), end // self.block_tokens):
-                if number in away or number in leaving:
-                    continue
-                pages = sequence.table.pages(number * per_block, (number + 1) * per_block)
-                if all(self._manager.pool.last_holder(page) for page in pages):
-                    yield number
-
-    def _can_let_go(self, move: Move) -> bool:
-        """Whether a block has arrived, and its sequence still has it."""
-        if move.failure is not None or move.lost:
-            return False
-        if self._sequences.find(move.seq_id) is not move.sequence:
-            return False
-        first, begin = move.number * self._per_block, move.number * self.block_tokens
-        if move.sequence.table.pages(first, first + self._per_block) != move.pages:
-            return False
-        return is_present(move.sequence, begin, begin + self.block_tokens)
-
-    def _let_go(self, move: Move) -> None:
-        sequence, first = move.sequence, move.number * self._per_block
-        if sequence.away is None:
-            sequence.away = AwayBlocks(self._per_block)
-        sequence.away.add(move.number, move.block)
-        sequence.table.fill(range(first, first + self._per_block), [HOLE] * self._per_block)
-        self._manager.drop(move.pages)
-        self._manager.drop(move.pages)
-        self._manager.uncache(
-            move.tokens[: (first + self._per_block) * self._page_size], move.pages
-        )
+    def _give_back(self, block: AwayBlock, *, at_once: bool = False) -> None:
+        # It has come from there.
+        self._source.give_back(cast("BorrowedBlock", block), at_once=at_once)
 
     def _lose(self, creditor: EngineId, loans: Collection[LeaseId] | None) -> Loss:
         """End the blocks of a creditor that are in these loans; None: all."""
         blocks = tokens = 0
         with self._lock:
-            for move in self._moves:
-                move.lost |= is_within(move.block, creditor, loans)
+            self._moves.lose(creditor, loans)
             for sequence in self._sequences.all():
                 for number, block in sequence.away.items if sequence.away is not None else ():
                     if is_within(block, creditor, loans):

@@ -32,7 +32,8 @@ class BlockSource(Protocol):
     on_ready: Callable[[], object]
     # Called on any thread: these loans of a creditor are over, and their KV with them.
     on_lost: Callable[[EngineId, Sequence[LeaseId]], object]
-    # Called on any thread: these loans are called back. Blocks in them should be given back soon.
+    # Called on any thread: these loans are called back. Blocks in them should be given back soon;
+    # the loans are over at their old deadline, and `on_lost` follows then.
     on_called_back: Callable[[EngineId, Sequence[LeaseId]], object]
 
     def want(self, blocks: int) -> None:
@@ -46,8 +47,25 @@ class BlockSource(Protocol):
         """Return a free block of a creditor that can be asked, or None if there is none now."""
         ...
 
-    def give_back(self, block: BorrowedBlock) -> None:
-        """Return a block. Nothing is written into it any more, and nobody attends to it."""
+    def give_back(self, block: BorrowedBlock, *, at_once: bool = False) -> None:
+        """Return a block. Nothing is written into it any more, and nobody attends to it.
+
+        With `at_once`, its creditor gets these pages back now. No free block of the same loan is
+        offered any more then, because the address of the loan ends.
+        """
+        ...
+
+    def send_home(
+        self,
+        block: BorrowedBlock,
+        kv_addr: str,
+        done: Callable[[BaseException | None], object],
+    ) -> None:
+        """Have the creditor put the KV of a taken block at `kv_addr`, from position 0 on.
+
+        `done` is called once, on any thread and in bounded time, with the failure if there is one.
+        After a failure the creditor may still be writing.
+        """
         ...
 
     def failed(self, creditor: EngineId) -> None:

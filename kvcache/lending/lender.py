@@ -36,7 +36,7 @@ class Lender:
 
     Loans get pages that are available and none that is in use. They leave `growth` pages available,
     so running sequences grow as before. While the creditor waits for pages that it has called back,
-    it lends nothing.
+    it lends nothing, and neither while it is frozen.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Lender:
         self._growth = growth
         self._clock = clock
         self._slots = slots or NoWriters()
+        self._frozen: dict[str, float] = {}  # until when, by who asked for it
         self._made = 0
         # By deadline: all loans have the same time, and a renewed one goes to the end.
         self._loans: dict[tuple[EngineId, LeaseId], Loan] = {}
@@ -84,9 +85,23 @@ class Lender:
         return sum(len(loan.pages) for loan in self._loans.values() if loan.called_back)
 
     @property
+    def frozen(self) -> bool:
+        """Whether nothing is lent for a while."""
+        now = self._clock()
+        return any(until > now for until in self._frozen.values())
+
+    def freeze(self, order: str, seconds: float) -> None:
+        """Lend nothing further for so long, or until `thaw` of the same order."""
+        self._frozen[order] = self._clock() + seconds
+
+    def thaw(self, order: str) -> None:
+        """End what `freeze` began."""
+        self._frozen.pop(order, None)
+
+    @property
     def lendable(self) -> int:
         """Pages that the next loan can have: what a heartbeat reports as available."""
-        if self.awaited:
+        if self.awaited or self.frozen:
             return 0
         return max(0, min(self.most - self.lent, self._pages.available - self._growth()))
 

@@ -2,7 +2,7 @@
 
 from kvcache.sequences.away import HOLE, AwayBlock, AwayBlocks, missing_pages
 from kvcache.sequences.block_table import PageIds
-from kvcache.sequences.elsewhere import BlocksElsewhere, Loss
+from kvcache.sequences.elsewhere import BlocksElsewhere, FetchCause, Loss
 from kvcache.sequences.interface import SequenceCache
 from kvcache.sequences.step import PageCopy, PagedSequence, SendRange, Span, StepDescription
 from kvcache.sequences.swapping import SwappedSequence
@@ -13,6 +13,7 @@ __all__ = [
     "AwayBlock",
     "AwayBlocks",
     "BlocksElsewhere",
+    "FetchCause",
     "Loss",
     "PageCopy",
     "PageIds",

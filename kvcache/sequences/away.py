@@ -1,6 +1,7 @@
 """Sequences that outgrow their engine: blocks that lie with creditors, and blocks that are lost.
 
     full local block ── moved ──► away ── its loan ends ──► lost ── computed again ──► local
+                                   └───── fetched ────────────────────────────────────► local
 
 Positions stay as they are, and so do the entries of the block table. The entries of a block that is
 away or lost are holes: they name the scratch page. (Infinite-LLM's rBlocks, section 4.3.)
@@ -38,10 +39,11 @@ class AwayBlock(Protocol):
 class AwayBlocks:
     """The blocks of one sequence that lie with creditors, by number: block `i` is the `i`-th."""
 
-    __slots__ = ("_blocks", "_items", "pages_per_block")
+    __slots__ = ("_blocks", "_items", "came_to_stay", "pages_per_block")
 
     def __init__(self, pages_per_block: int) -> None:
         self.pages_per_block = pages_per_block
+        self.came_to_stay = 0  # blocks that were fetched because there is room for them
         self._blocks: dict[int, AwayBlock] = {}
         self._items: tuple[tuple[int, AwayBlock], ...] = ()  # in order
 
@@ -53,6 +55,10 @@ class AwayBlocks:
 
     def __getitem__(self, number: int) -> AwayBlock:
         return self._blocks[number]
+
+    def get(self, number: int) -> AwayBlock | None:
+        """Return a block that is away, or None."""
+        return self._blocks.get(number)
 
     @property
     def items(self) -> tuple[tuple[int, AwayBlock], ...]:
@@ -67,7 +73,7 @@ class AwayBlocks:
         self._items = tuple(sorted(self._blocks.items()))
 
     def remove(self, number: int) -> AwayBlock:
-        """Forget a block, and return it."""
+        """Forget a block that is lost or has come home, and return it."""
         block = self._blocks.pop(number)
         self._items = tuple(sorted(self._blocks.items()))
         return block

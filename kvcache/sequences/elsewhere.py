@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from kvcache.types import SeqId
 
-__all__ = ["BlocksElsewhere", "Loss"]
+__all__ = ["BlocksElsewhere", "FetchCause", "Loss"]
+
+
+class FetchCause(StrEnum):
+    """Why a block comes home."""
+
+    CALLED_BACK = "called_back"  # its creditor wants the pages
+    SWAP = "swap"  # the router has ordered it, to end a cycle of debts
+    CHEAPER = "cheaper"  # than to ship queries to it
 
 
 class Loss(NamedTuple):
@@ -32,6 +41,11 @@ class BlocksElsewhere(Protocol):
         ...
 
     @property
+    def home(self) -> Mapping[str, int]:
+        """Blocks that have come home since the start, by cause: a value of `FetchCause`."""
+        ...
+
+    @property
     def block_tokens(self) -> int:
         """Tokens per block."""
         ...
@@ -42,9 +56,10 @@ class BlocksElsewhere(Protocol):
         ...
 
     def settle(self) -> int:
-        """Let go of the local pages of blocks that have arrived; return how many blocks that is.
+        """Let go of the local pages of blocks that have arrived, and take in those come home.
 
-        Call it before each step.
+        Also fetches the blocks that are called back or ordered home, as far as there is room.
+        Returns how many blocks have arrived or come home. Call it before each step.
         """
         ...
 
@@ -72,6 +87,27 @@ class BlocksElsewhere(Protocol):
         """Return how many blocks of a sequence lie with creditors."""
         ...
 
+    def called_back(self, seq_id: SeqId) -> int:
+        """Return how many blocks of a sequence have to leave their creditors."""
+        ...
+
+    @property
+    def lacking(self) -> int:
+        """Pages that blocks which are called back have found missing in the latest `settle`."""
+        ...
+
+    def came_to_stay(self, seq_id: SeqId) -> int:
+        """Return how many blocks of a sequence were fetched because there is room for them."""
+        ...
+
+    def fetch_cheaper(self, seq_id: SeqId, rows: int, steps: int, leaving: int) -> int:
+        """Begin to fetch a sequence's blocks where that is cheaper than to ship its queries.
+
+        It is expected to compute `rows` further tokens, in `steps` steps. `leaving` pages stay
+        available. Returns how many blocks are on their way home.
+        """
+        ...
+
     def local_pages(self, seq_id: SeqId) -> int:
         """Return how many pages of the pool a sequence holds."""
         ...
@@ -85,7 +121,7 @@ class BlocksElsewhere(Protocol):
         ...
 
     def take_losses(self) -> Loss:
-        """End the blocks whose loans are over, or called back, since the last call."""
+        """End the blocks whose loans are over, or that were called back and do not come home."""
         ...
 
     def recover(self, error: Exception, *, refusals: int) -> Loss | None:

@@ -75,6 +75,10 @@ class SequenceTable:
         """Return the sequences on the device."""
         return list(self._all.values())
 
+    def items(self) -> list[tuple[SeqId, PagedSequence]]:
+        """Return the sequences on the device, with their ids."""
+        return list(self._all.items())
+
     def check_new(self, seq_id: SeqId) -> None:
         """Raise `Internal` if the sequence exists."""
         if seq_id in self._all or seq_id in self._swapped:

@@ -7,5 +7,6 @@ over HTTP, and connections. May import `engine.borrowing`, `engine.web`, `engine
 
 from engine.borrowing import BorrowingSettings
 from engine.service.borrowing.borrowing import Borrowing, BorrowingUse
+from engine.service.borrowing.orders import HomeOrders
 
-__all__ = ["Borrowing", "BorrowingSettings", "BorrowingUse"]
+__all__ = ["Borrowing", "BorrowingSettings", "BorrowingUse", "HomeOrders"]

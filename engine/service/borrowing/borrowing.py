@@ -11,8 +11,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from engine.borrowing import Accounts, BorrowingSettings, BorrowingUse, Keeper, Tell
-from engine.protocol import BLOCK_TOKENS, BadRequest, BorrowingState, LendCreditors
+from engine.borrowing import (
+    Accounts,
+    BorrowingSettings,
+    BorrowingUse,
+    Keeper,
+    Process,
+    Tell,
+    names_of,
+)
+from engine.protocol import (
+    BLOCK_TOKENS,
+    BadRequest,
+    BorrowingState,
+    LeaseExpired,
+    LendCreditors,
+    LendSend,
+    PeerUnreachable,
+)
 from engine.service.borrowing.calls import CreditorCalls
 from engine.service.borrowing.links import ThreadedLinks
 from kvcache.lease import Identity
@@ -85,10 +101,32 @@ class Borrowing:
         """See `BlockSource.take`."""
         return self._accounts.take()
 
-    def give_back(self, block: BorrowedBlock) -> None:
+    def give_back(self, block: BorrowedBlock, *, at_once: bool = False) -> None:
         """See `BlockSource.give_back`. Blocks of loans that are over are ignored."""
-        self._accounts.give_back(block)
+        self._accounts.give_back(block, at_once=at_once)
         self._wake()
+
+    def send_home(
+        self,
+        block: BorrowedBlock,
+        kv_addr: str,
+        done: Callable[[BaseException | None], object],
+    ) -> None:
+        """See `BlockSource.send_home`. It ends with the loan, or after some seconds."""
+        found, keeper = self._accounts.loan_of(block), self._keeper
+        if found is None or keeper is None:
+            done(LeaseExpired(f"loan {block.loan} of {block.creditor} is over"))
+            return
+        url, left_s = found
+        call = LendSend(
+            lease_id=block.loan,
+            pages=list(block.pages),
+            kv_addr=kv_addr,
+            **names_of(self._identity, Process(block.creditor, block.epoch)),
+        )
+        within_s = min(left_s, self._settings.send_s)
+        if not self._on_loop(partial(keeper.send_home, url, within_s, call, done)):
+            done(PeerUnreachable("this engine ends"))
 
     def failed(self, creditor: EngineId) -> None:
         """See `BlockSource.failed`."""
@@ -105,6 +143,20 @@ class Borrowing:
                 self._on_loop(partial(self._keeper.lose, process, free=False))
         self._wake()
         return len(call.creditors)
+
+    def epochs(self, creditor: EngineId) -> set[int]:
+        """Return the processes of a creditor that have lent, or that the router has named."""
+        return self._accounts.epochs(creditor)
+
+    def freeze(self, order: str, creditor: EngineId, seconds: float) -> None:
+        """Borrow nothing from a creditor for so long, or until `thaw` of the same order."""
+        self._accounts.freeze(order, creditor, seconds)
+        self._wake()
+
+    def thaw(self, order: str) -> None:
+        """End what `freeze` began."""
+        self._accounts.thaw(order)
+        self._wake()
 
     def use(self) -> BorrowingUse:
         """Return what is borrowed now."""
@@ -164,7 +216,10 @@ class Borrowing:
         if self._keeper is not None:
             self._on_loop(self._keeper.woken.set)
 
-    def _on_loop(self, do: Callable[[], object]) -> None:
+    def _on_loop(self, do: Callable[[], object]) -> bool:
+        """Have the thread call `do`; return False if it has ended."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(do)
+                return True
+        return False

@@ -17,6 +17,8 @@ from engine.protocol import (
     LendFreeReply,
     LendRenew,
     LendRenewReply,
+    LendSend,
+    LendSendReply,
     PeerUnreachable,
     error_from_body,
 )
@@ -28,8 +30,8 @@ MOST_REPLY = 1 << 20  # bytes; a loan has few pages, and a renewal names 1024 lo
 LONGEST_S = 60.0
 MESSAGE = 500  # characters of an error about a reply
 
-Call = LendAllocate | LendFree | LendRenew
-R = TypeVar("R", LendAllocateReply, LendFreeReply, LendRenewReply)
+Call = LendAllocate | LendFree | LendRenew | LendSend
+R = TypeVar("R", LendAllocateReply, LendFreeReply, LendRenewReply, LendSendReply)
 
 
 class CreditorCalls:
@@ -56,6 +58,9 @@ class CreditorCalls:
 
     async def renew(self, url: str, call: LendRenew, within_s: float) -> LendRenewReply:
         return await self._call(LendRenewReply, url, "renew", call, within_s)
+
+    async def send(self, url: str, call: LendSend, within_s: float) -> LendSendReply:
+        return await self._call(LendSendReply, url, "send", call, within_s)
 
     async def refuses_connections(self, url: str, within_s: float) -> bool:
         """Return whether nobody listens at a URL: the process that did has ended."""

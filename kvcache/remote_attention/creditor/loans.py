@@ -39,7 +39,7 @@ class PagesOfLoans:
 
     def __call__(self, debtor: Debtor, loan: LeaseId, pages: frozenset[PageId]) -> bool:
         with self._lock:
-            for each in self._lender.loans():
-                if (each.debtor, each.epoch, each.lease_id) == (*debtor, loan):
-                    return pages.issubset(each.pages)
-        return False
+            found = self._lender.loan(debtor.engine_id, loan)
+            if found is None or found.epoch != debtor.epoch:
+                return False
+            return pages.issubset(found.pages)

@@ -46,9 +46,14 @@ class AttentionShape:
         )
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of a number in queries and pages."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
     def query_bytes(self) -> int:
         """Bytes of one row's query in one layer."""
-        return self.heads * self.head_dim * DTYPES[self.dtype].itemsize
+        return self.heads * self.head_dim * self.element_bytes
 
     @property
     def part_floats(self) -> int:

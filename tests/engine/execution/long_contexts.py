@@ -7,8 +7,10 @@ of blocks allocates straight from the creditors' bookkeeping.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import torch
@@ -23,6 +25,7 @@ from engine.scheduling.jobs import Generation
 from engine.scheduling.scheduler import Scheduler
 from kvcache.attention import BLOCK
 from kvcache.cache import KVCache
+from kvcache.errors import PeerUnreachable
 from kvcache.lease import Identity, KVAddress
 from kvcache.lending import BorrowedBlock
 from kvcache.page_store import TorchPageStore
@@ -49,9 +52,10 @@ def make_cache(name: str, pages: int, lend_pages: int = 0) -> KVCache:
 class Lending:
     """A creditor: its cache, and the server that answers over the pages that it has lent."""
 
-    def __init__(self, name: str, pages: int) -> None:
+    def __init__(self, name: str, pages: int = 0, cache: KVCache | None = None) -> None:
+        """By default, a cache that lends all of its `pages`."""
         self.name = EngineId(name)
-        self.cache = make_cache(name, pages, lend_pages=pages)
+        self.cache = cache or make_cache(name, pages, lend_pages=pages)
         assert isinstance(self.cache.store, TorchPageStore)
         self.server = Creditor(
             self.cache.store.pool,
@@ -97,6 +101,10 @@ class Source:
         self.free: list[tuple[EngineId, LeaseId, tuple[PageId, ...]]] = []
         self.taken: set[tuple[EngineId, LeaseId, tuple[PageId, ...]]] = set()
         self.addresses: dict[tuple[EngineId, LeaseId], str] = {}
+        self.sends = 0  # blocks that were asked home
+        self.refuse_sends = False
+        self.hold_sends: threading.Event | None = None  # which sends wait for
+        self._threads = ThreadPoolExecutor(4)
         self._numbers = count(1)
         self._turn = 0
 
@@ -132,10 +140,47 @@ class Source:
                 return BorrowedBlock(name, EPOCH, loan, address, first, pages)
         return None
 
-    def give_back(self, block: BorrowedBlock) -> None:
+    def give_back(self, block: BorrowedBlock, *, at_once: bool = False) -> None:
         known = block.creditor, block.loan, block.pages
         self.taken.remove(known)  # each once
         self._return(known)
+
+    def send_home(
+        self, block: BorrowedBlock, kv_addr: str, done: Callable[[BaseException | None], object]
+    ) -> None:
+        """Have the creditor send the block, on another thread."""
+        self.sends += 1
+        if self.refuse_sends:
+            done(PeerUnreachable("the creditor refuses"))
+        else:
+            self._threads.submit(self._send, block, kv_addr, done)
+
+    def _send(
+        self, block: BorrowedBlock, kv_addr: str, done: Callable[[BaseException | None], object]
+    ) -> None:
+        cache, failure = self.lending[block.creditor].cache, None
+        try:
+            if self.hold_sends is not None:
+                self.hold_sends.wait()
+            target = cache.page_sends.open(kv_addr)
+            with cache.lock:
+                try:
+                    cache.bookkeeping.lender.check_pages(
+                        self.debtor, EPOCH, block.loan, block.pages, at=EPOCH
+                    )
+                    sent = cache.page_sends.send(target, block.pages)
+                except BaseException:
+                    target.abandon()
+                    raise
+            sent.result(20)
+        except Exception as error:  # noqa: BLE001  told
+            failure = error
+        done(failure)
+
+    def close(self) -> None:
+        if self.hold_sends is not None:
+            self.hold_sends.set()
+        self._threads.shutdown()
 
     def failed(self, creditor: EngineId) -> None:
         self.failures.append(creditor)
@@ -203,9 +248,14 @@ class Engine:
     """A cache, a stepper and the model; notes the logits of each token that it samples."""
 
     def __init__(
-        self, pages: int, budget: int = 128, name: str = "debtor", batch: int = 16
+        self,
+        pages: int,
+        budget: int = 128,
+        name: str = "debtor",
+        batch: int = 16,
+        lend_pages: int = 0,
     ) -> None:
-        self.cache = make_cache(name, pages)
+        self.cache = make_cache(name, pages, lend_pages)
         self.scheduler = Scheduler(self.cache, token_budget=budget, max_batch=batch)
         self.stepper = Stepper(
             self.cache,
@@ -325,6 +375,7 @@ class World:
                 assert one.lent == 0
 
     def close(self) -> None:
+        self.source.close()
         self.engine.cache.close()
         self.remote.close()
         for one in self.lending:

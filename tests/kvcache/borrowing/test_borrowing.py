@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from kv_helpers import HEADS, LAYERS, SIZE, kv_of, memory_cache, sequence
+from one_creditor import PAGES, PER_BLOCK, TOKENS, OneCreditor, Scene
 
 from kvcache.attention import BLOCK
-from kvcache.borrowing import Borrowing
 from kvcache.cache import KVCache
 from kvcache.errors import (
     BadRange,
@@ -27,88 +27,7 @@ from kvcache.lending import BorrowedBlock
 from kvcache.page_store.sharded import ShardedPageStore
 from kvcache.remote_attention import AttentionShape, CreditorFailed, RemoteAttention
 from kvcache.transport import MemoryNetwork
-from kvcache.types import EngineId, LeaseId, SeqId
-
-PER_BLOCK = BLOCK // SIZE
-PAGES = 4 * PER_BLOCK
-TOKENS = [(7 * i) % 400 for i in range(3 * BLOCK + 10)]
-
-
-class OneCreditor:
-    """A `BlockSource` that lends each block as a loan of its own."""
-
-    def __init__(self, creditor: KVCache) -> None:
-        self.on_ready: Callable[[], object] = lambda: None
-        self.on_lost: Callable[[EngineId, Sequence[LeaseId]], object] = lambda *_: None
-        self.on_called_back: Callable[[EngineId, Sequence[LeaseId]], object] = lambda *_: None
-        self.creditor = creditor
-        self.loans = 0
-        self.out: list[BorrowedBlock] = []
-        self.failures: list[EngineId] = []
-
-    def want(self, blocks: int) -> None:
-        pass
-
-    def take(self) -> BorrowedBlock | None:
-        self.loans += 1
-        loan, pages = LeaseId(str(self.loans)), PER_BLOCK
-        with self.creditor.lock:
-            address = self.creditor.bookkeeping.lend(EngineId("a"), 1, loan, pages, at=1)
-        if address is False:
-            return None
-        own = tuple(KVAddress.verify(address, b"secret").pages())
-        self.out.append(BorrowedBlock(EngineId("b"), 1, loan, address, 0, own))
-        return self.out[-1]
-
-    def give_back(self, block: BorrowedBlock) -> None:
-        self.out.remove(block)
-        self.end(block)
-
-    def failed(self, creditor: EngineId) -> None:
-        self.failures.append(creditor)
-
-    def end(self, block: BorrowedBlock) -> None:
-        """End a loan. It may have ended already."""
-        with self.creditor.lock:
-            self.creditor.bookkeeping.take_back(EngineId("a"), 1, block.loan, at=1)
-
-
-class Scene:
-    def __init__(self) -> None:
-        network = MemoryNetwork()
-        self.cache = memory_cache(network, PAGES, name="a")
-        self.creditor = memory_cache(network, 6 * PER_BLOCK, name="b", lend_pages=6 * PER_BLOCK)
-        self.source = OneCreditor(self.creditor)
-        shape = AttentionShape.of(self.cache.layout, HEADS)
-        self.remote = RemoteAttention(self.cache.identity, shape)
-        self.cache.borrow(self.source, self.remote)
-
-    @property
-    def elsewhere(self) -> Borrowing:
-        assert self.cache.elsewhere is not None
-        return self.cache.elsewhere
-
-    def long(self, number: int = 1) -> SeqId:
-        return sequence(self.cache, number, TOKENS)
-
-    def arrive(self) -> int:
-        """Wait until no block is on its way; return how many have arrived."""
-        arrived, until = 0, time.monotonic() + 10
-        while list(self.elsewhere.holders()):
-            assert time.monotonic() < until
-            arrived += self.elsewhere.settle()
-            time.sleep(0.0005)
-        return arrived
-
-    def move(self, seq_id: SeqId, blocks: int = 1) -> None:
-        for _ in range(blocks):
-            assert self.elsewhere.move_oldest(seq_id, TOKENS)
-        assert self.arrive() == blocks
-
-    def content(self, block: BorrowedBlock, layer: int) -> torch.Tensor:
-        pool: Any = self.creditor.store
-        found: torch.Tensor = pool.pool[layer, list(block.pages)].transpose(1, 2).flatten(0, 1)
-        return found
+from kvcache.types import EngineId, SeqId
 
 
 @pytest.fixture
@@ -282,7 +201,7 @@ def test_a_lost_block_is_a_gap_that_is_computed_again(scene: Scene):
     seq_id = scene.long()
     scene.move(seq_id, 3)
     lost = scene.source.out[1]
-    scene.source.on_called_back(EngineId("b"), [lost.loan])
+    scene.source.on_lost(EngineId("b"), [lost.loan])
     assert scene.elsewhere.take_losses() == (1, BLOCK)
     assert lost not in scene.source.out
     cache = scene.cache
