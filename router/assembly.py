@@ -101,7 +101,13 @@ async def assembled(
             relocations, clock = Relocations(), asyncio.get_running_loop().time
             awake = AwakeClock(clock=clock)
             registry = Registry(
-                config, connect, tasks, events, on_drain=relocations.leave, awake=awake
+                config,
+                connect,
+                tasks,
+                events,
+                on_drain=relocations.leave,
+                awake=awake,
+                metrics=metrics,
             )
             descriptions = Descriptions(
                 described,

@@ -7,6 +7,7 @@ it. May import `engine.protocol` and `kvcache` without torch; starts no thread.
 from engine.borrowing.accounts import Accounts
 from engine.borrowing.asking import names_of
 from engine.borrowing.keeper import Keeper, Tell
+from engine.borrowing.orders import HomeOrders
 from engine.borrowing.peers import Links, LoanCalls
 from engine.borrowing.records import BorrowingUse, Process
 from engine.borrowing.settings import BorrowingSettings
@@ -15,6 +16,7 @@ __all__ = [
     "Accounts",
     "BorrowingSettings",
     "BorrowingUse",
+    "HomeOrders",
     "Keeper",
     "Links",
     "LoanCalls",

@@ -25,5 +25,7 @@ class Heartbeat(Message):
     epoch: Count
     sequence: Count
     available: int = Field(ge=0, lt=2**31)  # pages that it would lend now
+    # Pages that it would lend if none of its pages were in use. None: it does not tell.
+    most: int | None = Field(default=None, ge=0, lt=2**31)
     borrowed: Accounts = Field(default_factory=dict)  # pages, by creditor
     lent: Accounts = Field(default_factory=dict)  # pages, by debtor

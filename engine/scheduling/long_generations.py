@@ -242,7 +242,7 @@ class LongGenerations:
             if elsewhere.away(job.seq_id):
                 missing = job.target - self._cache.planned_length(job.seq_id)
                 tokens = min(self._to_come(job) - missing, max(job.generated, LIKELY))
-                steps = -(-missing // ROWS) + tokens
+                steps = -(-missing // self._limits.rows) + tokens
                 elsewhere.fetch_cheaper(job.seq_id, missing + tokens, steps, leaving)
 
     def _to_come(self, job: Generation) -> int:

@@ -160,12 +160,13 @@ class Lending:
             return None
         borrowed = self._borrowed() if self._borrowed is not None else {}
         with self._cache.lock:
-            available, lent = lender.lendable, lender.lent_to()
+            available, most, lent = lender.lendable, lender.most, lender.lent_to()
         return Heartbeat(
             instance=identity.engine_id,
             epoch=identity.epoch,
             sequence=next(self._sequence),
             available=0 if self._draining() else available,
+            most=0 if self._draining() else most,
             borrowed={str(creditor): pages for creditor, pages in borrowed.items()},
             lent={str(debtor): pages for debtor, pages in lent.items()},
         )

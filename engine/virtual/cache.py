@@ -13,9 +13,10 @@ from engine.scheduling import Chunk
 from engine.virtual.loans import AtOnce
 from engine.virtual.put import Puts, VirtualPut
 from kvcache.bookkeeping import LOAN_S, Bookkeeping
-from kvcache.borrowing import BlockMover, Borrowing
+from kvcache.borrowing import BlockMover, Borrowing, FetchCost
 from kvcache.errors import Internal, NoCapacity
 from kvcache.lease import SLOTS, WORDS, Identity, Mirror, Put, ReceiveLease, Sender
+from kvcache.lease.page_sends import PageSends
 from kvcache.lending import BlockSource
 from kvcache.sequences import PageCopy, SendRange, StepDescription
 from kvcache.types import LeaseId, SeqId, SlotIndex, TokenPos
@@ -63,7 +64,7 @@ class VirtualCache:
         `on_end` is called when leases have expired. At most `lend_pages` pages are lent at a time,
         each for `loan_s` seconds.
         """
-        self._on_end = on_end
+        self._on_end, self._clock = on_end, clock
         self.elsewhere: Borrowing | None = None
         self.page_size = page_size
         self.lock: AbstractContextManager[Any] = nullcontext()
@@ -77,6 +78,9 @@ class VirtualCache:
             self.bookkeeping.pages, page_size, puts.layers, puts, identity, nullcontext()
         )
         self._layers = range(puts.layers)
+        self.page_sends = PageSends(
+            self._sender, self.bookkeeping.pages, page_size, puts.layers, nullcontext()
+        )
         self._puts: dict[int, VirtualPut] = {}  # by claim
         self._step: StepDescription | None = None
         self._copies: list[PageCopy] = []  # of the decodes that have begun
@@ -104,7 +108,7 @@ class VirtualCache:
         self.prefix = self.bookkeeping.pages.prefix
         self.check_room = self.bookkeeping.pages.check_room
 
-    def borrow(self, source: BlockSource) -> None:
+    def borrow(self, source: BlockSource, cost: FetchCost) -> None:
         """See `KVCache.borrow`."""
         sender = self._sender
         mover = BlockMover(
@@ -112,8 +116,9 @@ class VirtualCache:
         )
         self.elsewhere = Borrowing(
             source, mover, self.sequences, self.bookkeeping.pages, self.lock,
-            block_tokens=BLOCK_TOKENS,
+            self.bookkeeping.landings, cost, self._clock, block_tokens=BLOCK_TOKENS,
         )  # fmt: skip
+        self.bookkeeping.spare = BLOCK_TOKENS // self.page_size
 
     @property
     def awaits_pages(self) -> bool:
@@ -267,7 +272,10 @@ class VirtualCache:
     def check_integrity(self) -> None:
         """Check that every page is free or held. Raises `Internal` if one is not."""
         moving = self.elsewhere.holders() if self.elsewhere is not None else ()
-        self.bookkeeping.check([*self._sender.holders(), *moving])
+        sent = (*self._sender.holders(), *self.page_sends.holders())
+        self.bookkeeping.check([*sent, *moving])
+        if self.elsewhere is not None:
+            self.elsewhere.check()
 
     @staticmethod
     def _own(put: Put) -> VirtualPut:

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import AsyncGenerator
 from itertools import count
 
-from engine.borrowing import BorrowingSettings
+from engine.borrowing import BorrowingSettings, HomeOrders
 from engine.execution.released_ids import ReleasedIds
 from engine.execution.send_reply import reply_of
 from engine.execution.step_output import StepOutput
@@ -32,8 +32,12 @@ from engine.protocol import (
     LendCreditors,
     LendFree,
     LendFreeReply,
+    LendHome,
+    LendHomeReply,
     LendRenew,
     LendRenewReply,
+    LendSend,
+    LendSendReply,
     Limits,
     MirrorGeneration,
     NoCapacity,
@@ -68,6 +72,7 @@ from engine.virtual.kv_arrival import VirtualArrivals
 from engine.virtual.loans import (
     RemoteAttention,
     VirtualBorrowing,
+    VirtualFetchCost,
     VirtualLending,
     VirtualLinks,
     VirtualLoanCalls,
@@ -80,14 +85,12 @@ from engine.virtual.steps import MOST_AT_ONCE, VirtualSteps
 from engine.virtual.stream import VirtualStream
 from engine.virtual.tokens import VOCAB
 from kvcache.lease import Identity
-from kvcache.types import EngineId, LeaseId, SeqId
+from kvcache.types import EngineId, LeaseId, PageId, SeqId
 
 __all__ = ["SECRET", "VirtualEngine", "url_of"]
 
 SECRET = b"virtual"
 USUAL = EngineKind()
-# A device that computes for debtors is fast enough for all rows of a step.
-SHIPPED = ShipLimits(rows=1 << 30, row_keys=1 << 60)
 NO_EOS: frozenset[int] = frozenset()  # outputs end by their length alone
 
 
@@ -160,7 +163,8 @@ class VirtualEngine:
                 self.identity, creditors, links, lambda: self.steps.cut(),
                 page_size=config.page_size, settings=borrowing or BorrowingSettings(),
             )  # fmt: skip
-            self.cache.borrow(self.borrowing)
+            self.cache.borrow(self.borrowing, VirtualFetchCost(profile, BLOCK_TOKENS))
+            self._orders = HomeOrders(self.cache, self.borrowing, lambda: False)
             remote = RemoteAttention(
                 self.identity.engine_id, profile, self.cache.sequences, links, BLOCK_TOKENS
             )
@@ -174,7 +178,8 @@ class VirtualEngine:
             max_batch=config.max_batch,
             swap=False,
             decode_slowdown=config.decode_slowdown,
-            ship=SHIPPED,
+            # Debtors and creditors share devices evenly; there is no other limit.
+            ship=ShipLimits(config.token_budget, row_keys=1 << 60),
         )
         self.steps = VirtualSteps(
             self.cache, self.scheduler, profile.step, self._deliver,
@@ -340,6 +345,27 @@ class VirtualEngine:
         if isinstance(call, LendFree):
             self.steps.wake()
         return reply
+
+    async def send_lent(self, call: LendSend) -> LendSendReply:
+        """Put the KV of lent pages at an address of their debtor. See `engine.service.lending`."""
+        pages = [PageId(page) for page in call.pages]
+        self.cache.bookkeeping.lender.check_pages(
+            EngineId(call.debtor), call.epoch, LeaseId(call.lease_id), pages,
+            at=call.creditor_epoch,
+        )  # fmt: skip
+        target = self.cache.page_sends.open(call.kv_addr)
+        try:
+            await asyncio.wrap_future(self.cache.page_sends.send(target, pages))
+        finally:
+            target.abandon()
+        return LendSendReply.model_construct(sent_pages=len(pages), bytes=target.bytes_sent)
+
+    async def bring_home(self, call: LendHome) -> LendHomeReply:
+        """See `POST /microserving/lend/home`."""
+        if self.borrowing is None:
+            raise Unsupported(f"{self.config.engine_id} does not borrow")
+        self.steps.cut()
+        return await self._orders.run(call)
 
     def set_creditors(self, call: LendCreditors) -> int:
         """See `POST /microserving/lend/creditors`."""

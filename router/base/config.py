@@ -159,6 +159,15 @@ class RouterConfig:
         least=0,
         rare=True,
     )
+    swap_blocks: int = flag(
+        1,
+        ENGINES,
+        "smallest debt, in blocks of 128 tokens, around a cycle of engines that borrow from each "
+        "other, from which on the blocks are brought home; 0: never",
+        least=0,
+        most=2**16,
+        rare=True,
+    )
     engines_file: str = flag(
         "",
         ENGINES,

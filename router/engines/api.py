@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from engine.protocol import (
     EngineState,
     EngineStatistics,
+    LendHomeReply,
     ModelInfo,
     PrefixChange,
     PrepRecvReply,
@@ -68,6 +69,10 @@ class EngineCalls(Protocol):
 
     async def set_creditors(self, body: dict[str, Any], headers: Headers) -> None:
         """Tell an engine that borrows whom to ask."""
+        ...
+
+    async def bring_home(self, body: dict[str, Any], headers: Headers) -> LendHomeReply:
+        """Have an engine that borrows bring blocks home; takes up to `freeze_ms` of the body."""
         ...
 
     def prefixes(self) -> AsyncGenerator[PrefixChange, None]:

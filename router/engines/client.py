@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from engine.protocol import (
     EngineState,
     EngineStatistics,
+    LendHomeReply,
     ModelInfo,
     PrefixChange,
     PrepRecvReply,
@@ -89,6 +90,9 @@ class EngineClient:
 
     async def set_creditors(self, body: dict[str, Any], headers: Headers) -> None:
         await self._post("lend/creditors", body, headers)
+
+    async def bring_home(self, body: dict[str, Any], headers: Headers) -> LendHomeReply:
+        return _read(LendHomeReply, await self._post("lend/home", body, headers))
 
     async def start_generate(self, body: dict[str, Any], headers: Headers) -> Delivery:
         """Start a generation; returns once the engine has accepted it."""

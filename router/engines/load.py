@@ -15,11 +15,12 @@ STREAM_TOKENS = 32
 class Load:
     """This router's work in flight on an engine. Each increase is paired with a decrease."""
 
-    __slots__ = ("streams", "tokens")
+    __slots__ = ("contexts", "streams", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0  # to prefill or send, not done yet
         self.streams = 0  # generations, and leases that will become one
+        self.contexts = 0  # tokens that generations may reach which outgrow the engine's pool
 
     @property
     def idle(self) -> bool:

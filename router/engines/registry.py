@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 
-from engine.protocol import EngineState, Heartbeat, ModelInfo
+from engine.protocol import EngineState, ModelInfo
 from router.base import Conflict, EngineId, NoEngines, NotFound, RouterConfig
 from router.engines.adoption import Adoption
 from router.engines.api import EngineCalls
 from router.engines.backend import Backend, Role, Source
 from router.engines.circuit_breaker import BREAKER_STATES, CircuitBreaker
 from router.engines.engines_file import EngineEntry
+from router.engines.lending import Lending
 from router.engines.monitor import Monitor
 from router.engines.prefix_index import PrefixIndex
 from router.engines.secrets import compare_secrets
-from router.ledger import FRESH_S, CreditorLists, Debtor, Heartbeats, Ledger
 from router.model import ServedModel
 from router.telemetry import Events, Metrics
 
@@ -29,7 +28,6 @@ __all__ = ["Registry"]
 log = logging.getLogger(__name__)
 
 MOST_REMOVED = 4096  # removed engines that are remembered
-MISSED = 3  # checks of an engine, after which its row of the ledger is too old
 
 
 class Registry:
@@ -49,6 +47,7 @@ class Registry:
         *,
         on_drain: Callable[[Backend], int] = lambda _: 0,
         awake: Callable[[], float] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         """`connect` returns the calls to the engine at a URL: over HTTP, or simulated.
 
@@ -66,13 +65,8 @@ class Registry:
         self._turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self._on_drain = on_drain
         self.prefixes = PrefixIndex(tasks)
-        self.ledger = Ledger(
-            self._lending_cost,
-            asyncio.get_running_loop().time,
-            fresh_s=max(FRESH_S, MISSED * config.health_interval_s),
-        )
-        self._heartbeats = Heartbeats(self.ledger, self._debts_changed)
-        self._creditor_lists = CreditorLists(self.ledger, self._debtors, self._url_of, tasks)
+        self.lending = Lending(config, self._backends.values, tasks, events, metrics)
+        self.ledger, self.rooms = self.lending.ledger, self.lending.rooms
         self._came_up = asyncio.Event()  # set only for a moment, to wake the waiters
         self._adoption = Adoption(self._backends.values, config.health_timeout_s)
         self._removed: dict[str, None] = {}  # URLs of engines that an administrator removed
@@ -165,20 +159,30 @@ class Registry:
             labels = entry.labels if entry.labels or ours else None
             self.add(url, role=entry.role, labels=labels, source="file")
 
-    def usable(self, *, without: Collection[Backend] = (), holding: int = 0) -> list[Backend]:
+    def usable(
+        self, *, without: Collection[Backend] = (), holding: int = 0, filling: int = 0
+    ) -> list[Backend]:
         """Return the engines for new work, without those in `without` and those with open breakers.
 
-        Their contexts have room for `holding` tokens. Not empty if any such engine is up: neither
-        exclusion may leave a request without an engine.
+        Their contexts have room for `holding` tokens. For `filling` tokens they have room in their
+        own pools and what they can borrow: now, or else once other contexts have ended. Not empty
+        if any such engine is up: neither exclusion may leave a request without an engine.
         """
         up = [backend for backend in self._backends.values() if backend.usable]
         served = self._adoption.served
         if served is not None and holding > served.contexts[0]:
             up = [backend for backend in up if backend.holds(holding)]
+        up = self.rooms.narrow(up, filling)
         rested = [backend for backend in up if not backend.breaker.resting] or up
         if not without:
             return rested
         return [backend for backend in rested if backend not in without] or rested
+
+    def shortage(self, holding: int, filling: int) -> str:
+        """Say why none is usable for a request, although some are up; arguments as of `usable`."""
+        if any(backend.usable and backend.holds(holding) for backend in self):
+            return self.rooms.shortage(filling)
+        return f"no engine with a context of {holding} tokens is up"
 
     def ring(self, backend: Backend) -> list[Backend]:
         """Return the other usable engines, beginning with the one after `backend`."""
@@ -218,11 +222,6 @@ class Registry:
                 while not self.usable(holding=holding):
                     await self._came_up.wait()
 
-    def lendable(self, backend: Backend) -> int:
-        """Return the pages that an engine would lend now, as far as the ledger knows."""
-        state = backend.state
-        return self.ledger.available(EngineId(state.engine_id)) if state is not None else 0
-
     def set_gauges(self, metrics: Metrics) -> None:
         """Set the metrics of the engines and of the ledger to what they are now."""
         for gauge in (metrics.engine_up, metrics.engine_load, metrics.breaker_state):
@@ -233,19 +232,14 @@ class Registry:
             metrics.breaker_state.labels(backend.id).set(
                 BREAKER_STATES.index(backend.breaker.state)
             )
-        for gauge in (metrics.ledger_available, metrics.ledger_lent, metrics.ledger_borrowed):
-            gauge.clear()
-        for row in self.ledger.describe():
-            metrics.ledger_available.labels(row["engine"]).set(row["available"])
-            metrics.ledger_lent.labels(row["engine"]).set(sum(row["lent"].values()))
-            metrics.ledger_borrowed.labels(row["engine"]).set(sum(row["borrowed"].values()))
+        self.lending.set_gauges(metrics)
 
     def close(self) -> None:
         """Stop monitoring."""
         for monitor in self._monitors.values():
             monitor.cancel()
         self.prefixes.close()
-        self._creditor_lists.close()
+        self.lending.close()
 
     def _empty(self, backend: Backend) -> int:
         if not self.usable():
@@ -261,8 +255,7 @@ class Registry:
     def _forget(self, backend: Backend) -> None:
         self._backends.pop(backend.url, None)
         self.prefixes.forget(backend)
-        self._heartbeats.lost(backend.state)
-        self._creditor_lists.send()
+        self.lending.lost(backend)
         backend.client.close()
         self._adoption.note_contexts()
         if monitor := self._monitors.pop(backend, None):
@@ -299,54 +292,13 @@ class Registry:
             backend.leaving |= silent > self._config.forget_s
         return backend.leaving and backend.load.idle
 
-    def _lending_cost(self, debtor: EngineId, creditor: EngineId) -> float:
-        """Return the ledger's cost of communication: all pairs that exchange KV are equally far.
-
-        It is infinite for a creditor that takes no new work.
-        """
-        known = {backend.state.engine_id: backend for backend in self if backend.state is not None}
-        one, other = known.get(debtor), known.get(creditor)
-        if one is None or other is None or not other.usable or not one.exchanges_with(other):
-            return math.inf
-        return 1.0
-
-    def _debtors(self) -> Iterator[Debtor]:
-        """Yield the engines that are up and borrow."""
-        for backend in self:
-            state = backend.state
-            if state is not None and state.borrowing is not None and backend.status == "up":
-                yield Debtor(
-                    EngineId(state.engine_id),
-                    state.epoch,
-                    state.page_size,
-                    lambda wanted, client=backend.client: client.set_creditors(  # type: ignore[misc]
-                        wanted.model_dump(), {}
-                    ),
-                )
-
-    def _url_of(self, creditor: EngineId) -> str:
-        for backend in self:
-            if backend.state is not None and backend.state.engine_id == creditor:
-                return backend.url
-        return ""
-
-    def _debts_changed(self, heartbeat: Heartbeat) -> None:
-        self._events.publish(
-            "ledger",
-            id=heartbeat.instance,
-            available=heartbeat.available,
-            lent=heartbeat.lent,
-            borrowed=heartbeat.borrowed,
-        )
-
     def _lost(self, backend: Backend, reason: str) -> None:
         if backend.status == "down":
             backend.last_error = reason
             return
         log.warning("engine %s is down: %s", backend.id, reason)
         backend.go_down(reason)
-        self._heartbeats.lost(backend.state)
-        self._creditor_lists.send()
+        self.lending.lost(backend)
         compare_secrets(self)
         self._events.publish("engine", id=backend.id, status="down", reason=reason)
 
@@ -362,14 +314,14 @@ class Registry:
         if backend.state is not None and backend.state.epoch != state.epoch:
             backend.breaker.success()  # another process: earlier failures do not count
             backend.lose_replicas("restarted")
-        refused = self._heartbeats.heard(state, backend.state)
+        refused = self.lending.heard(state, backend.state)
         if refused and refused != backend.refused_heartbeat:
             log.warning("engine %s: %s", backend.id, refused)
         backend.refused_heartbeat = refused
         backend.state = state
         backend.status = "up"
         backend.last_error = ""
-        self._creditor_lists.send()
+        self.lending.changed()
         if came_up or state.secret_digest != known_secret:
             compare_secrets(self)
         if came_up:

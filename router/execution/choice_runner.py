@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.protocol import (
+    BLOCK_TOKENS,
     BadAddress,
     BadRange,
     BadRequest,
@@ -165,12 +166,18 @@ class _Choice:
             choices=self._choices,
             accepted=self._place.admitted,
             needs=self._needs,
+            fills=self._fills(),
         )
 
     async def _backends(self) -> list[Backend]:
         config, registry = self._runtime.config, self._runtime.registry
-        usable = partial(registry.usable, without=self._failed, holding=self._needs)
-        backends = usable()
+        fills = self._fills()
+        usable = partial(registry.usable, without=self._failed, holding=self._needs, filling=fills)
+        if registry.rooms.short(backends := usable(), fills):
+            with self._receipt.queueing():
+                deadline = self._runner.arrived + config.queue_timeout_s
+                await registry.rooms.wait(usable, fills, deadline)
+            backends = usable()
         if not backends:
             # Engines that just lost a connection may be well: wait for the next health check.
             await registry.settled(config.health_timeout_s)
@@ -181,9 +188,18 @@ class _Choice:
             backends = usable()
         if not backends:
             if registry.usable():
-                raise NoEngines(f"no engine with a context of {self._needs} tokens is up")
+                raise NoEngines(registry.shortage(self._needs, fills))
             raise NoEngines("no engine is up")
         return backends
+
+    def _fills(self) -> int:
+        """Return the tokens for which an engine should have room before it begins.
+
+        These are the known ones and a block of output. How much of `max_tokens` comes true is
+        unknown, and clients ask for much.
+        """
+        left = self._request.sampling.max_tokens - len(self._request.output)
+        return len(self._request.tokens) + min(left, BLOCK_TOKENS)
 
     async def _generate(self, attempt: Attempt, number: int) -> None:
         """Write the rest of the choice: relocated, forked, or by the strategy."""

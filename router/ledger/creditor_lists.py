@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from engine.protocol import BLOCK_TOKENS, Creditor, LendCreditors, MicroserveError
+from engine.protocol import Creditor, LendCreditors, MicroserveError
 from router.base import EngineId
+from router.ledger.debtor import Debtor
 from router.ledger.ledger import CANDIDATES, Ledger
 
-__all__ = ["CreditorLists", "Debtor"]
+__all__ = ["CreditorLists"]
 
 log = logging.getLogger(__name__)
 
 REPEAT_S = 2.0  # a list that has not changed is sent again after so long
 SEND_S = 2.0  # for a debtor's answer
-
-Send = Callable[[LendCreditors], Awaitable[object]]
-
-
-@dataclass(frozen=True, slots=True)
-class Debtor:
-    """A process of an engine that borrows."""
-
-    instance: EngineId
-    epoch: int
-    page_size: int  # tokens
-    send: Send
 
 
 @dataclass(slots=True)
@@ -65,9 +54,9 @@ class CreditorLists:
 
     def list_for(self, debtor: Debtor) -> LendCreditors:
         """Return whom a debtor should ask for a block."""
-        least = BLOCK_TOKENS // max(debtor.page_size, 1)
         found = []
-        for each in self._ledger.creditors(debtor.instance, max(least, 1), most=CANDIDATES):
+        least = debtor.block_pages
+        for each in self._ledger.creditors(debtor.instance, least, most=CANDIDATES):
             with suppress(ValueError):  # the debtor would refuse a URL of another form
                 found.append(
                     Creditor(
@@ -108,7 +97,7 @@ class CreditorLists:
     async def _send(self, key: tuple[EngineId, int], debtor: Debtor, wanted: LendCreditors) -> None:
         try:
             async with asyncio.timeout(SEND_S):
-                await debtor.send(wanted)
+                await debtor.set_creditors(wanted)
         except (MicroserveError, TimeoutError) as error:
             self._told.pop(key, None)  # it is sent again with the next change or health check
             log.info("%s was not told its creditors: %s", debtor.instance, error)

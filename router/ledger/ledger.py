@@ -44,6 +44,7 @@ class Row:
     available: int  # less what was recommended to debtors since
     borrowed: dict[EngineId, int]  # by creditor
     lent: dict[EngineId, int]  # by debtor
+    most: int | None  # that it would ever lend; None: it has not told
     heard: float  # when the heartbeat arrived, on the ledger's clock, seconds
 
 
@@ -110,6 +111,7 @@ class Ledger:
             heartbeat.available,
             {EngineId(each): pages for each, pages in heartbeat.borrowed.items()},
             {EngineId(each): pages for each, pages in heartbeat.lent.items()},
+            heartbeat.most,
             self._clock(),
         )
         return True
@@ -117,6 +119,10 @@ class Ledger:
     def remove(self, instance: EngineId) -> None:
         """Forget an instance that has left the fleet, if it is known."""
         self._rows.pop(instance, None)
+
+    def row(self, instance: EngineId) -> Row | None:
+        """Return what an instance last said, None for an unknown one. It may be old."""
+        return self._rows.get(instance)
 
     def available(self, instance: EngineId) -> int:
         """Return the pages that an instance can lend, as far as the ledger knows.
@@ -161,6 +167,24 @@ class Ledger:
             Candidate(row.instance, row.epoch, row.available)
             for *_, row in heapq.nsmallest(most, ranked)
         ]
+
+    def borrowed(self, debtor: EngineId) -> int:
+        """Return the pages that an instance has borrowed, by its last heartbeat."""
+        row = self._rows.get(debtor)
+        return sum(row.borrowed.values()) if row is not None else 0
+
+    def blocks_for(self, debtor: EngineId, block: int) -> tuple[int, float]:
+        """Return how many blocks of `block` pages others would lend an instance.
+
+        The first number is for now, the second one for when nothing else is lent and no page is in
+        use; it is infinite if a creditor has not told what it would lend at most.
+        """
+        now, ever = 0, 0.0
+        for row in self._rows.values():
+            if row.instance != debtor and self._cost(debtor, row.instance) < math.inf:
+                now += row.available // block if self._fresh(row) else 0
+                ever += row.most // block if row.most is not None else math.inf
+        return now, ever
 
     def expect(self, creditor: EngineId, pages: int) -> None:
         """Count `pages` as lent by a creditor, until its next heartbeat."""

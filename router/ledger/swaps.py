@@ -2,8 +2,9 @@
 
 Where each instance of a cycle owes to the next one, every host can send the same number of pages
 home to their owner, and every owner has room for them in what it sends away itself. No instance
-needs a free page for that. The search of the paper's algorithm 1 is one for undirected graphs and
-finds a cycle in the acyclic debts of Figure 4. This one is a depth-first search in three colours.
+needs a free page for that (`router/ledger/rebalancing.py` gives the orders). The search of the
+paper's algorithm 1 is one for undirected graphs and finds a cycle in the acyclic debts of Figure 4.
+This one is a depth-first search in three colours.
 """
 
 from __future__ import annotations
@@ -14,73 +15,33 @@ from engine.protocol import BadRequest
 from router.base import EngineId
 from router.ledger.debts import Debts, Edge, check_debts
 
-__all__ = ["Commit", "Freeze", "Order", "SendHome", "Swap", "plan_swaps"]
-
-
-@dataclass(frozen=True, slots=True)
-class Freeze:
-    """An instance changes neither what it owes to `creditor` nor what `debtor` owes to it."""
-
-    instance: EngineId
-    creditor: EngineId
-    debtor: EngineId
-
-
-@dataclass(frozen=True, slots=True)
-class SendHome:
-    """`host` sends `pages` of `owner` to it, which takes them into the slots that this frees."""
-
-    host: EngineId
-    owner: EngineId
-    pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """An instance's share of the swap is done: its accounts fall by `pages` on both sides."""
-
-    instance: EngineId
-    creditor: EngineId
-    debtor: EngineId
-    pages: int
-
-
-Order = Freeze | SendHome | Commit
+__all__ = ["Swap", "plan_swaps"]
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A cycle of debts that fall by `pages` each: remote pages fall by `pages * len(cycle)`.
+    """A cycle of debts that fall by `amount` each: together they fall by `amount * len(cycle)`.
 
     Each instance owes to the next one, and the last one to the first.
     """
 
     cycle: tuple[EngineId, ...]
-    pages: int
+    amount: int  # pages, or blocks, as in the debts
 
     @property
     def edges(self) -> list[Edge]:
         """The debts of the cycle, as (debtor, creditor)."""
         return list(zip(self.cycle, (*self.cycle[1:], self.cycle[0]), strict=True))
 
-    def orders(self) -> list[Order]:
-        """Return the orders to the instances. Each kind begins once the one before it is done."""
-        edges = self.edges
-        around = list(zip(edges, [edges[-1], *edges[:-1]], strict=True))
-        return [
-            *(Freeze(me, creditor, debtor) for (me, creditor), (debtor, _) in around),
-            *(SendHome(creditor, debtor, self.pages) for debtor, creditor in edges),
-            *(Commit(me, creditor, debtor, self.pages) for (me, creditor), (debtor, _) in around),
-        ]
-
 
 def plan_swaps(debts: Debts, least: int) -> list[Swap]:
-    """Return swaps, to be done in this order, after which no cycle of debts >= `least` is left.
+    """Return swaps after which no cycle of debts >= `least` is left.
 
-    `least` is in pages, the paper's threshold: no swap moves fewer. Each swap takes the smallest
-    debt of its cycle. Free pages and net position of every instance stay as they are. The order of
-    the instances' ids decides which cycles are found first. Takes O(instances * debts) steps.
-    Raises `BadRequest` if `least` is below 1, for a debt below 0, and for one to oneself.
+    `least` is the paper's threshold, in the unit of the debts, pages or blocks: no swap moves
+    fewer. Each swap takes the smallest debt of its cycle, as it is after the swaps before. Free
+    pages and net position of every instance stay as they are. The order of the instances' ids
+    decides which cycles are found first. Takes O(instances * debts) steps. Raises `BadRequest` if
+    `least` is below 1, for a debt below 0, and for one to oneself.
     """
     if least < 1:
         raise BadRequest("a swap moves at least one page", param="least")

@@ -103,11 +103,12 @@ class Attempt:
         choices: Choices | None = None,
         accepted: Callable[[], None] = lambda: None,
         needs: int = 0,
+        fills: int = 0,
     ) -> None:
         """`replicas` are those of the choice; `choices` is given for prompts with several.
 
         `accepted` is called whenever an engine has accepted a call. `needs`: tokens of the context
-        that an engine must have to take it over.
+        that an engine must have to take it over. `fills`: tokens for which it needs room at first.
         """
         self.runtime = runtime
         self.receipt = receipt
@@ -115,6 +116,7 @@ class Attempt:
         self.backends = backends
         self.alone = len(backends) == 1
         self.needs = needs
+        self.fills = fills
         self.blamed: set[Backend] = set()
         self.senders: set[Backend] = set()  # those that say that they have sent KV
         self.streams: list[Running] = []

@@ -35,6 +35,7 @@ class TokenStream:
         "_attempt",
         "_backend",
         "_begin",
+        "_context",
         "_expected",
         "_fork_of",
         "_kv",
@@ -71,6 +72,7 @@ class TokenStream:
         self._upkeep = _upkeep(attempt, backend, request, mirror)
         self._expected: Expected = NOTHING  # pages on their way into its cache
         self._load = (0, 0)  # its part of the backend's load: tokens to prefill, streams
+        self._context = 0  # likewise: tokens of a context that outgrows the pool there
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -149,6 +151,9 @@ class TokenStream:
         self._leg = leg = attempt.begin_leg("start_generate", backend, self._begin, total)
         attempt.streams.append(self)
         self._count(max(0, total - self._begin), 1)
+        if attempt.runtime.registry.rooms.outgrows(backend, attempt.fills):
+            self._context = attempt.fills
+            backend.load.contexts += self._context
         self._expected = attempt.expect(backend, request, total)
         if self._kv is not None:
             self._kv.reserved_load.close()  # the stream itself is counted now
@@ -258,6 +263,8 @@ class TokenStream:
     def _close(self, leg: Leg) -> None:
         leg.ms = self._attempt.receipt.elapsed_ms() - leg.start_ms
         self._count(0, 0)
+        self._backend.load.contexts -= self._context
+        self._context = 0
         self._expected.end()
         if self._upkeep is not None:
             self._upkeep.end()

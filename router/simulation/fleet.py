@@ -19,7 +19,10 @@ from engine.protocol import (
     LendAllocate,
     LendCreditors,
     LendFree,
+    LendHome,
+    LendHomeReply,
     LendRenew,
+    LendSend,
     MicroserveError,
     Mirror,
     MirrorGeneration,
@@ -139,12 +142,15 @@ class VirtualFleet:
         calls = self.engines.get(url)
         return calls.engine if calls is not None and calls.engine.alive else None
 
-    async def _lend(self, url: str, call: LendAllocate | LendFree | LendRenew) -> Any:
+    async def _lend(self, url: str, call: LendAllocate | LendFree | LendRenew | LendSend) -> Any:
         """Call a creditor, from one engine to another."""
         await asyncio.sleep(self.call_s / 2)
         if (peer := self._alive(url)) is None:
             raise PeerUnreachable(f"calling {url}: nobody listens")
-        reply = peer.lend(call)
+        if isinstance(call, LendSend):
+            reply: object = await peer.send_lent(call)
+        else:
+            reply = peer.lend(call)
         await asyncio.sleep(self.call_s / 2)
         return reply
 
@@ -235,6 +241,13 @@ class VirtualCalls:
     async def set_creditors(self, body: dict[str, Any], headers: Headers) -> None:
         call = LendCreditors.model_validate(body)
         await self._call(lambda: self.engine.set_creditors(call))
+
+    async def bring_home(self, body: dict[str, Any], headers: Headers) -> LendHomeReply:
+        call = LendHome.model_validate(body)
+        await self._travel()
+        reply = await self.engine.bring_home(call)
+        await self._travel()
+        return reply
 
     async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
         self._check("prefixes")

@@ -111,7 +111,7 @@ class Engine:
     @property
     def lendable(self) -> int:
         """Pages that it would lend to another engine now, by its last heartbeat; 0 if unknown."""
-        return self._attempt.runtime.registry.lendable(self._backend)
+        return self._attempt.runtime.registry.lending.lendable(self._backend)
 
     def can(self, capability: Capability) -> bool:
         """Whether the engine supports `prep_recv`, `remote_send`, `commit`, `pin`, `mirror`,
@@ -154,11 +154,16 @@ class Engine:
         """Make room here for the KV of `tokens[:end]` (§3.1), and for `reserve` further tokens.
 
         Leaving by any exit (return, error, cancellation) ends the lease, unless `start_generate` or
-        `commit` has taken it over. With one engine left the lease is collapsed: no call is made.
+        `commit` has taken it over. The lease is collapsed, and no call is made, with one engine
+        left, and for more than half of the pool of an engine that borrows: it then computes all
+        itself, as blocks of the context go elsewhere.
         """
         end = _position("end", end, request)
         attempt, backend = self._attempt, self._backend
-        if attempt.alone:
+        leases = attempt.runtime.registry.rooms.leases(backend, end + reserve)
+        if not leases:
+            attempt.fallback("not_sent", once=True)
+        if attempt.alone or not leases:
             with attempt.leg("prep_recv", backend, 0, end) as leg:
                 leg.match_len, leg.collapsed = end, True
             yield Lease(self, LeaseGrant.none(backend, end))

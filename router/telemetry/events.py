@@ -23,6 +23,7 @@ EventKind = Literal[
     "host",  # this process did not run for a while
     "migration",  # an admin moved a prefix
     "ledger",  # what an engine has lent or borrowed
+    "debt_swap",  # blocks begin to come home around a cycle of debts, or have done so
     "pin",  # the state or the copies of a pinned prefix
     "request_begun",
     "request_ended",

@@ -69,6 +69,11 @@ class Metrics:
         self.ledger_available = gauge("ledger_available", "pages it would lend now", "engine")
         self.ledger_lent = gauge("ledger_lent", "pages it has lent", "engine")
         self.ledger_borrowed = gauge("ledger_borrowed", "pages it has borrowed", "engine")
+        self.debt_swaps = counter(
+            "debt_swaps", "swaps of cycles of debts: done, partly, nothing", "outcome"
+        )
+        self.debt_swap_blocks = counter("debt_swap_blocks", "blocks that swaps brought home")
+        self.debt_swap_refusals = counter("debt_swap_refusals", "orders that failed", "reason")
         # Pinned prefixes
         self.pinned_prefixes = gauge("pinned_prefixes", "prefixes that the fleet keeps")
         self.pin_copies_wanted = gauge("pin_copies_wanted", "copies of them that are wanted")

@@ -5,8 +5,7 @@ over HTTP, and connections. May import `engine.borrowing`, `engine.web`, `engine
 `kvcache`; nothing of the rooms beside it.
 """
 
-from engine.borrowing import BorrowingSettings
+from engine.borrowing import BorrowingSettings, HomeOrders
 from engine.service.borrowing.borrowing import Borrowing, BorrowingUse
-from engine.service.borrowing.orders import HomeOrders
 
 __all__ = ["Borrowing", "BorrowingSettings", "BorrowingUse", "HomeOrders"]

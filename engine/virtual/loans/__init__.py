@@ -7,6 +7,7 @@ May import `engine.borrowing`, `engine.latency`, `engine.protocol`, `engine.sche
 from engine.virtual.loans.attention import RemoteAttention, RemoteWork
 from engine.virtual.loans.borrowing import AtOnce, VirtualBorrowing
 from engine.virtual.loans.calls import CallCreditor, VirtualLoanCalls
+from engine.virtual.loans.fetch_cost import VirtualFetchCost
 from engine.virtual.loans.lending import VirtualLending
 from engine.virtual.loans.links import VirtualLinks
 
@@ -16,6 +17,7 @@ __all__ = [
     "RemoteAttention",
     "RemoteWork",
     "VirtualBorrowing",
+    "VirtualFetchCost",
     "VirtualLending",
     "VirtualLinks",
     "VirtualLoanCalls",

@@ -20,7 +20,7 @@ from kvcache.lending import CreditorFailed
 from kvcache.sequences import AwayBlock, SequenceTable
 from kvcache.types import EngineId, LeaseId, SeqId
 
-__all__ = ["RemoteAttention", "RemoteWork"]
+__all__ = ["MESSAGES", "RemoteAttention", "RemoteWork", "row_bytes"]
 
 Items = tuple[tuple[int, AwayBlock], ...]
 MESSAGES = 2  # of a layer and creditor: queries, and results
@@ -44,7 +44,7 @@ class RemoteAttention:
         self._own, self._sequences, self._links = own, sequences, links
         self._latency, self._layers, self._put = profile.step, profile.layers, profile.put
         self._block_tokens = block_tokens
-        self._row_bytes = _row_bytes(profile)
+        self._row_bytes = row_bytes(profile)
         self._tokens: dict[SeqId, tuple[Items, Counter[EngineId]]] = {}  # the latest of each
 
     def plan(self, plan: Sequence[tuple[Job, Chunk]]) -> list[RemoteWork]:
@@ -147,7 +147,7 @@ def _attention_s(latency: StepLatency, work: StepWork) -> float:
     return max(latency.seconds(work) - rest, 0.0)
 
 
-def _row_bytes(profile: Profile) -> float:
+def row_bytes(profile: Profile) -> float:
     """Return the bytes of one row in one layer: a query, and its result with two float32 a head.
 
     As of `kvcache.attention.shipped_bytes`. Of a model whose shape is not known, queries count as

@@ -8,8 +8,23 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
-from engine.borrowing import Accounts, BorrowingSettings, BorrowingUse, Keeper, Tell
-from engine.protocol import BLOCK_TOKENS, BadRequest, BorrowingState, LendCreditors
+from engine.borrowing import (
+    Accounts,
+    BorrowingSettings,
+    BorrowingUse,
+    Keeper,
+    Process,
+    Tell,
+    names_of,
+)
+from engine.protocol import (
+    BLOCK_TOKENS,
+    BadRequest,
+    BorrowingState,
+    LeaseExpired,
+    LendCreditors,
+    LendSend,
+)
 from engine.virtual.loans.calls import VirtualLoanCalls
 from engine.virtual.loans.links import VirtualLinks
 from kvcache.lease import Identity
@@ -47,6 +62,7 @@ class VirtualBorrowing:
         self.on_called_back: Callable[[EngineId, Sequence[LeaseId]], object] = lambda _, __: None
         loop = asyncio.get_running_loop()
         self._before, self._calls = before, calls
+        self._identity, self._settings = identity, settings
         self._accounts = Accounts(
             identity.engine_id, BLOCK_TOKENS // page_size, links.connected, loop.time, settings
         )
@@ -67,10 +83,33 @@ class VirtualBorrowing:
         """See `BlockSource.take`."""
         return self._accounts.take()
 
-    def give_back(self, block: BorrowedBlock) -> None:
+    def give_back(self, block: BorrowedBlock, *, at_once: bool = False) -> None:
         """See `BlockSource.give_back`."""
-        self._accounts.give_back(block)
+        self._accounts.give_back(block, at_once=at_once)
         self._keeper.woken.set()
+
+    def send_home(
+        self,
+        block: BorrowedBlock,
+        kv_addr: str,
+        done: Callable[[BaseException | None], object],
+    ) -> None:
+        """See `BlockSource.send_home`."""
+        found = self._accounts.loan_of(block)
+        if found is None:
+            done(LeaseExpired(f"loan {block.loan} of {block.creditor} is over"))
+            return
+        url, left_s = found
+        call = LendSend(
+            lease_id=block.loan, pages=list(block.pages), kv_addr=kv_addr,
+            **names_of(self._identity, Process(block.creditor, block.epoch)),
+        )  # fmt: skip
+
+        def answered(failure: BaseException | None) -> None:
+            self._before()
+            done(failure)
+
+        self._keeper.send_home(url, min(left_s, self._settings.send_s), call, answered)
 
     def failed(self, creditor: EngineId) -> None:
         """See `BlockSource.failed`."""
@@ -84,6 +123,20 @@ class VirtualBorrowing:
             loop.call_soon(partial(self._keeper.lose, process, free=False))
         self._keeper.woken.set()
         return len(call.creditors)
+
+    def epochs(self, creditor: EngineId) -> set[int]:
+        """See `HomeOrders`."""
+        return self._accounts.epochs(creditor)
+
+    def freeze(self, order: str, creditor: EngineId, seconds: float) -> None:
+        """See `HomeOrders`."""
+        self._accounts.freeze(order, creditor, seconds)
+        self._keeper.woken.set()
+
+    def thaw(self, order: str) -> None:
+        """See `HomeOrders`."""
+        self._accounts.thaw(order)
+        self._keeper.woken.set()
 
     def use(self) -> BorrowingUse:
         """Return what is borrowed now."""

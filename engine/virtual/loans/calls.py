@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,13 +13,16 @@ from engine.protocol import (
     LendFreeReply,
     LendRenew,
     LendRenewReply,
+    LendSend,
+    LendSendReply,
     PeerUnreachable,
 )
 
 __all__ = ["CallCreditor", "VirtualLoanCalls"]
 
 # Calls the engine at a URL, in virtual time; raises its error, or `PeerUnreachable`.
-CallCreditor = Callable[[str, LendAllocate | LendFree | LendRenew], Awaitable[Any]]
+LoanCall = LendAllocate | LendFree | LendRenew | LendSend
+CallCreditor = Callable[[str, LoanCall], Awaitable[Any]]
 
 
 class VirtualLoanCalls:
@@ -49,6 +53,15 @@ class VirtualLoanCalls:
         reply: LendRenewReply = await self._send(url, call)
         return reply
 
+    async def send(self, url: str, call: LendSend, within_s: float) -> LendSendReply:
+        """See `LoanCalls.send`."""
+        try:
+            async with asyncio.timeout(within_s):
+                reply: LendSendReply = await self._send(url, call)
+        except TimeoutError:
+            raise PeerUnreachable(f"{url} does not answer in time") from None
+        return reply
+
     async def refuses_connections(self, url: str, within_s: float) -> bool:
         """See `LoanCalls.refuses_connections`."""
         return not self._dead and not self._listens(url)
@@ -56,7 +69,7 @@ class VirtualLoanCalls:
     async def close(self) -> None:
         """Nothing is open."""
 
-    async def _send(self, url: str, call: LendAllocate | LendFree | LendRenew) -> Any:
+    async def _send(self, url: str, call: LoanCall) -> Any:
         if self._dead:
             raise PeerUnreachable("this engine is dead")
         return await self._call(url, call)

@@ -10,4 +10,11 @@ from kvcache.remote_attention.debtor.estimates import Estimate
 from kvcache.remote_attention.debtor.fetch_cost import MeasuredFetchCost
 from kvcache.remote_attention.debtor.remote_attention import RemoteAttention
 
-__all__ = ["Answer", "CreditorFailed", "DistributedPlan", "Estimate", "MeasuredFetchCost", "RemoteAttention"]
+__all__ = [
+    "Answer",
+    "CreditorFailed",
+    "DistributedPlan",
+    "Estimate",
+    "MeasuredFetchCost",
+    "RemoteAttention",
+]

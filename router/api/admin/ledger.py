@@ -22,8 +22,9 @@ def routes(router: Router) -> APIRouter:
         """The pages that engines can lend, have lent and have borrowed, by their heartbeats.
 
         Engines stand under the names that they use among themselves. `lent` is by debtor and
-        `borrowed` by creditor. A row that is not `fresh` has nothing available.
+        `borrowed` by creditor. A row that is not `fresh` has nothing available. `swaps` are those
+        of cycles of debts, under way and ended: `home` counts the blocks that came home.
         """
-        return reply({"engines": router.registry.ledger.describe()})
+        return reply(router.registry.lending.describe())
 
     return api

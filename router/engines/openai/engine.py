@@ -11,6 +11,7 @@ import orjson
 from engine.protocol import (
     EngineState,
     EngineStatistics,
+    LendHomeReply,
     ModelInfo,
     NoCapacity,
     PageCounts,
@@ -191,6 +192,9 @@ class OpenAIEngine:
 
     async def set_creditors(self, body: dict[str, Any], headers: Headers) -> None:
         self._refuse("lend/creditors")
+
+    async def bring_home(self, body: dict[str, Any], headers: Headers) -> LendHomeReply:
+        self._refuse("lend/home")
 
     async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
         """Raise `Unsupported`."""

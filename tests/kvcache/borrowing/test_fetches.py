@@ -11,10 +11,9 @@ from one_creditor import PAGES, PER_BLOCK, TOKENS, Scene
 
 from kvcache.attention import BLOCK
 from kvcache.borrowing import HomeOrder
-from kvcache.remote_attention import MeasuredFetchCost
 from kvcache.errors import Internal, LeaseExpired, PeerUnreachable
 from kvcache.lease import KVAddress
-from kvcache.remote_attention import Estimate
+from kvcache.remote_attention import Estimate, MeasuredFetchCost
 from kvcache.types import EngineId, SeqId
 
 B = EngineId("b")

@@ -41,12 +41,18 @@ class Lender(StubEngine):
 
 class Fleet:
     def __init__(
-        self, tasks: asyncio.TaskGroup, engines: tuple[StubEngine, ...], **config: Any
+        self,
+        tasks: asyncio.TaskGroup,
+        engines: tuple[StubEngine, ...],
+        metrics: Metrics | None = None,
+        **config: Any,
     ) -> None:
         self.published: list[dict[str, Any]] = []
         by_url: dict[str, Any] = {engine.url: engine for engine in engines}
         events: Any = self
-        self.registry = Registry(RouterConfig(**config), by_url.__getitem__, tasks, events)
+        self.registry = Registry(
+            RouterConfig(**config), by_url.__getitem__, tasks, events, metrics=metrics
+        )
         for url in by_url:
             self.registry.add(url)
         self.ledger = self.registry.ledger
@@ -82,8 +88,8 @@ async def test_a_row_follows_its_engine():
     a = Lender("a", 8, lent={"b": 2})
     async with fleet(a, StubEngine("b")) as f:
         assert f.rows() == ["a"]  # the other one lends nothing
-        assert f.available("a") == f.registry.lendable(f.registry["a"]) == 8
-        assert f.registry.lendable(f.registry["b"]) == 0
+        assert f.available("a") == f.registry.lending.lendable(f.registry["a"]) == 8
+        assert f.registry.lending.lendable(f.registry["b"]) == 0
         a.heartbeat.update(available=3, lent={"b": 7})
         await asyncio.sleep(CHECK_S)
         (row,) = f.ledger.describe()

@@ -12,16 +12,7 @@ from engine.protocol import BadRequest
 from kvcache.lending import Lender
 from kvcache.pages import PageManager
 from kvcache.types import EngineId, LeaseId, PageId
-from router.ledger import (
-    Commit,
-    Freeze,
-    SendHome,
-    Swap,
-    net_positions,
-    plan_swaps,
-    remote_pages,
-    settle,
-)
+from router.ledger import Swap, net_positions, plan_swaps, remote_pages, settle
 
 Debts = dict[tuple[str, str], int]
 
@@ -49,7 +40,7 @@ def debts_among(names: str, most: int) -> st.SearchStrategy[Debts]:
 
 def after(debts: Debts, swaps: list[Swap]) -> Debts:
     for swap in swaps:
-        debts = settle(debts, swap.edges, swap.pages)
+        debts = settle(debts, swap.edges, swap.amount)
     return debts
 
 
@@ -57,12 +48,12 @@ def after(debts: Debts, swaps: list[Swap]) -> Debts:
 def test_no_cycle_is_left_and_the_invariants_hold(debts: Debts, least: int):
     swaps, left = plan_swaps(debts, least), debts
     for swap in swaps:
-        assert swap.pages >= least
+        assert swap.amount >= least
         assert len(set(swap.cycle)) == len(swap.cycle) >= 2
         # The smallest debt of the cycle, at that time.
-        assert swap.pages == min(left[edge] for edge in swap.edges)
-        settled = settle(left, swap.edges, swap.pages)
-        assert remote_pages(settled) == remote_pages(left) - swap.pages * len(swap.cycle)
+        assert swap.amount == min(left[edge] for edge in swap.edges)
+        settled = settle(left, swap.edges, swap.amount)
+        assert remote_pages(settled) == remote_pages(left) - swap.amount * len(swap.cycle)
         before, now = net_positions(left), net_positions(settled)
         assert all(now.get(name, 0) == net for name, net in before.items())
         left = settled
@@ -93,20 +84,10 @@ def test_figure_4_and_a_debt_of_inst_0_has_one():
     assert swaps[0].edges == [("0", "1"), ("1", "0")]
 
 
-def test_a_cycle_becomes_orders_to_freeze_to_swap_and_to_commit():
+def test_a_cycle_is_swapped_by_its_smallest_debt():
     (swap,) = plan_swaps({("a", "b"): 5, ("b", "c"): 3, ("c", "a"): 4}, 2)
     assert swap == Swap(("a", "b", "c"), 3)
-    assert swap.orders() == [
-        Freeze("a", creditor="b", debtor="c"),
-        Freeze("b", creditor="c", debtor="a"),
-        Freeze("c", creditor="a", debtor="b"),
-        SendHome("b", "a", 3),
-        SendHome("c", "b", 3),
-        SendHome("a", "c", 3),
-        Commit("a", creditor="b", debtor="c", pages=3),
-        Commit("b", creditor="c", debtor="a", pages=3),
-        Commit("c", creditor="a", debtor="b", pages=3),
-    ]
+    assert swap.edges == [("a", "b"), ("b", "c"), ("c", "a")]
 
 
 def test_small_cycles_are_left_alone():
@@ -127,7 +108,7 @@ def test_a_thousand_instances_in_a_circle():
     names = [f"{number:04}" for number in range(1000)]
     debts = dict.fromkeys(zip(names, [*names[1:], names[0]], strict=True), 3)
     (swap,) = plan_swaps(debts, 1)
-    assert (len(swap.cycle), swap.pages) == (1000, 3)
+    assert (len(swap.cycle), swap.amount) == (1000, 3)
 
 
 def test_the_positions_of_figure_4():
@@ -183,7 +164,8 @@ class Host:
 
 
 @given(debts_among("abcd", 9), st.integers(1, 3))
-def test_orders_move_pages_home_without_a_free_page(debts: Debts, least: int):
+def test_pages_come_home_without_a_free_page(debts: Debts, least: int):
+    """Each host frees what debtors bring home, and takes as much of its own into these slots."""
     hosts = {
         name: Host({debtor: n for (debtor, host), n in debts.items() if host == name}, own=2)
         for name in "abcd"
@@ -191,16 +173,15 @@ def test_orders_move_pages_home_without_a_free_page(debts: Debts, least: int):
     assert all(host.pages.available == 0 for host in hosts.values())
     swaps = plan_swaps(debts, least)
     for swap in swaps:
-        moves = [order for order in swap.orders() if isinstance(order, SendHome)]
-        for move in moves:
-            host = hosts[move.host]
-            gone = host.lent[move.owner][: move.pages]
-            assert len(gone) == move.pages
-            del host.lent[move.owner][: move.pages]
-            freed = host.lender.free(EngineId(move.owner), 1, LeaseId("1"), gone, at=1)
-            assert freed == move.pages
-        for move in moves:
-            hosts[move.owner].own += hosts[move.owner].pages.take(move.pages)
+        for owner, creditor in swap.edges:
+            host = hosts[creditor]
+            gone = host.lent[owner][: swap.amount]
+            assert len(gone) == swap.amount
+            del host.lent[owner][: swap.amount]
+            freed = host.lender.free(EngineId(owner), 1, LeaseId("1"), gone, at=1)
+            assert freed == swap.amount
+        for owner, _ in swap.edges:
+            hosts[owner].own += hosts[owner].pages.take(swap.amount)
         for host in hosts.values():
             assert host.pages.available == 0
             host.check()

@@ -1,0 +1,27 @@
+"""An engine that borrows, as the ledger speaks to it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from engine.protocol import BLOCK_TOKENS, LendCreditors, LendHome, LendHomeReply
+from router.base import EngineId
+
+__all__ = ["Debtor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Debtor:
+    """A process of an engine that borrows."""
+
+    instance: EngineId
+    epoch: int
+    page_size: int  # tokens
+    set_creditors: Callable[[LendCreditors], Awaitable[object]]
+    bring_home: Callable[[LendHome], Awaitable[LendHomeReply]]
+
+    @property
+    def block_pages(self) -> int:
+        """Pages of a block."""
+        return max(BLOCK_TOKENS // max(self.page_size, 1), 1)
