@@ -24,7 +24,7 @@ from contextlib import ExitStack
 
 from kvcache.attention import BLOCK
 from kvcache.bookkeeping import LOAN_S, Bookkeeping, PageUse
-from kvcache.borrowing import BlockMover, Borrowing, FetchCost
+from kvcache.borrowing import BlockMover, Borrowing
 from kvcache.errors import Internal, NoCapacity
 from kvcache.lease.address import KVAddress
 from kvcache.lease.identity import Identity
@@ -36,7 +36,7 @@ from kvcache.lending import BlockSource
 from kvcache.page_store.base import PageStore
 from kvcache.paged_cache import PagedCache
 from kvcache.pages.prefix_tree import Namer, Tell
-from kvcache.remote_attention import RemoteAttention
+from kvcache.remote_attention import MeasuredFetchCost, RemoteAttention
 from kvcache.tiers.hierarchy import Tiers
 from kvcache.tiers.statistics import TierUse
 from kvcache.tiers.store import TierStore
@@ -108,7 +108,7 @@ class KVCache(PagedCache):
             self.bookkeeping.pages,
             self.lock,
             self.bookkeeping.landings,
-            FetchCost(remote, BLOCK),
+            MeasuredFetchCost(remote, BLOCK),
             self._clock,
             block_tokens=BLOCK,
         )

@@ -7,6 +7,7 @@ thread and reads no wall clock.
 from engine.scheduling.chunk import Chunk
 from engine.scheduling.from_calls import generation_of, reserve_send
 from engine.scheduling.jobs import Generation, Job, KVMirror, Send
+from engine.scheduling.long_generations import ShipLimits
 from engine.scheduling.parallel_sampling import ParallelSampling
 from engine.scheduling.scheduler import Scheduler
 
@@ -18,6 +19,7 @@ __all__ = [
     "ParallelSampling",
     "Scheduler",
     "Send",
+    "ShipLimits",
     "generation_of",
     "reserve_send",
 ]

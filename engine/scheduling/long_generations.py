@@ -19,28 +19,41 @@ generation before it preempts it as any other, if its blocks cannot be moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from engine.scheduling.jobs import Generation, Job
 from kvcache.sequences import BlocksElsewhere, SequenceCache
 
-__all__ = ["LongGenerations"]
+__all__ = ["LongGenerations", "ShipLimits"]
 
-# What a creditor computes of a step, at most: half of its limits, since decodes come on top.
-ROWS: Final = 512
-ROW_KEYS: Final = 1 << 23
 IMPATIENT: Final = 20  # sweeps without progress, after which those behind are preempted
 QUIET: Final = 20  # sweeps in which no block has left, before any is fetched because it is cheaper
 LIKELY: Final = 32  # further tokens of a generation, at least: as many as so far, unless limited
 
 
+class ShipLimits(NamedTuple):
+    """What a creditor computes of a step, at most.
+
+    By default half of the limits of a `kvcache.remote_attention.Creditor`: decodes come on top.
+    """
+
+    rows: int = 512
+    row_keys: int = 1 << 23  # rows, times the tokens that they attend to
+
+
+USUAL: Final = ShipLimits()
+
+
 class LongGenerations:
     """The long generations among the running ones. Used by the step loop's thread only."""
 
-    def __init__(self, cache: SequenceCache, wake: Callable[[], object]) -> None:
+    def __init__(
+        self, cache: SequenceCache, wake: Callable[[], object], limits: ShipLimits = USUAL
+    ) -> None:
         """`wake` is called on any thread when a long generation may find room."""
         self._cache = cache
         self._wake = wake
+        self._limits = limits
         self._waited: dict[Generation, int] = {}  # sweeps without progress, of each long one
         self._no_room: set[Generation] = set()  # in the latest plan
         self._waiting = False  # whether one found no room in the plan before
@@ -229,7 +242,7 @@ class LongGenerations:
             if elsewhere.away(job.seq_id):
                 missing = job.target - self._cache.planned_length(job.seq_id)
                 tokens = min(self._to_come(job) - missing, max(job.generated, LIKELY))
-                steps = -(-missing // ROWS) + tokens
+                steps = -(-missing // self._limits.rows) + tokens
                 elsewhere.fetch_cheaper(job.seq_id, missing + tokens, steps, leaving)
 
     def _to_come(self, job: Generation) -> int:
@@ -257,9 +270,11 @@ class LongGenerations:
 
     def _most_rows(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         """Return how many rows the creditors compute for a generation in this step, at most."""
-        rows = ROWS - sum(count for other, count in self._granted.items() if other is not job)
+        rows = self._limits.rows - sum(
+            count for other, count in self._granted.items() if other is not job
+        )
         keys = elsewhere.away(job.seq_id) * elsewhere.block_tokens * max(len(self._waited), 1)
-        return max(min(rows, ROW_KEYS // keys if keys else rows), 1)
+        return max(min(rows, self._limits.row_keys // keys if keys else rows), 1)
 
     def _lacks(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         away = elsewhere.away(job.seq_id) - elsewhere.called_back(job.seq_id)

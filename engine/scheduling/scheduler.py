@@ -44,7 +44,7 @@ from collections.abc import Callable, Sequence
 from engine.scheduling.chunk import Chunk
 from engine.scheduling.chunk_budget import ChunkBudget
 from engine.scheduling.jobs import Generation, Job, Send
-from engine.scheduling.long_generations import LongGenerations
+from engine.scheduling.long_generations import LongGenerations, ShipLimits
 from engine.scheduling.shared_prefixes import SharedPrefixes
 from engine.scheduling.step_limits import StepLimits
 from engine.scheduling.swapped import SwappedGenerations
@@ -71,6 +71,7 @@ class Scheduler:
         decode_slowdown: float = 0.0,
         depth: int = 1,
         limits: StepLimits | None = None,
+        ship: ShipLimits | None = None,
     ) -> None:
         """With `swap`, a preempted job's pages move to a tier that has room.
 
@@ -78,7 +79,7 @@ class Scheduler:
         `decode_slowdown`. With `depth` steps under way at a time, as in a pipeline of stages, each
         takes that share of the decodes; the chunks of a prompt follow each other through the
         stages, and are short enough for that. `ended` says when a step has ended. `limits` bound
-        what a step has besides.
+        what a step has besides. `ship` bounds what it asks of creditors.
         """
         # Called on any thread when `plan` may find new work.
         self.wake: Callable[[], object] = lambda: None
@@ -100,7 +101,7 @@ class Scheduler:
         self.planned = (0, 0)  # decodes and prompt tokens of the latest plan
         self._swapped = SwappedGenerations(cache, lambda: self.wake())  # all are in `waiting`
         self._shared = SharedPrefixes(cache, self._missing)
-        self._long = LongGenerations(cache, lambda: self.wake())
+        self._long = LongGenerations(cache, lambda: self.wake(), ship or ShipLimits())
         self._unpublished: list[Generation] = []  # prefilled by the latest step
         self._blocked: Generation | None = None  # the head of the queue, if it finds no room
 
@@ -108,6 +109,15 @@ class Scheduler:
     def full(self) -> bool:
         """Whether the batch is full, so that new generations wait."""
         return len(self.running) >= self._max_batch
+
+    def is_long(self, job: Job) -> bool:
+        """Whether a generation may have blocks at creditors: it takes room step by step."""
+        return job in self._long
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the head of the queue found no room in the latest plan."""
+        return self._blocked is not None
 
     @property
     def stuck(self) -> Generation | None:

@@ -4,8 +4,10 @@ May import `engine.execution` without its threads, and the torch-free rooms belo
 Everything runs on one asyncio event loop, and the loop's clock is the only one.
 """
 
-from engine.virtual.engine import VirtualEngine
+from engine.borrowing import BorrowingSettings
+from engine.virtual.engine import VirtualEngine, url_of
 from engine.virtual.kind import EngineKind
+from engine.virtual.loans import CallCreditor, VirtualLoanCalls
 from engine.virtual.loop import Standstill, VirtualLoop
 from engine.virtual.network import Transfer, VirtualNetwork
 from engine.virtual.put import Endpoint
@@ -15,6 +17,8 @@ from engine.virtual.tokens import VOCAB, output_tokens
 
 __all__ = [
     "VOCAB",
+    "BorrowingSettings",
+    "CallCreditor",
     "Endpoint",
     "EngineKind",
     "Row",
@@ -22,8 +26,10 @@ __all__ = [
     "Transfer",
     "VirtualEngine",
     "VirtualEvent",
+    "VirtualLoanCalls",
     "VirtualLoop",
     "VirtualNetwork",
     "VirtualStream",
     "output_tokens",
+    "url_of",
 ]

@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from engine.protocol import BLOCK_TOKENS
 from engine.scheduling import Chunk
+from engine.virtual.loans import AtOnce
 from engine.virtual.put import Puts, VirtualPut
-from kvcache.bookkeeping import Bookkeeping
-from kvcache.errors import Internal
+from kvcache.bookkeeping import LOAN_S, Bookkeeping
+from kvcache.borrowing import BlockMover, Borrowing, FetchCost
+from kvcache.errors import Internal, NoCapacity
 from kvcache.lease import SLOTS, WORDS, Identity, Mirror, Put, ReceiveLease, Sender
+from kvcache.lease.page_sends import PageSends
+from kvcache.lending import BlockSource
 from kvcache.sequences import PageCopy, SendRange, StepDescription
 from kvcache.types import LeaseId, SeqId, SlotIndex, TokenPos
 
@@ -39,8 +44,6 @@ class VirtualCache:
     """
 
     persistent = False
-    awaits_pages = False  # it lends none
-    elsewhere = None  # nor does it borrow
 
     def __init__(
         self,
@@ -52,17 +55,22 @@ class VirtualCache:
         endpoint: str,
         clock: Callable[[], float],
         on_end: Callable[[], object],
+        *,
+        lend_pages: int = 0,
+        loan_s: float = LOAN_S,
     ) -> None:
         """`pages` are those that can be used; the scratch page comes on top.
 
-        `on_end` is called when leases have expired.
+        `on_end` is called when leases have expired. At most `lend_pages` pages are lent at a time,
+        each for `loan_s` seconds.
         """
-        self._on_end = on_end
+        self._on_end, self._clock = on_end, clock
+        self.elsewhere: Borrowing | None = None
         self.page_size = page_size
         self.lock: AbstractContextManager[Any] = nullcontext()
         self.bookkeeping = Bookkeeping(
             pages + 1, page_size, slots=slots, endpoint=lambda: endpoint,
-            identity=identity, clock=clock,
+            identity=identity, clock=clock, lend_pages=lend_pages, loan_s=loan_s,
         )  # fmt: skip
         self.sequences = sequences = self.bookkeeping.sequences
         self._receiver = receiver = self.bookkeeping.receiver
@@ -70,6 +78,9 @@ class VirtualCache:
             self.bookkeeping.pages, page_size, puts.layers, puts, identity, nullcontext()
         )
         self._layers = range(puts.layers)
+        self.page_sends = PageSends(
+            self._sender, self.bookkeeping.pages, page_size, puts.layers, nullcontext()
+        )
         self._puts: dict[int, VirtualPut] = {}  # by claim
         self._step: StepDescription | None = None
         self._copies: list[PageCopy] = []  # of the decodes that have begun
@@ -86,7 +97,6 @@ class VirtualCache:
         self.swap_in = sequences.swap_in
         self.leases = receiver.leases.live
         self.lease = receiver.leases.get
-        self.prep_recv = receiver.prepare
         self.extend = receiver.extend
         self.commit = receiver.commit
         self.release = receiver.release
@@ -97,6 +107,34 @@ class VirtualCache:
         self.close_mirror = self._sender.close
         self.prefix = self.bookkeeping.pages.prefix
         self.check_room = self.bookkeeping.pages.check_room
+
+    def borrow(self, source: BlockSource, cost: FetchCost) -> None:
+        """See `KVCache.borrow`."""
+        sender = self._sender
+        mover = BlockMover(
+            lambda address: sender.claim(address)[0], len(self._layers), self.page_size, AtOnce()
+        )
+        self.elsewhere = Borrowing(
+            source, mover, self.sequences, self.bookkeeping.pages, self.lock,
+            self.bookkeeping.landings, cost, self._clock, block_tokens=BLOCK_TOKENS,
+        )  # fmt: skip
+        self.bookkeeping.spare = BLOCK_TOKENS // self.page_size
+
+    @property
+    def awaits_pages(self) -> bool:
+        """See `SequenceCache.awaits_pages`."""
+        return self.sequences.awaits_pages
+
+    def prep_recv(
+        self, request_id: str, prompt: Sequence[int], end: int, reserve: int, lease_s: float
+    ) -> tuple[ReceiveLease, str]:
+        """See `KVCache.prep_recv`."""
+        try:
+            return self._receiver.prepare(request_id, prompt, end, reserve, lease_s)
+        except NoCapacity:
+            if self.sequences.lacking(end + reserve) > 0:
+                self.sequences.call_back(end + reserve)
+            raise
 
     def fork_sequence(self, parent: SeqId, child: SeqId, length: int) -> None:
         """See `SequenceCache.fork_sequence`."""
@@ -113,6 +151,7 @@ class VirtualCache:
 
     def sweep(self) -> list[ReceiveLease]:
         """See `StepCache.sweep`."""
+        self.bookkeeping.lender.sweep()
         ended = self._receiver.sweep()
         if ended:
             self._on_end()
@@ -214,6 +253,14 @@ class VirtualCache:
         self.sequences.copied(self._copies)
         self._copies = []
 
+    def abort_step(self) -> None:
+        """Forget the step, or the equal steps, that have failed: no token of them is present."""
+        if (step := self._step) is not None:
+            self._step = None
+            self.sequences.abort_step(step)
+        self.sequences.copied(self._copies)
+        self._copies = []
+
     # Show
 
     @property
@@ -224,7 +271,11 @@ class VirtualCache:
 
     def check_integrity(self) -> None:
         """Check that every page is free or held. Raises `Internal` if one is not."""
-        self.bookkeeping.check(self._sender.holders())
+        moving = self.elsewhere.holders() if self.elsewhere is not None else ()
+        sent = (*self._sender.holders(), *self.page_sends.holders())
+        self.bookkeeping.check([*sent, *moving])
+        if self.elsewhere is not None:
+            self.elsewhere.check()
 
     @staticmethod
     def _own(put: Put) -> VirtualPut:

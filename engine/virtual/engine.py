@@ -11,11 +11,13 @@ import hashlib
 from collections.abc import AsyncGenerator
 from itertools import count
 
+from engine.borrowing import BorrowingSettings, HomeOrders
 from engine.execution.released_ids import ReleasedIds
 from engine.execution.send_reply import reply_of
 from engine.execution.step_output import StepOutput
 from engine.latency import Profile
 from engine.protocol import (
+    BLOCK_TOKENS,
     BadRequest,
     DuplicateRequest,
     EngineConfig,
@@ -25,6 +27,17 @@ from engine.protocol import (
     Internal,
     Lease,
     LeaseExpired,
+    LendAllocate,
+    LendAllocateReply,
+    LendCreditors,
+    LendFree,
+    LendFreeReply,
+    LendHome,
+    LendHomeReply,
+    LendRenew,
+    LendRenewReply,
+    LendSend,
+    LendSendReply,
     Limits,
     MirrorGeneration,
     NoCapacity,
@@ -39,14 +52,31 @@ from engine.protocol import (
     RemoteSendReply,
     StartGenerate,
     UnknownLease,
+    Unsupported,
     generation_begin,
     resolve_position,
     send_range,
 )
-from engine.scheduling import Generation, Scheduler, Send, generation_of, reserve_send
+from engine.scheduling import (
+    Generation,
+    Scheduler,
+    Send,
+    ShipLimits,
+    generation_of,
+    reserve_send,
+)
 from engine.virtual.cache import VirtualCache, VirtualSlots
+from engine.virtual.compute import Compute
 from engine.virtual.kind import EngineKind
 from engine.virtual.kv_arrival import VirtualArrivals
+from engine.virtual.loans import (
+    RemoteAttention,
+    VirtualBorrowing,
+    VirtualFetchCost,
+    VirtualLending,
+    VirtualLinks,
+    VirtualLoanCalls,
+)
 from engine.virtual.mirrors import ExtendLease, VirtualMirrors
 from engine.virtual.network import Link, VirtualNetwork
 from engine.virtual.prefix_feed import VirtualPrefixFeed
@@ -55,13 +85,18 @@ from engine.virtual.steps import MOST_AT_ONCE, VirtualSteps
 from engine.virtual.stream import VirtualStream
 from engine.virtual.tokens import VOCAB
 from kvcache.lease import Identity
-from kvcache.types import EngineId, LeaseId, SeqId
+from kvcache.types import EngineId, LeaseId, PageId, SeqId
 
-__all__ = ["SECRET", "VirtualEngine"]
+__all__ = ["SECRET", "VirtualEngine", "url_of"]
 
 SECRET = b"virtual"
 USUAL = EngineKind()
 NO_EOS: frozenset[int] = frozenset()  # outputs end by their length alone
+
+
+def url_of(engine_id: str) -> str:
+    """Return the URL of a virtual engine, at which nothing listens."""
+    return f"http://{engine_id}.virtual"
 
 
 class VirtualEngine:
@@ -81,10 +116,15 @@ class VirtualEngine:
         kind: EngineKind = USUAL,
         epoch: int = 1,
         most_at_once: int = MOST_AT_ONCE,
+        creditors: VirtualLoanCalls | None = None,
+        borrowing: BorrowingSettings | None = None,
     ) -> None:
         """`config` is that of a real engine: role, pool, budgets. Without `pool_pages`, the pool
         is the profile's. `extend` reaches another engine of the fleet by its URL. `epoch` is
-        greater than that of an earlier engine in its place.
+        greater than that of an earlier engine in its place. With `config.borrow`, `creditors` are
+        the engine's own calls to creditors, and `borrowing` says how eagerly it borrows.
+
+        Raises `BadRequest` for a pool or a page size with which an engine cannot borrow.
         """
         loop = asyncio.get_running_loop()
         self.config = config
@@ -97,11 +137,14 @@ class VirtualEngine:
             f"{profile.model}|{config.page_size}|{kind.kv}".encode(), digest_size=16
         ).hexdigest()
         self.identity = Identity(
-            EngineId(config.engine_id), epoch, SECRET, fingerprint, f"virtual://{config.engine_id}"
+            EngineId(config.engine_id), epoch, SECRET, fingerprint, url_of(config.engine_id)
         )
         slots = VirtualSlots()
         self.link = Link(profile.put, config.engine_id)
-        self._endpoint = peers[endpoint] = Endpoint(self.link, epoch, slots, self._landed)
+        self.compute = Compute(profile.step, loop.time())
+        self._endpoint = peers[endpoint] = Endpoint(
+            self.link, epoch, slots, self._landed, self.compute
+        )
         puts = Puts(
             network, peers, self._endpoint, layers=profile.layers,
             token_bytes=profile.kv_bytes_per_token / profile.layers,
@@ -109,7 +152,25 @@ class VirtualEngine:
         )  # fmt: skip
         self.cache = VirtualCache(
             pages, config.page_size, slots, puts, self.identity, endpoint, loop.time,
-            self._landed,
+            self._landed, lend_pages=int(config.lend_share * pages + 1e-6),
+            loan_s=config.lease_ms / 1000,
+        )  # fmt: skip
+        self.borrowing: VirtualBorrowing | None = None
+        remote = None
+        if config.borrow and creditors is not None:
+            links = VirtualLinks(peers)
+            self.borrowing = VirtualBorrowing(
+                self.identity, creditors, links, lambda: self.steps.cut(),
+                page_size=config.page_size, settings=borrowing or BorrowingSettings(),
+            )  # fmt: skip
+            self.cache.borrow(self.borrowing, VirtualFetchCost(profile, BLOCK_TOKENS))
+            self._orders = HomeOrders(self.cache, self.borrowing, lambda: False)
+            remote = RemoteAttention(
+                self.identity.engine_id, profile, self.cache.sequences, links, BLOCK_TOKENS
+            )
+        self._lending = VirtualLending(
+            self.cache.bookkeeping, self.identity, endpoint,
+            self._borrowed if self.borrowing is not None else None,
         )  # fmt: skip
         self.scheduler = Scheduler(
             self.cache,
@@ -117,13 +178,18 @@ class VirtualEngine:
             max_batch=config.max_batch,
             swap=False,
             decode_slowdown=config.decode_slowdown,
+            # Debtors and creditors share devices evenly; there is no other limit.
+            ship=ShipLimits(config.token_budget, row_keys=1 << 60),
         )
         self.steps = VirtualSteps(
             self.cache, self.scheduler, profile.step, self._deliver,
-            most_at_once=most_at_once, scatter=profile.scatter,
+            most_at_once=most_at_once, scatter=profile.scatter, compute=self.compute,
+            remote=remote,
         )  # fmt: skip
         self.alive = True
-        self._limits = Limits(VOCAB, self.context_length, pages * config.page_size)
+        room = pages * config.page_size
+        reach = self.context_length if self.borrowing is not None else None
+        self._limits = Limits(VOCAB, self.context_length, room, reach=reach)
         self._mirrors = VirtualMirrors(self.cache, extend)
         self._feed = VirtualPrefixFeed(self.cache)
         self._arrivals = VirtualArrivals(self.cache, self.steps.cut)
@@ -192,7 +258,7 @@ class VirtualEngine:
         if len(self._generations) + len(self._starting) >= self._most:
             raise NoCapacity(f"{len(self._generations)} requests are running or waiting")
         begin = generation_begin(call)
-        if call.lease_id is None:
+        if call.lease_id is None and self.borrowing is None:
             self.cache.check_room(call.prompt + call.output)
         generation = generation_of(call, next(self._seq_ids), NO_EOS)
         if call.mirror is not None:
@@ -269,6 +335,44 @@ class VirtualEngine:
                 continue
         self._landed()
 
+    def lend(
+        self, call: LendAllocate | LendFree | LendRenew
+    ) -> LendAllocateReply | LendFreeReply | LendRenewReply:
+        """Answer a debtor. See `engine.service.lending`."""
+        if not isinstance(call, LendRenew):  # pages change hands
+            self.steps.cut()
+        reply = self._lending.answer(call)
+        if isinstance(call, LendFree):
+            self.steps.wake()
+        return reply
+
+    async def send_lent(self, call: LendSend) -> LendSendReply:
+        """Put the KV of lent pages at an address of their debtor. See `engine.service.lending`."""
+        pages = [PageId(page) for page in call.pages]
+        self.cache.bookkeeping.lender.check_pages(
+            EngineId(call.debtor), call.epoch, LeaseId(call.lease_id), pages,
+            at=call.creditor_epoch,
+        )  # fmt: skip
+        target = self.cache.page_sends.open(call.kv_addr)
+        try:
+            await asyncio.wrap_future(self.cache.page_sends.send(target, pages))
+        finally:
+            target.abandon()
+        return LendSendReply.model_construct(sent_pages=len(pages), bytes=target.bytes_sent)
+
+    async def bring_home(self, call: LendHome) -> LendHomeReply:
+        """See `POST /microserving/lend/home`."""
+        if self.borrowing is None:
+            raise Unsupported(f"{self.config.engine_id} does not borrow")
+        self.steps.cut()
+        return await self._orders.run(call)
+
+    def set_creditors(self, call: LendCreditors) -> int:
+        """See `POST /microserving/lend/creditors`."""
+        if self.borrowing is None:
+            raise Unsupported(f"{self.config.engine_id} does not borrow")
+        return self.borrowing.set_creditors(call)
+
     def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
         """Yield what the prefix cache holds, and then its changes, without end."""
         return self._feed.changes()
@@ -282,7 +386,8 @@ class VirtualEngine:
             model=self.profile.model, page_size=self.config.page_size,
             pages=PageCounts(
                 total=use.total, free=use.free, cached=use.cached, leased=use.leased,
-                active=use.active, quarantined=use.quarantined, pinned=use.pinned,
+                active=use.active, quarantined=use.quarantined, lent=use.lent,
+                pinned=use.pinned,
             ),
             running=len(self.scheduler.running),
             waiting=self.waiting,
@@ -295,7 +400,8 @@ class VirtualEngine:
                 for lease in leases
             ],
             puts_in_flight=len(self._sends), prefix_tokens=self.cache.prefix.tokens,
-            secret_digest=self.identity.secret_digest,
+            secret_digest=self.identity.secret_digest, heartbeat=self._lending.heartbeat(),
+            borrowing=self.borrowing.state() if self.borrowing is not None else None,
         )  # fmt: skip
 
     @property
@@ -324,6 +430,8 @@ class VirtualEngine:
         self.alive = self._endpoint.alive = False
         self.steps.stop()
         self._mirrors.close()
+        if self.borrowing is not None:
+            self.borrowing.die()
         gone = PeerUnreachable(f"{self.config.engine_id} is dead")
         for stream in list(self._streams.values()):
             stream.fail(gone)
@@ -338,6 +446,9 @@ class VirtualEngine:
 
     def _landed(self) -> None:
         self._arrivals.look()
+
+    def _borrowed(self) -> dict[EngineId, int]:
+        return self.borrowing.use().pages if self.borrowing is not None else {}
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.protocol import BadRange, LeaseExpired, MicroserveError, PeerUnreachable, StaleEpoch
+from engine.virtual.compute import Compute
 from engine.virtual.network import Link, Transfer, VirtualNetwork
 from kvcache.lease import CLAIM, LANDED, NONCE, RENEWALS, ControlSlots, KVAddress, PageTable
 from kvcache.types import TokenPos
@@ -24,12 +25,13 @@ _claims = count(1)
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """What a put reaches of an engine: its control slots, over its link."""
+    """What peers reach of an engine: its control slots, over its link, and its device."""
 
     link: Link
     epoch: int
     slots: ControlSlots
     landed: Callable[[], object]  # called after each change of a watermark
+    compute: Compute
     alive: bool = True
 
 

@@ -23,7 +23,10 @@ from engine.latency import Factors, StepLatency, StepWork
 from engine.sampling.sampled import Sampled
 from engine.scheduling import Chunk, Generation, Scheduler
 from engine.virtual.cache import VirtualCache
+from engine.virtual.compute import Compute
+from engine.virtual.loans import RemoteAttention, RemoteWork
 from engine.virtual.tokens import output_state, tokens_from
+from kvcache.lending import CreditorFailed
 from kvcache.types import SeqId
 
 __all__ = ["MOST_AT_ONCE", "VirtualSteps"]
@@ -47,6 +50,8 @@ class Row:
     count: int
     work: StepWork  # of the first one
     factors: Factors | None = None
+    remote: Sequence[RemoteWork] = ()  # what creditors compute of each step
+    longer_s: float = 0.0  # of each step, for debtors; within `first_s`
 
     def seconds(self, steps: int) -> float:
         """Return how long the first `steps` steps take."""
@@ -115,10 +120,13 @@ class VirtualSteps:
         *,
         most_at_once: int = MOST_AT_ONCE,
         scatter: Sequence[float] = (),
+        compute: Compute | None = None,
+        remote: RemoteAttention | None = None,
     ) -> None:
         """Not more than `most_at_once` equal steps are skipped over at a time; 1: none.
 
-        `scatter` are factors of steps' times, as of `engine.latency.Scatter`.
+        `scatter` are factors of steps' times, as of `engine.latency.Scatter`. `compute` is the
+        device that debtors use too, and `remote` what creditors compute for this engine.
         """
         self._loop = asyncio.get_running_loop()
         self._cache = cache
@@ -126,8 +134,10 @@ class VirtualSteps:
         self._latency = latency
         self._factors = Factors(tuple(scatter), most_at_once) if scatter else None
         self._most = most_at_once
+        self._compute, self._remote = compute, remote
         self._now = self._loop.time()  # the end of the latest step
         self._row: Row | None = None
+        self._ending: Row | None = None  # whose steps take effect
         self._times = 1  # steps that end together
         self._timer: asyncio.TimerHandle | None = None
         self._stepping = False  # a step is taking effect, or being planned
@@ -156,7 +166,7 @@ class VirtualSteps:
                 self._take_in()
             self._begin()
             if self._submitted and (row := self._row) is not None and row.count > 1:
-                row.count = 1
+                self._shorten(row, 1)
                 self._wait_for(row)
 
     def cut(self) -> None:
@@ -164,7 +174,7 @@ class VirtualSteps:
         self.settle()
         row = self._row
         if row is not None and row.count > 1:
-            row.count = 1
+            self._shorten(row, 1)
             self._wait_for(row)
 
     def submit(self, generation: Generation) -> None:
@@ -178,7 +188,7 @@ class VirtualSteps:
         if row is None or not ended or not self._cache.has_free(row.chunks, ended + 1):
             self.cut()
         elif ended + 1 < row.count:
-            row.count = ended + 1
+            self._shorten(row, ended + 1)
             self._wait_for(row)
         if self._row is None:
             self.stepper.submit(generation)
@@ -195,13 +205,17 @@ class VirtualSteps:
     def forget(self, generation: Generation) -> None:
         """Drop what is kept of an ended generation. Idempotent."""
         self._states.pop(generation.seq_id, None)
+        if self._remote is not None:
+            self._remote.forget(generation.seq_id)
 
     def stop(self) -> None:
         """Compute nothing further: the engine has died."""
         self._stopped = True
         self._submitted.clear()
         self._set_timer(None, self._begin)
-        self._row = None
+        row, self._row = self._row, None
+        if row is not None and self._remote is not None:
+            self._remote.end(row.remote, self._now)
 
     def wake(self) -> None:
         """Begin a step soon, unless one is under way. Calls of the same moment share it.
@@ -231,26 +245,55 @@ class VirtualSteps:
             self._stepping = False
         self.pages.note(self._cache.pages_in_use, self._now)
         if not step.plan:
+            if self._compute is not None:
+                self._compute.rest(self._now)
             due = self.stepper.next_sweep
             self._set_timer(None if due is None else max(due, self._now), self._begin_now)
             return
         chunks = [chunk for _, chunk in step.plan]
         work = step_work(step.plan, self._cache.length)
-        first_s = self._latency.seconds(work)
+        remote = self._remote.plan(step.plan) if self._remote is not None else ()
+        first_s = self._seconds(work, remote)
         count = self._equal_steps(step, chunks, first_s)
         growth_s = 0.0
         if count > 1:
             last = work._replace(context=work.context + work.decodes * (count - 1))
-            growth_s = (self._latency.seconds(last) - first_s) / (count - 1)
+            growth_s = (self._seconds(last, remote) - first_s) / (count - 1)
+        longer_s = self._share_device(remote, count, first_s, growth_s)
         self._row = row = Row(
-            step, chunks, self._now, first_s, growth_s, count, work, self._factors
-        )
+            step, chunks, self._now, first_s + longer_s, growth_s, count, work, self._factors,
+            remote, longer_s,
+        )  # fmt: skip
         if count > 1:
-            row.count = min(count, row.ended(self.stepper.sweep_due) + 1)
+            self._shorten(row, min(count, row.ended(self.stepper.sweep_due) + 1))
             self._cache.begin_decodes()
         else:
             self._cache.begin_step(chunks, row.began, row.seconds(1))
         self._wait_for(row)
+
+    def _seconds(self, work: StepWork, remote: Sequence[RemoteWork]) -> float:
+        if remote and self._remote is not None:
+            return self._remote.seconds(work, remote)
+        return self._latency.seconds(work)
+
+    def _share_device(
+        self, remote: Sequence[RemoteWork], count: int, first_s: float, growth_s: float
+    ) -> float:
+        """Begin `count` steps; return by how much each is longer, for debtors of this engine."""
+        longer_s = 0.0
+        if self._compute is not None:
+            self._compute.run(self._now)
+            longer_s = self._compute.take(count, first_s)
+        if remote and self._remote is not None:
+            seconds = first_s + growth_s * (count - 1) / 2 + longer_s
+            self._remote.serve(remote, seconds, self._now)
+        return longer_s
+
+    def _shorten(self, row: Row, count: int) -> None:
+        """Let a row have fewer steps."""
+        if self._compute is not None:
+            self._compute.put_back(row.longer_s * (row.count - count))
+        row.count = count
 
     def _wait_for(self, row: Row) -> None:
         self._set_timer(row.began + row.seconds(row.count), self._end_all)
@@ -282,6 +325,10 @@ class VirtualSteps:
         count = self._cache.make_room(row.chunks, count)
         took = row.seconds(count)
         self._now = row.began + took
+        self._shorten(row, count)
+        if self._remote is not None:
+            self._remote.end(row.remote, self._now)
+        self._ending = row
         self.busy_s += took
         if self.on_steps is not None:
             self.on_steps(row, count)
@@ -303,7 +350,8 @@ class VirtualSteps:
         if (
             self._most == 1
             or seconds <= 0
-            or (scheduler.waiting and not scheduler.full)
+            # A head that finds no room finds none while nothing ends: decodes only take more.
+            or (scheduler.waiting and not scheduler.full and not scheduler.blocked)
             or scheduler.sends
             or len(chunks) < len(scheduler.running)
         ):
@@ -316,12 +364,21 @@ class VirtualSteps:
             if not chunk.sample or len(chunk.tokens) > 1 or job.sampling.stop_token_ids:
                 return 1
             least = min(least, job.sampling.max_tokens - len(job.tokens) + job.prompt_len)
+            if scheduler.is_long(job):  # it asks for room where a page begins
+                size = self._cache.page_size
+                least = min(least, size - self._cache.length(job.seq_id) % size)
         return least if least > 1 and self._cache.room_for(chunks, least) else 1
 
     # The runner and the sampling of the stepper
 
     def run(self, chunks: Sequence[Chunk]) -> None:
-        """End the steps that `_begin` has begun."""
+        """End the steps that `_begin` has begun. Raises `CreditorFailed`."""
+        if self._remote is not None and self._ending is not None:
+            try:
+                self._remote.check(self._ending.remote)
+            except CreditorFailed:
+                self._cache.abort_step()
+                raise
         self._cache.end_step(chunks, self._times)
 
     def _sample(self, logits: None, generations: Sequence[Generation]) -> list[Sampled]:

@@ -1,6 +1,6 @@
 """Blocks of long sequences in pages of other engines: moved there, fetched home, and lost.
 
-May import `remote_attention`, `lending`, `lease`, and the rooms below them.
+May import `lending`, `lease`, and the rooms below them. Imports no torch.
 """
 
 from kvcache.borrowing.borrowing import Borrowing

@@ -21,9 +21,8 @@ from kvcache.borrowing.mover import BlockMover
 from kvcache.borrowing.moves import Moves
 from kvcache.errors import BadRequest, NoCapacity
 from kvcache.lease import Landings
-from kvcache.lending import BlockSource, BorrowedBlock
+from kvcache.lending import BlockSource, BorrowedBlock, CreditorFailed
 from kvcache.pages import PageManager
-from kvcache.remote_attention import CreditorFailed
 from kvcache.sequences import HOLE, AwayBlock, Loss, SequenceTable
 from kvcache.types import EngineId, LeaseId, PageId, SeqId
 

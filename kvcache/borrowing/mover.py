@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -31,16 +31,23 @@ class BlockMover:
     raises the watermark, so an address can be claimed again from position 0.
     """
 
-    def __init__(self, claim: Callable[[str], Put], layers: int, page_size: int) -> None:
+    def __init__(
+        self,
+        claim: Callable[[str], Put],
+        layers: int,
+        page_size: int,
+        executor: Executor | None = None,
+    ) -> None:
         """`claim` returns a put from position 0 of an address on; it may block.
 
-        The pool has `layers`, and `page_size` tokens per page.
+        The pool has `layers`, and `page_size` tokens per page. `executor` runs one move after the
+        other; by default a thread does.
         """
         self._claim = claim
         self._layers = range(layers)
         self._page_size = page_size
-        self._puts: dict[str, Put] = {}  # by address; belongs to the thread
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="block-mover")
+        self._puts: dict[str, Put] = {}  # by address; belongs to the executor
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="block-mover")
 
     def move(self, pages: Sequence[PageId], block: BorrowedBlock, landed: Landed) -> None:
         """Put the contents of `pages`, which hold a full block, into a borrowed one.
@@ -48,13 +55,13 @@ class BlockMover:
         The caller holds the pages until `landed`, which is called on any thread.
         """
         try:
-            self._thread.submit(self._move, list(pages), block, landed)
+            self._executor.submit(self._move, list(pages), block, landed)
         except RuntimeError:
             landed(Internal("the mover is closed"))
 
     def close(self) -> None:
         """Begin no further moves. Call it before the transport is closed."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _move(self, pages: list[PageId], block: BorrowedBlock, landed: Landed) -> None:
         try:

@@ -75,6 +75,8 @@ class PrefixTree:
         """
         pages: list[PageId] = []
         used = self._policy.stamp()
+        if self._key(tokens[: self._page_size]) not in self._root.children:
+            return pages  # long prompts are not converted in vain
         for node, shared in self._walk(self._key(tokens)):
             if use:
                 node.used = used

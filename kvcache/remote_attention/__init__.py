@@ -16,6 +16,7 @@ from kvcache.remote_attention.debtor import (
     CreditorFailed,
     DistributedPlan,
     Estimate,
+    MeasuredFetchCost,
     RemoteAttention,
 )
 from kvcache.remote_attention.exchange import AttentionShape, BorrowedPages, Limits, RemoteSpan
@@ -32,6 +33,7 @@ __all__ = [
     "DistributedPlan",
     "Estimate",
     "Limits",
+    "MeasuredFetchCost",
     "PagesOfLoans",
     "RemoteAttention",
     "RemoteSpan",

@@ -12,10 +12,10 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.protocol import BadRequest, Internal, MicroserveError
-from engine.virtual import Standstill, VirtualEngine, VirtualLoop
+from engine.virtual import BorrowingSettings, Standstill, VirtualEngine, VirtualLoop
 from router.base import Chunk, Request, RouterConfig, StrategyError, root_cause
 from router.execution import ChoiceWriter
 from router.simulation.fleet import VirtualFleet
@@ -41,7 +41,9 @@ CALL_S = 1e-3  # a call over HTTP, there and back
 CHUNK_TOKENS = 16  # that engines gather: fewer events, and the same times of first and last tokens
 # The router learns of deaths at once, as from connections that break, so it need not ask.
 CONFIG = RouterConfig(health_interval_s=1e6)
+HEARTBEAT_S = 1.0  # between two looks at engines that lend or borrow: the ledger is as old
 BLOCK_LIMIT_S = 2.0  # of real time
+SETTLE_S = 60.0  # more than it takes until all that is borrowed has been given back
 CLEAN_S = 1.0  # after the last request: more than a release takes
 DRIFT_S = 1e-6  # what rounding may do to the time of one request
 LONGEST_S = 8e6  # 92 days, see `VirtualLoop`
@@ -72,6 +74,12 @@ class Experiment:
     call_s: float = CALL_S
     config: RouterConfig = CONFIG
     seed: int | None = None
+    borrowing: BorrowingSettings | None = None  # of engines with `--borrow`; `None`: the usual
+
+    @property
+    def borrows(self) -> bool:
+        """Whether pages are lent between engines."""
+        return any(one.config.borrow for one in self.fleet)
 
 
 @dataclass(slots=True)
@@ -186,13 +194,17 @@ class _Run:
         count = experiment.requests or workload.count
         if not workload.timed or count is None:
             raise BadRequest(f"the workload {experiment.workload.name} needs a rate and a number")
-        fleet = VirtualFleet(call_s=experiment.call_s)
+        fleet = VirtualFleet(call_s=experiment.call_s, borrowing=experiment.borrowing)
+        config = experiment.config
+        if experiment.borrows:
+            interval_s = min(config.health_interval_s, HEARTBEAT_S)
+            config = replace(config, health_interval_s=interval_s)
         engines = [fleet.add(one.config, one.profile, one.kind) for one in experiment.fleet]
         if self._observe is not None:
             self._observe(fleet)
         watchdog = Watchdog(Metrics(), BLOCK_LIMIT_S)
         with adopting(loop), watchdog.watching():
-            async with simulated_router(experiment.bound, fleet, experiment.config) as router:
+            async with simulated_router(experiment.bound, fleet, config) as router:
                 for death in experiment.deaths:
                     url = next(c.url for c in engines if c.engine.config.engine_id == death.engine)
                     loop.call_at(death.at_s, router.kill, url)
@@ -263,6 +275,8 @@ class _Run:
             raise BadRequest(f"strategy {name} {router.violations[0]}")
         if left := router.left:
             raise BadRequest(f"strategy {name} left {left}")
+        if self._experiment.borrows:
+            await asyncio.sleep(SETTLE_S)
         router.fleet.check_integrity()
 
 

@@ -15,7 +15,14 @@ from engine.protocol import (
     EngineState,
     EngineStatistics,
     Extend,
+    Internal,
+    LendAllocate,
+    LendCreditors,
+    LendFree,
+    LendHome,
     LendHomeReply,
+    LendRenew,
+    LendSend,
     MicroserveError,
     Mirror,
     MirrorGeneration,
@@ -33,9 +40,11 @@ from engine.protocol import (
 )
 from engine.virtual import (
     VOCAB,
+    BorrowingSettings,
     Endpoint,
     EngineKind,
     VirtualEngine,
+    VirtualLoanCalls,
     VirtualNetwork,
     VirtualStream,
 )
@@ -66,23 +75,32 @@ def _empty() -> dict[str, Any]:
 class VirtualFleet:
     """The engines of one event loop, which reach each other."""
 
-    def __init__(self, *, call_s: float, most_at_once: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        call_s: float,
+        most_at_once: int | None = None,
+        borrowing: BorrowingSettings | None = None,
+    ) -> None:
         """A call takes `call_s` beside the engine's own time, half of it on the way there.
 
-        `most_at_once` as of `VirtualEngine`.
+        `most_at_once` and `borrowing` as of `VirtualEngine`.
         """
         self.call_s = call_s
         self.network = VirtualNetwork()
         self.engines: dict[str, VirtualCalls] = {}  # by URL
         self.dies_after: list[int] = []  # as of `VirtualCalls`
         self._peers: dict[str, Endpoint] = {}
-        self._most = {} if most_at_once is None else {"most_at_once": most_at_once}
+        self._options: dict[str, Any] = {"borrowing": borrowing}
+        if most_at_once is not None:
+            self._options["most_at_once"] = most_at_once
 
     def add(self, config: EngineConfig, profile: Profile, kind: EngineKind = USUAL) -> VirtualCalls:
         """Add an engine. It answers `Unsupported` to calls that its kind does not support."""
         engine = VirtualEngine(
-            config, profile, self.network, self._peers, self._extend, kind=kind, **self._most
-        )
+            config, profile, self.network, self._peers, self._extend, kind=kind,
+            creditors=self._loan_calls(), **self._options,
+        )  # fmt: skip
         calls = VirtualCalls(engine, self)
         self.engines[calls.url] = calls
         return calls
@@ -96,7 +114,8 @@ class VirtualFleet:
         old = calls.engine
         calls.engine = VirtualEngine(
             old.config, old.profile, self.network, self._peers, self._extend,
-            kind=old.kind, epoch=old.identity.epoch + 1, **self._most,
+            kind=old.kind, epoch=old.identity.epoch + 1, creditors=self._loan_calls(),
+            **self._options,
         )  # fmt: skip
 
     def connect(self, url: str) -> VirtualCalls:
@@ -104,10 +123,36 @@ class VirtualFleet:
         return self.engines[url]
 
     def check_integrity(self) -> None:
-        """Check the pages of all engines that live. Raises `Internal`."""
+        """Check the pages of all engines that live, at rest. Raises `Internal`.
+
+        Nothing is lent any more: it was given back, or its time is over.
+        """
         for calls in self.engines.values():
             if calls.engine.alive:
-                calls.engine.cache.check_integrity()
+                cache = calls.engine.cache
+                cache.bookkeeping.lender.sweep()
+                cache.check_integrity()
+                if lent := cache.bookkeeping.lender.lent:
+                    raise Internal(f"{lent} pages of {calls.url} are still lent")
+
+    def _loan_calls(self) -> VirtualLoanCalls:
+        return VirtualLoanCalls(self._lend, lambda url: self._alive(url) is not None)
+
+    def _alive(self, url: str) -> VirtualEngine | None:
+        calls = self.engines.get(url)
+        return calls.engine if calls is not None and calls.engine.alive else None
+
+    async def _lend(self, url: str, call: LendAllocate | LendFree | LendRenew | LendSend) -> Any:
+        """Call a creditor, from one engine to another."""
+        await asyncio.sleep(self.call_s / 2)
+        if (peer := self._alive(url)) is None:
+            raise PeerUnreachable(f"calling {url}: nobody listens")
+        if isinstance(call, LendSend):
+            reply: object = await peer.send_lent(call)
+        else:
+            reply = peer.lend(call)
+        await asyncio.sleep(self.call_s / 2)
+        return reply
 
     async def _extend(self, url: str, call: Extend) -> str:
         """Request more room in a lease, from one engine to another; return its new address."""
@@ -194,10 +239,15 @@ class VirtualCalls:
         return await self._call(lambda: self.engine.unpin(call))
 
     async def set_creditors(self, body: dict[str, Any], headers: Headers) -> None:
-        raise Unsupported(f"{self.url} does not borrow")
+        call = LendCreditors.model_validate(body)
+        await self._call(lambda: self.engine.set_creditors(call))
 
     async def bring_home(self, body: dict[str, Any], headers: Headers) -> LendHomeReply:
-        raise Unsupported(f"{self.url} does not borrow")
+        call = LendHome.model_validate(body)
+        await self._travel()
+        reply = await self.engine.bring_home(call)
+        await self._travel()
+        return reply
 
     async def prefixes(self) -> AsyncGenerator[PrefixChange, None]:
         self._check("prefixes")

@@ -18,7 +18,7 @@ __all__ = ["ENGINE_FLAGS", "SimulatedEngine", "read_fleet"]
 # Flags of an engine that mean something to a virtual one. All engines of a fleet have the same.
 ENGINE_FLAGS = (
     "token_budget", "max_batch", "max_waiting", "decode_slowdown", "pool_pages", "page_size",
-    "max_model_len", "lease_ms",
+    "max_model_len", "lease_ms", "borrow", "lend_share",
 )  # fmt: skip
 MOST_ENGINES = 1024
 MOST_PAGES = 1 << 26  # of all pools: some 3 GB of bookkeeping

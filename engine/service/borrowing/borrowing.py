@@ -11,6 +11,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from engine.borrowing import (
+    Accounts,
+    BorrowingSettings,
+    BorrowingUse,
+    Keeper,
+    Process,
+    Tell,
+    names_of,
+)
 from engine.protocol import (
     BLOCK_TOKENS,
     BadRequest,
@@ -20,12 +29,8 @@ from engine.protocol import (
     LendSend,
     PeerUnreachable,
 )
-from engine.service.borrowing.accounts import Accounts
-from engine.service.borrowing.asking import names_of
 from engine.service.borrowing.calls import CreditorCalls
-from engine.service.borrowing.keeper import Keeper, Tell
-from engine.service.borrowing.records import BorrowingUse, Process
-from engine.service.borrowing.settings import BorrowingSettings
+from engine.service.borrowing.links import ThreadedLinks
 from kvcache.lease import Identity
 from kvcache.lending import BorrowedBlock
 from kvcache.remote_attention import RemoteAttention
@@ -195,7 +200,9 @@ class Borrowing:
             called_back=lambda creditor, loans: self.on_called_back(creditor, loans),
         )
         calls = CreditorCalls(self._api_key, self._tls)
-        keeper = Keeper(self._accounts, calls, self._identity, self._remote, tell, self._settings)
+        keeper = Keeper(
+            self._accounts, calls, self._identity, ThreadedLinks(self._remote), tell, self._settings
+        )
         self._loop, self._keeper = asyncio.get_running_loop(), keeper
         self._task = asyncio.current_task()
         self._started.set()

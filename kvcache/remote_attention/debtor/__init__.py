@@ -3,10 +3,18 @@
 May import the exchange, and the rooms below `remote_attention`.
 """
 
+from kvcache.lending import CreditorFailed
 from kvcache.remote_attention.debtor.channel import Answer
 from kvcache.remote_attention.debtor.distributed_plan import DistributedPlan
 from kvcache.remote_attention.debtor.estimates import Estimate
-from kvcache.remote_attention.debtor.failure import CreditorFailed
+from kvcache.remote_attention.debtor.fetch_cost import MeasuredFetchCost
 from kvcache.remote_attention.debtor.remote_attention import RemoteAttention
 
-__all__ = ["Answer", "CreditorFailed", "DistributedPlan", "Estimate", "RemoteAttention"]
+__all__ = [
+    "Answer",
+    "CreditorFailed",
+    "DistributedPlan",
+    "Estimate",
+    "MeasuredFetchCost",
+    "RemoteAttention",
+]

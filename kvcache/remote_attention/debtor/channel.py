@@ -16,8 +16,8 @@ import torch
 
 from kvcache.attention import Part, PartialAttention, Ranges, split_parts
 from kvcache.errors import BadRequest, MicroserveError, PeerUnreachable, Timeout, TooLarge
+from kvcache.lending import CreditorFailed
 from kvcache.remote_attention.debtor.estimates import RunningEstimate
-from kvcache.remote_attention.debtor.failure import CreditorFailed
 from kvcache.remote_attention.exchange import (
     HEAD,
     REFUSAL_BYTES,

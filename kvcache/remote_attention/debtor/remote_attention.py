@@ -10,10 +10,10 @@ import torch
 
 from kvcache.errors import BadRequest, PeerUnreachable
 from kvcache.lease import Identity
+from kvcache.lending import CreditorFailed
 from kvcache.remote_attention.debtor.channel import Answer, CreditorChannel
 from kvcache.remote_attention.debtor.entry import enter
 from kvcache.remote_attention.debtor.estimates import Estimate
-from kvcache.remote_attention.debtor.failure import CreditorFailed
 from kvcache.remote_attention.exchange import AttentionShape, RemoteSpan
 from kvcache.types import EngineId
 

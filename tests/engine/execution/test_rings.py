@@ -9,7 +9,7 @@ import torch
 from long_contexts import check_as_one_engine
 from rings import BLOCK_AND_A_PAGE, Ring
 
-from kvcache.borrowing import FetchCost
+from kvcache.remote_attention import MeasuredFetchCost
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Ring]]:
     """Make rings in which blocks come home by order only."""
-    monkeypatch.setattr(FetchCost, "cheaper", lambda *_: False)
+    monkeypatch.setattr(MeasuredFetchCost, "cheaper", lambda *_: False)
     made: list[Ring] = []
 
     def make(members: int) -> Ring:

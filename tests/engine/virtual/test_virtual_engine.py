@@ -230,7 +230,7 @@ class DiesWhenExtended(Engines):
 
     async def _extend(self, url: str, call: Extend) -> str:
         kv_addr = await super()._extend(url, call)
-        self[url.removeprefix("virtual://")].die()
+        self[url.removeprefix("http://").removesuffix(".virtual")].die()
         return kv_addr
 
 

@@ -43,7 +43,7 @@ class Engines:
 
     async def _extend(self, url: str, call: Extend) -> str:
         await asyncio.sleep(0.001)
-        return self.all[url.removeprefix("virtual://")].extend(call).kv_addr
+        return self.all[url.removeprefix("http://").removesuffix(".virtual")].extend(call).kv_addr
 
     async def rest(self) -> None:
         """Check that nothing is left and that every page is accounted for."""

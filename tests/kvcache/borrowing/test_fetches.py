@@ -10,10 +10,10 @@ from kv_helpers import LAYERS, SIZE, kv_of, sequence
 from one_creditor import PAGES, PER_BLOCK, TOKENS, Scene
 
 from kvcache.attention import BLOCK
-from kvcache.borrowing import FetchCost, HomeOrder
+from kvcache.borrowing import HomeOrder
 from kvcache.errors import Internal, LeaseExpired, PeerUnreachable
 from kvcache.lease import KVAddress
-from kvcache.remote_attention import Estimate
+from kvcache.remote_attention import Estimate, MeasuredFetchCost
 from kvcache.types import EngineId, SeqId
 
 B = EngineId("b")
@@ -269,11 +269,11 @@ def test_what_is_cheaper_comes_home_if_there_is_room_for_all_of_it(
 ):
     asked: list[tuple[object, ...]] = []
 
-    def cheaper(self: FetchCost, *question: object) -> bool:
+    def cheaper(self: MeasuredFetchCost, *question: object) -> bool:
         asked.append(question)
         return len(asked) > 1
 
-    monkeypatch.setattr(FetchCost, "cheaper", cheaper)
+    monkeypatch.setattr(MeasuredFetchCost, "cheaper", cheaper)
     seq_id = scene.long()
     scene.move(seq_id, 2)
     room = scene.cache.available - 2 * PER_BLOCK
@@ -322,7 +322,7 @@ def estimate(**known: float) -> Estimate:
 
 def test_cost_in_bytes_where_nothing_is_measured(scene: Scene, monkeypatch: pytest.MonkeyPatch):
     """The inequality of the paper: `L_q·(2·H·d·b + 8·H) < 2·n·H_kv·d·b` ships."""
-    cost, shape = FetchCost(scene.remote, BLOCK), scene.remote.shape
+    cost, shape = MeasuredFetchCost(scene.remote, BLOCK), scene.remote.shape
     assert not cost.cheaper(B, 1, 1 << 30, 1)  # it is not connected
     monkeypatch.setattr(scene.remote, "estimate", lambda creditor: estimate())
     width = shape.head_dim * 4
@@ -335,7 +335,7 @@ def test_cost_in_bytes_where_nothing_is_measured(scene: Scene, monkeypatch: pyte
 
 def test_cost_in_time_where_it_is_measured(scene: Scene, monkeypatch: pytest.MonkeyPatch):
     """`layers · (steps · (latency + wait) + rows · row_bytes / bandwidth) > n · fetch_s`."""
-    cost, shape = FetchCost(scene.remote, BLOCK), scene.remote.shape
+    cost, shape = MeasuredFetchCost(scene.remote, BLOCK), scene.remote.shape
     known = estimate(latency_s=1e-4, waited_s=1e-4, s_per_byte=1e-9)
     monkeypatch.setattr(scene.remote, "estimate", lambda creditor: known)
     row = 2 * shape.query_bytes + 8 * shape.heads

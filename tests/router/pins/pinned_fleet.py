@@ -47,7 +47,7 @@ class PinnedFleet:
     lines: list[bytes] = field(default_factory=list)  # of the events
 
     def engine(self, name: str) -> VirtualEngine:
-        return self.deployment.fleet.engines[f"virtual://{name}"].engine
+        return self.deployment.fleet.engines[f"http://{name}.virtual"].engine
 
     def backend(self, name: str) -> Backend:
         return self.deployment.execution.runtime.registry[name]
@@ -56,7 +56,7 @@ class PinnedFleet:
         self.engine(name).die()
 
     def restart(self, name: str) -> None:
-        self.deployment.fleet.restart(f"virtual://{name}")
+        self.deployment.fleet.restart(f"http://{name}.virtual")
 
     def pinned(self, name: str) -> int:
         """Return how many pages the engine has pinned."""

@@ -107,7 +107,7 @@ async def test_the_end_of_the_router_asks_only_engines_that_can_unpin(monkeypatc
         for name in "ab":
             fleet.kill(name)
         monkeypatch.setattr(VirtualCalls, "unpin", unpin)
-    assert unpinned == ["virtual://b"]
+    assert unpinned == ["http://b.virtual"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from engine.service.borrowing.stock import Stock
+from engine.borrowing.stock import Stock
 from kvcache.types import EngineId, LeaseId, PageId
 
 A, B = EngineId("a"), EngineId("b")

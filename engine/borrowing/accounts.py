@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 
+from engine.borrowing.records import BorrowingUse, Freeing, Process
+from engine.borrowing.settings import BorrowingSettings
+from engine.borrowing.stock import LoanBlocks, Stock
 from engine.protocol import Creditor
-from engine.service.borrowing.records import BorrowingUse, Freeing, Process
-from engine.service.borrowing.settings import BorrowingSettings
-from engine.service.borrowing.stock import LoanBlocks, Stock
 from kvcache.lending import BorrowedBlock, Borrower, Renewal, Renewing
 from kvcache.types import EngineId, LeaseId, PageId
 
@@ -110,6 +110,10 @@ class Accounts:
             self._failed.add(creditor)
 
     # For the keeper
+
+    def now(self) -> float:
+        """Return the time by the clock of the accounts, in seconds."""
+        return self._clock()
 
     def use(self) -> BorrowingUse:
         """Return what is borrowed."""

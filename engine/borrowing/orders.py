@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
-from typing import NamedTuple
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NamedTuple, Protocol
 
 from engine.protocol import (
     BadRequest,
@@ -16,9 +16,8 @@ from engine.protocol import (
     StaleEpoch,
     Unsupported,
 )
-from engine.service.borrowing.borrowing import Borrowing
-from kvcache.borrowing import HomeOrder
-from kvcache.cache import KVCache
+from kvcache.bookkeeping import Bookkeeping
+from kvcache.borrowing import Borrowing, HomeOrder
 from kvcache.types import EngineId
 
 __all__ = ["HomeOrders"]
@@ -32,6 +31,33 @@ class _Order(NamedTuple):
     task: asyncio.Task[LendHomeReply]
 
 
+class DebtorCache(Protocol):
+    """A cache with blocks elsewhere: `kvcache.cache.KVCache`, or a virtual one."""
+
+    @property
+    def elsewhere(self) -> Borrowing | None: ...
+    @property
+    def bookkeeping(self) -> Bookkeeping: ...
+    @property
+    def lock(self) -> AbstractContextManager[Any]: ...
+
+
+class Freezable(Protocol):
+    """What an order holds up: the source of the cache's blocks."""
+
+    def epochs(self, creditor: EngineId) -> set[int]:
+        """Return the processes of a creditor that have lent, or that the router has named."""
+        ...
+
+    def freeze(self, order: str, creditor: EngineId, seconds: float) -> None:
+        """Borrow nothing from a creditor for so long, or until `thaw` of the same order."""
+        ...
+
+    def thaw(self, order: str) -> None:
+        """End what `freeze` began."""
+        ...
+
+
 class HomeOrders:
     """The orders of one engine. Lives on one event loop.
 
@@ -42,7 +68,9 @@ class HomeOrders:
     cycle.
     """
 
-    def __init__(self, cache: KVCache, borrowing: Borrowing, draining: Callable[[], bool]) -> None:
+    def __init__(
+        self, cache: DebtorCache, borrowing: Freezable, draining: Callable[[], bool]
+    ) -> None:
         """`borrowing` is the source of the cache's blocks. `draining`: the engine ends."""
         self._cache, self._borrowing, self._draining = cache, borrowing, draining
         self._orders: dict[str, _Order] = {}  # by swap, the latest ones

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from engine.borrowing.accounts import Accounts
+from engine.borrowing.peers import Links, LoanCalls
+from engine.borrowing.records import Process
+from engine.borrowing.settings import BorrowingSettings
 from engine.protocol import (
     Creditor,
     LendAllocate,
@@ -16,13 +18,8 @@ from engine.protocol import (
     MicroserveError,
     PeerUnreachable,
 )
-from engine.service.borrowing.accounts import Accounts
-from engine.service.borrowing.calls import CreditorCalls
-from engine.service.borrowing.records import Process
-from engine.service.borrowing.settings import BorrowingSettings
 from kvcache.errors import BadAddress
 from kvcache.lease import Identity, KVAddress
-from kvcache.remote_attention import RemoteAttention
 from kvcache.types import EngineId, LeaseId
 
 __all__ = ["Asking", "names_of"]
@@ -42,9 +39,9 @@ class Asking:
     def __init__(
         self,
         accounts: Accounts,
-        calls: CreditorCalls,
+        calls: LoanCalls,
         identity: Identity,
-        remote: RemoteAttention,
+        links: Links,
         settings: BorrowingSettings,
         *,
         lose: Lose,
@@ -52,7 +49,7 @@ class Asking:
     ) -> None:
         """`wake` is called when a loan has come."""
         self._accounts, self._calls, self._settings = accounts, calls, settings
-        self._identity, self._remote = identity, remote
+        self._identity, self._links = identity, links
         self._lose, self._wake = lose, wake
         self.linked: dict[EngineId, int] = {}  # epochs of the processes connected to
 
@@ -117,19 +114,17 @@ class Asking:
         )
 
     async def _link(self, creditor: Creditor, endpoints: list[str]) -> None:
-        """Connect to a creditor, unless connected. Raises what `RemoteAttention.connect` does.
+        """Connect to a creditor, unless connected. Raises what `Links.connect` does.
 
         Its loans are given back if that fails.
         """
         process = Process(EngineId(creditor.instance), creditor.epoch)
-        connected = process.creditor in self._remote.connected()
+        connected = process.creditor in self._links.connected()
         if connected and self.linked.get(process.creditor) == process.epoch:
             return
         try:
             async with asyncio.timeout(self._settings.connect_s):
-                await _in_thread(
-                    lambda: self._remote.connect(process.creditor, endpoints, process.epoch)
-                )
+                await self._links.connect(process.creditor, endpoints, process.epoch)
         except TimeoutError:
             self._lose(process, free=True)
             raise PeerUnreachable(f"{process.creditor} does not answer at its endpoints") from None
@@ -147,29 +142,3 @@ def names_of(identity: Identity, process: Process) -> dict[str, Any]:
         "epoch": identity.epoch,
         "creditor_epoch": process.epoch,
     }
-
-
-def _in_thread(work: Callable[[], None]) -> Awaitable[None]:
-    """Run `work` in a daemon thread: the end of the process does not wait for it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-
-    def finish(error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        error = None
-        try:
-            work()
-        except Exception as caught:  # noqa: BLE001  raised in the event loop
-            error = caught
-        with suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(finish, error)
-
-    threading.Thread(target=run, name="borrowing-connect", daemon=True).start()
-    return future

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from engine.borrowing.accounts import Accounts
+from engine.borrowing.asking import Asking, names_of
+from engine.borrowing.peers import Links, LoanCalls
+from engine.borrowing.records import Freeing, Process
+from engine.borrowing.settings import BorrowingSettings
 from engine.protocol import (
     LendFree,
     LendRenew,
@@ -18,14 +22,8 @@ from engine.protocol import (
     PeerUnreachable,
     StaleEpoch,
 )
-from engine.service.borrowing.accounts import Accounts
-from engine.service.borrowing.asking import Asking, names_of
-from engine.service.borrowing.calls import CreditorCalls
-from engine.service.borrowing.records import Freeing, Process
-from engine.service.borrowing.settings import BorrowingSettings
 from kvcache.lease import Identity
 from kvcache.lending import Renewal, Renewing
-from kvcache.remote_attention import RemoteAttention
 from kvcache.types import EngineId, LeaseId
 
 __all__ = ["Keeper", "Tell"]
@@ -51,16 +49,16 @@ class Keeper:
     def __init__(
         self,
         accounts: Accounts,
-        calls: CreditorCalls,
+        calls: LoanCalls,
         identity: Identity,
-        remote: RemoteAttention,
+        links: Links,
         tell: Tell,
         settings: BorrowingSettings,
     ) -> None:
         self._accounts, self._calls, self._settings = accounts, calls, settings
-        self._identity, self._remote, self._tell = identity, remote, tell
+        self._identity, self._links, self._tell = identity, links, tell
         self._asking = Asking(
-            accounts, calls, identity, remote, settings, lose=self.lose, wake=self._wake
+            accounts, calls, identity, links, settings, lose=self.lose, wake=self._wake
         )
         self._renewed: dict[Process, float] = {}  # when they were last asked
         self._tasks: dict[tuple[str, object], asyncio.Task[None]] = {}
@@ -91,7 +89,7 @@ class Keeper:
         lost = self._accounts.lost(process, free=free)
         if self._asking.linked.get(process.creditor) == process.epoch:
             del self._asking.linked[process.creditor]
-            self._remote.disconnect(process.creditor)
+            self._links.disconnect(process.creditor)
         self._renewed.pop(process, None)
         if lost:
             log.warning("%d loans of %s are lost", len(lost), process.creditor)
@@ -114,7 +112,7 @@ class Keeper:
 
     def _check_links(self) -> None:
         """Give up the loans of creditors whose exchange is lost."""
-        connected = set(self._remote.connected())
+        connected = set(self._links.connected())
         for creditor, epoch in list(self._asking.linked.items()):
             if creditor not in connected:
                 self.lose(Process(creditor, epoch), free=True)
@@ -127,7 +125,7 @@ class Keeper:
     # Renewals
 
     def _renew_all(self) -> None:
-        now, failed = time.monotonic(), self._accounts.failed()
+        now, failed = self._accounts.now(), self._accounts.failed()
         urls = self._accounts.processes()
         self._renewed = {each: at for each, at in self._renewed.items() if each in urls}
         for renewing in self._accounts.renewals():
