@@ -179,7 +179,7 @@ async def open_slices(text: str) -> AsyncIterator[SliceApi | None]:
             )
         else:
             await config.load_kube_config(  # type: ignore[no-untyped-call]
-                client_configuration=configuration
+                config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration
             )
     except (config.ConfigException, OSError) as error:
         raise StartFailed(f"--discover: no access to Kubernetes: {error}") from None
