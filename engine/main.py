@@ -19,10 +19,12 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, get_args, get_type_hints
 
 import uvicorn
 
+from engine.api.departure import Departure
 from engine.api.registration import announce, read_labels
 from engine.kernels.cpu_features import mkl_mode
 from engine.protocol.config import EngineConfig
@@ -50,6 +52,11 @@ class ShownEngine(Protocol):
 
     @property
     def metrics(self) -> EngineMetrics: ...
+    @property
+    def idle(self) -> bool:
+        """Whether no generation, send or receive is under way."""
+        ...
+
     def shut_down(self) -> None:
         """Refuse new calls and end running ones with an error."""
         ...
@@ -270,8 +277,10 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
         async with running(config, secret, epoch) as (engine, app):
             limit = ConnectionLimit(most, engine.metrics.connection_refused)
             engine.metrics.show_connections(lambda: limit.served)
+            departure = Departure(config.drain_s, lambda: engine.idle)
             server = _server(
                 engine,
+                departure,
                 uvicorn.Config(
                     app,
                     http=partial(  # type: ignore[arg-type]
@@ -294,7 +303,8 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
                 slow = SlowClients(lambda _reason: None, head_s=BODY_TIMEOUT_S)
                 beside = [tasks.create_task(slow.watch(server.server_state.connections))]
                 if config.router:
-                    beside.append(tasks.create_task(announce(config)))
+                    departure.announcing = tasks.create_task(announce(config))
+                    beside.append(departure.announcing)
                 await server.serve(sockets=[listener])
                 for task in beside:
                     task.cancel()
@@ -340,7 +350,9 @@ async def _running_vllm(
         yield engine, Gate(build_api(engine, config), config)
 
 
-def _server(engine: ShownEngine, config: uvicorn.Config, ready: str) -> uvicorn.Server:
+def _server(
+    engine: ShownEngine, departure: Departure, config: uvicorn.Config, ready: str
+) -> uvicorn.Server:
     """Return a server that prints `ready` when it listens and ends on SIGTERM and SIGINT."""
 
     class Server(uvicorn.Server):
@@ -349,9 +361,15 @@ def _server(engine: ShownEngine, config: uvicorn.Config, ready: str) -> uvicorn.
             print(ready, flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await departure.leave()
             # Otherwise uvicorn waits for open streams, cancels them, and logs each.
             engine.shut_down()
             await super().shutdown(sockets)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:
+                departure.hurry()
+            super().handle_exit(sig, frame)
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:

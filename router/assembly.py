@@ -7,7 +7,7 @@ import os
 import socket
 import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from router.base.awake_clock import AwakeClock
 from router.base.config import RouterConfig
 from router.base.tls import client_context
 from router.base.watched_file import WatchedFile
+from router.discovery import Discovery, open_slices
 from router.engines.api import EngineCalls
 from router.engines.client import EngineClient
 from router.engines.engines_file import EngineEntry, parse_engine, parse_engines
@@ -46,6 +47,8 @@ from router.telemetry.traffic import Traffic
 
 __all__ = ["assembled"]
 
+FIRST_LIST_S = 5.0  # for the first list of discovered engines; they may also come later
+
 
 @asynccontextmanager
 async def assembled(
@@ -58,7 +61,7 @@ async def assembled(
     On exit it stops watching, waits for the releases under way (each is bounded), and closes all
     connections. Raises `BadRequest` or `NotFound` if the configured strategy, its parameters or a
     configured file or model are invalid, `OSError` if the audit log cannot be opened, and what
-    `Agreement.join` raises if the router has a store.
+    `open_slices`, and `Agreement.join` if the router has a store, raise.
     """
     engine_tls = client_context(config.engine_ca)
     files = _Files.read(config)
@@ -97,7 +100,7 @@ async def assembled(
             http = http_client(address.base, config.openai_api_key)
             return OpenAIEngine(address, http, descriptions, tasks)
 
-        async with asyncio.TaskGroup() as tasks:
+        async with open_slices(config.discover) as slices, asyncio.TaskGroup() as tasks:
             relocations, clock = Relocations(), asyncio.get_running_loop().time
             awake = AwakeClock(clock=clock)
             registry = Registry(
@@ -127,6 +130,11 @@ async def assembled(
                 for text in config.engines:
                     entry = parse_engine(text)
                     registry.add(entry.url, role=entry.role, labels=entry.labels or None)
+                if slices is not None:
+                    discovery = Discovery(slices, registry)
+                    watchers.append(tasks.create_task(discovery.run(), name="discovery"))
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(discovery.listed.wait(), FIRST_LIST_S)
                 async with shared(
                     config, link, first=first, rollout=rollout, catalog=catalog,
                     audit_log=audit_log, registry=registry, tasks=tasks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.protocol.flags import count, flag, secret
+from engine.protocol.flags import count, flag, seconds, secret
 
 __all__ = ["EngineConfig"]
 
@@ -200,6 +200,13 @@ class EngineConfig:
     tls_key: str = flag("", TLS, "private key of --tls-cert (PEM)", path=True)
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "warning", SERVER, "lowest level of logged messages"
+    )
+    drain_s: float = seconds(
+        0.0,
+        SERVER,
+        "time after SIGTERM in which what runs here may end, or move to other engines (s); a "
+        "second signal ends it",
+        least=0,
     )
     parent_pid: int = count(
         0,

@@ -138,6 +138,11 @@ class MicroserveEngine:
         self.generations.fail(failure)
         self.sends.fail(failure)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no generation, send or receive is under way."""
+        return not (self.running or self.waiting or self.puts_in_flight or self.cache.leases())
+
     def shut_down(self) -> None:
         """Refuse new calls and end running ones with an error, before the process exits."""
         self.draining = True

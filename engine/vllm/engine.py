@@ -150,6 +150,11 @@ class VllmEngine:
         if "pages" in note:
             self._pages = PageCounts(**note["pages"])
 
+    @property
+    def idle(self) -> bool:
+        """Whether no generation, send or receive is under way, as far as the core has told."""
+        return not (len(self._generations) or len(self._sends) or self._leases)
+
     def shut_down(self) -> None:
         """Refuse new calls and end running ones with an error, before the process exits."""
         self.draining = True

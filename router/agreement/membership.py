@@ -79,7 +79,8 @@ class Membership:
         await self._follow_orders()
         own = {backend.url: backend for backend in self._registry if backend.source != "store"}
         for url, backend in own.items():
-            if not backend.leaving:
+            # Each router discovers for itself, so that an engine that terminates is gone at once.
+            if not backend.leaving and backend.source != "discovery":
                 value = msgspec.json.encode(_member(backend))
                 await self._store.announce(ENGINES, url, value, MEMBER_S)
         members = await self._store.members(ENGINES)

@@ -181,6 +181,12 @@ class RouterConfig:
         "file of engines, one 'URL [role=ROLE] [LABEL=VALUE]…' per line; watched",
         path=True,
     )
+    discover: str = flag(
+        "",
+        ENGINES,
+        "services of Kubernetes whose ready pods are engines: k8s://NAMESPACE/SERVICE[,SERVICE]…, "
+        "or k8s:///SERVICE for the pod's own namespace (extra kubernetes)",
+    )
     openai_tokenizer: str = flag(
         "",
         ENGINES,

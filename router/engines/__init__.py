@@ -4,9 +4,9 @@ Imports `model`, `telemetry` and `base`.
 """
 
 from router.engines.api import ChunkStream, Headers
-from router.engines.backend import Backend, Role, guard
+from router.engines.backend import ROLES, Backend, Role, Source, guard
 from router.engines.client import EngineClient
-from router.engines.engines_file import engine_url, parse_engine, parse_engines
+from router.engines.engines_file import EngineEntry, engine_url, parse_engine, parse_engines
 from router.engines.http_client import HttpClient
 from router.engines.openai import Descriptions, OpenAIEngine, ServerAddress
 from router.engines.prefix_index import NOTHING, Expected, PrefixIndex
@@ -14,10 +14,12 @@ from router.engines.registry import Registry
 
 __all__ = [
     "NOTHING",
+    "ROLES",
     "Backend",
     "ChunkStream",
     "Descriptions",
     "EngineClient",
+    "EngineEntry",
     "Expected",
     "Headers",
     "HttpClient",
@@ -26,6 +28,7 @@ __all__ = [
     "Registry",
     "Role",
     "ServerAddress",
+    "Source",
     "engine_url",
     "guard",
     "parse_engine",

@@ -27,7 +27,9 @@ __all__ = ["ROLES", "Backend", "Hosted", "Refusal", "Role", "Source", "guard"]
 T = TypeVar("T")
 Role = Literal["any", "prefill", "decode"]
 ROLES: tuple[Role, ...] = get_args(Role)
-Source = Literal["flag", "file", "admin", "heartbeat", "store"]  # how the router learned of it
+Source = Literal[
+    "flag", "file", "admin", "heartbeat", "discovery", "store"
+]  # from where it is known
 Status = Literal["unknown", "up", "suspect", "down"]
 
 SHOWN = 64  # characters of a fingerprint
