@@ -24,7 +24,7 @@ from e2e_deployment import Deployment, Engine
 ROOT = Path(__file__).parents[2]
 KEYS = {"MICROSERVE_ENGINE_API_KEY": "engines", "MICROSERVE_ENGINE_ADMIN_KEY": "admin"}
 ADMIN = {"Authorization": "Bearer admin"}
-START_S = 120.0
+START_S = 240.0
 
 
 class Host:
