@@ -48,6 +48,7 @@ from kvcache.remote_attention import (
     RemoteSpan,
 )
 from kvcache.sequences import Span
+from kvcache.transport import Network
 from kvcache.types import EngineId, LeaseId, TokenPos
 
 LAYERS, PAGE_SIZE, KV_HEADS, HEADS, HEAD_DIM = 30, 16, 3, 9, 64  # SmolLM2's shape
@@ -87,7 +88,7 @@ def serve(pipe: Connection, dtype: torch.dtype) -> None:
         identity=identity(CREDITOR),
         allowed=lambda debtor, loan, pages: True,
         share=1.0,
-        host="127.0.0.1",
+        network=Network("127.0.0.1"),
     )
     pipe.send(creditor.endpoints)
     pipe.poll(None)

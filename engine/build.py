@@ -35,6 +35,7 @@ from engine.service.metrics import EngineMetrics
 from engine.service.mirror_tasks import MirrorTasks
 from engine.service.readings import engine_readings
 from engine.sizing import Memory, PoolSize, choose_pool, read_memory
+from engine.web import client_context
 from engine.workers import WorkerGroup, WorkerSettings, WorkersRunner, WorkerStore
 from kvcache.cache import KVCache
 from kvcache.lease import Identity
@@ -42,7 +43,7 @@ from kvcache.memory import KVLayout
 from kvcache.page_store import PageStore, TorchPageStore
 from kvcache.remote_attention import AttentionShape, Creditor, PagesOfLoans, RemoteAttention
 from kvcache.tiers import DiskStore, HostStore, TierStore
-from kvcache.transport import make_transport
+from kvcache.transport import Network, ShmTransport, make_transport
 from kvcache.types import EngineId
 
 __all__ = ["build_engine"]
@@ -100,7 +101,9 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
                     param="device_pages",
                 )
             fingerprint = layout.fingerprint(_kv_digest(model))
-            transport = make_transport(config.transport, epoch, secret=secret, host=config.host)
+            transport = make_transport(
+                config.transport, epoch, secret=secret, network=_network(config)
+            )
             store: PageStore
             if group is not None:
                 store = WorkerStore(group, transport, layout)
@@ -182,13 +185,20 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     return engine
 
 
+def _network(config: EngineConfig) -> Network | None:
+    """Return how other hosts reach this engine; None if no address is known."""
+    if not config.kv_address and config.transport != "nixl":
+        return None
+    return Network(config.kv_address, config.kv_port_range, config.kv_interface, config.verify_puts)
+
+
 def _creditor(
     store: TorchPageStore, cache: KVCache, query_heads: int, config: EngineConfig
 ) -> Creditor | None:
     """Return what answers queries over lent pages; None if this engine lends none.
 
-    Debtors of the transport `shm` are on this host. Raises `Unsupported` for a dtype in which no
-    queries are shipped, and `OSError` if it cannot listen.
+    Without a way for KV between hosts, debtors are on this host. Raises `Unsupported` for a dtype
+    in which no queries are shipped, and `OSError` if it cannot listen.
     """
     if not cache.bookkeeping.lender.most:
         return None
@@ -199,7 +209,7 @@ def _creditor(
         identity=cache.identity,
         allowed=PagesOfLoans(cache.bookkeeping.lender, cache.lock),
         share=config.lend_compute,
-        host=config.host if config.transport == "nixl" else None,
+        network=_network(config) if not isinstance(cache.transport, ShmTransport) else None,
     )
 
 
@@ -266,7 +276,7 @@ def _peer_tls(config: EngineConfig) -> ssl.SSLContext | None:
     """Return the TLS context that verifies peers, or None if this engine and they speak HTTP."""
     if not config.url.startswith("https:"):
         return None
-    return ssl.create_default_context(cafile=config.router_ca or None)
+    return client_context(config.router_ca, config.tls_cert, config.tls_key)
 
 
 def _stores(

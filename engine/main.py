@@ -14,6 +14,7 @@ import secrets
 import shlex
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -157,6 +158,7 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
             given = shlex.join(extra)
             config = dataclasses.replace(config, vllm_args=f"{config.vllm_args} {given}".strip())
         parse_cpus(config.cpus)
+        config.kv_port_range  # noqa: B018
     except ValueError as error:
         parser.error(str(error))
     for flag in dataclasses.fields(EngineConfig):
@@ -168,6 +170,8 @@ def parse_flags(argv: Sequence[str]) -> EngineConfig:
         parser.error(f"--router with --host {config.host!r} needs --advertise")
     if bool(config.tls_cert) != bool(config.tls_key):
         parser.error("--tls-cert and --tls-key go together")
+    if config.client_ca and not config.tls_cert:
+        parser.error("--client-ca needs --tls-cert: callers show certificates over https only")
     try:
         read_labels(config.labels)
     except ValueError as error:
@@ -296,6 +300,8 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
                     timeout_graceful_shutdown=1,
                     ssl_certfile=config.tls_cert or None,
                     ssl_keyfile=config.tls_key or None,
+                    ssl_ca_certs=config.client_ca or None,
+                    ssl_cert_reqs=ssl.CERT_REQUIRED if config.client_ca else ssl.CERT_NONE,
                 ),
                 f"engine {config.engine_id} ready {_listening(config)}",
             )

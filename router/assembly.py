@@ -63,7 +63,7 @@ async def assembled(
     configured file or model are invalid, `OSError` if the audit log cannot be opened, and what
     `open_slices`, and `Agreement.join` if the router has a store, raise.
     """
-    engine_tls = client_context(config.engine_ca)
+    engine_tls = client_context(config.engine_ca, config.engine_cert, config.engine_cert_key)
     files = _Files.read(config)
     tokenizer = config.openai_tokenizer
     described = await read_model_files(tokenizer) if tokenizer else None

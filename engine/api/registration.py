@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +13,7 @@ import orjson
 from pydantic import BaseModel, Field, ValidationError
 
 from engine.protocol import EngineConfig, PeerUnreachable
-from engine.web import PeerReply, call_peer
+from engine.web import PeerReply, call_peer, client_context
 
 __all__ = ["announce", "read_labels"]
 
@@ -45,7 +44,7 @@ async def announce(config: EngineConfig) -> None:
     headers = {"Authorization": f"Bearer {config.admin_key}"} if config.admin_key else {}
     failure: str | None = ""  # of the latest heartbeat; "": none was sent yet
     known_as = ""
-    verify = ssl.create_default_context(cafile=config.router_ca or None)
+    verify = client_context(config.router_ca, config.tls_cert, config.tls_key)
     async with httpx.AsyncClient(
         base_url=config.router, headers=headers, timeout=REGISTER_TIMEOUT_S, verify=verify
     ) as client:

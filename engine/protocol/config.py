@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 from engine.protocol.flags import count, flag, seconds, secret
 
@@ -61,10 +62,33 @@ class EngineConfig:
     )
     threads: int = count(0, SERVER, "compute threads; 0: one per usable core", most=4096)
     cpus: str = flag("", SERVER, "cores to run on, such as 0,1 or 0-3; empty: all", rare=True)
-    transport: Literal["shm", "nixl"] = flag(
-        "shm",
+    transport: Literal["auto", "shm", "nixl"] = flag(
+        "auto",
         CLUSTER,
-        "KV transport; shm: within a host; nixl: also between hosts (extra nixl)",
+        "way of KV to other engines; shm: within a host; nixl: also between hosts (extra nixl); "
+        "auto: shm within this host, and nixl beyond it unless --host is loopback",
+        rare=True,
+    )
+    kv_host: str = flag(
+        "",
+        CLUSTER,
+        "address at which engines on other hosts put KV; empty: that of --advertise, or --host",
+        rare=True,
+    )
+    kv_ports: str = flag(
+        "", CLUSTER, "ports for KV from other hosts, such as 9000-9063; empty: any", rare=True
+    )
+    kv_interface: str = flag(
+        "",
+        CLUSTER,
+        "network for KV between hosts, such as eth0 or mlx5_0:1; empty: all that UCX finds",
+        rare=True,
+    )
+    verify_puts: Literal["off", "sampled", "always"] = flag(
+        "sampled",
+        CLUSTER,
+        "bytes of puts to other hosts that are read back and compared: none, up to 16 KiB of each "
+        "copy, or all",
         rare=True,
     )
     pool_pages: int = count(0, POOL, "pages of the KV pool; 0: chosen from model and memory")
@@ -198,6 +222,13 @@ class EngineConfig:
     )
     tls_cert: str = flag("", TLS, "certificate chain (PEM); with --tls-key: serve https", path=True)
     tls_key: str = flag("", TLS, "private key of --tls-cert (PEM)", path=True)
+    client_ca: str = flag(
+        "",
+        TLS,
+        "CA certificates (PEM) of callers; those without a certificate are refused (mutual TLS)",
+        rare=True,
+        path=True,
+    )
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "warning", SERVER, "lowest level of logged messages"
     )
@@ -220,6 +251,25 @@ class EngineConfig:
     def has_workers(self) -> bool:
         """Whether worker processes compute, instead of the engine's own."""
         return self.tp * self.pp > 1 or self.device_pages > 0
+
+    @property
+    def kv_address(self) -> str:
+        """The address at which engines on other hosts put KV; empty if none is known."""
+        host = self.kv_host or urlsplit(self.advertise).hostname or self.host
+        return "" if host in ("0.0.0.0", "::") else host  # noqa: S104
+
+    @property
+    def kv_port_range(self) -> range:
+        """The ports for KV from other hosts, port 0 for any. Raises `ValueError`."""
+        if not self.kv_ports:
+            return range(1)
+        first, dash, last = self.kv_ports.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            raise ValueError(f"--kv-ports {self.kv_ports}: expected ports as in 9000-9063")
+        ports = range(int(first), int(last or first) + 1)
+        if not ports or not 0 < ports[0] <= ports[-1] < 2**16:
+            raise ValueError(f"--kv-ports {self.kv_ports}: ports are from 1 to 65535, upwards")
+        return ports
 
     @property
     def url(self) -> str:

@@ -55,6 +55,7 @@ async def running_vllm(config: EngineConfig, secret: bytes, epoch: int) -> Async
     early: list[dict[str, Any]] = []  # before there is an engine
     on_note = early.append
     async with notes.listening(lambda note: on_note(note)):
+        ports = config.kv_port_range
         extra = CoreSettings(
             engine_id=config.engine_id,
             epoch=epoch,
@@ -62,7 +63,10 @@ async def running_vllm(config: EngineConfig, secret: bytes, epoch: int) -> Async
             weights=model.weights,
             notes=notes.path,
             transport=config.transport,
-            host=config.host,
+            kv_host=config.kv_address,
+            kv_ports=(ports.start, ports.stop),
+            kv_interface=config.kv_interface,
+            verify_puts=config.verify_puts,
             lead=os.getpid(),
         ).values()
         settings = engine_settings(config, str(model.path), extra)

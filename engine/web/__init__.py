@@ -16,6 +16,7 @@ from engine.web.hosts import SAFE_METHODS, AllowedHosts, check_origin, is_loopba
 from engine.web.peers import PeerReply, call_peer
 from engine.web.protocol import BoundedHttpProtocol
 from engine.web.slow_clients import SlowClients
+from engine.web.tls import client_context
 
 __all__ = [
     "SAFE_METHODS",
@@ -31,6 +32,7 @@ __all__ = [
     "check_input",
     "check_origin",
     "check_place",
+    "client_context",
     "is_loopback",
     "linger",
     "most_connections",

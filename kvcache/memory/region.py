@@ -15,8 +15,7 @@ import mmap
 import os
 import struct
 import weakref
-from functools import partial
-from typing import Final, Protocol, Self
+from typing import ClassVar, Final, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ __all__ = [
 
 MAGIC: Final = 0x6D_69_63_72_6F_6B_76_31  # "microkv1"
 HEADER_BYTES: Final = 4096
-POOL_AT: Final = HEADER_BYTES + SLOTS * WORDS * 8
+WORD_BYTES: Final = 8
 
 
 class Slots(ControlSlots, Protocol):
@@ -100,22 +99,27 @@ class SharedSlots:
     or with the last reference.
     """
 
+    MAGIC: ClassVar[int] = MAGIC  # of this class's memory
+    ROW: ClassVar[int] = WORDS  # 64-bit words of a slot's row, which begins with the slot's words
+
     def __init__(self, fd: int, layout: PoolLayout) -> None:
         """Map an open memfd and take over its descriptor. Use `create` or `attach`."""
         self.fd = fd
         self._close = weakref.finalize(self, os.close, fd)
         self.layout = layout
         self._map = mmap.mmap(fd, self._size(layout))
-        words = np.frombuffer(self._map, dtype=np.uint64, count=SLOTS * WORDS, offset=HEADER_BYTES)
-        self.slots = words.reshape(SLOTS, WORDS)
-        # An OFD lock does not exclude threads that share the descriptor; WriteRights does.
-        self._rights = WriteRights(partial(_take_lock, fd), partial(_drop_lock, fd))
+        words = np.frombuffer(
+            self._map, dtype=np.uint64, count=SLOTS * self.ROW, offset=HEADER_BYTES
+        )
+        self.table: npt.NDArray[np.uint64] = words.reshape(SLOTS, self.ROW)
+        self.slots = self.table[:, :WORDS]
+        self._rights = self._make_rights()
 
     @classmethod
     def create(cls, layout: PoolLayout, epoch: int) -> Self:
         """Create zeroed memory that only this user can read and write."""
         fd = _private_memfd(cls._size(layout))
-        os.pwrite(fd, struct.pack("<QQQ", MAGIC, epoch, layout.pages), 0)
+        os.pwrite(fd, struct.pack("<QQQ", cls.MAGIC, epoch, layout.pages), 0)
         return cls(fd, layout)
 
     @classmethod
@@ -132,7 +136,7 @@ class SharedSlots:
         try:
             header = os.pread(own, 24, 0)
             magic, theirs, pages = struct.unpack("<QQQ", header.ljust(24, b"\0"))
-            if magic != MAGIC or theirs != epoch:
+            if magic != cls.MAGIC or theirs != epoch:
                 raise StaleEpoch("the engine was restarted since the address was made")
             layout = like.with_pages(pages)
             if os.fstat(own).st_size < cls._size(layout):
@@ -157,8 +161,18 @@ class SharedSlots:
         self._close()
 
     @classmethod
+    def pool_at(cls) -> int:
+        """Return the byte at which the slots end, and the pool begins where there is one."""
+        return HEADER_BYTES + SLOTS * cls.ROW * WORD_BYTES
+
+    @classmethod
     def _size(cls, layout: PoolLayout) -> int:
-        return POOL_AT
+        return cls.pool_at()
+
+    def _make_rights(self) -> WriteRights:
+        # An OFD lock does not exclude threads that share the descriptor; WriteRights does.
+        locks = RowLocks(self.fd, self.ROW)
+        return WriteRights(locks.take, locks.drop)
 
 
 class SharedRegion(SharedSlots):
@@ -170,14 +184,40 @@ class SharedRegion(SharedSlots):
             self._map,
             dtype=layout.dtype,
             count=layout.nbytes // layout.dtype.itemsize,
-            offset=POOL_AT,
+            offset=self.pool_at(),
         )
         self.pool = layout.view(flat)
-        self.pool_fd = fd, POOL_AT
+        self.pool_fd = fd, self.pool_at()
 
     @classmethod
     def _size(cls, layout: PoolLayout) -> int:
-        return POOL_AT + layout.nbytes
+        return cls.pool_at() + layout.nbytes
+
+
+class RowLocks:
+    """Locks of the rows of slots among processes. The kernel releases those of a dead one."""
+
+    def __init__(self, fd: int, row: int) -> None:
+        """`fd` is of a memfd whose rows have `row` words."""
+        self._fd, self._bytes = fd, row * WORD_BYTES
+
+    def take(self, slot: int, share: int) -> bool:
+        """Lock a row; return False if another process has it."""
+        return self._lock(slot, fcntl.F_RDLCK if share else fcntl.F_WRLCK)
+
+    def drop(self, slot: int) -> None:
+        """Unlock a row."""
+        self._lock(slot, fcntl.F_UNLCK)
+
+    def _lock(self, slot: int, kind: int) -> bool:
+        # struct flock: l_type, l_whence, l_start, l_len, l_pid (0 for OFD locks)
+        start = HEADER_BYTES + slot * self._bytes
+        flock = struct.pack("hhxxxxqqixxxx", kind, os.SEEK_SET, start, self._bytes, 0)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, flock)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def _private_memfd(size: int) -> int:
@@ -186,23 +226,3 @@ def _private_memfd(size: int) -> int:
     os.fchmod(fd, 0o600)
     os.ftruncate(fd, size)
     return fd
-
-
-def _take_lock(fd: int, slot: SlotIndex, share: int) -> bool:
-    """Try to lock the slot's bytes against other processes; return whether it succeeded."""
-    try:
-        _lock(fd, slot, fcntl.F_RDLCK if share else fcntl.F_WRLCK)
-    except BlockingIOError:  # another process holds it
-        return False
-    return True
-
-
-def _drop_lock(fd: int, slot: SlotIndex) -> None:
-    _lock(fd, slot, fcntl.F_UNLCK)
-
-
-def _lock(fd: int, slot: SlotIndex, kind: int) -> None:
-    # struct flock: l_type, l_whence, l_start, l_len, l_pid (0 for OFD locks)
-    start = HEADER_BYTES + slot * WORDS * 8
-    flock = struct.pack("hhxxxxqqixxxx", kind, os.SEEK_SET, start, WORDS * 8, 0)
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, flock)

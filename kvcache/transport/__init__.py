@@ -1,41 +1,70 @@
 """Transports: one small protocol, one implementation for each kind of memory."""
 
+import logging
+
 from kvcache.errors import BadRequest
 from kvcache.lease import Put
 from kvcache.memory import USUAL_BYTES
-from kvcache.transport.base import Transport, strip_scheme
+from kvcache.transport.auto import AutoTransport
+from kvcache.transport.base import Transport
+from kvcache.transport.endpoint import strip_scheme
 from kvcache.transport.handshake import accept_handshake, enable_keepalive, send_handshake
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
+from kvcache.transport.network import ANY_PORT, Network, Verify, listen
+from kvcache.transport.nixl.agent import has_nixl
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.transport.shm import ShmTransport
 
+log = logging.getLogger(__name__)
+
 
 def make_transport(
-    name: str, epoch: int, *, secret: bytes, host: str, prefault_bytes: int = USUAL_BYTES
+    name: str,
+    epoch: int,
+    *,
+    secret: bytes,
+    network: Network | None = None,
+    prefault_bytes: int = USUAL_BYTES,
 ) -> Transport:
-    """Return an engine's transport by name; the name is also the scheme of its endpoints.
+    """Return an engine's transport by name.
 
-    `prefault_bytes` as of `ShmTransport`.
+    `auto` is shared memory within this host, and NIXL beyond it if `network` is not loopback and
+    NIXL is installed; without `network` no other host reaches the engine. `prefault_bytes` as of
+    `ShmTransport`.
 
-    Raises: `BadRequest` if the transport is unknown or not installed.
+    Raises: `BadRequest` if the transport is unknown or not installed, or if peers cannot reach the
+    address.
     """
+    if name == "auto":
+        name = "shm"
+        if network is not None and not network.is_loopback:
+            if has_nixl():
+                return AutoTransport(
+                    epoch, secret=secret, network=network, prefault_bytes=prefault_bytes
+                )
+            log.warning("KV moves within this host only: NIXL is not installed (extra nixl)")
     match name:
         case "shm":
             return ShmTransport(epoch, prefault_bytes=prefault_bytes)
         case "nixl":
-            return NixlTransport(epoch, secret=secret, host=host)
+            return NixlTransport(epoch, secret=secret, network=network or Network("127.0.0.1"))
     raise BadRequest(f"there is no transport {name}", param="transport")
 
 
 __all__ = [
+    "ANY_PORT",
+    "AutoTransport",
     "MemoryNetwork",
     "MemoryTransport",
+    "Network",
     "NixlTransport",
     "Put",
     "ShmTransport",
     "Transport",
+    "Verify",
     "accept_handshake",
     "enable_keepalive",
+    "listen",
     "make_transport",
     "send_handshake",
     "strip_scheme",

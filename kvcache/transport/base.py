@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
-from kvcache.errors import Internal, PeerUnreachable
+from kvcache.errors import Internal
 from kvcache.lease import KVAddress, Put
 from kvcache.memory import PoolLayout, Region
 
-__all__ = ["Registered", "Transport", "strip_scheme"]
+__all__ = ["Registered", "Transport"]
 
 
 R = TypeVar("R")
@@ -79,14 +79,3 @@ class Registered(Generic[R]):
         if self._region is None:
             raise Internal("no memory is registered with the transport")
         return self._region
-
-
-def strip_scheme(endpoint: str, name: str) -> str:
-    """Return `endpoint` without the `name:` in front.
-
-    Raises: `PeerUnreachable` if the endpoint belongs to another transport.
-    """
-    scheme, _, rest = endpoint.partition(":")
-    if scheme != name:
-        raise PeerUnreachable(f"the {name} transport cannot reach {endpoint}")
-    return rest

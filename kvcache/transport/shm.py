@@ -8,8 +8,17 @@ from pathlib import Path
 
 from kvcache.errors import PeerUnreachable
 from kvcache.lease import KVAddress, Put
-from kvcache.memory import USUAL_BYTES, PoolLayout, Prefaulter, Region, SharedRegion, SplitLayout
-from kvcache.transport.base import Registered, strip_scheme
+from kvcache.memory import (
+    USUAL_BYTES,
+    FlaggedRegion,
+    PoolLayout,
+    Prefaulter,
+    Region,
+    SharedRegion,
+    SplitLayout,
+)
+from kvcache.transport.base import Registered
+from kvcache.transport.endpoint import parse_auto, strip_scheme
 from kvcache.transport.mapped import MappedTarget
 from kvcache.transport.put import QueuedPut
 from kvcache.transport.worker import Worker
@@ -20,9 +29,18 @@ __all__ = ["ShmTransport"]
 class ShmTransport:
     """A `Transport` over memfds."""
 
-    def __init__(self, epoch: int, *, prefault_bytes: int = USUAL_BYTES) -> None:
-        """So much of each pool, the own and those of peers, is populated in the background."""
-        self._epoch = epoch
+    def __init__(
+        self,
+        epoch: int,
+        *,
+        region: type[SharedRegion] = SharedRegion,
+        prefault_bytes: int = USUAL_BYTES,
+    ) -> None:
+        """`region` is the class of the own memory.
+
+        `prefault_bytes` of each pool, the own and those of peers, are populated in the background.
+        """
+        self._epoch, self._kind = epoch, region
         self._own = Registered(SharedRegion)
         # (pid, fd) -> (epoch, region). A put in flight keeps its own reference to the region.
         self._peers: dict[tuple[int, int], tuple[int, SharedRegion]] = {}
@@ -31,7 +49,7 @@ class ShmTransport:
         self._prefaulter = Prefaulter(prefault_bytes)
 
     def allocate(self, layout: PoolLayout) -> SharedRegion:
-        return SharedRegion.create(layout, self._epoch)
+        return self._kind.create(layout, self._epoch)
 
     def register(self, region: Region) -> None:
         own = self._own.set(region)
@@ -58,7 +76,7 @@ class ShmTransport:
         self._peers.clear()
 
     def _attach(self, address: KVAddress) -> SharedRegion:
-        pid, fd = _parse(address.endpoint)
+        pid, fd, kind = _parse(address.endpoint)
         with self._peers_lock:
             for peer, (epoch, _) in list(self._peers.items()):
                 # The mapping would keep the memory of a dead engine allocated.
@@ -68,14 +86,19 @@ class ShmTransport:
                     del self._peers[peer]
             if (pid, fd) not in self._peers:
                 like = self.region.layout.of_peer(address.shards)
-                region = SharedRegion.attach(pid, fd, address.epoch, like)
+                region = kind.attach(pid, fd, address.epoch, like)
                 self._peers[pid, fd] = address.epoch, region
                 self._prefaulter.add(region)
             return self._peers[pid, fd][1]
 
 
-def _parse(endpoint: str) -> tuple[int, int]:
-    pid, _, fd = strip_scheme(endpoint, "shm").partition(":")
+def _parse(endpoint: str) -> tuple[int, int, type[SharedRegion]]:
+    """Return process, descriptor and kind of a memory. Raises `PeerUnreachable`."""
+    ways = parse_auto(endpoint)
+    if ways is not None and not ways.is_here:
+        raise PeerUnreachable(f"{endpoint} is on another host, or in another container")
+    near = ways.near if ways is not None else strip_scheme(endpoint, "shm")
+    pid, _, fd = near.partition(":")
     if not pid.isdecimal() or not fd.isdecimal():
         raise PeerUnreachable(f"{endpoint} is not a valid shm endpoint")
-    return int(pid), int(fd)
+    return int(pid), int(fd), SharedRegion if ways is None else FlaggedRegion

@@ -50,6 +50,14 @@ class RouterConfig:
         rare=True,
         path=True,
     )
+    engine_cert: str = flag(
+        "",
+        TLS,
+        "certificate chain (PEM) that the router shows to engines with --client-ca",
+        rare=True,
+        path=True,
+    )
+    engine_cert_key: str = flag("", TLS, "private key of --engine-cert (PEM)", rare=True, path=True)
     api_key: str = secret(KEYS, "key that clients must send; empty: none")
     api_key_file: str = flag(
         "",

@@ -27,15 +27,23 @@ def server_context(cert: str, key: str) -> ssl.SSLContext | None:
     return context
 
 
-def client_context(ca: str) -> ssl.SSLContext | None:
+def client_context(ca: str, cert: str = "", key: str = "") -> ssl.SSLContext | None:
     """Return the context of clients that trust the authorities in `ca` (a PEM file).
 
-    Returns `None`, which means the system trust store, if `ca` is empty. Raises `BadRequest` if the
-    file is invalid.
+    They show the certificate chain `cert`, whose private key is `key`, to servers that ask for it.
+    Returns `None`, which means the system trust store and no certificate, if nothing is given.
+    Raises `BadRequest` if a file is invalid, or only one of `cert` and `key` is given.
     """
-    if not ca:
+    if not ca and not cert and not key:
         return None
+    if bool(cert) != bool(key):
+        raise BadRequest("--engine-cert and --engine-cert-key go together")
+    file = ca
     try:
-        return ssl.create_default_context(cafile=ca)
+        context = ssl.create_default_context(cafile=ca or None)
+        file = cert
+        if cert:
+            context.load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as error:
-        raise BadRequest(f"{ca}: {error}") from None
+        raise BadRequest(f"{file}: {error}") from None
+    return context

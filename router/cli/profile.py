@@ -25,8 +25,8 @@ __all__ = ["profile"]
 # Engine flags that do not change what is measured, or that this command sets itself.
 OTHERS = (
     "host", "port", "role", "router", "router_ca", "advertise", "labels", "engine_id", "api_key",
-    "admin_key", "allowed_hosts", "max_connections", "tls_cert", "tls_key", "parent_pid",
-    "memory_share", "model",
+    "admin_key", "allowed_hosts", "max_connections", "tls_cert", "tls_key", "client_ca",
+    "parent_pid", "memory_share", "model",
 )  # fmt: skip
 
 

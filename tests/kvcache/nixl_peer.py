@@ -14,6 +14,7 @@ from shm_peer import Commands
 from kvcache.lease.address import KVAddress
 from kvcache.memory.layout import KVLayout
 from kvcache.transport import Transport
+from kvcache.transport.network import Network
 from kvcache.transport.nixl.target import NixlTarget
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.types import LeaseId
@@ -42,7 +43,7 @@ class NixlCommands(Commands):
 
     def transport(self, epoch: int) -> Transport:
         host, port = self._where
-        return NixlTransport(epoch, secret=b"wire", host=host, port=port)
+        return NixlTransport(epoch, secret=b"wire", network=Network(host, range(port, port + 1)))
 
     def become_big(self, layout: KVLayout) -> None:
         """Start again with another layout."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from kvcache.errors import Internal
+from kvcache.transport import Network, Verify
 
 __all__ = ["SECRET", "CoreSettings"]
 
@@ -23,8 +24,11 @@ class CoreSettings:
     url: str
     weights: str  # digest of the weights and of all else that determines keys and values
     notes: str  # path of the unix socket to which notes go
-    transport: Literal["shm", "nixl"]
-    host: str
+    transport: Literal["auto", "shm", "nixl"]
+    kv_host: str  # EngineConfig.kv_address
+    kv_ports: tuple[int, int]  # the first one, and the one behind the last
+    kv_interface: str
+    verify_puts: Verify
     lead: int  # process id of the lead
 
     @classmethod
@@ -38,6 +42,13 @@ class CoreSettings:
     def values(self) -> dict[str, Any]:
         """Return the extra configuration that `read` reads."""
         return asdict(self)
+
+    @property
+    def network(self) -> Network | None:
+        """How other hosts reach this engine; None if no address is known."""
+        if not self.kv_host and self.transport != "nixl":
+            return None
+        return Network(self.kv_host, range(*self.kv_ports), self.kv_interface, self.verify_puts)
 
     @property
     def secret(self) -> bytes:

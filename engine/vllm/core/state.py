@@ -80,7 +80,7 @@ class Core:
             settings.transport,
             settings.epoch,
             secret=settings.secret,
-            host=settings.host,
+            network=settings.network,
             # As vLLM itself does, which fills its KV cache with zeros. Its layers lie one behind
             # the other, so the first blocks are all over the pool.
             prefault_bytes=self.layout.nbytes,

@@ -28,6 +28,7 @@ from kvcache.remote_attention.creditor.budget import ComputeBudget
 from kvcache.remote_attention.creditor.debtor_connection import DebtorConnection, Request
 from kvcache.remote_attention.creditor.loans import Allowed
 from kvcache.remote_attention.exchange import Head, Limits, Refusal, listen_tcp, listen_unix
+from kvcache.transport import Network
 
 __all__ = ["Creditor", "CreditorStatistics"]
 
@@ -73,7 +74,7 @@ class Creditor:
         burst_s: float = 0.05,
         wait_s: float = 1.0,
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
-        host: str | None = None,
+        network: Network | None = None,
         limits: Limits | None = None,
         threads: int = 1,
     ) -> None:
@@ -84,7 +85,7 @@ class Creditor:
         computation and after it, and `guard` is held from the one to the other: so an answer is
         over pages that were lent all the while. At most `share` of the time goes into computations,
         but for `burst_s` seconds (see `ComputeBudget`); a request that this makes wait longer than
-        `wait_s` is refused with `NoCapacity`. Debtors on other hosts reach it at `host`; None:
+        `wait_s` is refused with `NoCapacity`. Debtors on other hosts reach it by `network`; None:
         there are none. The thread computes with `threads` threads.
 
         Raises `OSError` if it cannot listen, `Unsupported` for a pool that holds a part of the
@@ -108,7 +109,7 @@ class Creditor:
         self._selector.register(self._woken, selectors.EVENT_READ, self._on_wake)
         self._listeners: list[socket.socket] = []
         try:
-            self.endpoints = tuple(self._listen(host))
+            self.endpoints = tuple(self._listen(network))
         except BaseException:
             self._release()
             raise
@@ -292,9 +293,9 @@ class Creditor:
             self._arrived.append(admitted)
             self._wake.send(b"\0")
 
-    def _listen(self, host: str | None) -> list[str]:
+    def _listen(self, network: Network | None) -> list[str]:
         endpoints = []
-        for listener, endpoint in self._sockets(host):
+        for listener, endpoint in self._sockets(network):
             self._listeners.append(listener)
             listener.setblocking(False)
             self._selector.register(
@@ -304,10 +305,10 @@ class Creditor:
         return endpoints
 
     @staticmethod
-    def _sockets(host: str | None) -> Iterator[tuple[socket.socket, str]]:
+    def _sockets(network: Network | None) -> Iterator[tuple[socket.socket, str]]:
         yield listen_unix()
-        if host is not None:
-            yield listen_tcp(host)
+        if network is not None:
+            yield listen_tcp(network.host, network.ports)
 
     def _release(self) -> None:
         """Close everything, once the thread has ended."""

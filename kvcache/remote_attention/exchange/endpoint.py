@@ -8,7 +8,7 @@ import socket
 from typing import Any, Final
 
 from kvcache.errors import PeerUnreachable
-from kvcache.transport import strip_scheme
+from kvcache.transport import ANY_PORT, listen, strip_scheme
 
 __all__ = ["PURPOSE", "connect", "listen_tcp", "listen_unix", "said_fields"]
 
@@ -33,13 +33,12 @@ def listen_unix() -> tuple[socket.socket, str]:
     return listener, f"unix:{name}"
 
 
-def listen_tcp(host: str) -> tuple[socket.socket, str]:
-    """Listen at a free port of `host`; return the socket and its endpoint, `tcp:HOST:PORT`.
+def listen_tcp(host: str, ports: range = ANY_PORT) -> tuple[socket.socket, str]:
+    """Listen at a free one of `ports`; return the socket and its endpoint, `tcp:HOST:PORT`.
 
     Raises `OSError`.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+    listener = listen(host, ports, backlog=BACKLOG)
     return listener, f"tcp:{host}:{listener.getsockname()[1]}"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import numpy.typing as npt
 
 from kvcache.errors import BadRequest, Internal, PeerUnreachable, Timeout
 
-__all__ = ["Agent", "load_nixl", "restrict_to_loopback"]
+__all__ = ["Agent", "has_nixl", "load_nixl"]
 
 PACKAGES: Final = ("nixl_cu12", "nixl_cu13")  # either works without a GPU
 PROGRESS_DELAY_US: Final = 100_000  # the progress thread's longest sleep; traffic wakes it
@@ -29,6 +28,11 @@ TRANSFER_TIMEOUT_S = 10.0  # of one transfer: the copies of one commit, or a few
 SPINS: Final = 50  # polls of a transfer before the first pause; each takes about a microsecond
 PAUSE_S: Final = 50e-6
 STALL_S: Final = 0.1  # a longer pause means this process was stopped; it counts as this much
+
+
+def has_nixl() -> bool:
+    """Return whether a package of NIXL is installed; does not import it."""
+    return any(importlib.util.find_spec(package) is not None for package in PACKAGES)
 
 
 def load_nixl() -> ModuleType:
@@ -43,14 +47,6 @@ def load_nixl() -> ModuleType:
         "the nixl transport needs NIXL: pip install -e '.[nixl]' in the clone (or nixl-cu13)",
         param="transport",
     )
-
-
-def restrict_to_loopback() -> None:
-    """Make later agents use the loopback interface only, unless `UCX_NET_DEVICES` is set.
-
-    UCX has no authentication and by default listens on all interfaces.
-    """
-    os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
 class Agent:

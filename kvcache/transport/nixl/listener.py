@@ -1,11 +1,6 @@
-"""The receiving side of `nixl`: write rights without locks, and one agent per sender.
+"""The receiving side of `nixl`: one agent per sender.
 
-A slot's row in the receiver's memory holds its words, then one flag per party. Party 0 is the
-owner, the others are senders. NIXL has neither locks nor atomic operations, so a party takes the
-write right with loads and stores (as in Dekker's algorithm): it raises its own flag, then reads all
-others. If another flag is raised, it lowers its own and tries again later. Of two concurrent
-attempts at least one sees the other, so the right is never held twice. The owner never waits
-either. Senders that share a claim set their flags to the claim and ignore each other's.
+Senders raise flags in the receiver's memory (`kvcache.memory.flagged_region`).
 
 A sender lowers its flag after its writes are complete, which acknowledges them. For a sender that
 dies, or whose host vanishes, the receiver lowers the flag, but first closes the agent of this one
@@ -21,56 +16,19 @@ import socket
 import threading
 from typing import Final
 
-import numpy as np
-
 from kvcache.errors import MicroserveError, NoCapacity
-from kvcache.lease import SLOTS, WORDS
-from kvcache.memory import LocalRegion, PoolLayout
+from kvcache.memory import PARTIES, FlaggedRegion
 from kvcache.transport.handshake import accept_handshake, enable_keepalive
+from kvcache.transport.network import Network, listen
 from kvcache.transport.nixl.agent import Agent
 from kvcache.transport.nixl.remote_region import RemoteRegion
-from kvcache.types import SlotIndex
 
-__all__ = ["PARTIES", "ROW", "FlaggedRegion", "SenderListener"]
+__all__ = ["SenderListener"]
 
 log = logging.getLogger(__name__)
 
-OWNER: Final = 0
-PARTIES: Final = 120  # one owner and up to 119 senders
-ROW: Final = WORDS + PARTIES  # 64-bit words of a slot's row
+SWEEP_S: Final = 0.5  # between two looks for flags of killed processes of this host
 ACCEPT_RETRY_S: Final = 0.1  # after a failed accept, as when file descriptors have run out
-
-
-class FlaggedRegion(LocalRegion):
-    """Private memory with one flag per slot and party."""
-
-    def __init__(self, layout: PoolLayout) -> None:
-        super().__init__(layout)
-        self.table = np.zeros((SLOTS, ROW), dtype=np.uint64)
-        self.slots = self.table[:, :WORDS]
-        self.flags = self.table[:, WORDS:]
-        self._fence = threading.Lock()
-        # (address, bytes) of the table and the pool, for registration with NIXL.
-        self.memory = [
-            (self.table.ctypes.data, self.table.nbytes),
-            (self.pool.data_ptr(), layout.nbytes),
-        ]
-
-    def try_acquire_right(self, slot: SlotIndex, share: int = 0) -> bool:
-        """Try to take the right for the owner, which never shares it."""
-        if not super().try_acquire_right(slot):
-            return False
-        self.flags[slot, OWNER] = 1
-        with self._fence:  # a full memory barrier between the store above and the loads below
-            pass
-        if self.flags[slot, OWNER + 1 :].any():
-            self.release_right(slot)
-            return False
-        return True
-
-    def release_right(self, slot: SlotIndex) -> None:
-        self.flags[slot, OWNER] = 0
-        super().release_right(slot)
 
 
 class SenderListener:
@@ -81,18 +39,18 @@ class SenderListener:
         region: FlaggedRegion,
         epoch: int,
         secret: bytes,
-        host: str,
-        port: int,
+        network: Network,
     ) -> None:
-        """Listen at `host`. Raises: `OSError` if that fails."""
+        """Listen for senders. Raises: `OSError` if that fails."""
         self._region = region
         self._epoch = epoch
         self._secret = secret
         self._lock = threading.Lock()
-        self._free = list(range(PARTIES - 1, OWNER, -1))
+        self._free = list(range(PARTIES - 1, 0, -1))
         self._senders: dict[socket.socket, threading.Thread] = {}
         self._closed = threading.Event()
-        self._listener = socket.create_server((host, port), backlog=PARTIES)
+        self._listener = listen(network.host, network.ports, backlog=PARTIES)
+        self._listener.settimeout(SWEEP_S)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._accepting = threading.Thread(target=self._accept, name="nixl-accept", daemon=True)
         self._accepting.start()
@@ -115,6 +73,9 @@ class SenderListener:
         while True:
             try:
                 connection, _ = self._listener.accept()
+            except TimeoutError:
+                self._region.lower_stale()
+                continue
             except OSError as error:
                 if self._closed.wait(ACCEPT_RETRY_S):
                     return

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import random
 import socket
 from collections.abc import Mapping
 from typing import Final, Literal
@@ -11,15 +14,15 @@ import numpy.typing as npt
 
 from kvcache.errors import MicroserveError, PeerUnreachable
 from kvcache.lease import WORDS
-from kvcache.memory import PoolLayout, Region
+from kvcache.memory import EXCLUSIVE, ROW, PoolLayout, Region
 from kvcache.transport.handshake import (
     HANDSHAKE_TIMEOUT_S,
     enable_keepalive,
     is_closed,
     send_handshake,
 )
+from kvcache.transport.network import Verify
 from kvcache.transport.nixl.agent import Agent
-from kvcache.transport.nixl.listener import ROW
 from kvcache.transport.nixl.remote_region import RemoteRegion
 from kvcache.transport.runs import Runs
 from kvcache.transport.target import HostTarget
@@ -28,9 +31,15 @@ from kvcache.types import SlotIndex
 
 __all__ = ["NixlTarget"]
 
+log = logging.getLogger(__name__)
+
 WORD = 8  # bytes
 ROW_BYTES = ROW * WORD
-EXCLUSIVE: Final = 1  # flag of an exclusive holder; shared holders raise the number they share
+BACK_BYTES: Final = 256 << 10  # read back at a time
+SAMPLE_BYTES: Final = 16 << 10  # of a copy, at most, with `sampled`
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class NixlTarget(HostTarget):
@@ -40,15 +49,17 @@ class NixlTarget(HostTarget):
     same error.
     """
 
-    def __init__(self, source: Region, like: PoolLayout) -> None:
+    def __init__(self, source: Region, like: PoolLayout, verify: Verify = "off") -> None:
         """`source` is the sender's region; `like` is the peer's layout except for its number of
-        pages. `open` connects."""
+        pages. `open` connects. `verify` says which bytes are read back after a copy."""
         self.worker = Worker("put")
         self._source = source
         self._like = like
         self._row = np.zeros(ROW, dtype=np.uint64)  # the slot's row as last read
         self._row_is_fresh = False  # whether it was read under the current write right
         self._out = np.zeros(ROW, dtype=np.uint64)  # words to be written
+        self._verify = verify
+        self._back = np.zeros(0 if verify == "off" else BACK_BYTES, dtype=np.uint8)  # read back
         self._failure: MicroserveError | None = None
         self._connection: socket.socket | None = None
         self._agent: Agent
@@ -69,6 +80,7 @@ class NixlTarget(HostTarget):
                     (pool.data_ptr(), pool.nbytes),
                     (self._row.ctypes.data, self._row.nbytes),
                     (self._out.ctypes.data, self._out.nbytes),
+                    *([(self._back.ctypes.data, self._back.nbytes)] if self._back.size else []),
                 ]
             )
             self._agent.connect(bytes.fromhex(self._remote.metadata))
@@ -125,7 +137,27 @@ class NixlTarget(HostTarget):
         self._write_words(slot, words)
 
     def copy(self, runs: Runs) -> None:
-        self._transfer("WRITE", runs + self._bases)
+        written = runs + self._bases
+        self._transfer("WRITE", written)
+        if self._verify == "always":
+            for run in written.tolist():
+                source, target, length = run
+                for at in range(0, length, BACK_BYTES):
+                    self._compare(source + at, target + at, min(BACK_BYTES, length - at))
+        elif self._verify == "sampled":
+            source, target, length = written[random.randrange(len(written))].tolist()  # noqa: S311
+            size = min(SAMPLE_BYTES, length)
+            at = random.randint(0, length - size)  # noqa: S311
+            self._compare(source + at, target + at, size)
+
+    def _compare(self, source: int, target: int, size: int) -> None:
+        """Read `size` bytes at `target` back. Raises `PeerUnreachable` if they differ."""
+        self._transfer("READ", [(self._back.ctypes.data, target, size)])
+        if _memcmp(source, self._back.ctypes.data, size):
+            error = PeerUnreachable("KV has arrived at the peer with other bytes")
+            log.error("%s: %d bytes were compared", error.message, size)
+            self._end(error)
+            raise error
 
     def _read_row(self, slot: SlotIndex) -> None:
         self._transfer("READ", [(self._row.ctypes.data, self._at(slot, 0), ROW_BYTES)])

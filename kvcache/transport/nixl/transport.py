@@ -8,57 +8,57 @@ the handshake (`kvcache.transport.handshake`), and an agent and a thread on each
   into a stopped process waits and fails with `timeout`.
 - UCX has neither authentication nor encryption: run it in a trusted network. An engine on a
   loopback address uses the loopback only. `UCX_TLS` and `UCX_NET_DEVICES` select what UCX uses.
+- A sender reads some or all of its bytes back and compares them, before it raises the watermark.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 from functools import partial
 
-from kvcache.errors import BadRequest, Internal, MicroserveError, PeerUnreachable
+from kvcache.errors import Internal, MicroserveError, PeerUnreachable
 from kvcache.lease import KVAddress, Put
-from kvcache.memory import PoolLayout, Region
-from kvcache.transport.base import Registered, strip_scheme
-from kvcache.transport.nixl.agent import Agent, load_nixl, restrict_to_loopback
-from kvcache.transport.nixl.listener import FlaggedRegion, SenderListener
+from kvcache.memory import FlaggedRegion, PoolLayout, Region
+from kvcache.transport.base import Registered
+from kvcache.transport.endpoint import parse_auto, strip_scheme
+from kvcache.transport.network import Network
+from kvcache.transport.nixl.agent import Agent, load_nixl
+from kvcache.transport.nixl.listener import SenderListener
 from kvcache.transport.nixl.target import NixlTarget
 from kvcache.transport.put import QueuedPut
 
 __all__ = ["NixlTransport"]
 
+LOOPBACK = Network("127.0.0.1")
+
 
 class NixlTransport:
     """A `Transport` over NIXL."""
 
-    def __init__(
-        self, epoch: int, *, secret: bytes, host: str = "127.0.0.1", port: int = 0
-    ) -> None:
-        """Prepare to listen for senders at `host`, which peers must be able to reach.
+    def __init__(self, epoch: int, *, secret: bytes, network: Network = LOOPBACK) -> None:
+        """Prepare to listen for senders.
 
-        Raises: `BadRequest` if NIXL is not installed or `host` is a wildcard address.
+        Raises: `BadRequest` if NIXL is not installed, or peers cannot reach the address.
         """
-        if _is_wildcard(host):
-            raise BadRequest(f"peers cannot reach the address {host!r}", param="host")
-        if _is_loopback(host):
-            restrict_to_loopback()
+        network.check()
+        network.configure_ucx()
         load_nixl()
         self._secret = secret
         self._epoch = epoch
-        self._address = host, port
+        self._network = network
         self._own = Registered(FlaggedRegion)
         self._listener: SenderListener | None = None
         self._lock = threading.Lock()
         self._targets: dict[tuple[str, int], NixlTarget] = {}  # by endpoint and epoch
 
     def allocate(self, layout: PoolLayout) -> FlaggedRegion:
-        return FlaggedRegion(layout)
+        return FlaggedRegion.create(layout, self._epoch)
 
     def register(self, region: Region) -> None:
         flagged = self._own.set(region)
         with Agent(flagged.memory):
             pass  # fail now if NIXL does not work here; also loads it before the first sender
-        self._listener = SenderListener(flagged, self._epoch, self._secret, *self._address)
+        self._listener = SenderListener(flagged, self._epoch, self._secret, self._network)
 
     @property
     def region(self) -> FlaggedRegion:
@@ -78,7 +78,7 @@ class NixlTransport:
             target = self._targets.get((address.endpoint, address.epoch))
             if target is None:
                 like = self.region.layout.of_peer(address.shards)
-                target = NixlTarget(self.region, like)
+                target = NixlTarget(self.region, like, self._network.verify)
                 self._targets[address.endpoint, address.epoch] = target
                 opening = partial(target.open, host, port, self._secret, address.epoch)
                 target.worker.submit(opening)
@@ -110,21 +110,9 @@ class NixlTransport:
 
 
 def _parse(endpoint: str) -> tuple[str, int]:
-    host, _, port = strip_scheme(endpoint, "nixl").rpartition(":")
+    ways = parse_auto(endpoint)
+    far = ways.far if ways is not None else strip_scheme(endpoint, "nixl")
+    host, _, port = far.rpartition(":")
     if not host or not port.isdecimal():
         raise PeerUnreachable(f"{endpoint} is not a valid nixl endpoint")
     return host, int(port)
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return not host
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

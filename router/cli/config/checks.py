@@ -58,6 +58,8 @@ def _files(config: Effective) -> Iterator[Problem]:
         (config.keys["api_key_file"], parse_keys),
         (config.router["engines_file"], parse_engines),
         (config.router["engine_ca"], str),
+        (config.router["engine_cert"], str),
+        (config.router["engine_cert_key"], str),
     )
     for entry, parse in readers:
         if not entry.value:

@@ -23,8 +23,8 @@ __all__ = ["ENGINE_OWN", "KEYS_FILE", "Refused", "Schema", "Setting"]
 # Engine flags that `up` does not offer: it sets them itself, or the name means the router's flag.
 ENGINE_OWN = (
     "host", "port", "role", "router", "router_ca", "advertise", "labels", "engine_id", "api_key",
-    "admin_key", "allowed_hosts", "max_connections", "tls_cert", "tls_key", "parent_pid",
-    "memory_share",
+    "admin_key", "allowed_hosts", "max_connections", "tls_cert", "tls_key", "client_ca",
+    "parent_pid", "memory_share",
 )  # fmt: skip
 ROUTER_OWN = ("engines", "params", "parent_pid")  # those of the router; params are a table
 UP_OWN = ("config", "params")  # options of `up` that are no settings

@@ -27,6 +27,7 @@ from kvcache.remote_attention import (
     RemoteSpan,
 )
 from kvcache.remote_attention.creditor import answering
+from kvcache.transport import Network
 from kvcache.types import EngineId, LeaseId, PageId, TokenPos
 
 EPOCH, SECRET = 7, b"secret"
@@ -63,7 +64,7 @@ class LendingEngine:
             identity=identity(name),
             allowed=allowed,
             share=share,
-            host="127.0.0.1",
+            network=Network("127.0.0.1"),
             **options,
         )
 

@@ -348,12 +348,12 @@ def test_a_cancelled_put_ends_after_the_devices_work(new: NewCache):
 
 
 def test_a_transport_is_found_by_the_name_in_its_endpoint():
-    transport = make_transport("shm", 1, secret=b"", host="")
+    transport = make_transport("shm", 1, secret=b"")
     transport.register(transport.allocate(small_layout(3)))
     assert transport.endpoint.startswith("shm:")
     transport.close()
     with pytest.raises(BadRequest, match="carrier pigeon"):
-        make_transport("carrier pigeon", 1, secret=b"", host="")
+        make_transport("carrier pigeon", 1, secret=b"")
 
 
 # Workers of one sender

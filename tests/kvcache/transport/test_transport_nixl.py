@@ -34,10 +34,11 @@ from kvcache.cache import KVCache
 from kvcache.errors import BadRequest, LeaseExpired, PeerUnreachable, StaleEpoch, Timeout
 from kvcache.lease.address import KVAddress
 from kvcache.lease.table import ReceiveLease
+from kvcache.memory.flagged_region import FlaggedRegion
 from kvcache.memory.layout import KVLayout
 from kvcache.transport import handshake, make_transport
+from kvcache.transport.network import Network
 from kvcache.transport.nixl import agent as nixl_agent
-from kvcache.transport.nixl.listener import FlaggedRegion
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.types import SeqId
 
@@ -124,7 +125,7 @@ def nixl_cache(
     host: str, layout: KVLayout | None = None, *, name: str = "a", epoch: int = 1, port: int = 0
 ) -> KVCache:
     layout = layout or small_layout(PAGES)
-    transport = NixlTransport(epoch, secret=b"wire", host=host, port=port)
+    transport = NixlTransport(epoch, secret=b"wire", network=Network(host, range(port, port + 1)))
     return make_cache(transport, layout, name=name, epoch=epoch)
 
 
@@ -136,7 +137,11 @@ def new(wire: Mapping[str, str]) -> Iterator[Callable[..., KVCache]]:
 
     def make(name: str, epoch: int = 1, pages: int = PAGES, port: int = 0) -> KVCache:
         layout = small_layout(pages)
-        transport = NixlTransport(epoch, secret=b"wire", host=f"127.0.0.{len(made) + 1}", port=port)
+        transport = NixlTransport(
+            epoch,
+            secret=b"wire",
+            network=Network(f"127.0.0.{len(made) + 1}", range(port, port + 1)),
+        )
         made.append(make_cache(transport, layout, name=name, epoch=epoch, clock=clock))
         return made[-1]
 
@@ -270,7 +275,7 @@ def _address(text: str) -> KVAddress:
 
 def test_another_secret_is_refused(new: Callable[..., KVCache]):
     receiver, layout = new("r"), small_layout(PAGES)
-    transport = NixlTransport(1, secret=b"another", host=HERE)
+    transport = NixlTransport(1, secret=b"another", network=Network(HERE))
     stranger = make_cache(transport, layout, name="s")
     _, address = receiver.prep_recv("r", PROMPT, 20, 0, 10.0)
     with pytest.raises(PeerUnreachable):
@@ -315,7 +320,7 @@ def test_connections_are_accepted_again_after_descriptors_ran_out(
 
 
 def test_the_transport_is_found_by_its_endpoints_name():
-    transport = make_transport("nixl", 1, secret=b"", host=HERE)
+    transport = make_transport("nixl", 1, secret=b"", network=Network(HERE))
     transport.register(transport.allocate(small_layout(3)))
     assert transport.endpoint.startswith(f"nixl:{HERE}:")
     transport.close()
@@ -324,13 +329,13 @@ def test_the_transport_is_found_by_its_endpoints_name():
 def test_the_error_for_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(nixl_agent, "PACKAGES", ("there_is_no_such_package",))
     with pytest.raises(BadRequest, match=r"pip install -e '\.\[nixl\]'"):
-        NixlTransport(1, secret=b"", host=HERE)
+        NixlTransport(1, secret=b"", network=Network(HERE))
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
 def test_a_wildcard_address_is_refused(host: str):
     with pytest.raises(BadRequest, match="reach"):
-        NixlTransport(1, secret=b"", host=host)
+        NixlTransport(1, secret=b"", network=Network(host))
 
 
 def test_a_right_has_one_holder(new: Callable[..., KVCache]):

@@ -48,16 +48,27 @@ def test_missing_and_wrong_files_are_refused(tmp_path, files):
     for ca in (str(tmp_path / "absent"), str(tmp_path / "junk")):
         with pytest.raises(BadRequest):
             client_context(ca)
+    for cert, key in (
+        (files["cert"], ""),
+        ("", files["key"]),
+        (str(tmp_path / "junk"), files["key"]),
+    ):
+        with pytest.raises(BadRequest):
+            client_context(files["ca"], cert, key)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_tls_from_the_client_to_the_engine(files):
-    """An engine that serves HTTPS registers itself with a router that does."""
+    """An engine that serves HTTPS registers itself with a router that does.
+
+    Its callers need a certificate.
+    """
     tls = ("--tls-cert", files["cert"], "--tls-key", files["key"])
     client = httpx.Client(verify=ssl.create_default_context(cafile=files["ca"]), timeout=20)
     router = ForkedProcess(
         run_microserve, "router", "--port", "0", "--engine-ca", files["ca"], *tls,
+        "--engine-cert", files["cert"], "--engine-cert-key", files["key"],
         MICROSERVE_ROUTER_ADMIN_KEY="adm", MICROSERVE_ROUTER_ENGINE_API_KEY="eng",
     )  # fmt: skip
     try:
@@ -67,7 +78,7 @@ def test_tls_from_the_client_to_the_engine(files):
             httpx.get(f"{url}/health")  # its authority is not trusted
         engine = EngineProcess(
             *FLAGS, "--router", url, "--router-ca", files["ca"], *tls, "--labels", "zone=a",
-            "--engine-id", "secure", model="mock",
+            "--engine-id", "secure", "--client-ca", files["ca"], model="mock",
             MICROSERVE_ENGINE_ADMIN_KEY="adm", MICROSERVE_ENGINE_API_KEY="eng",
         )  # fmt: skip
         try:
@@ -79,6 +90,14 @@ def test_tls_from_the_client_to_the_engine(files):
                 assert status != "down", listed
             assert (listed[0]["url"], listed[0]["labels"]) == (engine.url, {"zone": "a"})
             assert engine.url.startswith("https://")
+            key = {"Authorization": "Bearer eng"}
+            with pytest.raises(httpx.TransportError):
+                client.get(f"{engine.url}/microserving/state", headers=key)
+            shown = ssl.create_default_context(cafile=files["ca"])
+            shown.load_cert_chain(files["cert"], files["key"])
+            with httpx.Client(verify=shown, timeout=20) as known:
+                reply = known.get(f"{engine.url}/microserving/state", headers=key)
+                assert reply.status_code == 200
             reply = client.post(f"{url}/v1/completions", json=ASK)
             assert reply.status_code == 200, reply.text
             assert engine.stop()[0] == 0

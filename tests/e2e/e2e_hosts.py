@@ -1,0 +1,194 @@
+"""Hosts of their own: network and PID namespaces on a bridge. Needs root and `ip`.
+
+Processes of different hosts share no memory and no PIDs, so KV goes over the network. A host can be
+killed with all its processes, and cut off in one or both directions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from e2e_deployment import Deployment, Engine
+
+ROOT = Path(__file__).parents[2]
+KEYS = {"MICROSERVE_ENGINE_API_KEY": "engines", "MICROSERVE_ENGINE_ADMIN_KEY": "admin"}
+ADMIN = {"Authorization": "Bearer admin"}
+START_S = 240.0
+
+
+class Host:
+    """A namespace with one address, and the engine in it."""
+
+    def __init__(self, network: str, number: int, bridge: str) -> None:
+        self.name = f"{bridge}h{number}"
+        self.address, self.gateway = f"{network}.{number}", f"{network}.254"
+        self._port = f"{bridge}p{number}"  # of the bridge
+        self._process: subprocess.Popen[bytes] | None = None
+        ip(
+            f"netns add {self.name}",
+            f"link add {self._port} type veth peer name eth0 netns {self.name}",
+            f"link set {self._port} master {bridge} up",
+            f"-n {self.name} addr add {self.address}/24 dev eth0",
+            f"-n {self.name} link set eth0 up",
+            f"-n {self.name} link set lo up",
+        )
+
+    def start(self, router: str, log: Path, *flags: str) -> None:
+        """Start an engine that registers with the router."""
+        command = [
+            *("ip", "netns", "exec", self.name),
+            *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+            *(sys.executable, "-m", "engine", "tiny", "--threads", "1", "--pool-pages", "2048"),
+            *("--host", self.address, "--port", "8100", "--engine-id", self.name),
+            *("--router", router, "--kv-interface", "eth0", *flags),
+        ]
+        # UCX takes two processes of one kernel for neighbours.
+        environment = {**os.environ, **KEYS, "MICROSERVE_SECRET": "secret", "UCX_TLS": "tcp"}
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output
+            )
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        if self._process is not None:
+            self._process.kill()  # takes its child along, and that one its PID namespace
+            self._process.wait()
+
+    def freeze(self) -> None:
+        """Stop the engine's process."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    def cut_off(self) -> None:
+        """Lose all packets from and to this host."""
+        ip(f"link set {self._port} down")
+
+    def lose_sent(self) -> None:
+        """Lose the packets that this host sends; others arrive."""
+        ip(f"-n {self.name} route replace blackhole {self.gateway.rpartition('.')[0]}.0/25",
+           f"-n {self.name} route replace blackhole {self.gateway}")  # fmt: skip
+
+    def squeeze(self, rate: str) -> None:
+        """Limit what this host sends; a short queue loses what is too much."""
+        command = f"tc qdisc replace dev eth0 root tbf rate {rate} burst 16kb limit 32kb"
+        subprocess.run(["ip", "netns", "exec", self.name, *command.split()], check=True)
+
+    def heal(self) -> None:
+        """Undo `cut_off`, `lose_sent` and `squeeze`."""
+        ip(f"link set {self._port} up")
+        for command in (
+            f"ip -n {self.name} route flush type blackhole",
+            f"ip netns exec {self.name} tc qdisc del dev eth0 root",
+        ):
+            subprocess.run(command.split(), capture_output=True)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine's calls."""
+        key = {"Authorization": "Bearer engines"}
+        return Engine(self.name, f"http://{self.address}:8100", 0, key)
+
+    def remove(self) -> None:
+        self.kill()
+        subprocess.run(["ip", "netns", "del", self.name], capture_output=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        for pid in children.read_text().split():
+            os.kill(int(pid), number)
+
+
+def ip(*commands: str) -> None:
+    """Run commands of `ip`. Raises `CalledProcessError`."""
+    for command in commands:
+        subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """Make hosts; skip the test where that is not possible. At the end nothing is left of them."""
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare"):
+        pytest.skip("hosts as network namespaces take root, ip and unshare")
+    number = os.getpid() % 250
+    bridge, network = f"ms{os.getpid() % 10**6}", f"10.213.{number}"
+    made: list[Host] = []
+    try:
+        try:
+            ip(
+                f"link add {bridge} type bridge",
+                f"addr add {network}.254/24 dev {bridge}",
+                f"link set {bridge} up",
+            )
+            made.extend(Host(network, each + 1, bridge) for each in range(count))
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces can be made here: {error.stderr.strip()}")
+        yield made
+    finally:
+        for host in made:
+            host.remove()
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+
+
+@contextmanager
+def fleet(made: list[Host], folder: Path, *flags: str) -> Iterator[Deployment]:
+    """Start a router here and an engine on each host."""
+    gateway = made[0].gateway
+    log = (folder / "router.log").open("wb")
+    router = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "router", "router", "--host", gateway, "--port", "8000"),
+            *("--strategy", "data_parallel", *flags),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "MICROSERVE_ROUTER_ADMIN_KEY": "admin",
+            "MICROSERVE_ROUTER_ENGINE_API_KEY": "engines",
+            "MICROSERVE_ROUTER_API_KEY": "clients",
+        },
+        stdout=log,
+        stderr=log,
+    )
+    url = f"http://{gateway}:8000"
+    deployment = Deployment(url, router.pid, router, [host.engine for host in made], ADMIN)
+    try:
+        for host in made:
+            host.start(url, folder / f"{host.name}.log")
+        wait_for(deployment, len(made), folder)
+        yield deployment
+    finally:
+        router.terminate()
+        router.wait(30)
+        log.close()
+
+
+def wait_for(deployment: Deployment, count: int, folder: Path) -> None:
+    """Wait until the router has so many healthy engines."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            engines = deployment.members()
+            if sum(each["status"] == "up" for each in engines) == count:
+                return
+        except (httpx.HTTPError, json.JSONDecodeError, KeyError):
+            engines = []
+        if time.monotonic() > deadline:
+            logs = "\n".join(file.read_text() for file in folder.glob("*.log"))
+            raise AssertionError(f"{engines}\n{logs}")
+        time.sleep(0.1)

@@ -1,0 +1,166 @@
+"""Engines on different hosts: KV goes over the network, hosts die and are cut off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import pytest
+from e2e_deployment import Deployment
+from e2e_faults import Alone, prompt_of
+from e2e_hosts import Host, fleet, hosts, wait_for
+
+STRATEGIES = ("data_parallel", "prefill_decode", "balanced", "cache_aware", "migrate", "replicate")
+CLIENT = {"Authorization": "Bearer clients"}
+NEW = 150  # tokens of a request under faults
+
+
+@dataclass
+class Fleet:
+    """Engines on hosts behind one router."""
+
+    hosts: list[Host]
+    deployment: Deployment
+    folder: Path
+    answers: list[Answer] = field(default_factory=list)
+
+    def ask(self, prompt: list[int], new: int = NEW) -> Answer:
+        answer = Answer(self.deployment.url, prompt, new)
+        self.answers.append(answer)
+        return answer
+
+    def at_rest(self) -> None:
+        for engine in self.deployment.engines:
+            engine.check_at_rest()
+
+
+class Answer:
+    """A completion in a thread of its own."""
+
+    def __init__(self, url: str, prompt: list[int], new: int) -> None:
+        self.prompt, self.new = prompt, new
+        self.tokens: list[int] = []
+        self.error = ""
+        self.id = ""
+        self._url = url
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> Answer:
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        return self
+
+    def _run(self) -> None:
+        body = {"model": "tiny", "prompt": self.prompt, "max_tokens": self.new, "temperature": 0,
+                "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+        try:
+            reply = httpx.post(
+                f"{self._url}/v1/completions", json=body, headers=CLIENT, timeout=110, verify=False
+            )
+            self.id = reply.headers.get("x-request-id", "")
+            if reply.status_code == 200:
+                self.tokens = reply.json()["choices"][0]["token_ids"]
+            else:
+                self.error = reply.text
+        except httpx.HTTPError as error:
+            self.error = repr(error)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("hosts")
+    with hosts(3) as made, fleet(made, folder, "--health-timeout", "1.5") as deployment:
+        yield Fleet(made, deployment, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_across_hosts_gives_the_tokens_of_one_engine(
+    three: Fleet, alone: Alone, strategy: str
+):
+    three.deployment.use(strategy)
+    asked = [three.ask(prompt_of(f"{strategy}{n}", 90 + 40 * n), 12) for n in range(3)]
+    for answer in asked:
+        assert answer.wait().error == ""
+        assert answer.tokens == alone(answer.prompt, 12)
+    three.at_rest()
+    if strategy == "prefill_decode":
+        legs = three.deployment.receipt(asked[0].id)["legs"]
+        assert any(leg.get("bytes") for leg in legs)
+
+
+def faults() -> dict[str, Callable[[Fleet], None]]:
+    def killed(fleet: Fleet) -> None:
+        victim = fleet.hosts[1]
+        victim.kill()
+        time.sleep(3)
+        victim.start(fleet.deployment.url, fleet.folder / "again.log")
+
+    def frozen(fleet: Fleet) -> None:
+        fleet.hosts[1].freeze()
+        time.sleep(4)
+        fleet.hosts[1].thaw()
+
+    def cut_off(fleet: Fleet) -> None:
+        fleet.hosts[1].cut_off()
+        time.sleep(5)
+        fleet.hosts[1].heal()
+
+    def mute(fleet: Fleet) -> None:
+        fleet.hosts[1].lose_sent()
+        time.sleep(5)
+        fleet.hosts[1].heal()
+
+    def lossy(fleet: Fleet) -> None:
+        fleet.hosts[1].squeeze("4mbit")
+        time.sleep(6)
+        fleet.hosts[1].heal()
+
+    return {each.__name__: each for each in (killed, frozen, cut_off, mute, lossy)}
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("fault", list(faults()))
+@pytest.mark.parametrize("strategy", ["prefill_decode", "balanced", "replicate"])
+def test_a_fault_between_hosts_fails_and_changes_nothing(
+    three: Fleet, alone: Alone, strategy: str, fault: str
+):
+    """Requests begin before, during and after the fault; the strategy changes in the middle."""
+    three.deployment.use(strategy)
+    asked: list[Answer] = []
+
+    def load(number: int) -> None:
+        for each in range(number):
+            asked.append(three.ask(prompt_of(f"{strategy}{fault}{len(asked)}", 60 + 30 * each)))
+            time.sleep(0.15)
+
+    load(5)
+    breaking = Thread(target=faults()[fault], args=(three,))
+    breaking.start()
+    time.sleep(0.3)
+    load(3)
+    three.deployment.use("replicate" if strategy != "replicate" else "prefill_decode")
+    load(3)
+    breaking.join()
+    wait_for(three.deployment, 3, three.folder)
+    load(2)
+    outcomes = [
+        (answer.wait().error, answer.tokens == alone(answer.prompt, NEW)) for answer in asked
+    ]
+    assert outcomes == [("", True)] * len(asked), [each for each in outcomes if each[0]]
+    three.at_rest()
+
+
+def test_nothing_of_the_hosts_stays() -> None:
+    with hosts(1) as made:
+        name = made[0].name
+        assert (Path("/run/netns") / name).exists()
+    assert not (Path("/run/netns") / name).exists()
+    with hosts(1):  # the bridge is gone with them: its name can be taken again
+        pass
