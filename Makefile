@@ -196,13 +196,13 @@ help:  ## list the targets
 	@touch $@
 
 # Ray, with all that .venv has: Ray starts its workers with the interpreter of the test.
-.peers/ray/stamp: PATHS := import os, sysconfig; print(os.getcwd(), sysconfig.get_path("purelib"), sep="\n")
+.peers/ray/stamp: PATHS := import sys; print(*(p for p in sys.path if not p.startswith(sys.base_prefix)), sep="\n")
 .peers/ray/stamp: HERE := import sysconfig; print(sysconfig.get_path("purelib"))
 .peers/ray/stamp: pyproject.toml constraints.txt $(VENV)/test.stamp
 	@echo "setting up Ray" >&2
 	@$(RUN) -m venv --clear .peers/ray
 	@.peers/ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'ray[client]'
-	@$(RUN) -c '$(PATHS)' > "$$(.peers/ray/bin/python -c '$(HERE)')/microserve.pth"
+	@$(RUN) -P -c '$(PATHS)' > "$$(.peers/ray/bin/python -c '$(HERE)')/microserve.pth"
 	@touch $@
 
 $(VENV)/bin/python:

@@ -35,6 +35,7 @@ class RayCluster:
     """A head and two nodes with two CPUs each, and the command line."""
 
     def __init__(self) -> None:
+        os.environ["RAY_raylet_start_wait_time_s"] = str(2 * PATIENCE_S)
         from ray.cluster_utils import Cluster
 
         with socket.socket() as probe:
