@@ -12,7 +12,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 # router and a dry run are processes of their own.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve test test-fast test-thorough test-vllm conformance fuzz soak starve attack mutants \
+.PHONY: help demo serve test test-fast test-thorough test-vllm test-ray conformance fuzz soak starve attack mutants \
 	advise-trial check \
 	bench-strategies bench-put bench-router bench-router-idle bench-router-workers bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
@@ -35,13 +35,16 @@ test: $(VENV)/test.stamp  ## run all tests but the thorough and the conformance 
 
 test-fast: WORKERS := $(shell expr $(WORKERS) + 1)
 test-fast: $(VENV)/test.stamp  ## run the tests that need neither a second nor a process of their own
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not processes and not conformance and not thorough and not vllm" $(PYTEST)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not processes and not conformance and not thorough and not vllm and not ray" $(PYTEST)
 
 test-thorough: $(VENV)/test.stamp  ## run the further cases of the tests that take long
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m thorough $(PYTEST)
 
 test-vllm: $(VENV)/test.stamp .peers/vllm/engine.stamp  ## run the tests of engines with --backend vllm (installs vLLM, 3.4 GB)
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "vllm and not thorough" $(PYTEST)
+
+test-ray: .peers/ray/stamp  ## run the tests of fleets on a local Ray cluster (installs Ray, 250 MB)
+	@.peers/ray/bin/python -m pytest -n 0 -m "ray and not thorough" $(or $(PYTEST),tests/router/ray_fleet)
 
 check: $(VENV)/test.stamp  ## check style, types, layers, dependencies and the figures of documents
 	@$(RUN) -m ruff format --check .
@@ -190,6 +193,16 @@ help:  ## list the targets
 	@echo "installing microserve beside vLLM" >&2
 	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check fastapi-offline==1.7.7 gguf==0.19.0 orjson
 	@.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt nixl-cu12 nixl==1.5.1 --editable .
+	@touch $@
+
+# Ray, with all that .venv has: Ray starts its workers with the interpreter of the test.
+.peers/ray/stamp: PATHS := import sys; print(*(p for p in sys.path if not p.startswith(sys.base_prefix)), sep="\n")
+.peers/ray/stamp: HERE := import sysconfig; print(sysconfig.get_path("purelib"))
+.peers/ray/stamp: pyproject.toml constraints.txt $(VENV)/test.stamp
+	@echo "setting up Ray" >&2
+	@$(RUN) -m venv --clear .peers/ray
+	@.peers/ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'ray[client]'
+	@$(RUN) -P -c '$(PATHS)' > "$$(.peers/ray/bin/python -c '$(HERE)')/microserve.pth"
 	@touch $@
 
 $(VENV)/bin/python:

@@ -20,7 +20,7 @@ __all__ = [
 PREFIX = "MICROSERVE"
 COMMANDS = (
     "UP", "ENGINE", "ROUTER", "CHAT", "STRATEGY", "BENCH", "SIMULATE", "PROFILE", "TRAFFIC",
-    "ADVISE",
+    "ADVISE", "STATUS", "SCALE", "DOWN",
 )  # fmt: skip
 KEYS = ("--api-key", "--admin-key", "--engine-api-key", "--openai-api-key", "--store")
 # What Python and libraries need to run, and nothing that may be secret.

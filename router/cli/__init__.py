@@ -10,6 +10,7 @@ from router.cli.bench import bench
 from router.cli.chat import chat
 from router.cli.completion import completion
 from router.cli.config import config_group
+from router.cli.on_ray import down, scale, status
 from router.cli.options import CONTEXT
 from router.cli.plan import plan
 from router.cli.profile import profile
@@ -40,6 +41,9 @@ for command in (
     simulate,
     traffic,
     advise,
+    status,
+    scale,
+    down,
     config_group(up),
     completion,
 ):

@@ -14,6 +14,7 @@ import click
 from engine.protocol import EngineConfig
 from router.base import RouterConfig, StartFailed, hide_memory, root_cause
 from router.cli.config import ENGINE_OWN, KEYS_FILE, Effective, Invalid, check, read_effective
+from router.cli.on_ray import ray_options, read_ray_flags, up_on_ray
 from router.cli.options import (
     GroupedCommand,
     ModelName,
@@ -87,13 +88,16 @@ PASSED_ON = (
         help="key of the admin API; empty: it answers on loopback only")  # fmt: skip
 @option("--engine-api-key", default="", group="Keys", secret=True, rare=True,
         help="key of the engines; empty: a random one, which --state-file names")  # fmt: skip
+@option("--store", default="", group="Keys", secret=True, rare=True,
+        help="URL of the Redis or Valkey by which several routers agree")  # fmt: skip
+@ray_options
 @option("--config", type=click.Path(path_type=Path), metavar="FILE.toml", group="Server",
         help="file that says what flags say; flags and the environment win over it")  # fmt: skip
 @config_options(RouterConfig, only=PASSED_ON)
 @config_options(EngineConfig, without=ENGINE_OWN)
 @click.pass_context
 def up(context: click.Context, /, **_flags: Any) -> None:
-    """Start engines and a router on this machine.
+    """Start engines and a router on this machine, or with --on on a Ray cluster.
 
     Ctrl-C ends all of them.
 
@@ -107,7 +111,9 @@ def up(context: click.Context, /, **_flags: Any) -> None:
         click.echo(str(error), err=True)
         context.exit(2)
     config = _fleet_config(effective)
-    check_address(config.host, config.port)
+    on_ray = read_ray_flags(effective)
+    if on_ray is None:
+        check_address(config.host, config.port)
     router = {name: entry.value for name, entry in effective.router.items()}
     check_folder("--state-file", config.state_file)
     check_folder("--audit-log", Path(router["audit_log"]) if router["audit_log"] else None)
@@ -115,6 +121,9 @@ def up(context: click.Context, /, **_flags: Any) -> None:
     check_store(config.store, router["store_password_file"])
     params = {name: entry.value for name, entry in effective.params.items()}
     check_strategy(router["strategy"], params)
+    if on_ray is not None:
+        up_on_ray(on_ray, config, {name: str(router[name] or "") for name in router})
+        return
     if router["allow_upload"]:
         hide_memory()  # this process has the keys in its environment, too
     fleet = Fleet(config, say=click.echo, note=lambda line: click.echo(line, err=True))

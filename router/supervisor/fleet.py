@@ -11,25 +11,22 @@ import os
 import secrets
 import signal
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
 
 from router.base import AwakeClock, StartFailed, child_environment, module_command
 from router.supervisor.child_process import GRACE_S, ChildProcess
 from router.supervisor.pools import Pool, engine_processes
+from router.supervisor.restarts import Backoff, on_port, watch_health
 
 __all__ = ["Fleet", "FleetConfig"]
 
 Say = Callable[[str], None]
-BACKOFF_S = (0.2, 10.0)  # delay before the first restart, and the longest one
-STEADY_S = 30.0  # a child that ran this long is restarted after the first delay again
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +150,14 @@ class Fleet:
             for child in self._children():
                 watchers.create_task(self._restart_on_exit(child, tasks))
             if self._config.respawn and self._router is not None:
-                watchers.create_task(self._watch_health(self._router))
+                deadline_s = self._config.health_deadline_s
+                watchers.create_task(
+                    watch_health(self._router, deadline_s, self._awake, self._note)
+                )
 
     async def _restart_on_exit(self, child: ChildProcess, tasks: asyncio.TaskGroup) -> None:
         """Restart `child` on its own port whenever it ends."""
-        backoff = BACKOFF_S[0]
-        began = time.monotonic()
+        backoff = Backoff()
         while True:
             await child.wait()
             if not self._config.respawn:
@@ -166,13 +165,11 @@ class Fleet:
                 if child is self._router:
                     raise StartFailed(f"the router has ended ({child.ending()})")
                 return
-            if time.monotonic() - began > STEADY_S:
-                backoff = BACKOFF_S[0]
-            self._note(f"{child.name} has ended ({child.ending()}); restarting in {backoff:g} s")
-            await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, BACKOFF_S[1])
-            began = time.monotonic()
-            child.argv = _on_port(child.argv, child.url.rpartition(":")[2])
+            delay = backoff.delay_s()
+            self._note(f"{child.name} has ended ({child.ending()}); restarting in {delay:g} s")
+            await asyncio.sleep(delay)
+            backoff.began()
+            child.argv = on_port(child.argv, child.url.rpartition(":")[2])
             url = child.url
             try:
                 await child.start(tasks)
@@ -182,31 +179,6 @@ class Fleet:
                 continue
             self._note(f"{child.name} ready {child.url} (pid {child.pid})")
             self._write_state()
-
-    async def _watch_health(self, router: ChildProcess) -> None:
-        """Kill a router that has not answered for `health_deadline_s`, so that it is restarted.
-
-        A strategy may block it forever in code that cannot be interrupted. Time in which this
-        process did not run does not count.
-        """
-        deadline, awake = self._config.health_deadline_s, self._awake
-        async with httpx.AsyncClient(verify=False, trust_env=False, timeout=None) as http:  # noqa: S113, S501  asyncio's timeout; this machine
-            silent_since = awake()
-            while True:
-                await asyncio.sleep(deadline / 10)
-                pid = router.pid
-                try:
-                    async with asyncio.timeout(deadline / 2):
-                        # A new connection: an open one may belong to an earlier process.
-                        await http.get(f"{router.url}/health", headers={"Connection": "close"})
-                        silent_since = awake()
-                except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
-                    if not router.ready:
-                        silent_since = awake()  # it is being restarted anyway
-                if awake() - silent_since > deadline and router.pid == pid:
-                    self._note(f"router has not answered for {deadline:g} s and is killed")
-                    router.signal(signal.SIGKILL)
-                    silent_since = awake()
 
     def _stalled(self, seconds: float) -> None:
         self._note(f"up did not run for {seconds:.1f} s: it was stopped, or the host is overloaded")
@@ -241,12 +213,6 @@ class Fleet:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(orjson.dumps(state, option=orjson.OPT_INDENT_2))
         Path(file.name).replace(path)
-
-
-def _on_port(argv: Sequence[str], port: str) -> list[str]:
-    changed = list(argv)
-    changed[changed.index("--port") + 1] = port
-    return changed
 
 
 async def _together(awaitables: Iterable[Any]) -> None:

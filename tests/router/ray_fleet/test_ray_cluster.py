@@ -1,0 +1,315 @@
+"""A fleet on a real Ray cluster of several nodes on this machine, as its user handles it.
+
+The cluster and the fleet are started once. Each test finds two engines and one router there, and
+leaves as many.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from load_on import Load
+
+from router.base import child_environment, module_command
+from router.ray_fleet import RayFleet, connect
+
+pytestmark = [pytest.mark.ray, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
+
+MEMORY = 80_000_000  # bytes of each node's object store
+PATIENCE_S = 120.0  # all nodes share the cores of this machine
+
+
+class RayCluster:
+    """A head and two nodes with two CPUs each, and the command line."""
+
+    def __init__(self) -> None:
+        os.environ["RAY_raylet_start_wait_time_s"] = str(2 * PATIENCE_S)
+        from ray.cluster_utils import Cluster
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.client_port = probe.getsockname()[1]
+        head = {"num_cpus": 2, "object_store_memory": MEMORY, "include_dashboard": False,
+                "ray_client_server_port": self.client_port}  # fmt: skip
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.nodes = [self.add_node(), self.add_node()]
+        self.ray = connect(self.cluster.address)
+
+    def add_node(self) -> Any:
+        return self.cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
+
+    def kill_node(self, node_id: str) -> None:
+        """End a node's raylet by SIGKILL; its workers end with it."""
+        node = next(one for one in self.nodes if one.node_id.startswith(node_id))
+        self.nodes.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def run(self, *arguments: str, code: int = 0, at: str = "") -> str:
+        """Run a command and return what it prints."""
+        ended = subprocess.run(
+            [*module_command("router", *arguments), "--on", at or self.cluster.address],
+            env=child_environment(), capture_output=True, text=True, timeout=400, check=False,
+        )  # fmt: skip
+        assert ended.returncode == code, ended.stdout + ended.stderr
+        return ended.stdout + ended.stderr
+
+    def end(self) -> None:
+        self.ray.shutdown()
+        self.cluster.shutdown()
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Return the members, by name, as the command `status` reads them."""
+        lines = RayFleet(self.ray, "default").lines()
+        return {line.member.name: asdict(line) | asdict(line.member) for line in lines}
+
+    def until(self, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, Any]:
+        """Wait until the members fulfil a condition, and return them."""
+        give_up = time.monotonic() + PATIENCE_S
+        while not condition(members := self.status()):
+            assert time.monotonic() < give_up, members
+            time.sleep(0.5)
+        return members
+
+    def until_ready(self, engines: int = 2, routers: int = 1) -> dict[str, Any]:
+        def ready(members: dict[str, dict[str, Any]]) -> bool:
+            states = [one["state"] for one in members.values()]
+            return states == ["ready"] * (engines + routers)
+
+        return self.until(ready)
+
+
+@pytest.fixture(scope="module")
+def on() -> Iterator[RayCluster]:
+    cluster = RayCluster()
+    try:
+        yield cluster
+    finally:
+        cluster.end()
+
+
+@pytest.fixture(scope="module")
+def started(on: RayCluster) -> Iterator[str]:
+    said = on.run("up", "mock", "--engines", "2", "--port", "0", "--detach", "--step-ms", "10")
+    yield said
+    RayFleet(on.ray, "default").down(lambda _: None)
+
+
+@pytest.fixture
+def url(started: str) -> str:
+    found = re.search(r"^ready (http://\S+)$", started, re.M)
+    assert found, started
+    return found[1]
+
+
+def processes(word: str) -> set[int]:
+    """Return the living processes of this run that have `word` among their arguments."""
+    mark = f"TESTS_OWNER={os.environ['TESTS_OWNER']}".encode()
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (path / "cmdline").read_bytes().split(b"\0")
+            environment = (path / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if word.encode() in arguments and mark in environment:
+            found.add(int(path.name))
+    return found
+
+
+def complete(url: str) -> int:
+    body = {"model": "mock", "prompt": "a b c", "max_tokens": 5}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=30, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    tokens: int = reply.json()["usage"]["completion_tokens"]
+    return tokens
+
+
+def test_it_starts_on_several_nodes_and_answers(on: RayCluster, started: str, url: str):
+    assert started.count(" ready http://") == 3
+    assert complete(url) == 5
+    members = on.until_ready()
+    assert members["engine-0"]["node"] != members["engine-1"]["node"]  # SPREAD
+    table = on.run("status")
+    assert re.search(r"engine-1 +any +\S+ \S+ +ready +0 +http://", table), table
+    assert "2 engines, 1 routers, 3 of 3 ready" in table
+    targets = json.loads(on.run("status", "--targets"))
+    for target in targets:
+        text = httpx.get(f"http://{target['targets'][0]}/metrics", trust_env=False).text
+        assert "# HELP" in text
+
+
+def test_keys_are_not_among_the_arguments_and_engines_ask_for_them(on: RayCluster, started: str):
+    said = json.loads(on.run("status", "--json"))
+    engine = next(one for one in said["members"] if one["kind"] == "engine")
+    refused = httpx.get(f"{engine['url']}/microserving/state", trust_env=False)
+    assert refused.status_code == 401
+    for word in ("engine", "router"):
+        for pid in processes(word):
+            arguments = Path(f"/proc/{pid}/cmdline").read_text()
+            assert said["engine_api_key"] not in arguments
+            assert said["admin_key"] not in arguments
+
+
+def test_it_is_handled_from_outside_of_the_cluster_too(on: RayCluster, started: str):
+    at = f"ray://127.0.0.1:{on.client_port}"
+    assert "2 engines, 1 routers, 3 of 3 ready" in on.run("status", at=at)
+    assert "nothing to change" in on.run("scale", "--engines", "2", at=at)
+
+
+def test_a_second_fleet_of_that_name_is_refused(on: RayCluster, started: str):
+    assert "there is a fleet 'default' already" in on.run("up", "mock", code=1)
+    on.until_ready()
+
+
+def test_an_engine_process_that_is_killed_is_restarted(on: RayCluster, url: str):
+    before = on.until_ready()["engine-0"]
+    with Load(url) as load:
+        os.kill(before["pid"], signal.SIGKILL)
+        on.until(lambda members: members["engine-0"]["restarts"] > before["restarts"])
+        after = on.until_ready()["engine-0"]
+    assert load.failures == []
+    assert load.done
+    assert (after["url"], after["node"]) == (before["url"], before["node"])
+
+
+def test_an_actor_that_is_killed_is_restarted_and_leaves_no_orphan(on: RayCluster, url: str):
+    before = on.until_ready()["engine-1"]
+    parent = int(Path(f"/proc/{before['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+    with Load(url) as load:
+        os.kill(parent, signal.SIGKILL)
+        on.until(lambda members: members["engine-1"]["restarts"] > before["restarts"])
+        on.until_ready()
+    assert load.failures == []
+    assert before["pid"] not in processes("engine")
+    assert len(processes("engine")) == 2
+
+
+def test_a_router_process_that_is_killed_is_restarted_at_its_address(on: RayCluster, url: str):
+    before = on.until_ready()["router-0"]
+    os.kill(before["pid"], signal.SIGKILL)
+    on.until(lambda members: members["router-0"]["restarts"] > before["restarts"])
+    assert on.until_ready()["router-0"]["url"] == before["url"] == url
+    assert complete(url) == 5
+
+
+def test_it_scales_up_and_down_under_load(on: RayCluster, url: str):
+    on.until_ready()
+    with Load(url) as load:
+        said = on.run("scale", "--engines", "1", "--prefill", "1", "--decode", "1")
+        members = on.until_ready(3)
+        assert sorted(one["role"] for one in members.values()) == [
+            "any",
+            "any",
+            "decode",
+            "prefill",
+        ]
+        assert "removed" in said
+        at = load.done
+        while load.done < at + 20:
+            time.sleep(0.1)
+        on.run("scale", "--engines", "2", "--prefill", "0", "--decode", "0")
+        on.until_ready(2)
+    assert load.failures == []
+    assert len(processes("engine")) == 2
+    assert "nothing to change" in on.run("scale", "--engines", "2")
+
+
+def test_more_than_the_cluster_has_is_refused_and_changes_nothing(on: RayCluster, url: str):
+    said = on.run("scale", "--engines", "40", "--wait", "8", code=1)
+    assert "no room for" in said and "CPU" in said
+    on.until_ready()
+    assert complete(url) == 5
+
+
+def test_a_node_that_is_lost_under_load_fails_nothing_and_its_engine_comes_back(
+    on: RayCluster, url: str
+):
+    members = on.until_ready()
+    router = members["router-0"]["node"]
+    name, lost = next(
+        (name, one) for name, one in members.items()
+        if one["kind"] == "engine" and one["node"] != router
+        and any(node.node_id.startswith(one["node"].split()[0]) for node in on.nodes)
+    )  # fmt: skip
+    with Load(url) as load:
+        on.kill_node(lost["node"].split()[0])
+        on.until(lambda members: members[name]["state"] != "ready")
+        on.nodes.append(on.add_node())
+        back = on.until_ready()[name]
+        at = load.done
+        while load.done < at + 20:
+            time.sleep(0.1)
+    assert load.failures == []
+    assert back["node"] != lost["node"]
+    assert back["restarts"] > lost["restarts"]
+    assert lost["pid"] not in processes("engine")
+    assert len(processes("engine")) == 2
+
+
+def test_interrupted_in_the_foreground_it_leaves_nothing(on: RayCluster, tmp_path: Path):
+    state = tmp_path / "state.json"
+    process = subprocess.Popen(
+        module_command(
+            "router", "up", "mock", "--on", on.cluster.address, "--fleet", "other",
+            "--engines", "1", "--port", "0", "--num-cpus", "0.5", "--router-cpus", "0.5",
+            "--state-file", str(state),
+        ),
+        env=child_environment(), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("ready "):
+            break
+    while not state.exists():
+        time.sleep(0.05)
+    written = json.loads(state.read_text())
+    assert complete(written["router"]["url"]) == 5
+    process.send_signal(signal.SIGINT)
+    process.stdout.read()
+    assert process.wait(60) == 0
+    assert "no fleet 'other'" in on.run("status", "--fleet", "other", code=1)
+    assert not state.exists()
+    pids = {written["router"]["pid"], written["engines"][0]["pid"]}
+    assert not pids & (processes("engine") | processes("router"))
+
+
+def test_a_model_that_does_not_exist_is_told(on: RayCluster):
+    said = on.run("up", "/no/such/model", "--fleet", "none", "--engines", "1", "--num-cpus", "0.1",
+                  "--router-cpus", "0.1", code=1)  # fmt: skip
+    assert "/no/such/model" in said
+    assert "no fleet 'none'" in on.run("down", "--fleet", "none", code=1)
+
+
+def test_down_leaves_nothing(on: RayCluster, started: str):
+    said = on.run("down")
+    assert "fleet default is gone" in said
+    assert not processes("engine")
+    assert "no fleet 'default'" in on.run("status", code=1)
+    groups = on.ray.util.placement_group_table().values()
+    assert {one["state"] for one in groups} <= {"REMOVED"}
+    assert on.ray.util.list_named_actors(all_namespaces=True) == []
+    free, total = on.ray.available_resources(), on.ray.cluster_resources()
+    assert free["CPU"] == total["CPU"]
+
+
+def test_no_cluster_is_one_line(tmp_path: Path):
+    ended = subprocess.run(
+        [*module_command("router", "status", "--on", "127.0.0.1:1")],
+        env={**child_environment(), "HOME": str(tmp_path), "RAY_TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "no Ray cluster at 127.0.0.1:1" in ended.stderr
+    assert "Traceback" not in ended.stderr
