@@ -19,7 +19,8 @@ from kvcache.lease.address import KVAddress
 from kvcache.lease.put import Put
 from kvcache.memory.layout import KVLayout
 from kvcache.memory.region import Region, SharedSlots
-from kvcache.transport.base import Registered, strip_scheme
+from kvcache.transport.base import Registered
+from kvcache.transport.endpoint import strip_scheme
 from kvcache.transport.mapped import MappedSlots
 from kvcache.transport.put import QueuedPut
 from kvcache.transport.runs import Runs
