@@ -24,7 +24,7 @@ from contextlib import ExitStack
 
 from kvcache.attention import BLOCK
 from kvcache.bookkeeping import LOAN_S, Bookkeeping, PageUse
-from kvcache.borrowing import BlockMover, Borrowing
+from kvcache.borrowing import BlockMover, Borrowing, StepLimits
 from kvcache.errors import Internal, NoCapacity
 from kvcache.lease.address import KVAddress
 from kvcache.lease.identity import Identity
@@ -101,8 +101,9 @@ class KVCache(PagedCache):
         self.store.borrow(remote)
         mover = BlockMover(self._claim_loan, self.layout.held.layers, self.page_size)
         self.elsewhere = Borrowing(
-            source, mover, self._sequences, self.bookkeeping.pages, self.lock, block_tokens=BLOCK
-        )
+            source, mover, self._sequences, self.bookkeeping.pages, self.lock,
+            block_tokens=BLOCK, limits=StepLimits(remote),
+        )  # fmt: skip
 
     # Declare: prefixes
 

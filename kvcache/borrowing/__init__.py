@@ -5,5 +5,6 @@ May import `remote_attention`, `lending`, `lease`, and the rooms below them.
 
 from kvcache.borrowing.borrowing import Borrowing
 from kvcache.borrowing.mover import BlockMover
+from kvcache.borrowing.step_limits import StepLimits
 
-__all__ = ["BlockMover", "Borrowing"]
+__all__ = ["BlockMover", "Borrowing", "StepLimits"]

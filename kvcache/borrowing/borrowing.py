@@ -14,6 +14,7 @@ from typing import Any, cast
 from kvcache.borrowing.gaps import is_present, is_within, lose_block, reach
 from kvcache.borrowing.move import Move
 from kvcache.borrowing.mover import BlockMover
+from kvcache.borrowing.step_limits import StepLimits
 from kvcache.errors import BadRequest, NoCapacity
 from kvcache.lending import BlockSource, BorrowedBlock
 from kvcache.pages import PageManager
@@ -46,6 +47,7 @@ class Borrowing:
         lock: AbstractContextManager[Any],
         *,
         block_tokens: int,
+        limits: StepLimits,
     ) -> None:
         """Listen to the source. `lock` is the cache's, and `block_tokens` the tokens of a block.
 
@@ -62,6 +64,7 @@ class Borrowing:
             )
         self._source = source
         self._mover = mover
+        self._limits = limits
         self._sequences = sequences
         self._manager = manager
         self._lock = lock
@@ -138,6 +141,11 @@ class Borrowing:
         """See `BlocksElsewhere`."""
         away = self._sequences[seq_id].away
         return len(away) if away is not None else 0
+
+    def most_rows(self, seq_id: SeqId) -> int | None:
+        """See `BlocksElsewhere`."""
+        away = self._sequences[seq_id].away
+        return self._limits.most_rows(away.items) if away is not None else None
 
     def local_pages(self, seq_id: SeqId) -> int:
         """See `BlocksElsewhere`."""

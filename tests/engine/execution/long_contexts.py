@@ -26,7 +26,13 @@ from kvcache.cache import KVCache
 from kvcache.lease import Identity, KVAddress
 from kvcache.lending import BorrowedBlock
 from kvcache.page_store import TorchPageStore
-from kvcache.remote_attention import AttentionShape, Creditor, PagesOfLoans, RemoteAttention
+from kvcache.remote_attention import (
+    AttentionShape,
+    Creditor,
+    Limits,
+    PagesOfLoans,
+    RemoteAttention,
+)
 from kvcache.transport import ShmTransport
 from kvcache.types import EngineId, LeaseId, PageId
 
@@ -49,7 +55,7 @@ def make_cache(name: str, pages: int, lend_pages: int = 0) -> KVCache:
 class Lending:
     """A creditor: its cache, and the server that answers over the pages that it has lent."""
 
-    def __init__(self, name: str, pages: int) -> None:
+    def __init__(self, name: str, pages: int, limits: Limits | None = None) -> None:
         self.name = EngineId(name)
         self.cache = make_cache(name, pages, lend_pages=pages)
         assert isinstance(self.cache.store, TorchPageStore)
@@ -60,6 +66,7 @@ class Lending:
             identity=self.cache.identity,
             allowed=PagesOfLoans(self.cache.bookkeeping.lender, self.cache.lock),
             share=1.0,
+            limits=limits,
         )
 
     @property
@@ -299,9 +306,10 @@ class World:
         *,
         budget: int = 128,
         loan_blocks: int = 1,
+        limits: Limits | None = None,
     ) -> None:
         self.engine = Engine(pages, budget)
-        self.lending = [Lending(f"creditor-{n}", lent_pages) for n in range(creditors)]
+        self.lending = [Lending(f"creditor-{n}", lent_pages, limits) for n in range(creditors)]
         shape = AttentionShape.of(self.engine.cache.layout, tiny().config.num_heads)
         self.remote = RemoteAttention(self.engine.cache.identity, shape, timeout_s=20.0)
         for one in self.lending:
