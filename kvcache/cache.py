@@ -24,7 +24,7 @@ from contextlib import ExitStack
 
 from kvcache.attention import BLOCK
 from kvcache.bookkeeping import LOAN_S, Bookkeeping, PageUse
-from kvcache.borrowing import BlockMover, Borrowing, StepLimits
+from kvcache.borrowing import AnswerLimits, BlockMover, Borrowing
 from kvcache.errors import Internal, NoCapacity
 from kvcache.lease.address import KVAddress
 from kvcache.lease.identity import Identity
@@ -102,7 +102,7 @@ class KVCache(PagedCache):
         mover = BlockMover(self._claim_loan, self.layout.held.layers, self.page_size)
         self.elsewhere = Borrowing(
             source, mover, self._sequences, self.bookkeeping.pages, self.lock,
-            block_tokens=BLOCK, limits=StepLimits(remote),
+            block_tokens=BLOCK, limits=AnswerLimits(remote),
         )  # fmt: skip
 
     # Declare: prefixes

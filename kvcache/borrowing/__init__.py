@@ -3,8 +3,8 @@
 May import `remote_attention`, `lending`, `lease`, and the rooms below them.
 """
 
+from kvcache.borrowing.answer_limits import AnswerLimits
 from kvcache.borrowing.borrowing import Borrowing
 from kvcache.borrowing.mover import BlockMover
-from kvcache.borrowing.step_limits import StepLimits
 
-__all__ = ["BlockMover", "Borrowing", "StepLimits"]
+__all__ = ["AnswerLimits", "BlockMover", "Borrowing"]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
+from kvcache.borrowing.answer_limits import AnswerLimits
 from kvcache.borrowing.gaps import is_present, is_within, lose_block, reach
 from kvcache.borrowing.move import Move
 from kvcache.borrowing.mover import BlockMover
-from kvcache.borrowing.step_limits import StepLimits
 from kvcache.errors import BadRequest, NoCapacity
 from kvcache.lending import BlockSource, BorrowedBlock
 from kvcache.pages import PageManager
@@ -47,7 +47,7 @@ class Borrowing:
         lock: AbstractContextManager[Any],
         *,
         block_tokens: int,
-        limits: StepLimits,
+        limits: AnswerLimits,
     ) -> None:
         """Listen to the source. `lock` is the cache's, and `block_tokens` the tokens of a block.
 

@@ -218,8 +218,9 @@ class Engine:
         """Put the KV of `tokens[begin:end]` at `kv`, computing here what is not cached (§3.1).
 
         Returns after the last byte has landed. Does nothing for an empty range. If `kv` is on this
-        very engine, or on one that it exchanges no KV with, or if its own pool could never hold the
-        range, the lease ends and the generation computes what it needs. Cancellation, and the loss of either engine, abort the send.
+        very engine, or on one that it exchanges no KV with, or if this engine's pool could never
+        hold the range, the lease ends and the generation computes what it needs. Cancellation, and
+        the loss of either engine, abort the send.
         """
         begin, end = _position("begin", begin, request), _position("end", end, request)
         if begin > end:

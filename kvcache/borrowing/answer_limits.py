@@ -7,12 +7,12 @@ from kvcache.remote_attention import RemoteAttention
 from kvcache.sequences import AwayBlock
 from kvcache.types import EngineId
 
-__all__ = ["StepLimits"]
+__all__ = ["AnswerLimits"]
 
 FLOAT32_BYTES = 4
 
 
-class StepLimits:
+class AnswerLimits:
     """Keeps the answers to a chunk within half of what creditors answer; decodes take the rest.
 
     A creditor answers each row with a result for each node of the tree of blocks that it holds, and
