@@ -24,8 +24,15 @@ the workers: it is killed or stopped, and the engine has to replace it; `worker_
 Answers are compared with those of an engine of one process, or with `--oracle-flags`: sums of
 `--tp 2` are rounded otherwise.
 
+With `--borrow`, engines have pools of 2048 tokens and borrow from each other. A part of the prompts
+has up to 3000 tokens, so engines that die or hang are creditors and debtors. The strategy is
+`data_parallel`, since a context beyond a pool has no replica: a request whose own engine dies is
+computed again (`recomputed_full`); one whose creditor dies computes again the blocks that were
+there. `moved_blocks`, `lost_blocks`, `recomputed_tokens` and `recovered_steps` are sums over all
+engines, up to the death of those that were killed.
+
 Run: `make bench-faults`, or `python -m bench.faults [--minutes 5] [--streams 16] [--save]
-[--engine-flags "--pp 2" --engine-flags "--pp 2 --device-pages 600"]`.
+[--borrow] [--engine-flags "--pp 2" --engine-flags "--pp 2 --device-pages 600"]`.
 """
 
 from __future__ import annotations
@@ -42,15 +49,25 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from bench.faults_fleet import UP_S, Engine, deployed, leaked_pages, oracle, until_up
+from bench.faults_fleet import (
+    UP_S,
+    Engine,
+    Fleet,
+    blocks_of,
+    borrowing,
+    deployed,
+    leaked_pages,
+    oracle,
+    replicating,
+    until_up,
+)
+from bench.faults_requests import LONG, SHORT, Case, ask, case_of, events, undisturbed
 from bench.report import publish, table
-from router.base.sse import DONE, EventSplitter
 
 EVERY = 16
 CASES = 48
@@ -66,16 +83,6 @@ class Fault:
 
 
 @dataclass
-class Case:
-    """A request, and the answer of an undisturbed engine."""
-
-    prompt: list[int]
-    sampling: dict[str, Any]
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-
-
-@dataclass
 class Tally:
     faults: list[Fault] = field(default_factory=list)
     worker_faults: Counter[str] = field(default_factory=Counter)
@@ -87,6 +94,7 @@ class Tally:
     detect: dict[str, list[float]] = field(default_factory=lambda: {"kill": [], "stop": []})
     resume: dict[str, list[float]] = field(default_factory=lambda: {"kill": [], "stop": []})
     false_alarms: list[str] = field(default_factory=list)
+    blocks: Counter[str] = field(default_factory=Counter)  # of engines that borrow
 
     def read(self, receipt: dict[str, Any]) -> None:
         """Record recomputed tokens and the times to detect and resume from a request's receipt."""
@@ -117,26 +125,26 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--engine-flags", action="append", default=[], type=shlex.split)
     parser.add_argument("--oracle-flags", default=[], type=shlex.split)
+    parser.add_argument("--borrow", action="store_true", help="contexts beyond one pool")
     parser.add_argument("--save", action="store_true")
     flags = parser.parse_args()
     engines = [tuple(each) for each in flags.engine_flags]
-    figures = asyncio.run(run(flags.minutes, flags.streams, engines, tuple(flags.oracle_flags)))
+    fleet = borrowing() if flags.borrow else replicating(EVERY, engines)
+    figures = asyncio.run(run(flags.minutes, flags.streams, fleet, tuple(flags.oracle_flags)))
     rows = [[name, str(value)] for name, value in figures.items()]
     table("engines that die and hang under load", ["what", "value"], rows)
-    publish("faults" if not engines else "faults_split", figures)
+    publish("faults_borrow" if flags.borrow else "faults_split" if engines else "faults", figures)
 
 
 async def run(
-    minutes: float,
-    streams: int,
-    flags: Sequence[tuple[str, ...]],
-    oracle_flags: tuple[str, ...],
+    minutes: float, streams: int, fleet: Fleet, oracle_flags: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    async with deployed(EVERY, flags) as (engines, router, http):
-        cases = [_case(number) for number in range(CASES)]
+    """Break the engines of a fleet for some minutes; return the figures."""
+    async with deployed(fleet) as (engines, router, http):
+        cases = [case_of(number, LONG if fleet.borrows else SHORT) for number in range(CASES)]
         async with oracle(oracle_flags) as alone:
             for case in cases:
-                case.tokens, case.text = await _undisturbed(http, alone, case)
+                case.tokens, case.text = await undisturbed(http, alone, case)
         tally = Tally()
         over = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
@@ -145,11 +153,13 @@ async def run(
                 tasks.create_task(_client(http, router, cases, tally, over, number))
                 for number in range(streams)
             ]
-            await _break(http, router, engines, tally, 60 * minutes)
+            await _break(http, router, engines, fleet, tally, 60 * minutes)
             over.set()
             await asyncio.wait(clients)
             listener.cancel()
         leaked = sum([await leaked_pages(http, one) for one in engines])
+        for one in engines:
+            tally.blocks += await blocks_of(http, one)
     kills = sum(fault.kind == "kill" for fault in tally.faults)
     for message in (*tally.failed, *tally.false_alarms):
         print(message)
@@ -160,7 +170,7 @@ async def run(
         "killed": kills,
         "stopped": len(tally.faults) - kills,
         "worker_faults": dict(tally.worker_faults),
-        "engine_flags": [" ".join(own) for own in flags],
+        "engine_flags": [" ".join(own) for own in fleet.flags],
         "requests": tally.requests,
         "failed": len(tally.failed),
         "differing": tally.differing,
@@ -173,33 +183,8 @@ async def run(
         "detect_ms_p99": _p99([*tally.detect["kill"], *tally.detect["stop"]]),
         **{f"detect_{kind}_ms_p99": _p99(times) for kind, times in tally.detect.items()},
         **{f"resume_{kind}_ms_p99": _p99(times) for kind, times in tally.resume.items()},
+        **dict(tally.blocks),
     }
-
-
-def _case(number: int) -> Case:
-    source = random.Random(number)
-    prompt = [source.randrange(10, 500) for _ in range(source.choice((5, 40, 200, 600)))]
-    sampling: dict[str, Any] = {"max_tokens": source.randrange(60, 300), "ignore_eos": True}
-    sampling |= source.choice(
-        (
-            {"temperature": 0.0},
-            {"temperature": 0.9, "seed": number, "top_p": 0.95},
-            {"temperature": 0.8, "seed": number, "frequency_penalty": 0.5, "top_k": 40},
-            {"temperature": 1.0, "seed": number, "stop": ["Q"], "repetition_penalty": 1.1},
-        )
-    )
-    return Case(prompt, sampling)
-
-
-async def _undisturbed(http: httpx.AsyncClient, url: str, case: Case) -> tuple[list[int], str]:
-    body = {"request_id": secrets.token_hex(8), "prompt": case.prompt, **case.sampling}
-    tokens, text = [], ""
-    async with http.stream("POST", f"{url}/microserving/start_generate", json=body) as reply:
-        async for data in _events(reply):
-            event = json.loads(data)
-            tokens += event.get("token_ids", [])
-            text += event.get("text", "")
-    return tokens, text
 
 
 async def _client(
@@ -216,7 +201,7 @@ async def _client(
         request_id = secrets.token_hex(8)
         tally.requests += 1
         try:
-            tokens, text = await _ask(http, router, case, request_id)
+            tokens, text = await ask(http, router, case, request_id)
         except (httpx.HTTPError, OSError, RuntimeError) as error:
             tally.failed.append(f"{type(error).__name__}: {error}")
             continue
@@ -225,33 +210,13 @@ async def _client(
         tally.read((await http.get(f"{router}/admin/requests/{request_id}")).json())
 
 
-async def _ask(
-    http: httpx.AsyncClient, router: str, case: Case, request_id: str
-) -> tuple[list[int], str]:
-    body = {"prompt": case.prompt, "stream": True, "return_token_ids": True, **case.sampling}
-    headers = {"X-Request-Id": request_id}
-    tokens, text, whole = [], "", False
-    url = f"{router}/v1/completions"
-    async with http.stream("POST", url, json=body, headers=headers) as reply:
-        if reply.status_code != 200:
-            raise RuntimeError(f"status {reply.status_code}: {(await reply.aread())[:200]!r}")
-        async for data in _events(reply):
-            if data == DONE:
-                whole = True
-                continue
-            event = json.loads(data)
-            if "error" in event:
-                raise RuntimeError(event["error"]["message"])
-            for choice in event["choices"]:
-                tokens += choice["token_ids"] or []
-                text += choice["text"]
-    if not whole:
-        raise RuntimeError("the stream ended without [DONE]")
-    return tokens, text
-
-
 async def _break(
-    http: httpx.AsyncClient, router: str, engines: list[Engine], tally: Tally, for_s: float
+    http: httpx.AsyncClient,
+    router: str,
+    engines: list[Engine],
+    fleet: Fleet,
+    tally: Tally,
+    for_s: float,
 ) -> None:
     """Inject one fault at a time, each after the previous one is over."""
     source = random.Random(0)
@@ -259,12 +224,14 @@ async def _break(
     await asyncio.sleep(PAUSE_S[1])
     while time.monotonic() < give_up:
         victim = source.choice(engines)
-        if victim.flags and source.random() < 0.5:
+        if victim.flags and not fleet.borrows and source.random() < 0.5:
             await _break_worker(http, victim, tally, source)
             await asyncio.sleep(source.uniform(*PAUSE_S))
             continue
         kind = source.choice(("kill", "kill", "stop", "stop and kill"))
         number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+        if kind != "stop":
+            tally.blocks += await blocks_of(http, victim)
         tally.faults.append(Fault(kind.split()[0], victim.name, time.time()))
         victim.signal(number)
         if kind != "kill":
@@ -303,19 +270,12 @@ async def _break_worker(
 async def _listen(http: httpx.AsyncClient, router: str, tally: Tally) -> None:
     """Record engines that the router considers lost although they are not broken."""
     async with http.stream("GET", f"{router}/admin/events", timeout=None) as reply:
-        async for data in _events(reply):
+        async for data in events(reply):
             event = json.loads(data)
             broken = [f for f in tally.faults if f.engine == event.get("id")]
             if event.get("status") == "down" and not any(f.over > time.time() for f in broken):
                 last = [f"{f.kind} over for {time.time() - f.over:.1f} s" for f in broken[-1:]]
                 tally.false_alarms.append(f"{event['id']}: {event['reason']} {last}")
-
-
-async def _events(reply: httpx.Response) -> AsyncIterator[bytes]:
-    events = EventSplitter()
-    async for received in reply.aiter_bytes():
-        for data in events.feed(received):
-            yield data
 
 
 def _p99(times: list[float]) -> float | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,13 +18,45 @@ import httpx
 
 from router.conformance.forkserver import ForkedProcess, run_engine, run_microserve
 
-__all__ = ["UP_S", "Engine", "deployed", "leaked_pages", "oracle", "until_up"]
+__all__ = [
+    "UP_S", "Engine", "Fleet", "blocks_of", "borrowing", "deployed", "leaked_pages", "oracle",
+    "replicating", "until_up",
+]  # fmt: skip
 
 NAMES = ("a", "b", "c")
 PAGES = 1024
 UP_S = 60.0
 REQUEST_S = 300.0
 SETTLE_S = 60.0  # abandoned leases expire after 30 s
+BLOCKS = re.compile(
+    r"^microserve:(moved_blocks|lost_blocks|recomputed_tokens|recovered_steps)_total\S* (\S+)$",
+    re.M,
+)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The flags of the engines and of the router. `flags` belong to the first engines."""
+
+    strategy: tuple[str, ...]
+    flags: tuple[tuple[str, ...], ...] = ()
+    borrows: bool = False
+
+
+def replicating(every: int, flags: Sequence[tuple[str, ...]] = ()) -> Fleet:
+    """Return a fleet under `replicate`, whose replicas get `every` tokens at a time."""
+    return Fleet(("--strategy", "replicate", "--param", f"every={every}"), tuple(flags))
+
+
+def borrowing() -> Fleet:
+    """Return a fleet whose engines lend to each other: contexts may be 1.6 times a pool."""
+    flags = (
+        *("--dtype", "float32", "--pool-pages", "128", "--max-model-len", "4096"),
+        *("--borrow", "--lend-share", "0.75", "--lease-ms", "4000"),
+    )
+    # A request waits while the engines that live have no room for it.
+    strategy = ("--strategy", "data_parallel", "--queue-timeout", str(REQUEST_S))
+    return Fleet(strategy, (flags,) * len(NAMES), borrows=True)
 
 
 @dataclass
@@ -53,22 +87,17 @@ class Engine:
 
 
 @asynccontextmanager
-async def deployed(
-    every: int, flags: Sequence[tuple[str, ...]] = ()
-) -> AsyncIterator[tuple[list[Engine], str, httpx.AsyncClient]]:
-    """Start three engines and a replicating router. Yield the engines, its URL and a client.
-
-    `flags` are further flags of the first ones.
-    """
+async def deployed(fleet: Fleet) -> AsyncIterator[tuple[list[Engine], str, httpx.AsyncClient]]:
+    """Start three engines and a router. Yield the engines, its URL and a client."""
     secret = secrets.token_hex(16)
-    engines = [Engine(name, secret, own) for name, own in zip_longest(NAMES, flags, fillvalue=())]
+    flags = zip_longest(NAMES, fleet.flags, fillvalue=())
+    engines = [Engine(name, secret, own) for name, own in flags]
     router: ForkedProcess | None = None
     try:
         for one in engines:
             one.start()
         urls = [word for one in engines for word in ("--engine", one.url)]
-        strategy = ("--strategy", "replicate", "--param", f"every={every}")
-        router = ForkedProcess(run_microserve, "router", "--port", "0", *strategy, *urls)
+        router = ForkedProcess(run_microserve, "router", "--port", "0", *fleet.strategy, *urls)
         url = router.line().split()[-1]
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(limits=limits, timeout=REQUEST_S) as http:
@@ -104,12 +133,15 @@ async def until_up(http: httpx.AsyncClient, router: str) -> None:
 async def leaked_pages(http: httpx.AsyncClient, one: Engine) -> int:
     """Return the number of pages that stay neither free nor cached after the last request.
 
-    Ends the bench if an engine's bookkeeping is inconsistent.
+    Pages that are still lent, and loans that it still has, count, too. Ends the bench if an
+    engine's bookkeeping is inconsistent.
     """
     give_up = time.monotonic() + SETTLE_S
     while True:
-        pages = (await http.get(f"{one.url}/microserving/state")).json()["pages"]
+        state = (await http.get(f"{one.url}/microserving/state")).json()
+        pages, borrowing = state["pages"], state.get("borrowing")
         leaked = int(pages["total"] - pages["free"] - pages["cached"])
+        leaked += borrowing["loans"] if borrowing is not None else 0
         if not leaked or time.monotonic() > give_up:
             break
         await asyncio.sleep(0.1)
@@ -117,3 +149,9 @@ async def leaked_pages(http: httpx.AsyncClient, one: Engine) -> int:
     if reply.status_code != 200:
         raise SystemExit(f"the page bookkeeping of engine {one.name} is inconsistent: {reply.text}")
     return leaked
+
+
+async def blocks_of(http: httpx.AsyncClient, one: Engine) -> Counter[str]:
+    """Return what became of the blocks that an engine has put into borrowed pages."""
+    text = (await http.get(f"{one.url}/metrics")).text
+    return Counter({name: int(float(value)) for name, value in BLOCKS.findall(text)})

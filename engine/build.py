@@ -41,7 +41,13 @@ from kvcache.cache import KVCache
 from kvcache.lease import Identity
 from kvcache.memory import KVLayout
 from kvcache.page_store import PageStore, TorchPageStore
-from kvcache.remote_attention import AttentionShape, Creditor, PagesOfLoans, RemoteAttention
+from kvcache.remote_attention import (
+    AttentionShape,
+    Creditor,
+    Limits,
+    PagesOfLoans,
+    RemoteAttention,
+)
 from kvcache.tiers import DiskStore, HostStore, TierStore
 from kvcache.transport import Network, ShmTransport, make_transport
 from kvcache.types import EngineId
@@ -322,6 +328,12 @@ def _context(model: LoadedModel, config: EngineConfig) -> int:
             "tokens",
             param="max_model_len",
         )
+    if config.borrow and config.max_model_len > (most := Limits().context):
+        raise BadRequest(
+            f"--max-model-len {config.max_model_len}: with --borrow it is {most} tokens at most, "
+            "the longest context that other engines compute for this one",
+            param="max_model_len",
+        )
     context = config.max_model_len or longest
     if config.device_pages:  # all pages of a sequence are in one half
         fitting = config.device_pages // 2 * config.page_size
@@ -365,11 +377,12 @@ def _layout(
         log.info("%s; contexts of up to %d tokens, with borrowed pages", said, context)
     elif tokens < context:
         log.log(
-            logging.INFO if config.pool_pages else logging.WARNING,
-            "%s; contexts are limited to %d of %d tokens",
+            logging.INFO if config.pool_pages and not config.borrow else logging.WARNING,
+            "%s; contexts are limited to %d of %d tokens%s",
             said,
             tokens,
             context,
+            ": --borrow without --max-model-len serves no longer ones" if config.borrow else "",
         )
     else:
         log.info("%s; contexts of up to %d tokens", said, context)

@@ -36,7 +36,7 @@ from kvcache.lending import BlockSource
 from kvcache.page_store.base import PageStore
 from kvcache.paged_cache import PagedCache
 from kvcache.pages.prefix_tree import Namer, Tell
-from kvcache.remote_attention import MeasuredFetchCost, RemoteAttention
+from kvcache.remote_attention import CreditorLimits, MeasuredFetchCost, RemoteAttention
 from kvcache.tiers.hierarchy import Tiers
 from kvcache.tiers.statistics import TierUse
 from kvcache.tiers.store import TierStore
@@ -111,6 +111,7 @@ class KVCache(PagedCache):
             MeasuredFetchCost(remote, BLOCK),
             self._clock,
             block_tokens=BLOCK,
+            limits=CreditorLimits(remote),
         )
         self.bookkeeping.spare = BLOCK // self.page_size
 

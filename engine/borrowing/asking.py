@@ -12,6 +12,7 @@ from engine.borrowing.peers import Links, LoanCalls
 from engine.borrowing.records import Process
 from engine.borrowing.settings import BorrowingSettings
 from engine.protocol import (
+    BadRequest,
     Creditor,
     LendAllocate,
     LendAllocateReply,
@@ -85,7 +86,7 @@ class Asking:
                 if blocks == 1:
                     accounts.rest(name)
                 return False
-            if not self._enter(creditor, loan, reply):
+            if not self._enter(creditor, loan, call.size, reply):
                 accounts.rest(name)
                 return False
             answered = True
@@ -100,7 +101,9 @@ class Asking:
         self._wake()
         return True
 
-    def _enter(self, creditor: Creditor, loan: LeaseId, reply: LendAllocateReply) -> bool:
+    def _enter(
+        self, creditor: Creditor, loan: LeaseId, size: int, reply: LendAllocateReply
+    ) -> bool:
         """Enter a loan. Raises `BadAddress` and `BadRequest` for one that was not asked for."""
         address = KVAddress.verify(reply.kv_addr or "", self._identity.secret)
         if (address.engine_id, address.epoch, address.fingerprint) != (
@@ -109,6 +112,8 @@ class Asking:
             self._identity.fingerprint,
         ):
             raise BadAddress("the address of a loan is another engine's", param="kv_addr")
+        if sum(count for _, count in address.runs) != size:  # a run of 2**31 pages is short
+            raise BadRequest(f"{size} pages were asked for", param="kv_addr")
         return self._accounts.granted(
             creditor, loan, reply.kv_addr or "", address.pages(), reply.lease_ms / 1000
         )

@@ -112,9 +112,9 @@ class LendRenewReply(Message):
     debtor should free them. Those `ended` are over, or were never made.
     """
 
-    renewed: list[str]
-    called_back: list[str]
-    ended: list[str]
+    renewed: list[LoanName] = Field(max_length=MAX_RENEWED, fail_fast=True)
+    called_back: list[LoanName] = Field(max_length=MAX_RENEWED, fail_fast=True)
+    ended: list[LoanName] = Field(max_length=MAX_RENEWED, fail_fast=True)
     lease_ms: Count
 
 

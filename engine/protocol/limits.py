@@ -70,7 +70,9 @@ class Limits:
     def check_send(self, end: int) -> None:
         """Check that a prefix of `end` tokens fits the pool."""
         if end > self._pool_tokens:
-            raise BadRequest(f"{end} tokens exceed this engine's KV pool", param="end")
+            raise BadRequest(
+                f"{end} tokens exceed this engine's KV pool", param="end", code="exceeds_pool"
+            )
 
 
 def resolve_position(value: int, length: int, name: str) -> int:

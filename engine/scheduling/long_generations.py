@@ -270,9 +270,14 @@ class LongGenerations:
 
     def _most_rows(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         """Return how many rows the creditors compute for a generation in this step, at most."""
-        rows = self._limits.rows - sum(
-            count for other, count in self._granted.items() if other is not job
-        )
+        granted = {other: count for other, count in self._granted.items() if other is not job}
+        rows = self._limits.rows - sum(granted.values())
+        if (answered := elsewhere.most_rows(job.seq_id)) is not None:
+            used = sum(
+                count / (elsewhere.most_rows(other.seq_id) or self._limits.rows)
+                for other, count in granted.items()
+            )
+            rows = min(rows, int(answered * (1 - used)))
         keys = elsewhere.away(job.seq_id) * elsewhere.block_tokens * max(len(self._waited), 1)
         return max(min(rows, self._limits.row_keys // keys if keys else rows), 1)
 

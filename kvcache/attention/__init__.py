@@ -3,7 +3,7 @@
 May import `memory` and the rooms below it.
 """
 
-from kvcache.attention.block_tree import BLOCK
+from kvcache.attention.block_tree import BLOCK, nodes_of
 from kvcache.attention.distributed import combine
 from kvcache.attention.held import HeldSpan, Part, Ranges, split_parts
 from kvcache.attention.merge_plan import MergePlan, PartRows
@@ -26,6 +26,7 @@ __all__ = [
     "Ranges",
     "combine",
     "held_planner_for",
+    "nodes_of",
     "planner_for",
     "pulled_bytes",
     "row_slots",

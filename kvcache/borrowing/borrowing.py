@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
+from kvcache.borrowing.answer_limits import AnswerLimits
 from kvcache.borrowing.fetch import HomeOrder
 from kvcache.borrowing.fetch_cost import FetchCost
 from kvcache.borrowing.fetches import Fetches
@@ -53,6 +54,7 @@ class Borrowing:
         clock: Callable[[], float],
         *,
         block_tokens: int,
+        limits: AnswerLimits | None = None,
     ) -> None:
         """Listen to the source. `lock` is the cache's, and `block_tokens` the tokens of a block.
 
@@ -72,6 +74,7 @@ class Borrowing:
             )
         self._source = source
         self._mover = mover
+        self._limits = limits
         self._sequences = sequences
         self._manager = manager
         self._lock = lock
@@ -136,6 +139,17 @@ class Borrowing:
         """See `BlocksElsewhere`."""
         away = self._sequences[seq_id].away
         return len(away) if away is not None else 0
+
+    def most_rows(self, seq_id: SeqId) -> int | None:
+        """See `BlocksElsewhere`."""
+        away = self._sequences[seq_id].away
+        if away is None or self._limits is None:
+            return None
+        held: dict[EngineId, list[int]] = {}
+        for number, block in away.items:
+            held.setdefault(block.creditor, []).append(number)
+        found = [self._limits.most_rows(creditor, blocks) for creditor, blocks in held.items()]
+        return min((rows for rows in found if rows is not None), default=None)
 
     def local_pages(self, seq_id: SeqId) -> int:
         """See `BlocksElsewhere`."""

@@ -221,7 +221,11 @@ class LeaseReceiver:
         """
         limit = self._manager.total // 2
         if pages > limit:
-            raise BadRequest(f"{pages} pages are wanted; a lease may take {limit}", param=param)
+            raise BadRequest(
+                f"{pages} pages are wanted; a lease may take {limit}",
+                param=param,
+                code="exceeds_pool",
+            )
         held = self.leases.leased + self.leases.quarantined
         if held + wanted > limit:
             raise NoCapacity(f"{wanted} pages wanted; leases hold {held} of at most {limit}")

@@ -14,6 +14,7 @@ from kvcache.remote_attention.creditor import (
 from kvcache.remote_attention.debtor import (
     Answer,
     CreditorFailed,
+    CreditorLimits,
     DistributedPlan,
     Estimate,
     MeasuredFetchCost,
@@ -28,6 +29,7 @@ __all__ = [
     "BorrowedPages",
     "Creditor",
     "CreditorFailed",
+    "CreditorLimits",
     "CreditorStatistics",
     "Debtor",
     "DistributedPlan",

@@ -108,6 +108,13 @@ class BlocksElsewhere(Protocol):
         """
         ...
 
+    def most_rows(self, seq_id: SeqId) -> int | None:
+        """Return how many rows of a sequence its creditors answer in a step; None: any number.
+
+        Half of their limits is left to other sequences.
+        """
+        ...
+
     def local_pages(self, seq_id: SeqId) -> int:
         """Return how many pages of the pool a sequence holds."""
         ...

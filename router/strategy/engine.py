@@ -11,12 +11,22 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.protocol import BadAddress, BadRange, Capability, NoCapacity, RemoteSendReply
+from engine.protocol import (
+    BadAddress,
+    BadRange,
+    BadRequest,
+    Capability,
+    NoCapacity,
+    PrepRecvReply,
+    RemoteSendReply,
+)
 from router.base import EngineId, LeaseId, Request
 from router.engines import Backend, Role
 from router.legs import Attempt, LeaseGrant, Method, MirrorPlan, Origin, TokenStream
 
 __all__ = ["Engine", "Lease", "Mirror"]
+
+EXCEEDS_POOL = "exceeds_pool"  # an engine's error, and the receipt's fallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +166,8 @@ class Engine:
         Leaving by any exit (return, error, cancellation) ends the lease, unless `start_generate` or
         `commit` has taken it over. The lease is collapsed, and no call is made, with one engine
         left, and for more than half of the pool of an engine that borrows: it then computes all
-        itself, as blocks of the context go elsewhere.
+        itself, as blocks of the context go elsewhere. It is collapsed too if the engine says that
+        its pool could never hold it.
         """
         end = _position("end", end, request)
         attempt, backend = self._attempt, self._backend
@@ -177,8 +188,20 @@ class Engine:
             reserved_load.enter_context(backend.load.work(streams=1))
             expected = reserved_load.enter_context(attempt.expect(backend, request, end))
             with attempt.leg("prep_recv", backend, 0, end) as leg:
-                reply = await attempt.call(backend, backend.client.prep_recv, body)
-                leg.begin = leg.match_len = reply.match_len
+                reply: PrepRecvReply | None = None
+                try:
+                    reply = await attempt.call(backend, backend.client.prep_recv, body)
+                    leg.begin = leg.match_len = reply.match_len
+                except BadRequest as error:
+                    if error.code != EXCEEDS_POOL:
+                        raise
+                    leg.fail(error)
+                    leg.match_len, leg.collapsed = end, True
+                    attempt.fallback(EXCEEDS_POOL)
+            if reply is None:
+                reserved_load.close()
+                yield Lease(self, LeaseGrant.none(backend, end))
+                return
             grant = LeaseGrant(
                 backend,
                 LeaseId(reply.lease_id),
@@ -200,8 +223,9 @@ class Engine:
         """Put the KV of `tokens[begin:end]` at `kv`, computing here what is not cached (§3.1).
 
         Returns after the last byte has landed. Does nothing for an empty range. If `kv` is on this
-        very engine, or on one that it exchanges no KV with, its lease ends and the generation
-        computes what it needs. Cancellation, and the loss of either engine, abort the send.
+        very engine, or on one that it exchanges no KV with, or if this engine's pool could never
+        hold the range, the lease ends and the generation computes what it needs. Cancellation, and
+        the loss of either engine, abort the send.
         """
         begin, end = _position("begin", begin, request), _position("end", end, request)
         if begin > end:
@@ -234,6 +258,14 @@ class Engine:
                     leg.fail(error)
                     leg.collapsed = True
                     attempt.fallback("not_sent")
+                    await self._collapse(grant)
+                    return _nothing_sent()
+                except BadRequest as error:
+                    if error.code != EXCEEDS_POOL:
+                        raise
+                    leg.fail(error)
+                    leg.collapsed = True
+                    attempt.fallback(EXCEEDS_POOL)
                     await self._collapse(grant)
                     return _nothing_sent()
                 expected.landed()

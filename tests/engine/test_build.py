@@ -14,6 +14,7 @@ from engine.kernels.cpu_features import mkl_mode, multiplies_bf16
 from engine.protocol import BadRequest
 from engine.protocol.config import EngineConfig
 from engine.sizing import Memory
+from kvcache.remote_attention import Limits
 
 X86 = "processor : 0\nmodel name : bf16\nflags\t\t: fpu avx512f avx512_bf16 avx512_vnni\n"
 ARM = "processor : 0\nFeatures\t: fp asimd bf16 sve\nCPU part : 0xd40\n"
@@ -132,6 +133,15 @@ async def test_the_context_is_bounded_by_the_flag_and_by_the_pool():
 )
 async def test_a_context_or_pool_that_cannot_be_is_refused(flags: dict[str, int], said: str):
     with pytest.raises(BadRequest, match=said):
+        build_engine(EngineConfig("tiny", **flags), b"secret", 1)
+
+
+async def test_a_context_beyond_what_other_engines_compute_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(build, "Limits", lambda: Limits(context=1000))
+    flags = {"borrow": True, "pool_pages": 40, "max_model_len": 1001}
+    with pytest.raises(BadRequest, match="with --borrow it is 1000 tokens at most"):
         build_engine(EngineConfig("tiny", **flags), b"secret", 1)
 
 

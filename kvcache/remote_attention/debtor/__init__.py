@@ -4,6 +4,7 @@ May import the exchange, and the rooms below `remote_attention`.
 """
 
 from kvcache.lending import CreditorFailed
+from kvcache.remote_attention.debtor.answer_limits import CreditorLimits
 from kvcache.remote_attention.debtor.channel import Answer
 from kvcache.remote_attention.debtor.distributed_plan import DistributedPlan
 from kvcache.remote_attention.debtor.estimates import Estimate
@@ -13,6 +14,7 @@ from kvcache.remote_attention.debtor.remote_attention import RemoteAttention
 __all__ = [
     "Answer",
     "CreditorFailed",
+    "CreditorLimits",
     "DistributedPlan",
     "Estimate",
     "MeasuredFetchCost",

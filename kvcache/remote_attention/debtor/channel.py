@@ -81,7 +81,7 @@ class CreditorChannel:
         self._poll = select.poll()  # `select.select` knows the first 1024 descriptors only
         self._poll.register(connection, select.POLLIN)
         self._using = threading.RLock()  # held while the socket is used, and to close it
-        self._shape, self._limits, self._buffers = shape, limits, buffers
+        self._shape, self.limits, self._buffers = shape, limits, buffers
         self._awaited: deque[_Awaited] = deque()
         self._step = 0
         self._spans: tuple[RemoteSpan, ...] = ()
@@ -107,9 +107,9 @@ class CreditorChannel:
         size = self._shape.page_size
         self._row_keys = sum(span.count * len(span.numbers) * size for span in spans)
         body = StepPlan.pack(self._shape, spans)
-        if len(self._rows) > self._limits.rows or len(body) > self._limits.plan_bytes:
+        if len(self._rows) > self.limits.rows or len(body) > self.limits.plan_bytes:
             raise self._failed(
-                TooLarge(f"{len(self._rows)} rows in a step, {self._limits.rows} at most")
+                TooLarge(f"{len(self._rows)} rows in a step, {self.limits.rows} at most")
             )
         self._send(Kind.PLAN, 0, body, deadline)
 
@@ -200,7 +200,7 @@ class CreditorChannel:
                 self.estimate.add_transfer(travelled, elapsed - computed_s - waited_s)
 
     def _planned(self, head: Head, deadline: float) -> None:
-        parts = self._limits.reply_bytes // (4 * self._shape.part_floats) + 1
+        parts = self.limits.reply_bytes // (4 * self._shape.part_floats) + 1
         if head.size > 4 * len(self._spans) + 8 * parts:
             raise BadRequest(f"the keys of parts in {head.size} bytes")
         ranges = unpack_ranges(self._read(head.size, deadline), len(self._spans))

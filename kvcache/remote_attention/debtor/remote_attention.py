@@ -14,7 +14,7 @@ from kvcache.lending import CreditorFailed
 from kvcache.remote_attention.debtor.channel import Answer, CreditorChannel
 from kvcache.remote_attention.debtor.entry import enter
 from kvcache.remote_attention.debtor.estimates import Estimate
-from kvcache.remote_attention.exchange import AttentionShape, RemoteSpan
+from kvcache.remote_attention.exchange import AttentionShape, Limits, RemoteSpan
 from kvcache.types import EngineId
 
 __all__ = ["RemoteAttention"]
@@ -79,6 +79,12 @@ class RemoteAttention:
         """Return the creditors that can be asked now."""
         with self._lock:
             return [name for name, channel in self._channels.items() if not channel.closed]
+
+    def limits(self, creditor: EngineId) -> Limits | None:
+        """Return what a creditor computes in a step, at most; None if it is not connected."""
+        with self._lock:
+            channel = self._channels.get(creditor)
+        return channel.limits if channel is not None else None
 
     def estimate(self, creditor: EngineId) -> Estimate:
         """Return how fast a creditor answers. Raises `PeerUnreachable` if it is not connected."""

@@ -29,7 +29,13 @@ from kvcache.errors import PeerUnreachable
 from kvcache.lease import Identity, KVAddress
 from kvcache.lending import BorrowedBlock
 from kvcache.page_store import TorchPageStore
-from kvcache.remote_attention import AttentionShape, Creditor, PagesOfLoans, RemoteAttention
+from kvcache.remote_attention import (
+    AttentionShape,
+    Creditor,
+    Limits,
+    PagesOfLoans,
+    RemoteAttention,
+)
 from kvcache.transport import ShmTransport
 from kvcache.types import EngineId, LeaseId, PageId
 
@@ -52,7 +58,13 @@ def make_cache(name: str, pages: int, lend_pages: int = 0) -> KVCache:
 class Lending:
     """A creditor: its cache, and the server that answers over the pages that it has lent."""
 
-    def __init__(self, name: str, pages: int = 0, cache: KVCache | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        pages: int = 0,
+        cache: KVCache | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         """By default, a cache that lends all of its `pages`."""
         self.name = EngineId(name)
         self.cache = cache or make_cache(name, pages, lend_pages=pages)
@@ -64,6 +76,7 @@ class Lending:
             identity=self.cache.identity,
             allowed=PagesOfLoans(self.cache.bookkeeping.lender, self.cache.lock),
             share=1.0,
+            limits=limits,
         )
 
     @property
@@ -354,9 +367,10 @@ class World:
         *,
         budget: int = 128,
         loan_blocks: int = 1,
+        limits: Limits | None = None,
     ) -> None:
         self.engine = Engine(pages, budget)
-        self.lending = [Lending(f"creditor-{n}", lent_pages) for n in range(creditors)]
+        self.lending = [Lending(f"creditor-{n}", lent_pages, limits) for n in range(creditors)]
         shape = AttentionShape.of(self.engine.cache.layout, tiny().config.num_heads)
         self.remote = RemoteAttention(self.engine.cache.identity, shape, timeout_s=20.0)
         for one in self.lending:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import generation
+from engine_helpers import generation, tiny, tiny_layout
 from long_contexts import World, check_as_one_engine, prompt
 
 from engine.scheduling import long_generations
 from kvcache.errors import NoCapacity
+from kvcache.remote_attention import AttentionShape, Limits
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +78,16 @@ def test_loans_of_several_blocks_and_several_long_contexts(world: Callable[..., 
     short = [generation(n, prompt(30 * n, n), max_tokens=30) for n in (4, 5, 6)]
     made.engine.run([*long, *short])
     check_as_one_engine(made.engine, [*long, *short])
+
+
+def test_chunks_fit_what_creditors_answer(world: Callable[..., World]):
+    """Blocks of two creditors in turn are many parts: a whole chunk's answer would be too large."""
+    part = 4 * AttentionShape.of(tiny_layout(POOL), tiny().config.num_heads).part_floats
+    made = world(2, limits=Limits(reply_bytes=128 * part))
+    long = [generation(n, prompt(1100 + n, n), max_tokens=6) for n in (1, 2)]
+    made.engine.run(long)
+    check_as_one_engine(made.engine, long)
+    assert made.engine.stepper.stats.recovered_steps == 0
 
 
 def test_short_requests_pass_while_a_long_one_waits_for_blocks(world: Callable[..., World]):

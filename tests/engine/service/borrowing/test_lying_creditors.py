@@ -43,6 +43,9 @@ LIES: dict[str, bytes] = {
     "another process": granted(replace(GOOD, epoch=2).sign(b"secret")),
     "another model": granted(replace(GOOD, fingerprint="x").sign(b"secret")),
     "fewer pages": granted(replace(GOOD, runs=((PageId(1), 7),)).sign(b"secret")),
+    "all pages that there are": granted(
+        replace(GOOD, runs=((PageId(1), 1 << 40),)).sign(b"secret")
+    ),
     "no endpoint": granted(GOOD.sign(b"secret")),
     "a bad endpoint": granted(GOOD.sign(b"secret"), endpoints=["tcp:"]),
     "no time": granted(GOOD.sign(b"secret"), lease_ms=0),

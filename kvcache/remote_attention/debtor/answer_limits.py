@@ -1,0 +1,33 @@
+"""How many rows of a sequence the creditors of its blocks compute in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvcache.attention import nodes_of
+from kvcache.remote_attention.debtor.remote_attention import RemoteAttention
+from kvcache.types import EngineId
+
+__all__ = ["CreditorLimits"]
+
+FLOAT32_BYTES = 4
+
+
+class CreditorLimits:
+    """Keeps the answers to a chunk within half of what creditors answer; decodes take the rest.
+
+    A creditor answers each row with a result for each node of the tree of blocks that it holds, and
+    refuses a step whose answer is larger than `Limits.reply_bytes`.
+    """
+
+    def __init__(self, remote: RemoteAttention) -> None:
+        self._remote = remote
+        self._part_bytes = remote.shape.part_floats * FLOAT32_BYTES
+
+    def most_rows(self, creditor: EngineId, blocks: Collection[int]) -> int | None:
+        """See `kvcache.borrowing.AnswerLimits`. A creditor that is not connected sets no limit."""
+        limits = self._remote.limits(creditor)
+        if limits is None or not blocks:
+            return None
+        row_bytes = len(nodes_of(sorted(blocks))) * self._part_bytes
+        return max(limits.reply_bytes // 2 // row_bytes, 1)
