@@ -29,6 +29,18 @@ class Registry:
         self.answers: list[list[Any]] = [[]]
         self.asked: list[dict[str, Any]] = []
         self.waited: list[tuple[str, float, int]] = []
+        self.is_short: Any = lambda backends, tokens: False
+        self.rooms = SimpleNamespace(short=self._short, wait=self._wait)
+
+    def _short(self, backends: list[Any], tokens: int) -> bool:
+        return bool(self.is_short(backends, tokens))
+
+    async def _wait(self, candidates: Any, tokens: int, deadline: float) -> None:
+        self.waited.append(("room", deadline, tokens))
+        candidates()
+
+    def shortage(self, holding: int, filling: int) -> str:
+        return f"short of {holding} and {filling} tokens"
 
     def usable(self, **wanted: Any) -> list[Any]:
         self.asked.append(wanted)
@@ -122,8 +134,20 @@ async def test_engines_that_are_up_are_taken_at_once():
     parts.registry.answers = [[A, B]]
     parts.choice._failed = {A}
     assert await parts.choice._backends() == [A, B]
-    assert parts.registry.asked == [{"without": {A}, "holding": NEEDS}]
+    assert parts.registry.asked == [{"without": {A}, "holding": NEEDS, "filling": NEEDS}]
     assert not parts.registry.waited
+
+
+async def test_a_context_waits_for_room_and_is_then_placed_anew():
+    parts = Parts()
+    parts.registry.answers = [[A], [A], [B]]
+    parts.registry.is_short = lambda backends, tokens: (backends, tokens) == ([A], NEEDS)
+    assert await parts.choice._backends() == [B]
+    deadline = 1000.0 + RouterConfig().queue_timeout_s
+    assert parts.registry.waited == [("room", deadline, NEEDS)]
+    parts = Parts(output=(5, 6))
+    parts.choice._request.sampling.max_tokens = 999
+    assert parts.choice._fills() == 3 + 2 + 128
 
 
 @pytest.mark.parametrize(
@@ -156,7 +180,7 @@ async def test_only_a_choice_that_has_begun_waits_long_for_an_engine(
 async def test_engines_with_too_small_a_context_are_told_from_none():
     parts = Parts()
     parts.registry.answers = [[], [], [A]]  # the last question is about any engine
-    with pytest.raises(NoEngines, match=r"^no engine with a context of 8 tokens is up$"):
+    with pytest.raises(NoEngines, match=r"^short of 8 and 8 tokens$"):
         await parts.choice._backends()
     assert parts.registry.asked[-1] == {}
 

@@ -102,7 +102,8 @@ class Pair:
         self.engines = [Engine(id, self.calls) for id in ("source", "target")]
         self.backends = [self._backend(engine) for engine in self.engines]
         self.prefixes = Prefixes()
-        registry: Any = SimpleNamespace(prefixes=self.prefixes)
+        rooms = SimpleNamespace(leases=lambda *_: True, outgrows=lambda *_: False)
+        registry: Any = SimpleNamespace(prefixes=self.prefixes, rooms=rooms)
         releaser = Releaser(tasks, 1.0)
         self.runtime = Runtime(RouterConfig(), registry, releaser, Metrics(), tasks)
 

@@ -1,0 +1,72 @@
+"""Prompts that fit no single pool, in front of real engines that borrow and one that lends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from engine_process import EngineProcess
+from waiting import until
+
+from strategies.data_parallel import data_parallel
+from strategies.prefill_decode import prefill_decode
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+LENT = 80  # pages: ten blocks
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[EngineProcess]]:
+    """Pools of 64 and 96 pages that may borrow, and one that lends ten blocks of its 200 pages."""
+    borrows = "--borrow", "--max-model-len", "4096"
+    made = [
+        EngineProcess("--pool-pages", "64", *borrows, "--engine-id", "small"),
+        EngineProcess("--pool-pages", "96", *borrows, "--engine-id", "large"),
+        EngineProcess("--pool-pages", "200", "--lend-share", "0.4", "--engine-id", "lender"),
+    ]
+    yield made
+    for engine in made:
+        engine.kill()
+
+
+def prompt(length: int) -> list[int]:
+    rng = random.Random(length)
+    return [rng.randrange(3, 250) for _ in range(length)]
+
+
+async def legs(router, tokens: list[int]) -> list[tuple[str, str]]:
+    name = {"X-Request-Id": f"of-{len(tokens)}"}
+    body = {"prompt": tokens, "max_tokens": 3, "temperature": 0}
+    status, reply = await router.post("/v1/completions", body, headers=name)
+    assert status == 200, reply
+    receipt = await router.receipt(name["X-Request-Id"])
+    return [(leg["call"], leg["engine"]) for leg in receipt["legs"]]
+
+
+async def test_a_prompt_goes_where_pool_and_loans_hold_it_and_fails_at_once_if_nowhere(
+    engines, routed_to
+):
+    async with routed_to([engine.url for engine in engines], health_interval_s=0.2) as r:
+        ledger = r.server.router.registry.ledger
+        await until(lambda: len(ledger.describe()) == 3)
+        r.use(data_parallel)
+        # 96 pages and ten blocks: 2816 tokens; the small engine has room for 2304.
+        for length in (2350, 2600):
+            assert await legs(r, prompt(length)) == [("start_generate", "large")]
+        status, body = await r.post(
+            "/v1/completions", {"prompt": prompt(2900), "max_tokens": 3, "temperature": 0}
+        )
+        assert status == 503
+        assert body["error"]["message"] == (
+            "no engine has room for 2903 tokens; large holds 1536, and 2816 with all that others "
+            "lend"
+        )
+        # Strategies need not know: no engine of them could take a lease of this length.
+        r.use(prefill_decode)
+        assert await legs(r, prompt(2400)) == [
+            ("prep_recv", "large"), ("remote_send", "large"), ("start_generate", "large"),
+        ]  # fmt: skip
+    for engine in engines:
+        engine.at_rest()
