@@ -97,9 +97,9 @@ PASSED_ON = (
 @config_options(EngineConfig, without=ENGINE_OWN)
 @click.pass_context
 def up(context: click.Context, /, **_flags: Any) -> None:
-    """Start engines and a router on this machine, or with --on on a Ray cluster.
+    """Start engines and a router.
 
-    Ctrl-C ends all of them.
+    They run on this machine, or with --on on a Ray cluster. Ctrl-C ends all of them.
 
     MODEL is smollm2 (the default), tiny, mock, a folder, a .gguf file or a Hugging Face id. With
     --backend vllm, what follows MODEL and a lone -- goes to vLLM.

@@ -11,7 +11,8 @@ from test_links import CODE, PAGES, ROOT, prose
 
 from router.cli import cli
 
-REFERENCE = [ROOT / "docs" / name for name in ("operations.md", "planning.md", "simulation.md")]
+PAGES_OF_FLAGS = ("operations.md", "planning.md", "simulation.md", "ray.md")
+REFERENCE = [ROOT / "docs" / name for name in PAGES_OF_FLAGS]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OTHERS = {"--save", "--mock", "--help", "--help-all", "--version"}  # of benches; of each command
 VLLM = {"--block-size", "--kv-transfer-config", "--max-num-batched-tokens", "--max-num-seqs"}

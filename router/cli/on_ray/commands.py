@@ -109,7 +109,10 @@ def scale(
 @click.command(cls=GroupedCommand)
 @fleet_options
 def down(on: str, fleet: str) -> None:
-    """End a fleet on Ray: routers, engines, and the places that they had."""
+    """End a fleet on Ray.
+
+    Its routers end first, then its engines; what Ray had reserved for them is free again.
+    """
     with fleet_on(on, fleet) as one:
         if not one.exists():
             raise click.ClickException(f"there is no fleet {fleet!r} on this cluster")

@@ -35,7 +35,6 @@ class RayCluster:
     """A head and two nodes with two CPUs each, and the command line."""
 
     def __init__(self) -> None:
-        os.environ["RAY_raylet_start_wait_time_s"] = str(2 * PATIENCE_S)
         from ray.cluster_utils import Cluster
 
         with socket.socket() as probe:
@@ -43,12 +42,24 @@ class RayCluster:
             self.client_port = probe.getsockname()[1]
         head = {"num_cpus": 2, "object_store_memory": MEMORY, "include_dashboard": False,
                 "ray_client_server_port": self.client_port}  # fmt: skip
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        for attempt in range(5):  # Ray gives a node 30 s to start, which a busy machine may exceed
+            try:
+                self.cluster = Cluster(initialize_head=True, head_node_args=head)
+                break
+            except Exception:
+                if attempt == 4:
+                    raise
         self.nodes = [self.add_node(), self.add_node()]
         self.ray = connect(self.cluster.address)
 
     def add_node(self) -> Any:
-        return self.cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
+        for attempt in range(5):
+            try:
+                return self.cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
+            except Exception:
+                if attempt == 4:
+                    raise
+        raise AssertionError
 
     def kill_node(self, node_id: str) -> None:
         """End a node's raylet by SIGKILL; its workers end with it."""
