@@ -10,9 +10,11 @@ import gc
 import os
 import signal
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx._transports.default as httpx_transports
 import pytest
 from hypothesis import settings
 from reaper import Reaper
@@ -30,6 +32,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # As in an engine's process, before the first product.
 os.environ.setdefault("MKL_CBWR", mkl_mode())
+
+# Each client reads the certificates of all authorities, which takes 20 times as long as a call.
+httpx_transports.create_ssl_context = cache(httpx_transports.create_ssl_context)
 
 # The controller of several test processes measures all of them.
 CONTROLS = "PYTEST_XDIST_WORKER" not in os.environ

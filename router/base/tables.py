@@ -1,15 +1,17 @@
-"""Tables for people: on a terminal as wide as that, elsewhere as wide as their content."""
+"""Tables for people: on a terminal as wide as that, elsewhere as wide as their content.
+
+Functions import rich when they are called: processes that print no table start faster.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Column, Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Column, Table
 
 __all__ = ["fits", "print_table", "table_console", "table_of"]
 
@@ -22,6 +24,8 @@ def table_console() -> Console:
 
     `COLUMNS` decides its width, then the terminal. Output into a file or a pipe has no limit.
     """
+    from rich.console import Console
+
     asked = os.environ.get("COLUMNS", "")
     if asked.isascii() and asked.isdigit() and int(asked):
         return Console(width=min(int(asked), UNLIMITED))
@@ -33,6 +37,9 @@ def table_of(*columns: str, title: str = "", folded: tuple[int, ...] = (0,)) -> 
 
     Only the columns of the numbers in `folded` may be divided into lines by `print_table`.
     """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
         title=title or None, title_justify="left", title_style="bold",
@@ -75,11 +82,15 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def _width(table: Table, console: Console) -> int:
+    from rich.measure import Measurement
+
     return Measurement.get(console, console.options.update(width=UNLIMITED), table).maximum
 
 
 def _content(column: Column) -> int:
     """Return the longest line of a column."""
+    from rich.text import Text
+
     cells = [column.header, *column.cells]
     texts = [cell if isinstance(cell, Text) else Text.from_markup(str(cell)) for cell in cells]
     return max(line.cell_len for text in texts for line in text.split("\n", allow_blank=True))

@@ -96,7 +96,7 @@ def test_verdicts_on_statements():
     "compute",
     [
         lambda: serving.figure_10(TINY, (1.0,)),
-        lambda: serving.figure_11(TINY, (1.0, 2.5)),
+        pytest.param(lambda: serving.figure_11(TINY, (1.0, 2.5)), marks=pytest.mark.thorough),
         lambda: serving.figure_13(TINY, (2.0,), (1.0,)),
         lambda: dejavu.makespans((2, 4), 64),
         lambda: dejavu.latency(80),

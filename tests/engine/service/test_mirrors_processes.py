@@ -47,8 +47,17 @@ def joined(events: list[dict[str, Any]]) -> tuple[list[int], str, list[Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("cut", [1, 30, 177])
+@pytest.mark.parametrize(
+    ("cut", "ending"),
+    [
+        (1, signal.SIGKILL),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.thorough),
+        pytest.param(30, signal.SIGKILL, marks=pytest.mark.thorough),
+        (30, signal.SIGSTOP),
+        (177, signal.SIGKILL),
+        pytest.param(177, signal.SIGSTOP, marks=pytest.mark.thorough),
+    ],
+)
 def test_the_replica_continues_the_generation(
     source: EngineProcess,
     replica: EngineProcess,

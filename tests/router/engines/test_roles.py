@@ -59,7 +59,15 @@ def legs(router: RouterProcess, length: int, new: int = NEW) -> list[dict[str, A
     ("strategy", "params"),
     [("prefill_decode", {}), ("balanced", {"ratio": 0.2}), ("balanced", {"ratio": "auto"})],
 )
-@pytest.mark.parametrize(("prefills", "decodes"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("prefills", "decodes"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.thorough),
+        (1, 2),
+        pytest.param(2, 1, marks=pytest.mark.thorough),
+        (2, 2),
+    ],
+)
 def test_engines_of_each_role_share_its_work(router, strategy, params, prefills, decodes):
     names = iter(NAMES)
     p = set(itertools.islice(names, prefills))
