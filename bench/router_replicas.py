@@ -124,7 +124,7 @@ def engines(count: int) -> AbstractContextManager[list[Server]]:
     os.environ["MICROSERVE_SECRET"] = "ab" * 32
     flags = (
         "mock", "--port", "0", "--threads", "1", "--pool-pages", "512", "--step-ms", str(STEP_MS),
-        "--prefill-tokens-per-ms", "0", "--parent-pid", str(os.getpid()),
+        "--prefill-tokens-per-ms", "0",
     )  # fmt: skip
     return started(partial(ForkedProcess, run_engine, *flags), count)
 
