@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo serve test test-fast test-thorough test-vllm test-ray conformance fuzz soak starve attack mutants \
 	advise-trial check \
-	bench-strategies bench-put bench-router bench-router-idle bench-router-workers bench-faults bench-disagg \
+	bench-strategies bench-put bench-router bench-router-idle bench-router-workers bench-router-replicas bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
 	bench-changing-traffic bench-simulated-engines bench-simulation bench-layers \
@@ -92,6 +92,9 @@ bench-router-idle: $(VENV)/demo.stamp  ## cost of 10,000 idle streams in the rou
 
 bench-router-workers: $(VENV)/demo.stamp  ## requests per second of the router with one and two workers
 	@$(RUN) -m bench.router_workers
+
+bench-router-replicas: $(VENV)/demo.stamp  ## what 1 to 8 routers cost 64 engines that all of them watch
+	@$(RUN) -m bench.router_replicas
 
 bench-aiperf: $(VENV)/demo.stamp .peers/aiperf/stamp  ## the router under NVIDIA's load tool aiperf, unmodified (AIPERF_FLAGS="--backend vllm")
 	@$(RUN) -m bench.aiperf $(AIPERF_FLAGS)

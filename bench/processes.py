@@ -22,6 +22,7 @@ __all__ = [
     "running",
     "stopped_server",
     "tree_cpu_s",
+    "tree_cpus_s",
     "tree_rss_mb",
     "wait_until_healthy",
 ]
@@ -91,6 +92,11 @@ def machine_cpu_s() -> float:
 def cpu_s(pid: int) -> float:
     """Return the CPU seconds used so far by a process, user and system."""
     return sum(map(int, _stat(pid)[11:13])) / TICKS
+
+
+def tree_cpus_s(pid: int) -> dict[int, float]:
+    """Return user and system seconds so far of a process and of each descendant, by pid."""
+    return {each: cpu_s(each) for each in _tree(pid)}
 
 
 def tree_cpu_s(pid: int) -> float:

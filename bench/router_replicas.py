@@ -73,11 +73,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, default=ENGINES)
     parser.add_argument("--seconds", type=int, default=SECONDS)
+    parser.add_argument("--most", type=int, default=ROUTERS[-1], help="routers")
     parser.add_argument("--save", action="store_true", help="write the JSON to bench/results")
     given = parser.parse_args()
     sys.argv[1:] = ["--save"] if given.save else []
     with engines(given.engines) as watched:
-        rows = [measure(watched, count, given.seconds) for count in ROUTERS]
+        rows = [measure(watched, count, given.seconds) for count in ROUTERS if count <= given.most]
     alone = rows[0]["rest"]["engine_cpu"]
     for row in rows[1:]:
         more = row["rest"]["engine_cpu"] - alone
@@ -124,7 +125,7 @@ def engines(count: int) -> AbstractContextManager[list[Server]]:
     os.environ["MICROSERVE_SECRET"] = "ab" * 32
     flags = (
         "mock", "--port", "0", "--threads", "1", "--pool-pages", "512", "--step-ms", str(STEP_MS),
-        "--prefill-tokens-per-ms", "0", "--parent-pid", str(os.getpid()),
+        "--prefill-tokens-per-ms", "0",
     )  # fmt: skip
     return started(partial(ForkedProcess, run_engine, *flags), count)
 

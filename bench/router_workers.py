@@ -5,7 +5,10 @@ of it, and what agreement and sharing cost.
 
 Theory: engines and load generator use the same cores as the router. With `r` CPU seconds of the
 router per request and `o` of all others, two cores serve at most 2 / (r + o) requests per second.
-`most` is this rate over the one that one worker reaches.
+`most` is this rate over the one that one worker reaches. `on_own_cores` leaves the others out: how
+many times as many requests two workers serve if each has a core. It is the CPU time of one worker
+over that of the busier one of two, for the same requests. So it has what sharing costs and how
+unevenly connections are spread, but no waiting for engines or clients.
 
 How: two routers, with one and with two workers, each in front of two mock engines whose steps take
 no time, get the same requests in turn, `REPEATS` times, from 32 connections that each wait for
@@ -31,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.load import closed_loop, post
+from bench.processes import tree_cpus_s
 from bench.report import only_save, publish, spread, table
 from bench.router import run
 from bench.router_peers import Deployment, Process, deployed
@@ -41,7 +45,7 @@ REPEATS = 7
 COUNT, WARM_UP = 3000, 300
 WORKERS = (1, 2)
 FLAGS = ("--step-ms", "0", "--prefill-tokens-per-ms", "0")
-WORK = {
+WORK: dict[str, tuple[str, dict[str, Any]]] = {
     "answers": (
         "/v1/completions",
         {"model": "mock", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0},
@@ -57,15 +61,21 @@ class Figures:
     rates: dict[int, list[float]] = field(default_factory=lambda: {n: [] for n in WORKERS})
     cpu_us: dict[int, list[float]] = field(default_factory=lambda: {n: [] for n in WORKERS})
     most: list[float] = field(default_factory=list)
+    busiest_us: dict[int, list[float]] = field(default_factory=lambda: {n: [] for n in WORKERS})
 
     @property
     def ratio(self) -> float:
         return statistics.median(self.rates[2]) / statistics.median(self.rates[1])
 
+    @property
+    def on_own_cores(self) -> float:
+        return statistics.median(self.busiest_us[1]) / statistics.median(self.busiest_us[2])
+
     def document(self) -> dict[str, Any]:
         return {
             "ratio": round(self.ratio, 3),
             "most": round(statistics.median(self.most), 3),
+            "on_own_cores": round(self.on_own_cores, 3),
             "requests_per_s": {str(count): spread(self.rates[count]) for count in WORKERS},
             "cpu_us": {str(count): spread(self.cpu_us[count]) for count in WORKERS},
         }
@@ -84,7 +94,8 @@ def main() -> None:
         most = statistics.median(found.most)
         table(
             f"{name}: two workers are {found.ratio:.2f} times as fast as one; all CPU of two cores "
-            f"allows {most:.2f}; medians of {REPEATS}",
+            f"allows {most:.2f}; on cores of their own, {found.on_own_cores:.2f}; "
+            f"medians of {REPEATS}",
             ["workers", "requests/s", "spread", "CPU of the router per request, µs", "spread"],
             [
                 [str(count), *_cells(found.rates[count]), *_cells(found.cpu_us[count])]
@@ -100,11 +111,12 @@ def compare(deployments: dict[int, Deployment], path: str, body: dict[str, Any])
     for repeat in range(REPEATS + 1):
         for workers, deployment in deployments.items():
             count = COUNT if repeat else WARM_UP
-            rate, ours, others = measure(deployment, path, body, count)
+            rate, ours, others, busiest = measure(deployment, path, body, count)
             if not repeat:
                 continue
             figures.rates[workers].append(rate)
             figures.cpu_us[workers].append(1e6 * ours)
+            figures.busiest_us[workers].append(1e6 * busiest)
             if workers == 1:
                 figures.most.append(2 / (ours + others) / rate)
     return figures
@@ -112,17 +124,20 @@ def compare(deployments: dict[int, Deployment], path: str, body: dict[str, Any])
 
 def measure(
     deployment: Deployment, path: str, body: dict[str, Any], count: int
-) -> tuple[float, float, float]:
-    """Return requests per second, and CPU seconds per request of the router and of all others."""
+) -> tuple[float, float, float, float]:
+    """Return requests per second, and CPU seconds per request of the router, of all others, and of
+    the busiest process of the router."""
     router = deployment.ours
+    workers = tree_cpus_s(router.pid)
     before = _cpu(deployment), time.process_time(), time.perf_counter()
     answers = run(closed_loop, router, _requests(router, path, body), count)
     after = _cpu(deployment), time.process_time(), time.perf_counter()
+    busiest = max(now - workers.get(pid, 0.0) for pid, now in tree_cpus_s(router.pid).items())
     if wrong := [answer for answer in answers if answer.status != 200]:
         raise SystemExit(f"{len(wrong)} requests failed: {wrong[0].body[:200]!r}")
     ours, engines = (new - old for old, new in zip(before[0], after[0], strict=True))
     others = engines + after[1] - before[1]
-    return count / (after[2] - before[2]), ours / count, others / count
+    return count / (after[2] - before[2]), ours / count, others / count, busiest / count
 
 
 def _cpu(deployment: Deployment) -> tuple[float, float]:

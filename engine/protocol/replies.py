@@ -234,6 +234,7 @@ class EngineState(Message):
     `secret_digest` is equal for engines that have the same cluster secret: only these accept each
     other's addresses. `heartbeat` is for the router's ledger: engines that lend or borrow memory
     send it with each of these replies. The router tells those with `borrowing` whom to ask.
+    `healthy` is what `GET /health` tells, so that routers need one call; None: ask there.
     """
 
     engine_id: EngineName
@@ -250,6 +251,7 @@ class EngineState(Message):
     tiers: list[TierCounts] = Field(default_factory=list)  # fastest first
     workers: list[WorkerState] = Field(default_factory=list)  # none: the engine is one process
     draining: bool = False
+    healthy: bool | None = None
     secret_digest: str | None = Field(default=None, max_length=64)
     heartbeat: Heartbeat | None = None
     borrowing: BorrowingState | None = None  # None: it does not borrow

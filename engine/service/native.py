@@ -134,6 +134,7 @@ class NativeEngine:
             role=config.role,
             model=config.model,
             page_size=cache.layout.page_size,
+            healthy=self._healthy,
             pages=PageCounts(
                 total=use.total,
                 free=use.free,
@@ -189,7 +190,11 @@ class NativeEngine:
 
     def check_health(self) -> None:
         """Raise `Internal` unless the step loop makes progress."""
-        loop = self._engine.loop
-        idle_s = time.monotonic() - loop.progress
-        if not loop.alive or idle_s > STUCK_S:
+        if not self._healthy:
+            idle_s = time.monotonic() - self._engine.loop.progress
             raise Internal(f"the step loop has made no progress for {idle_s:.0f} s")
+
+    @property
+    def _healthy(self) -> bool:
+        loop = self._engine.loop
+        return loop.alive and time.monotonic() - loop.progress <= STUCK_S

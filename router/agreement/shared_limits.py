@@ -16,7 +16,7 @@ __all__ = ["SharedLimits"]
 log = logging.getLogger(__name__)
 
 ALWAYS = -1e18  # a level that every bucket has
-TAKE_S = 0.5  # that a request waits for the store
+TAKE_S = 1.0  # that a request waits for the store
 AGAIN_S = 1.0  # for which the store is not asked after it took longer
 
 
@@ -121,7 +121,7 @@ class SharedLimits(RateLimits):
         if self._lost and self._share is not None:
             return self._share
         self._lost, parts = True, self._routers()
-        log.warning("the store is lost: this router admits 1/%d of each limit", parts)
+        log.warning("the store is lost or slow: this router admits 1/%d of each limit", parts)
         if self._share is None or self._share.parts != parts:
             self._share = RateLimits(*self._defaults, self._clock, parts=parts)
         return self._share

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from engine.protocol import (
     EngineState,
     EngineStatistics,
+    Internal,
     LendHomeReply,
     ModelInfo,
     PrefixChange,
@@ -61,6 +62,7 @@ class EngineClient:
         self._http = http
         self._token_mux = TokenMux(http)
         self._vocab = ANY
+        self._state_tells_health = False
 
     async def prep_recv(self, body: dict[str, Any], headers: Headers) -> PrepRecvReply:
         reply = _read(PrepRecvReply, await self._post("prep_recv", body, headers, most=ADDRESS))
@@ -131,15 +133,20 @@ class EngineClient:
         return info
 
     async def state(self) -> EngineState:
-        return _read(EngineState, await self._get("/microserving/state", most=STATE))
+        state = _read(EngineState, await self._get("/microserving/state", most=STATE))
+        self._state_tells_health = state.healthy is not None
+        if state.healthy is False:
+            raise Internal("the engine says that its loop makes no progress")
+        return state
 
     async def statistics(self) -> EngineStatistics:
         body = await self._get("/microserving/statistics", most=STATISTICS)
         return await asyncio.to_thread(_read, EngineStatistics, body)
 
     async def health(self) -> None:
-        """Return if the engine's loop makes progress."""
-        await self._get("/health")
+        """Return if the engine's loop makes progress, or if `state` is known to tell that."""
+        if not self._state_tells_health:
+            await self._get("/health")
 
     def close(self) -> None:
         """Close the token stream, and each connection when its call ends."""

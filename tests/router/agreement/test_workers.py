@@ -94,7 +94,8 @@ def test_metrics_and_limits_are_those_of_all_workers(router: RouterProcess):
     before = total(clients[0])
     for http in clients * 3:
         assert ask(http).status_code == 200
-    assert total(clients[0]) == total(clients[1]) == before + 6
+    # A worker that takes more than a second to answer is represented by its latest answer.
+    until(lambda: total(clients[0]) == total(clients[1]) == before + 6)
     tight = [connection(router, "tight") for _ in range(6)]
     began = time.monotonic()
     assert ask(tight[0]).status_code == 200
@@ -108,7 +109,9 @@ def test_metrics_and_limits_are_those_of_all_workers(router: RouterProcess):
                 refused, last_sent = refused + 1, sent
     least = RPM + (last_sent - first_reply) * RPM / 60 - 1  # what is left is less than one
     most = RPM + (time.monotonic() - began) * RPM / 60
-    assert 0.99 * least - 1 <= admitted <= 1.01 * most
+    assert admitted >= 0.99 * least - 1
+    if "this router admits 1/" not in router.log:  # as it does if the machine stands still
+        assert admitted <= 1.01 * most
 
 
 def test_a_worker_that_is_killed_is_replaced_and_streams_of_the_other_live_on(
@@ -144,7 +147,7 @@ def test_a_worker_that_is_killed_is_replaced_and_streams_of_the_other_live_on(
         assert told["active"]["generation"] == generation
         assert ask(http).status_code == 200
     # What the dead worker had counted is still counted.
-    assert total(replaced[survivor]) == counted + 3
+    until(lambda: total(replaced[survivor]) == counted + 3)
 
 
 def test_workers_end_with_their_parent(engine: str):
