@@ -13,6 +13,7 @@ from e2e_reference import Reference, hf_tiny
 from smollm2_greedy import continuations
 
 LENGTHS = [1, 2, 3, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 200, 257, 400, 600, 900, 1200, 1500]
+EDGES = [1, 2, 15, 16, 17, 33, 128, 129, 400, 1500]  # of pages and blocks, and long ones
 NEW = 16
 ids = count()
 
@@ -52,10 +53,20 @@ def tiny_reference() -> Iterator[Reference]:
 
 
 @pytest.mark.slow
-def test_tokens_equal_transformers(tiny: Deployment, tiny_reference: Reference) -> None:
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        EDGES,
+        pytest.param(sorted({*LENGTHS} - {*EDGES}), marks=pytest.mark.thorough),
+    ],
+    ids=["edges", "others"],
+)
+def test_tokens_equal_transformers(
+    tiny: Deployment, tiny_reference: Reference, lengths: list[int]
+) -> None:
     """This compares one engine; `tests/conformance` compares all strategies with one engine."""
     tiny.use("data_parallel")
-    for length in LENGTHS:
+    for length in lengths:
         prompt = prompt_of(length)
         wanted = tiny_reference.greedy(prompt, NEW)
         # The second run finds the first one's pages in the caches.
@@ -165,8 +176,8 @@ def smollm2() -> Iterator[Deployment]:
     ("strategy", "params", "prompts"),
     [
         pytest.param("data_parallel", {}, slice(1), marks=pytest.mark.thorough),
-        ("prefill_decode", {}, slice(2)),
-        pytest.param("prefill_decode", {}, slice(2, None), marks=pytest.mark.thorough),
+        ("prefill_decode", {}, slice(1, 2)),
+        pytest.param("prefill_decode", {}, slice(None), marks=pytest.mark.thorough),
         ("balanced", {"ratio": 0.3}, slice(-1, None)),
         pytest.param("balanced", {"ratio": 0.3}, slice(-1), marks=pytest.mark.thorough),
     ],

@@ -26,6 +26,7 @@ CASES = [
     for rank in range(tp * pp)
 ]
 COUNT = 4  # of streams
+TOKENS = 100  # of a stream: enough for one that is interrupted to be in its middle
 WAIT_S = 120.0  # for the next token: on a busy host new workers take long to import torch
 numbers = itertools.count()
 
@@ -84,7 +85,7 @@ def restarts(before: list[dict], after: list[dict]) -> list[int]:
 
 def answers_of(process: EngineProcess, prompts: list[list[int]]) -> list[list[int]]:
     with ThreadPoolExecutor(len(prompts)) as threads:
-        return list(threads.map(lambda prompt: tokens(process, prompt, 200), prompts))
+        return list(threads.map(lambda prompt: tokens(process, prompt, TOKENS), prompts))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_streams_go_on_when_a_worker_is_killed(
     counts = [metric(process, name) for name in names]
     before = workers(process)
     with ThreadPoolExecutor(COUNT) as threads:
-        answers = [threads.submit(tokens, process, prompt, 200) for prompt in prompts]
+        answers = [threads.submit(tokens, process, prompt, TOKENS) for prompt in prompts]
         while process.state()["running"] < COUNT:
             time.sleep(0.01)
         os.kill(before[rank]["pid"], signal.SIGKILL)
@@ -127,10 +128,10 @@ def test_streams_go_on_when_a_worker_is_killed(
 )
 def test_kv_that_is_swapped_outlives_the_worker(engines, engine_process, number: signal.Signals):
     """The worker has memory of its own, which is lost; its tokens came back to the lead's pool."""
-    process, prompts = engines(1, 2, "--device-pages", "60"), new_prompts()
+    process, prompts = engines(1, 2, "--device-pages", "40"), new_prompts()
     counted = metric(process, "vllm:prompt_tokens_total")
     with ThreadPoolExecutor(COUNT) as threads:
-        answers = [threads.submit(tokens, process, prompt, 200) for prompt in prompts]
+        answers = [threads.submit(tokens, process, prompt, TOKENS) for prompt in prompts]
         while process.state()["running"] < COUNT:
             time.sleep(0.01)
         before = workers(process)
@@ -154,35 +155,35 @@ STOPPED = [
 @pytest.mark.parametrize(("tp", "pp", "rank"), STOPPED, ids=str)
 def test_a_stopped_worker_is_replaced(engines, engine_process, tp: int, pp: int, rank: int):
     process, prompt = engines(tp, pp), new_prompts()[1]
-    stream = process.stream(prompt, max_tokens=200)
+    stream = process.stream(prompt, max_tokens=TOKENS)
     got = list(next(stream)["token_ids"])
     stopped = workers(process)[rank]["pid"]
     os.kill(stopped, signal.SIGSTOP)
     got += [token for event in stream for token in event["token_ids"]]
-    assert got == tokens(engine_process, prompt, 200)
+    assert got == tokens(engine_process, prompt, TOKENS)
     assert not Path(f"/proc/{stopped}").exists()
     process.at_rest()
 
 
 def test_a_worker_that_dies_while_nothing_runs_is_replaced(engines, engine_process):
     process, prompt = engines(2, 1), new_prompts()[2]
-    wanted = tokens(engine_process, prompt, 200)
-    assert tokens(process, prompt, 200) == wanted
+    wanted = tokens(engine_process, prompt, 30)
+    assert tokens(process, prompt, 30) == wanted
     before = workers(process)[1]
     os.kill(before["pid"], signal.SIGKILL)
     give_up = time.monotonic() + 60
     while workers(process)[1]["restarts"] == before["restarts"] and time.monotonic() < give_up:
         time.sleep(0.05)
-    first, *_ = process.generate(prompt, max_tokens=200)
+    first, *_ = process.generate(prompt, max_tokens=30)
     assert first["begin"] == (len(prompt) - 1) // 16 * 16  # the cached pages are those of before
-    assert tokens(process, prompt, 200) == wanted
+    assert tokens(process, prompt, 30) == wanted
     process.at_rest()
 
 
 def test_all_workers_at_once(engines, engine_process):
     process, prompts = engines(2, 2), new_prompts()
     with ThreadPoolExecutor(COUNT) as threads:
-        answers = [threads.submit(tokens, process, prompt, 200) for prompt in prompts]
+        answers = [threads.submit(tokens, process, prompt, TOKENS) for prompt in prompts]
         while process.state()["running"] < COUNT:
             time.sleep(0.01)
         for worker in workers(process):

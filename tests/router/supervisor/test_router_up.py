@@ -224,7 +224,7 @@ def test_a_restarted_single_engine_continues_its_generation_and_a_shutdown_ends_
     Ctrl-C sends SIGINT to the process group; `kill` sends SIGTERM to `up` alone.
     """
     disk = ("--disk-pages", "128", "--disk-dir", str(tmp_path), "--disk-keep")
-    flags = ("--engines", "1", "--threads", "1", "--engine-wait", "30", "--stream-interval-ms", "0")
+    flags = ("--engines", "1", "--threads", "1", "--engine-wait", "80", "--stream-interval-ms", "0")
     with up(tmp_path, *flags, *disk, "--shutdown", "0.2", own_group=True) as (process, state):
         went_on = streamed(state, signal.SIGKILL, at=100)
         assert len(went_on) == 600
