@@ -35,12 +35,20 @@ class Actors:
         self.fleet = fleet
 
     def start_record(self, spec: RayFleetSpec) -> None:
-        """Start the actor that has the spec. Raises `StartFailed`."""
-        options = {"name": record_name(self.fleet), "lifetime": "detached", "num_cpus": 0}
-        actor = self.ray.remote(Record).options(max_restarts=-1, **options).remote(spec)
+        """Start the actor that has the spec.
+
+        Raises `Impossible` if another command has just done so, and `StartFailed`.
+        """
+        name = record_name(self.fleet)
+        options = {"name": name, "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
+        try:
+            actor = self.ray.remote(Record).options(**options).remote(spec)
+        except ValueError:
+            raise Impossible(f"another command starts a fleet {self.fleet!r}") from None
         try:
             self.ray.get(actor.restarts.remote(), timeout=START_S)
         except self.ray.exceptions.RayError as error:
+            self.kill(name)
             said = str(error).strip().splitlines()[-1:]
             raise StartFailed(
                 f"Ray starts no actor: {''.join(said)}; microserve must be installed on all nodes, "
