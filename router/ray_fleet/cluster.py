@@ -132,8 +132,13 @@ class Actors:
             lifetime="detached",
         )
 
-    def wait_for_room(self, group: int, say: Say, give_up: float) -> None:
-        """Wait until Ray has reserved a group. Raises `StartFailed` at `give_up`."""
+    def wait_for_room(
+        self, group: int, say: Say, give_up: float, renew: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait until Ray has reserved a group. Raises `StartFailed` at `give_up`.
+
+        Calls `renew` again and again meanwhile.
+        """
         said = time.monotonic() + SAY_ROOM_S
         while True:
             places = self.places().get(group)
@@ -153,6 +158,7 @@ class Actors:
                     raise StartFailed(f"{text}; `ray status` shows more")
                 say(f"{text}; waiting")
                 said = give_up + 1
+            renew()
             time.sleep(POLL_S)
 
     def places(self) -> dict[int, dict[str, Any]]:

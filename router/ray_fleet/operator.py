@@ -51,6 +51,7 @@ class RayFleet:
         self._ray = ray
         self._actors = Actors(ray, name)
         self.name = name
+        self._holder = self._what = ""  # of the claim to change the fleet
 
     def create(self, spec: RayFleetSpec, say: Say, wait_s: float) -> None:
         """Start the fleet and wait until all of it is ready, for `wait_s` at most.
@@ -71,7 +72,7 @@ class RayFleet:
                 self._actors.reserve(spec, kind, group, len(some))
             give_up = time.monotonic() + wait_s
             for _, group in groups:
-                self._actors.wait_for_room(group, say, give_up)
+                self._actors.wait_for_room(group, say, give_up, self._renew)
             for member in members:
                 self._actors.start(spec, member)
             self._wait_until_ready(members, say, give_up)
@@ -185,6 +186,7 @@ class RayFleet:
                 names = ", ".join(one.name for one in waiting)
                 raise StartFailed(f"not ready in time: {names}; `ray logs actor` shows why")
             if waiting:
+                self._renew()
                 time.sleep(POLL_S)
 
     def _add(
@@ -266,6 +268,9 @@ class RayFleet:
                 self._actors.ask_record("unclaim", self._holder)
 
     def _renew(self) -> None:
+        """Renew the claim, if this command has one."""
+        if not self._holder:
+            return
         with suppress(Impossible):
             self._actors.ask_record("claim", self._holder, self._what)
 
