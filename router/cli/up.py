@@ -122,7 +122,8 @@ def up(context: click.Context, /, **_flags: Any) -> None:
     params = {name: entry.value for name, entry in effective.params.items()}
     check_strategy(router["strategy"], params)
     if on_ray is not None:
-        up_on_ray(on_ray, config, {name: str(router[name] or "") for name in router})
+        router[KEYS_FILE] = effective.keys[KEYS_FILE].value
+        up_on_ray(on_ray, config, {name: str(value or "") for name, value in router.items()})
         return
     if router["allow_upload"]:
         hide_memory()  # this process has the keys in its environment, too

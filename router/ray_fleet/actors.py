@@ -149,8 +149,8 @@ class RouterActor:
     def status(self) -> dict[str, Any]:
         return self._node.describe(self._keeper)
 
-    def engines(self) -> list[dict[str, Any]]:
-        """Return what the router says of its engines; empty while it does not answer."""
+    def engines(self) -> list[dict[str, Any]] | None:
+        """Return what the router says of its engines; `None` while it does not answer."""
         url = self._keeper.snapshot().url
         headers = {"Authorization": f"Bearer {self._key}"}
         try:
@@ -158,7 +158,7 @@ class RouterActor:
                 reply = http.get(f"{url}/admin/engines", headers=headers)
                 return list(reply.raise_for_status().json()["engines"])
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError):
-            return []
+            return None
 
     def stop(self) -> None:
         """End the router; returns when it is gone."""

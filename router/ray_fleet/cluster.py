@@ -35,12 +35,20 @@ class Actors:
         self.fleet = fleet
 
     def start_record(self, spec: RayFleetSpec) -> None:
-        """Start the actor that has the spec. Raises `StartFailed`."""
-        options = {"name": record_name(self.fleet), "lifetime": "detached", "num_cpus": 0}
-        actor = self.ray.remote(Record).options(max_restarts=-1, **options).remote(spec)
+        """Start the actor that has the spec.
+
+        Raises `Impossible` if another command has just done so, and `StartFailed`.
+        """
+        name = record_name(self.fleet)
+        options = {"name": name, "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
+        try:
+            actor = self.ray.remote(Record).options(**options).remote(spec)
+        except ValueError:
+            raise Impossible(f"another command starts a fleet {self.fleet!r}") from None
         try:
             self.ray.get(actor.restarts.remote(), timeout=START_S)
         except self.ray.exceptions.RayError as error:
+            self.kill(name)
             said = str(error).strip().splitlines()[-1:]
             raise StartFailed(
                 f"Ray starts no actor: {''.join(said)}; microserve must be installed on all nodes, "
@@ -124,8 +132,13 @@ class Actors:
             lifetime="detached",
         )
 
-    def wait_for_room(self, group: int, say: Say, give_up: float) -> None:
-        """Wait until Ray has reserved a group. Raises `StartFailed` at `give_up`."""
+    def wait_for_room(
+        self, group: int, say: Say, give_up: float, renew: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait until Ray has reserved a group. Raises `StartFailed` at `give_up`.
+
+        Calls `renew` again and again meanwhile.
+        """
         said = time.monotonic() + SAY_ROOM_S
         while True:
             places = self.places().get(group)
@@ -145,6 +158,7 @@ class Actors:
                     raise StartFailed(f"{text}; `ray status` shows more")
                 say(f"{text}; waiting")
                 said = give_up + 1
+            renew()
             time.sleep(POLL_S)
 
     def places(self) -> dict[int, dict[str, Any]]:

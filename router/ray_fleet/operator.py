@@ -29,8 +29,6 @@ from router.ray_fleet.plan import (
 
 __all__ = ["Line", "RayFleet"]
 
-DROP_S = 5.0  # until a router that was just told no longer lists an engine, at least
-
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -53,6 +51,7 @@ class RayFleet:
         self._ray = ray
         self._actors = Actors(ray, name)
         self.name = name
+        self._holder = self._what = ""  # of the claim to change the fleet
 
     def create(self, spec: RayFleetSpec, say: Say, wait_s: float) -> None:
         """Start the fleet and wait until all of it is ready, for `wait_s` at most.
@@ -73,10 +72,12 @@ class RayFleet:
                 self._actors.reserve(spec, kind, group, len(some))
             give_up = time.monotonic() + wait_s
             for _, group in groups:
-                self._actors.wait_for_room(group, say, give_up)
+                self._actors.wait_for_room(group, say, give_up, self._renew)
             for member in members:
                 self._actors.start(spec, member)
             self._wait_until_ready(members, say, give_up)
+        except Impossible:  # another command was faster
+            raise
         except BaseException:
             self.down(lambda _: None)
             raise
@@ -112,7 +113,7 @@ class RayFleet:
                 group = placed.get(member.place.group, {})
                 node = group.get("bundles_to_node_id", {}).get(member.place.bundle, "")
                 lost = group.get("state") in ("PENDING", "RESCHEDULING") or not nodes.get(node)
-                state = "waits for a node" if lost else "restarting"
+                state = "waits for a node" if lost else "no answer"
                 found.append(Line(member, state, restarts=count))
                 continue
             state = "leaving" if status.get("leaving") else status["state"]
@@ -185,6 +186,7 @@ class RayFleet:
                 names = ", ".join(one.name for one in waiting)
                 raise StartFailed(f"not ready in time: {names}; `ray logs actor` shows why")
             if waiting:
+                self._renew()
                 time.sleep(POLL_S)
 
     def _add(
@@ -210,16 +212,11 @@ class RayFleet:
         line = next((one for one in self.lines() if one.member == member), None)
         if line is not None and line.url:
             say(f"{member.name} leaves: its requests go on elsewhere")
-            give_up, asked = time.monotonic() + wait_s, time.monotonic()
+            give_up = time.monotonic() + wait_s
             while True:
                 self._actors.call(member, "leave")
                 self._renew()
-                listed = [
-                    engine["url"] == line.url
-                    for router in self.members() if router.kind == "router"
-                    for engine in (self._actors.call(router, "engines") or ())
-                ]  # fmt: skip
-                if not any(listed) and (listed or time.monotonic() > asked + DROP_S):
+                if self._forgotten(line.url):
                     break
                 if time.monotonic() > give_up:
                     say(f"{member.name} still has requests after {wait_s:g} s, which end now")
@@ -227,6 +224,15 @@ class RayFleet:
                 time.sleep(POLL_S)
         self._end([member], GRACE_S)
         say(f"{member.name} removed")
+
+    def _forgotten(self, url: str) -> bool:
+        """Whether every router says that it does not use the engine at `url`, or no longer."""
+        for router in self.members():
+            if router.kind == "router":
+                engines = self._actors.call(router, "engines")
+                if engines is None or any(engine["url"] == url for engine in engines):
+                    return False
+        return True
 
     def _end(self, members: Iterable[Member], within_s: float) -> None:
         """End the processes in order, then the actors; those that do not answer at once."""
@@ -262,6 +268,9 @@ class RayFleet:
                 self._actors.ask_record("unclaim", self._holder)
 
     def _renew(self) -> None:
+        """Renew the claim, if this command has one."""
+        if not self._holder:
+            return
         with suppress(Impossible):
             self._actors.ask_record("claim", self._holder, self._what)
 

@@ -44,6 +44,9 @@ def fleet_on(address: str, name: str, *, logs: bool = False) -> Iterator[RayFlee
         ray = connect(address, logs=logs)
         try:
             yield RayFleet(ray, name)
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            said = str(error).strip().splitlines()
+            raise Impossible(f"Ray does not answer: {said[0] if said else error!r}") from None
         finally:
             ray.shutdown()
     except (Impossible, StartFailed) as error:

@@ -25,10 +25,15 @@ from load_on import Load
 from router.base import child_environment, module_command
 from router.ray_fleet import RayFleet, connect
 
-pytestmark = [pytest.mark.ray, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.timeout(900, func_only=True),
+]
 
 MEMORY = 80_000_000  # bytes of each node's object store
-PATIENCE_S = 120.0  # all nodes share the cores of this machine
+PATIENCE_S = 300.0  # all nodes share the cores of this machine
 
 
 class RayCluster:
