@@ -99,10 +99,37 @@ def main() -> None:
             for row in rows
         ],
     )  # fmt: skip
+    print("\n".join(for_the_page(rows)))
     document = {"engines": given.engines, "seconds": given.seconds, "step_ms": STEP_MS,
                 "requests_per_s": REQUESTS_PER_S, "tokens": TOKENS, "prompt": PROMPT,
                 "by_routers": {str(row["routers"]): row for row in rows}}  # fmt: skip
     publish("router_replicas", document)
+
+
+def for_the_page(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of docs/performance.md. A share of a core is shown in %."""
+    yield (
+        "| routers | engine at rest | for each router | polls, B/s | engine under load | prefixes, "
+        "B/s | tokens, B/s | router at rest |"
+    )
+    yield "| --- " * 8 + "|"
+    for row in rows:
+        rest, load = row["rest"], row.get("load", {})
+        shares = [
+            f"{100 * part[name]:.2f} %" if name in part else ""
+            for part, name in (
+                (rest, "engine_cpu"), (rest, "engine_cpu_per_router"), (load, "engine_cpu"),
+                (rest, "router_cpu"),
+            )
+        ]  # fmt: skip
+        sizes = [
+            f"{part[name]:.0f}" if name in part else ""
+            for part, name in (
+                (rest, "calls_b_s"), (load, "prefixes_b_s"), (load, "tokens_b_s"),
+            )
+        ]  # fmt: skip
+        cells = [str(row["routers"]), *shares[:2], sizes[0], shares[2], *sizes[1:], shares[3]]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _cell(row: dict[str, Any], *path: str) -> str:
