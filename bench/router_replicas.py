@@ -10,9 +10,10 @@ seconds are those of the processes (`/proc/PID/stat`), of all engines and of all
 `SECONDS`. A figure per router is the slope from no router to R. Where the processes want more cores
 than there are, routers poll more rarely: then the bytes of calls at rest grow less than R.
 
-Bytes are those of the engines' sockets, from the kernel (`ss -ti`). A connection that receives
-nothing during the interval is a stream from the engine: the feed of prefixes if it was there before
-the load, the tokens otherwise. All others carry calls: at rest, polls only.
+Bytes are those of the engines' sockets, from the kernel (`ss -ti`). A connection on which an engine
+receives nothing during the interval is a stream: the feed of prefixes, or the tokens, whose request
+is longer. All others carry calls: at rest, polls only. The routers serve some requests first, so
+that their streams are open; they close an idle stream of tokens after a minute or two.
 
 The load is `REQUESTS_PER_S` requests in all, whatever R is, each with a prompt of its own of
 `PROMPT` tokens and `TOKENS` tokens of answer, spread evenly over the routers.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -54,7 +56,9 @@ CONNECTIONS = 16  # of each router's clients
 STEP_MS = 10
 TOGETHER = 8  # processes that start at the same time
 SEEN_S = 120.0  # for a router to find all engines up
-HEAD = 400  # bytes: longer than the request of a stream, shorter than a call with a prompt
+NUMBERS = itertools.count()
+ID = 32  # characters of a stream's id
+WARM_UP_S = 5
 SOCKET = re.compile(r"bytes_(sent|received):(\d+)")
 
 
@@ -95,10 +99,37 @@ def main() -> None:
             for row in rows
         ],
     )  # fmt: skip
+    print("\n".join(for_the_page(rows)))
     document = {"engines": given.engines, "seconds": given.seconds, "step_ms": STEP_MS,
                 "requests_per_s": REQUESTS_PER_S, "tokens": TOKENS, "prompt": PROMPT,
                 "by_routers": {str(row["routers"]): row for row in rows}}  # fmt: skip
     publish("router_replicas", document)
+
+
+def for_the_page(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of docs/performance.md. A share of a core is shown in %."""
+    yield (
+        "| routers | engine at rest | for each router | polls, B/s | engine under load | prefixes, "
+        "B/s | tokens, B/s | router at rest |"
+    )
+    yield "| --- " * 8 + "|"
+    for row in rows:
+        rest, load = row["rest"], row.get("load", {})
+        shares = [
+            f"{100 * part[name]:.2f} %" if name in part else ""
+            for part, name in (
+                (rest, "engine_cpu"), (rest, "engine_cpu_per_router"), (load, "engine_cpu"),
+                (rest, "router_cpu"),
+            )
+        ]  # fmt: skip
+        sizes = [
+            f"{part[name]:.0f}" if name in part else ""
+            for part, name in (
+                (rest, "calls_b_s"), (load, "prefixes_b_s"), (load, "tokens_b_s"),
+            )
+        ]  # fmt: skip
+        cells = [str(row["routers"]), *shares[:2], sizes[0], shares[2], *sizes[1:], shares[3]]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _cell(row: dict[str, Any], *path: str) -> str:
@@ -157,6 +188,8 @@ def measure(watched: Sequence[Server], count: int, seconds: int) -> dict[str, An
     with started(start, count) as routers:
         for router in routers:
             _wait_for_engines(router.url, len(watched))
+        if count:  # routers open their streams when they first need them
+            _load([router.url for router in routers], WARM_UP_S)
         time.sleep(SETTLE_S)
         first = read(watched, routers)
         time.sleep(seconds)
@@ -164,7 +197,6 @@ def measure(watched: Sequence[Server], count: int, seconds: int) -> dict[str, An
         row: dict[str, Any] = {"routers": count, "rest": figures(first, rest, len(watched), count)}
         if not count:
             return row
-        prefixes = streams(first, rest)
         answers: list[Answer] = []
         before = read(watched, routers)
         for found in _load([router.url for router in routers], seconds):
@@ -172,45 +204,46 @@ def measure(watched: Sequence[Server], count: int, seconds: int) -> dict[str, An
         after = read(watched, routers)
         if wrong := [one for one in answers if one.status != 200]:
             raise SystemExit(f"{len(wrong)} requests failed: {wrong[0].body[:200]!r}")
-        row["load"] = figures(before, after, len(watched), count, prefixes)
+        row["load"] = figures(before, after, len(watched), count)
         row["load"]["requests"] = len(answers)
         return row
 
 
-def figures(
-    old: Reading, new: Reading, engines: int, routers: int, prefixes: frozenset[str] | None = None
-) -> dict[str, Any]:
+def figures(old: Reading, new: Reading, engines: int, routers: int) -> dict[str, Any]:
     """Return the cost of one engine and of one router between two readings.
 
-    CPU in shares of a core. `prefixes`: the connections that are feeds of prefixes, by default all
-    streams.
+    CPU in shares of a core.
     """
     seconds, quiet = new.at - old.at, streams(old, new)
-    feeds = quiet if prefixes is None else prefixes
     sums = {"calls": 0, "prefixes": 0, "tokens": 0}
     for name, now in new.sockets.items():
         was = old.sockets.get(name, (0, 0))
-        kind = "prefixes" if name in feeds else "tokens" if name in quiet else "calls"
-        sums[kind] += now[0] - was[0] + now[1] - was[1]
+        sums[quiet.get(name, "calls")] += now[0] - was[0] + now[1] - was[1]
+    cpu = {"engine_cpu": round((new.engines_s - old.engines_s) / seconds / engines, 5)}
+    if routers:
+        cpu["router_cpu"] = round((new.routers_s - old.routers_s) / seconds / routers, 5)
     return {
-        "engine_cpu": round((new.engines_s - old.engines_s) / seconds / engines, 5),
-        **({"router_cpu": round((new.routers_s - old.routers_s) / seconds / routers, 5)}
-           if routers else {}),
+        **cpu,
         **{f"{kind}_b_s": round(total / seconds / engines, 1) for kind, total in sums.items()},
-    }  # fmt: skip
+    }
 
 
-def streams(old: Reading, new: Reading) -> frozenset[str]:
-    """Return the connections on which engines have received nothing between two readings.
+def streams(old: Reading, new: Reading) -> dict[str, str]:
+    """Return the kinds of the connections on which engines receive nothing.
 
-    The head of a stream that was opened meanwhile is the only thing received on it.
+    All that was ever received there is the request. That for tokens has an id, which that for
+    prefixes lacks.
     """
-    return frozenset(
-        name
+    requests = {
+        name: received
         for name, (_, received) in new.sockets.items()
-        if received - old.sockets.get(name, (0, 0))[1] == 0
-        or (name not in old.sockets and received < HEAD)
-    )
+        if name in old.sockets and received == old.sockets[name][1]
+    }
+    shortest = min(requests.values(), default=0)
+    return {
+        name: "prefixes" if size < shortest + ID / 2 else "tokens"
+        for name, size in requests.items()
+    }
 
 
 def read(watched: Sequence[Server], routers: Sequence[Server]) -> Reading:
@@ -242,9 +275,9 @@ def _load(urls: list[str], seconds: int) -> list[list[Answer]]:
         rate = REQUESTS_PER_S / len(urls)
         return await asyncio.gather(
             *(
-                open_loop(url, _requests(url, number), count=round(rate * seconds),
+                open_loop(url, _requests(url), count=round(rate * seconds),
                           connections=CONNECTIONS, per_s=rate)
-                for number, url in enumerate(urls)
+                for url in urls
             )
         )  # fmt: skip
 
@@ -252,9 +285,10 @@ def _load(urls: list[str], seconds: int) -> list[list[Answer]]:
         return runner.run(run())
 
 
-def _requests(url: str, router: int) -> Any:
-    def request(number: int) -> bytes:
-        prompt = [router, number // 500, number % 500, *range(3, PROMPT)]
+def _requests(url: str) -> Callable[[int], bytes]:
+    def request(_: int) -> bytes:
+        number = next(NUMBERS)  # so that no prompt is in any cache
+        prompt = [number // 500, number % 500, *range(2, PROMPT)]
         body = {"model": "mock", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0,
                 "ignore_eos": True, "stream": True}  # fmt: skip
         return post(url, "/v1/completions", json.dumps(body).encode())

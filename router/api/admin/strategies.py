@@ -13,6 +13,7 @@ from router.api.admin.access import Body
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
 from router.api.rest import Http, Sent, reply
+from router.base import StoreUnavailable
 from router.dry_run import check_on_fleet, dry_run_source
 from router.rollout import CanaryRules, Changed, Wanted
 
@@ -116,6 +117,9 @@ def routes(router: Router) -> APIRouter:
             raise Forbidden("strategies are loaded from source only with --allow-upload")
         if not wanted.name and not wanted.file:
             raise BadRequest("give a name, or the file that it is from", param="name")
+        store = router.changes.store()
+        if store is not None and store["status"] != "ok":  # else it would be listed here only
+            raise StoreUnavailable("the store is lost: no strategy is loaded until this ends")
         source, name, file = wanted.source, wanted.name, wanted.file
         async with loading:  # one at a time: each takes a process and a thread
             tried = await dry_run_source(source, name=name, file=file)

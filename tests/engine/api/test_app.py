@@ -401,11 +401,14 @@ async def test_an_internal_error_is_reported_and_logged(caplog: pytest.LogCaptur
 
 async def test_a_stuck_or_dead_loop_is_unhealthy(caplog: pytest.LogCaptureFixture):
     async with running() as engine:
-        transport = httpx.ASGITransport(build_app(engine, EngineConfig(model="tiny"), 1))
+        config = EngineConfig(model="tiny", engine_id="e")
+        transport = httpx.ASGITransport(build_app(engine, config, 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/microserving/state")).json()["healthy"] is True
             engine.loop.stop()
             assert error_of(await http.get("/health"))[:2] == (500, "internal")
+            assert (await http.get("/microserving/state")).json()["healthy"] is False
 
 
 @pytest.mark.processes

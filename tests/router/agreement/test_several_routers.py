@@ -105,6 +105,7 @@ def generation_of(router: RouterProcess, reply: httpx.Response) -> tuple[int, st
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(3600)
 def test_a_thousand_swaps_through_four_routers_while_the_store_dies(engines, tmp_path):
     fleet = Fleet(engines, tmp_path, keeps=True)
     try:
@@ -283,6 +284,7 @@ def test_a_store_that_dies_and_remembers(fleet: Fleet):
         for call in (
             lambda http: http.put("/admin/strategy", json={"name": "balanced"}),
             lambda http: http.post("/admin/rollback"),
+            lambda http: http.post("/admin/strategies", json={"name": "new", "source": "x = 1"}),
         ):
             reply = call(router.http)
             assert reply.status_code == 503

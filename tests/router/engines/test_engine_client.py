@@ -116,6 +116,21 @@ async def test_each_reply_has_its_own_bound():
     assert SMALL < STATE < ADDRESS < MODEL
 
 
+async def test_a_state_that_tells_the_health_saves_a_call():
+    state = (await StubEngine().state()).model_dump()
+    told = [{**state, "healthy": healthy} for healthy in (True, None, False)]
+    engine, http = client({}, told[0], told[1], {}, told[2])
+    for _ in range(2):
+        await engine.health()
+        await engine.state()
+    await engine.health()
+    with pytest.raises(Internal, match="no progress"):
+        await engine.state()
+    asked = [path for _, path, _ in http.asked]
+    of_state = "/microserving/state"
+    assert asked == ["/health", of_state, of_state, "/health", of_state]
+
+
 @pytest.mark.parametrize("status", [200, 399, 400, 429, 500])
 async def test_an_error_is_told_by_the_status(status):
     error = {"error": {"type": "bad_request", "message": "no", "param": "x"}}
