@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from virtual_engines import LAYERS, PROFILE, STEP, TOKEN_BYTES, Engines, events, generate, tokens_of
@@ -27,6 +28,12 @@ def fleet(*names: str, **flags: object) -> Engines:
     for name in names:
         engines.introduce(name, *(other for other in names if other != name))
     return engines
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    while not holds():  # noqa: ASYNC110  nothing tells
+        await asyncio.sleep(0.01)
 
 
 async def at_rest(engines: Engines) -> None:
@@ -64,8 +71,8 @@ def test_the_same_run_gives_the_same_times_to_the_bit():
     async def run() -> None:
         engines = fleet("a", "b", "c")
         streams = [
-            await engines[name].start_generate(generate(name, PROMPT[number:], 30))
-            for number, name in enumerate("abc")
+            await engines[name].start_generate(generate(name, PROMPT[:tokens], 30))
+            for name, tokens in (("a", len(PROMPT)), ("b", 200), ("c", 300))
         ]
         history = []
         for stream in streams:
@@ -105,8 +112,7 @@ async def test_a_creditors_own_steps_are_longer_by_what_it_computes_for_debtors(
     debtor = asyncio.create_task(
         tokens_of(await engines["a"].start_generate(generate("r", PROMPT, 40)))
     )
-    while not engines["b"].compute.lent_s:
-        await asyncio.sleep(0.01)
+    await until(lambda: engines["b"].compute.lent_s > 0)
     began, lent = loop.time(), engines["b"].compute.lent_s
     prompt = PROMPT[:64]
     await tokens_of(await engines["b"].start_generate(generate("s", prompt, 64)))
@@ -125,10 +131,8 @@ async def test_what_a_dead_creditor_held_is_computed_again():
     task = asyncio.create_task(
         tokens_of(await engines["a"].start_generate(generate("r", PROMPT, 200)))
     )
-    while not (lent := [n for n in "bc" if engines[n].cache.bookkeeping.lender.lent]):
-        await asyncio.sleep(0.01)
-    while not engines["a"].steps.stepper.stats.generation_tokens > 20:
-        await asyncio.sleep(0.01)
+    await until(lambda: engines["a"].steps.stepper.stats.generation_tokens > 20)
+    lent = [name for name in "bc" if engines[name].cache.bookkeeping.lender.lent]
     engines[lent[0]].die()
     assert await task == output_tokens(PROMPT, 200)
     assert engines["a"].steps.stepper.stats.recomputed_tokens > 0
@@ -141,8 +145,7 @@ async def test_a_creditor_gets_its_pages_back_when_it_needs_them():
     first = asyncio.create_task(
         tokens_of(await engines["a"].start_generate(generate("r", PROMPT, 300)))
     )
-    while engines["a"].steps.stepper.stats.generation_tokens < 20:
-        await asyncio.sleep(0.01)
+    await until(lambda: engines["a"].steps.stepper.stats.generation_tokens > 20)
     name = next(n for n in "bc" if engines[n].cache.bookkeeping.lender.lent)
     own = PROMPT[7 : 7 + POOL - 64]
     assert await tokens_of(
@@ -157,8 +160,7 @@ async def test_blocks_come_home_by_order():
     engines = fleet("a", "b")
     a = engines["a"]
     task = asyncio.create_task(tokens_of(await a.start_generate(generate("r", PROMPT, 300))))
-    while a.steps.stepper.stats.generation_tokens < 20:
-        await asyncio.sleep(0.01)
+    await until(lambda: a.steps.stepper.stats.generation_tokens > 20)
     before = a.borrowing.use().pages if a.borrowing is not None else {}
     reply = await a.bring_home(
         LendHome(swap="x", creditor="b", creditor_epoch=1, blocks=1, freeze_ms=2000)

@@ -29,7 +29,7 @@ def some(**flags: object) -> list[SimulatedEngine]:
 def run(fleet: list[SimulatedEngine], **fields: object) -> tuple[Outcome, VirtualFleet]:
     watched: list[VirtualFleet] = []
     one: Experiment = experiment(
-        "data_parallel", fleet, 0.5, 12, **{"input": LONG, "output": 32, "seed": 1, **fields}
+        "data_parallel", fleet, 0.5, 4, **{"input": LONG, "output": 32, "seed": 1, **fields}
     )
     one = replace(one, config=replace(one.config, queue_timeout_s=1e5))
     return run_experiment(one, observe=watched.append), watched[0]
@@ -54,7 +54,7 @@ def test_the_same_seed_gives_the_same_outcome_to_the_bit():
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_borrowing_ends_with_every_page_accounted_for(blocks):
     fleet = some(borrow=True, lend_share=1.0)
-    one = experiment("data_parallel", fleet, 2.0, 20, input=LONG, output=64, seed=3)
+    one = experiment("data_parallel", fleet, 2.0, 6, input=LONG, output=64, seed=3)
     config = replace(one.config, queue_timeout_s=1e5, swap_blocks=blocks)
     outcome = run_experiment(replace(one, config=config))  # checks it
     assert all(record.ok for record in outcome.records)
