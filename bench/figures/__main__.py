@@ -22,6 +22,7 @@ from bench.figures import (
     distserve,
     distserve_load,
     infinite_llm,
+    long_contexts,
     migration,
     real_engines,
     serving,
@@ -58,7 +59,11 @@ PAPERS: Mapping[str, Mapping[str, Callable[[], Part]]] = {
         "dejavu-makespan": dejavu.makespans,
         "dejavu-latency": dejavu.latency,
     },
-    "infinite-llm": {"infinite-llm-table-1": infinite_llm.table_1},
+    "infinite-llm": {
+        "infinite-llm-table-1": infinite_llm.table_1,
+        "infinite-llm-figure-8": long_contexts.figure_8,
+        "infinite-llm-figure-10": long_contexts.figure_10,
+    },
 }
 
 

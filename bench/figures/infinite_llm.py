@@ -27,8 +27,9 @@ def table_1() -> Part:
         Claim("Table 1", "all else takes 26 GB",
               {"ours": Answer(f"{weights:.1f} GB", by_places([round(weights) == MISC_GB]))},
               "The weights."),
-        Claim("Figures 7–12", "throughput gains of 1.03–2.4×, contexts 2–19× as long",
+        Claim("Figures 7, 9, 11, 12", "contexts 2–19× as long; costs of live migration, of "
+              "attention over several instances, and of fetching KV",
               {"ours": Answer("–", "not simulated")},
-              "They need attention over the KV of several engines. Virtual engines have none."),
+              "Figure 7's largest batches need up to 32 instances; the others are times of GPUs."),
     ]  # fmt: skip
     return Part({"kv_gb": kv, "weights_gb": weights}, claims)

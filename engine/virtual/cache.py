@@ -15,8 +15,7 @@ from engine.virtual.put import Puts, VirtualPut
 from kvcache.bookkeeping import LOAN_S, Bookkeeping
 from kvcache.borrowing import BlockMover, Borrowing, FetchCost
 from kvcache.errors import Internal, NoCapacity
-from kvcache.lease import SLOTS, WORDS, Identity, Mirror, Put, ReceiveLease, Sender
-from kvcache.lease.page_sends import PageSends
+from kvcache.lease import SLOTS, WORDS, Identity, Mirror, PageSends, Put, ReceiveLease, Sender
 from kvcache.lending import BlockSource
 from kvcache.sequences import PageCopy, SendRange, StepDescription
 from kvcache.types import LeaseId, SeqId, SlotIndex, TokenPos

@@ -196,9 +196,8 @@ class _Run:
             raise BadRequest(f"the workload {experiment.workload.name} needs a rate and a number")
         fleet = VirtualFleet(call_s=experiment.call_s, borrowing=experiment.borrowing)
         config = experiment.config
-        if experiment.borrows:
-            interval_s = min(config.health_interval_s, HEARTBEAT_S)
-            config = replace(config, health_interval_s=interval_s)
+        if experiment.borrows and config.health_interval_s == CONFIG.health_interval_s:
+            config = replace(config, health_interval_s=HEARTBEAT_S)
         engines = [fleet.add(one.config, one.profile, one.kind) for one in experiment.fleet]
         if self._observe is not None:
             self._observe(fleet)

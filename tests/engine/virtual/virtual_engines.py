@@ -7,9 +7,25 @@ from dataclasses import replace
 from typing import Any
 
 from engine.latency import FittedLatency, Profile, PutLatency
-from engine.protocol import Extend, PrepRecv, RemoteSend, StartGenerate
+from engine.protocol import (
+    Creditor,
+    Extend,
+    LendCreditors,
+    LendSend,
+    PeerUnreachable,
+    PrepRecv,
+    RemoteSend,
+    StartGenerate,
+)
 from engine.protocol.config import EngineConfig
-from engine.virtual import Endpoint, VirtualEngine, VirtualEvent, VirtualNetwork, VirtualStream
+from engine.virtual import (
+    Endpoint,
+    VirtualEngine,
+    VirtualEvent,
+    VirtualLoanCalls,
+    VirtualNetwork,
+    VirtualStream,
+)
 
 LAYERS, TOKEN_BYTES = 4, 400
 STEP = FittedLatency(
@@ -33,7 +49,8 @@ class Engines:
         self.all = {
             name: VirtualEngine(
                 EngineConfig(engine_id=name, **{"decode_slowdown": 0.0, **options}),
-                profile, network, peers, self._extend, **most,
+                profile, network, peers, self._extend,
+                creditors=VirtualLoanCalls(self._lend, lambda url: self._at(url).alive), **most,
             )
             for name in names
         }  # fmt: skip
@@ -41,9 +58,30 @@ class Engines:
     def __getitem__(self, name: str) -> VirtualEngine:
         return self.all[name]
 
+    def _at(self, url: str) -> VirtualEngine:
+        return self.all[url.removeprefix("http://").removesuffix(".virtual")]
+
+    async def _lend(self, url: str, call: Any) -> Any:
+        await asyncio.sleep(0.001)
+        engine = self._at(url)
+        if not engine.alive:
+            raise PeerUnreachable(f"nobody listens at {url}")
+        return await engine.send_lent(call) if isinstance(call, LendSend) else engine.lend(call)
+
+    def introduce(self, debtor: str, *creditors: str) -> None:
+        """Tell a debtor whom to ask, as a router does."""
+        self[debtor].set_creditors(
+            LendCreditors(
+                creditors=[
+                    Creditor(instance=name, epoch=1, url=self[name].identity.url, available=1)
+                    for name in creditors
+                ]
+            )
+        )
+
     async def _extend(self, url: str, call: Extend) -> str:
         await asyncio.sleep(0.001)
-        return self.all[url.removeprefix("http://").removesuffix(".virtual")].extend(call).kv_addr
+        return self._at(url).extend(call).kv_addr
 
     async def rest(self) -> None:
         """Check that nothing is left and that every page is accounted for."""

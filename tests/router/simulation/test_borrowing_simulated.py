@@ -1,0 +1,60 @@
+"""Experiments whose engines borrow pages by the router's ledger."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from experiments import engine, experiment
+
+from engine.latency import FittedLatency
+from router.simulation import Experiment, Outcome, SimulatedEngine, run_experiment
+from router.simulation.fleet import VirtualFleet
+
+STEP = FittedLatency(
+    prefill=(4.0, 0.02, 1e-6), decode=(10.0, 2e-4, 0.05), large_decode=(10.0, 2e-4, 0.05)
+)
+POOL = 64  # pages of 16 tokens
+LONG = 1500  # tokens
+
+
+def some(**flags: object) -> list[SimulatedEngine]:
+    return [
+        engine(name, STEP, page_size=16, pool_pages=POOL, token_budget=256, max_model_len=4096,
+               lease_ms=5000, **flags)
+        for name in ("engine-0", "engine-1", "engine-2")
+    ]  # fmt: skip
+
+
+def run(fleet: list[SimulatedEngine], **fields: object) -> tuple[Outcome, VirtualFleet]:
+    watched: list[VirtualFleet] = []
+    one: Experiment = experiment(
+        "data_parallel", fleet, 0.5, 4, **{"input": LONG, "output": 32, "seed": 1, **fields}
+    )
+    one = replace(one, config=replace(one.config, queue_timeout_s=1e5))
+    return run_experiment(one, observe=watched.append), watched[0]
+
+
+def test_requests_longer_than_a_pool_complete_only_where_engines_borrow():
+    refused, _ = run(some())
+    assert not any(record.ok for record in refused.records)
+    served, fleet = run(some(borrow=True, lend_share=1.0))
+    assert all(record.ok for record in served.records)
+    assert all(record.output_tokens == 32 for record in served.records)
+    stats = [calls.engine.steps.stepper.stats for calls in fleet.engines.values()]
+    assert sum(each.moved_blocks for each in stats) > 0
+
+
+def test_the_same_seed_gives_the_same_outcome_to_the_bit():
+    first, _ = run(some(borrow=True, lend_share=1.0))
+    second, _ = run(some(borrow=True, lend_share=1.0))
+    assert first == second
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_borrowing_ends_with_every_page_accounted_for(blocks):
+    fleet = some(borrow=True, lend_share=1.0)
+    one = experiment("data_parallel", fleet, 2.0, 6, input=LONG, output=64, seed=3)
+    config = replace(one.config, queue_timeout_s=1e5, swap_blocks=blocks)
+    outcome = run_experiment(replace(one, config=config))  # checks it
+    assert all(record.ok for record in outcome.records)
