@@ -35,7 +35,9 @@ def router(engines: list[EngineProcess]) -> Iterator[Router]:
     started.kill()
 
 
-@pytest.mark.parametrize("strategy", ["prefill_decode", "balanced"])
+@pytest.mark.parametrize(
+    "strategy", ["prefill_decode", pytest.param("balanced", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("small", ["prefill", "decode"])
 def test_a_prompt_that_a_pool_cannot_hold_is_served_without_moving_its_kv(
     engines: list[EngineProcess], router: Router, strategy: str, small: str

@@ -157,3 +157,28 @@ def test_a_creditor_wants_its_pages_back(fleet: Any, whole: EngineProcess):
     own.join(20)
     assert not own.is_alive()
     debtor.at_rest()
+
+
+@pytest.mark.parametrize(
+    "death", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)]
+)
+def test_a_debtor_that_is_lost_in_mid_decode(
+    fleet: Any, whole: EngineProcess, death: signal.Signals
+):
+    """Its creditor has the pages back; the creditor's own request is undisturbed."""
+    debtor, (creditor,) = fleet(1)
+    stream = debtor.stream(prompt(1300), max_tokens=200)
+    found = [next(stream) for _ in range(5)]
+    assert lent(creditor)
+    own = creditor.stream(prompt(300), max_tokens=60)
+    first = next(own)
+    debtor.signal(death)
+    assert tokens([first, *own]) == tokens(whole.generate(prompt(300), max_tokens=60))
+    wait_until(lambda: lent(creditor) == 0)
+    creditor.at_rest()
+    if death == signal.SIGSTOP:
+        debtor.signal(signal.SIGCONT)  # its loans are over: it borrows and computes again
+        found.extend(stream)
+        assert tokens(found) == tokens(whole.generate(prompt(1300), max_tokens=200))
+        debtor.at_rest()
+        wait_until(lambda: lent(creditor) == 0)
