@@ -50,6 +50,7 @@ class Agreement:
         """`name` is unique to this process."""
         self.name = name
         self.routers = 1  # that were there when the store was last looked at
+        self.first = False  # whether this one was the first of them by name
         self._store = store
         self._audit_log = audit_log
         self._catalog = catalog
@@ -185,7 +186,9 @@ class Agreement:
                 await self._synchronize()
                 await self._save()
                 await self._announce()
-                self.routers = max(1, len(await self._store.members(ROUTERS)))
+                routers = await self._store.members(ROUTERS)
+                self.routers = max(1, len(routers))
+                self.first = self.name == min(routers, default=self.name)
                 if self._rollout.revisions.candidate is not None:
                     await self._judge()
                 if self._lost_at is not None:
