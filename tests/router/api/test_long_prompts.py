@@ -25,12 +25,15 @@ PAGE = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text()
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[EngineProcess]]:
-    """Pools of 64 and 96 pages that may borrow, and one that lends ten blocks of its 200 pages."""
+    """Pools of 64 and 96 pages that may borrow, and one that lends ten blocks."""
     borrows = "--borrow", "--max-model-len", "4096"
     made = [
         EngineProcess("--pool-pages", "64", *borrows, "--engine-id", "small"),
         EngineProcess("--pool-pages", "96", *borrows, "--engine-id", "large"),
-        EngineProcess("--pool-pages", "200", "--lend-share", "0.4", "--engine-id", "lender"),
+        EngineProcess(
+            *("--pool-pages", "200", "--lend-share", "0.4", "--max-model-len", "2048"),
+            *("--engine-id", "lender"),
+        ),
     ]
     yield made
     for engine in made:
