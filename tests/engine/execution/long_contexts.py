@@ -321,7 +321,12 @@ class Engine:
         """Step until nothing is on its way any more."""
         until = time.monotonic() + limit_s
         elsewhere = self.cache.elsewhere
-        while elsewhere is not None and list(elsewhere.holders()) and time.monotonic() < until:
+
+        def on_its_way() -> bool:
+            fetched = list(self.cache.bookkeeping.landings.holders())
+            return elsewhere is not None and bool(list(elsewhere.holders()) or fetched)
+
+        while on_its_way() and time.monotonic() < until:
             self.stepper.step()
             time.sleep(0.0005)
         self.stepper.step()

@@ -11,6 +11,7 @@ import torch
 from engine_helpers import generation
 from long_contexts import World, check_as_one_engine, prompt
 
+from engine.scheduling import long_generations
 from kvcache.errors import NoCapacity
 
 pytestmark = pytest.mark.slow
@@ -162,6 +163,33 @@ def test_blocks_called_back_that_their_creditor_does_not_send(world: Callable[..
     stats = made.engine.stepper.stats
     assert one.lent == 0 and made.source.sends >= stats.lost_blocks > 0
     assert not stats.home_blocks and stats.recomputed_tokens == 128 * stats.lost_blocks
+
+
+def test_blocks_come_home_when_the_pool_has_room(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+):
+    """Others end in mid-prefill: the rest of it costs less if no query leaves the engine."""
+    monkeypatch.setattr(long_generations, "QUIET", 2)
+    made = world(1, pages=80, budget=32)
+    made.engine.stepper.sweep_s = 0.0005
+    long = generation(1, prompt(1050), max_tokens=4)
+    manager = made.engine.cache.bookkeeping.pages
+    held = manager.take(59)
+    elsewhere = made.engine.cache.elsewhere
+    assert elsewhere is not None
+
+    def between(step: int) -> None:
+        time.sleep(0.005)
+        if held and long.started and elsewhere.away(long.seq_id) >= 2:
+            manager.drop(held)
+            held.clear()
+
+    made.engine.between = between
+    made.engine.run([long])
+    assert not held
+    assert elsewhere.home["cheaper"] >= 2
+    assert made.source.sends == elsewhere.home["cheaper"]
+    check_as_one_engine(made.engine, [long])
 
 
 @pytest.mark.parametrize("tokens", [-4, 6])

@@ -10,11 +10,15 @@ import torch
 from engine_helpers import generation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from long_contexts import World, check_as_one_engine, prompt
+from long_contexts import EPOCH, World, check_as_one_engine, prompt
+
+from kvcache.borrowing import HomeOrder
 
 pytestmark = pytest.mark.slow
 
-EVENTS = ("call back", "lose", "refuse", "close", "silent", "loud", "abort", "short")
+EVENTS = (
+    "call back", "lose", "refuse", "close", "silent", "loud", "abort", "short", "home", "no sends",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,6 +39,8 @@ def history(seed: int) -> None:
         budget=rng.choice([40, 100, 160]),
         loan_blocks=rng.randint(1, 3),
     )
+    # So that blocks come home because it is cheaper, too, whatever is measured.
+    made.engine.stepper.sweep_s = rng.choice([0.001, 0.05])
     try:
         long = [
             generation(n, prompt(rng.randint(300, 1000), seed + n), max_tokens=rng.randint(1, 12))
@@ -42,6 +48,9 @@ def history(seed: int) -> None:
         ]
         jobs = [*long, generation(9, prompt(90, seed), max_tokens=20)]
         aborted = set()
+        orders: list[HomeOrder] = []
+        elsewhere = made.engine.cache.elsewhere
+        assert elsewhere is not None
         closed = 0
 
         def between(step: int) -> None:
@@ -59,6 +68,13 @@ def history(seed: int) -> None:
             elif event == "close" and closed < len(made.lending) - 1:
                 closed += 1
                 one.server.close()
+            elif event == "home":
+                orders.append(HomeOrder(one.name, EPOCH, rng.randint(1, 4), lambda: None))
+                elsewhere.order_home(orders[-1])
+                if rng.random() < 0.3:
+                    elsewhere.cancel_order(rng.choice(orders))
+            elif event == "no sends":
+                made.source.refuse_sends = not made.source.refuse_sends
             elif event in ("silent", "loud"):
                 made.source.silent = event == "silent"
                 made.source.fill()
@@ -77,6 +93,8 @@ def history(seed: int) -> None:
         made.engine.between, made.engine.idle = between, idle
         made.engine.run(jobs, aborted=aborted)
         assert made.engine.failures() == []
+        for order in orders:
+            elsewhere.cancel_order(order)
         made.check()
         check_as_one_engine(made.engine, [job for job in jobs if job not in aborted])
     finally:
