@@ -92,6 +92,7 @@ async def shared(
         await agreement.join(first)
         limits = SharedLimits(*limited, store=store, routers=lambda: agreement.routers, tasks=tasks)
         parts.changes, parts.limits = agreement, limits
+        registry.lending.orders_swaps = lambda: agreement.first
         parts.membership = Membership(registry, store)
         await parts.membership.announce()
         running.append(tasks.create_task(agreement.run(), name="agreement"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 
+from engine.borrowing.known import KnownCreditors
 from engine.borrowing.records import BorrowingUse, Freeing, Process
 from engine.borrowing.settings import BorrowingSettings
 from engine.borrowing.stock import LoanBlocks, Stock
@@ -31,20 +32,17 @@ class Accounts:
         `connected` returns the creditors whose attention can be asked for now. `clock` returns
         monotonic seconds.
         """
-        self._own, self.block_pages = own, block_pages
-        self._connected, self._clock, self._settings = connected, clock, settings
+        self.block_pages = block_pages
+        self._clock, self._settings = clock, settings
         self._lock = threading.Lock()
         self._borrower = Borrower(clock)
         self._stock = Stock()
-        self._creditors: tuple[Creditor, ...] = ()
-        self._rests: dict[EngineId, tuple[float, float]] = {}  # until when, and how long
-        self._failed: set[EngineId] = set()
+        self._known = KnownCreditors(own, connected, clock, settings)
         self._freeing: dict[Freeing, None] = {}  # in order
-        self._frozen: dict[str, tuple[EngineId, float]] = {}  # by order: whom, and until when
         self._wanted = 0
         self._active = clock()  # when blocks were last wanted or taken
         self._news = False  # wanted blocks may have come
-        self._refusals = self._lost = 0
+        self._lost = 0
 
     # For sequences
 
@@ -57,7 +55,7 @@ class Accounts:
     def take(self) -> BorrowedBlock | None:
         """See `BlockSource.take`."""
         with self._lock:
-            block = self._stock.take(self._askable())
+            block = self._stock.take(self._known.offered())
             if block is not None:
                 self._wanted, self._active = max(self._wanted - 1, 0), self._clock()
             return block
@@ -88,13 +86,13 @@ class Accounts:
     def epochs(self, creditor: EngineId) -> set[int]:
         """Return the processes of a creditor that have lent, or that the router has named."""
         with self._lock:
-            listed = {each.epoch for each in self._creditors if each.instance == creditor}
+            listed = {each.epoch for each in self._known.listed if each.instance == creditor}
             return listed | {loan.epoch for loan in self._stock if loan.creditor == creditor}
 
     def freeze(self, order: str, creditor: EngineId, seconds: float) -> None:
         """Borrow nothing from a creditor for so long, and give back its loans without KV."""
         with self._lock:
-            self._frozen[order] = creditor, self._clock() + seconds
+            self._known.freeze(order, creditor, seconds)
             for loan in self._stock:
                 if loan.creditor == creditor and not loan.taken:
                     self._end(loan)
@@ -102,12 +100,12 @@ class Accounts:
     def thaw(self, order: str) -> None:
         """End what `freeze` began."""
         with self._lock:
-            self._frozen.pop(order, None)
+            self._known.thaw(order)
 
     def fail(self, creditor: EngineId) -> None:
         """Offer no block of a creditor until `trust`."""
         with self._lock:
-            self._failed.add(creditor)
+            self._known.failed.add(creditor)
 
     # For the keeper
 
@@ -119,26 +117,27 @@ class Accounts:
         """Return what is borrowed."""
         with self._lock:
             return BorrowingUse(
-                tuple(each.instance for each in self._creditors),
+                tuple(each.instance for each in self._known.listed),
                 self._borrower.borrowed_from(), len(self._stock), self._stock.free(),
-                self._refusals, self._lost,
+                self._known.refusals, self._lost,
             )  # fmt: skip
 
     def failed(self) -> set[EngineId]:
         """Return the creditors that have failed and are not trusted yet."""
         with self._lock:
-            return set(self._failed)
+            return set(self._known.failed)
 
     def trust(self, creditor: EngineId) -> None:
         """Offer the blocks of a creditor again."""
         with self._lock:
-            self._failed.discard(creditor)
+            self._known.failed.discard(creditor)
             self._news = True
 
     def idle(self) -> bool:
         """Whether there is nothing to do until something is wanted."""
         with self._lock:
-            return not (self._wanted or len(self._stock) or self._freeing or self._failed)
+            busy = self._wanted or len(self._stock) or self._freeing or self._known.failed
+            return not busy
 
     def processes(self) -> dict[Process, str]:
         """Return the processes with loans, and their URLs."""
@@ -148,38 +147,24 @@ class Accounts:
     def set_creditors(self, creditors: Sequence[Creditor]) -> list[Process]:
         """Replace the list; return processes with loans that a newer one has succeeded."""
         with self._lock:
-            self._creditors = tuple(each for each in creditors if each.instance != self._own)
-            epochs = {each.instance: each.epoch for each in self._creditors}
-            listed = {EngineId(name) for name in epochs}
-            self._rests = {name: rest for name, rest in self._rests.items() if name in listed}
+            epochs = self._known.replace(creditors)
             held = {Process(loan.creditor, loan.epoch) for loan in self._stock}
             return [each for each in held if epochs.get(each.creditor, 0) > each.epoch]
 
     def short(self) -> int:
         """Return how many blocks are wanted that cannot be taken now."""
         with self._lock:
-            return max(self._wanted - self._stock.free(self._askable()), 0)
+            return max(self._wanted - self._stock.free(self._known.offered()), 0)
 
     def candidates(self) -> list[Creditor]:
         """Return the creditors to be asked now, in order."""
         with self._lock:
-            now = self._clock()
-            return [
-                each
-                for each in self._creditors
-                if self._rests.get(EngineId(each.instance), (0.0, 0.0))[0] <= now
-                and each.instance not in self._failed
-                and each.instance not in self._frozen_now()
-            ]
+            return self._known.candidates()
 
     def rest(self, creditor: EngineId, *, longer: bool = False) -> None:
         """Ask a creditor for nothing for a while; `longer`: twice as long as the last time."""
         with self._lock:
-            _, before = self._rests.get(creditor, (0.0, 0.0))
-            pause = min(2 * before, self._settings.longest_rest_s) if longer else 0.0
-            pause = max(pause, self._settings.rest_s)
-            self._rests[creditor] = self._clock() + pause, pause
-            self._refusals += 1
+            self._known.rest(creditor, longer=longer)
 
     def ask(self, creditor: Creditor, blocks: int) -> LeaseId:
         """Note a request for a loan; return its id."""
@@ -209,7 +194,7 @@ class Accounts:
                 until = self._clock() + lease_s
                 self._freeing[Freeing(process, creditor.url, loan, until)] = None
                 return False
-            self._rests.pop(process.creditor, None)
+            self._known.lent(process.creditor)
             self._stock.add(*process, loan, creditor.url, address, pages, self.block_pages)
             self._news = True
             return True
@@ -310,17 +295,10 @@ class Accounts:
     def ready(self) -> bool:
         """Return whether wanted blocks have come since the last call, and can be taken."""
         with self._lock:
-            if not (self._news and self._wanted and self._stock.free(self._askable())):
+            if not (self._news and self._wanted and self._stock.free(self._known.offered())):
                 return False
             self._news = False
             return True
-
-    def _askable(self) -> set[EngineId]:
-        return set(self._connected()) - self._failed - self._frozen_now()
-
-    def _frozen_now(self) -> set[EngineId]:
-        now = self._clock()
-        return {creditor for creditor, until in self._frozen.values() if until > now}
 
     def _end_free(self, loan: LoanBlocks) -> None:
         """Give back the free blocks of a loan, with the loan if it has no others."""

@@ -31,6 +31,7 @@ PER_CREDITOR = 4  # fetches under way
 PATIENCE_S = 1.0  # for which a block that is called back waits for room: its creditor waits, too
 LONGEST_S = 30.0  # of a fetch, whatever the source says
 FAILURES = 3  # of an order, after which it is over
+REST_S = 5.0  # after a failure, before blocks come home from the same creditor to save queries
 
 
 class Resident(NamedTuple):
@@ -68,6 +69,7 @@ class Fetches:
         self._called_back: dict[tuple[EngineId, LeaseId], float] = {}
         self._refused: list[AwayBlock] = []  # called back, and their fetch has failed
         self._orders: list[HomeOrder] = []
+        self._rests: dict[EngineId, float] = {}  # creditors of which a fetch failed, until when
 
     # What is to be fetched
 
@@ -99,6 +101,8 @@ class Fetches:
         due = {(each.block.creditor, each.block.loan) for each in away}
         self._called_back = {loan: at for loan, at in self._called_back.items() if loan in due}
         leaving = len(self._sequences)
+        refused = {id(block) for block in self._refused}
+        away = [each for each in away if id(each.block) not in refused]
         for each in self._idle(each for each in away if self.is_called_back(each.block)):
             if not self._begin(each, FetchCause.CALLED_BACK, leaving):
                 self.lacking += self._per_block
@@ -126,6 +130,8 @@ class Fetches:
         for creditor, blocks in sorted(by_creditor.items(), key=lambda item: len(item[1])):
             idle = [each for each in blocks if self._fetch_of(each) is None]
             needed = len(idle) * self._per_block
+            if self._clock() < self._rests.get(creditor, 0.0):
+                continue
             if not idle or self._manager.available < needed + leaving:
                 continue
             if self._cost.cheaper(creditor, len(idle), rows, steps):
@@ -156,6 +162,7 @@ class Fetches:
             if not wanted:
                 continue
             log.info("a block did not come home: %s", fetch.failure or "it took too long")
+            self._rests[fetch.block.creditor] = now + REST_S
             if fetch.order is not None:
                 fetch.order.failures += 1
             if self.is_called_back(fetch.block):

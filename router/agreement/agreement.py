@@ -116,7 +116,12 @@ class Agreement:
     async def activate(self, who: str, wanted: Wanted) -> Changed:
         activation, sources = self._sources.describe(wanted.bound)
 
-        def edit(truth: Truth) -> Truth:
+        @property
+    def first(self) -> bool:
+        """Whether this router is the first of all by name, at the latest look."""
+        return self._presence.first
+
+    def edit(truth: Truth) -> Truth:
             truth.check(wanted.if_generation)
             if wanted.rules is not None:
                 return truth.try_out(who, activation, wanted.rules)

@@ -30,11 +30,17 @@ class Presence:
         self._store = store
         self._name = name
         self._others: set[str] = set()
+        self._looked = False
 
     @property
     def count(self) -> int:
         """How many routers there are, this one included."""
         return 1 + len(self._others)
+
+    @property
+    def first(self) -> bool:
+        """Whether this router is the first of all by name; not before it has looked."""
+        return self._looked and self._name < min(self._others, default=self._name + "\0")
 
     async def announce(self, version: int, *, failed: bool) -> None:
         """Tell which version this router has applied. Raises `StoreUnavailable`."""
@@ -44,6 +50,7 @@ class Presence:
     async def look(self) -> None:
         """See who is there. Raises `StoreUnavailable`."""
         self._others = set(await self._store.members(ROUTERS)) - {self._name}
+        self._looked = True
 
     async def withdraw(self) -> None:
         """Tell that this router ends. Raises `StoreUnavailable`."""

@@ -177,8 +177,8 @@ class RouterConfig:
     swap_blocks: int = flag(
         1,
         ENGINES,
-        "smallest debt, in blocks of 128 tokens, around a cycle of engines that borrow from each "
-        "other, from which on the blocks are brought home; 0: never",
+        "engines that owe blocks of 128 tokens to each other in a circle bring them home if each "
+        "owes so many; 0: never",
         least=0,
         most=2**16,
         rare=True,

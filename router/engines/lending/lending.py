@@ -58,6 +58,8 @@ class Lending:
             begun=self._swap_begun,
             ended=self._swap_ended,
         )
+        # Whether this router orders swaps, and no other one of the fleet.
+        self.orders_swaps: Callable[[], bool] = lambda: True
         self.rooms = Rooms(self.ledger, backends, config.max_queue)
 
     def heard(self, state: EngineState, before: EngineState | None) -> str:
@@ -69,7 +71,8 @@ class Lending:
         states = ((each, each.state) for each in self._backends())
         self._known = {state.engine_id: each for each, state in states if state is not None}
         self._creditor_lists.send()
-        self._rebalancing.look()
+        if self.orders_swaps():
+            self._rebalancing.look()
         self.rooms.changed()
 
     def lost(self, backend: Backend) -> None:

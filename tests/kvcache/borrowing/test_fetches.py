@@ -98,6 +98,8 @@ def test_a_creditor_that_refuses(scene: Scene, cause: str):
     _, _, done = scene.source.asked_home.pop()
     done(PeerUnreachable("no"))
     if cause == "called back":
+        scene.elsewhere.settle()
+        assert not scene.source.asked_home  # it is not asked again
         assert scene.elsewhere.take_losses() == (1, BLOCK)
         assert scene.cache.length(seq_id) == BLOCK
         assert scene.elsewhere.away(seq_id) == 2
@@ -284,8 +286,13 @@ def test_what_is_cheaper_comes_home_if_there_is_room_for_all_of_it(
     assert scene.elsewhere.fetch_cheaper(seq_id, 70, 50, room) == 2
     assert asked == [(B, 2, 70, 50)] * 2
     scene.source.answer()
+    scene.source.asked_home.pop()[2](PeerUnreachable("busy"))
+    assert scene.elsewhere.settle() == 1
+    assert scene.elsewhere.fetch_cheaper(seq_id, 70, 50, 0) == 0
+    scene.now += 5.0  # it has rested
+    assert scene.elsewhere.fetch_cheaper(seq_id, 70, 50, 0) == 1
     scene.source.answer()
-    assert scene.elsewhere.settle() == 2
+    assert scene.elsewhere.settle() == 1
     assert scene.elsewhere.home == {"cheaper": 2}
     assert scene.elsewhere.came_to_stay(seq_id) == 2
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_process import EngineProcess
@@ -14,17 +17,23 @@ from strategies.prefill_decode import prefill_decode
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
-LENT = 80  # pages: ten blocks
+PAGE = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text()
+(LONG_BESIDE_SHORT,) = re.findall(
+    r"```python\n((?:(?!```).)*def long_beside_short.*?)```", PAGE, re.S
+)
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[EngineProcess]]:
-    """Pools of 64 and 96 pages that may borrow, and one that lends ten blocks of its 200 pages."""
+    """Pools of 64 and 96 pages that may borrow, and one that lends ten blocks."""
     borrows = "--borrow", "--max-model-len", "4096"
     made = [
         EngineProcess("--pool-pages", "64", *borrows, "--engine-id", "small"),
         EngineProcess("--pool-pages", "96", *borrows, "--engine-id", "large"),
-        EngineProcess("--pool-pages", "200", "--lend-share", "0.4", "--engine-id", "lender"),
+        EngineProcess(
+            *("--pool-pages", "200", "--lend-share", "0.4", "--max-model-len", "2048"),
+            *("--engine-id", "lender"),
+        ),
     ]
     yield made
     for engine in made:
@@ -68,5 +77,9 @@ async def test_a_prompt_goes_where_pool_and_loans_hold_it_and_fails_at_once_if_n
         assert await legs(r, prompt(2400)) == [
             ("prep_recv", "large"), ("remote_send", "large"), ("start_generate", "large"),
         ]  # fmt: skip
+        found: dict[str, Any] = {}
+        exec(LONG_BESIDE_SHORT, found)
+        r.use(found["long_beside_short"], long=500)
+        assert await legs(r, prompt(900)) == [("start_generate", "lender")]
     for engine in engines:
         engine.at_rest()

@@ -229,3 +229,15 @@ async def test_what_two_sides_do_not_both_say_begins_no_swap():
         b.heartbeat["lent"] = {"a": BLOCK}
         await asyncio.sleep(2)
         assert len(a.orders) == len(b.orders) == 1
+
+
+@in_virtual_time
+async def test_of_several_routers_one_orders_swaps():
+    a, b = ring(a=BLOCK, b=BLOCK)
+    async with fleet(a, b) as f:
+        f.registry.lending.orders_swaps = lambda: False
+        await asyncio.sleep(3)
+        assert not a.orders
+        f.registry.lending.orders_swaps = lambda: True
+        await asyncio.sleep(1)
+        assert len(a.orders) == len(b.orders) == 1

@@ -17,7 +17,7 @@ NAMES = ["a", "b", "c"]
 POOL, LENT = 96, 32  # pages of each, and how many it lends: four blocks
 BLOCK = 8  # pages
 PROMPT = 1700  # tokens: more than a pool
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 
 
 class Generations:
@@ -68,6 +68,8 @@ def ring() -> Iterator[tuple[list[EngineProcess], EngineProcess]]:
     share = str((LENT + 0.5) / POOL)
     flags = "--pool-pages", str(POOL), "--borrow", "--max-model-len", "4096", "--lend-share", share
     engines = [EngineProcess(*flags, "--engine-id", name) for name in NAMES]
+    for engine in engines:
+        engine.http.timeout = WITHIN_S
     for debtor, creditor in zip(engines, [*engines[1:], engines[0]], strict=True):
         rows = [row(creditor, creditor.url), row(lender, lender.url)]
         assert debtor.post("lend/creditors", creditors=rows).status_code == 200
