@@ -44,7 +44,7 @@ def home(engine: EngineProcess, cause: str) -> float:
     return float(line.split()[-1])
 
 
-def order(debtor: EngineProcess, creditor: dict[str, Any], swap: str, **fields: Any) -> Any:
+def order(debtor: EngineProcess, creditor: dict[str, Any], swap: str, /, **fields: Any) -> Any:
     names = {"swap": swap, "creditor": creditor["engine_id"], "creditor_epoch": creditor["epoch"]}
     body = {"blocks": 2, "freeze_ms": 10_000, **names, **fields}
     return debtor.http.post("/microserving/lend/home", json=body)
