@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from deployment_files import arguments, container_of, environment, pods
-from forked import ForkedProcess, run_microserve
+from deployment_files import arguments, container_of, environment, parsed, pods
+from forked import ForkedProcess, run_engine, run_microserve
+
+from engine.protocol import EngineConfig
+from router.cli.options import given
+from router.supervisor import as_arguments
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 SECRETS = {"admin-key": "adm", "engine-key": "eng", "cluster-secret": "5e" * 32, "api-key": "cli"}
@@ -26,9 +30,13 @@ class Pod:
         fields = {"status.podIP": address, "metadata.name": f"{name}-0"}
         variables = environment(container, fields=fields, secrets=SECRETS, changes=changes)
         program, *flags = arguments(container, variables)
-        # As `up` starts them: a router makes no dry run of a strategy, which takes seconds.
-        flags += ["--parent-pid", str(os.getpid())] if program == "router" else []
-        self.process = ForkedProcess(run_microserve, program, *flags, **variables)
+        if program == "router":  # as `up` starts it, without the dry run, which takes seconds
+            flags += ["--parent-pid", str(os.getpid())]
+            self.process = ForkedProcess(run_microserve, program, *flags, **variables)
+        else:  # what `microserve engine` executes, forked from a process that has imported torch
+            values = parsed([program, *flags], variables)
+            told = as_arguments(given(EngineConfig, values))
+            self.process = ForkedProcess(run_engine, values["model"], *told, **variables)
         self.ready = self.process.line()
         self.url = self.ready.split()[-1]
 
