@@ -35,8 +35,9 @@ class Pod:
             self.process = ForkedProcess(run_microserve, program, *flags, **variables)
         else:  # what `microserve engine` executes, forked from a process that has imported torch
             values = parsed([program, *flags], variables)
+            model = values.pop("model")
             told = as_arguments(given(EngineConfig, values))
-            self.process = ForkedProcess(run_engine, values["model"], *told, **variables)
+            self.process = ForkedProcess(run_engine, model, *told, **variables)
         self.ready = self.process.line()
         self.url = self.ready.split()[-1]
 
