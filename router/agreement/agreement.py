@@ -70,6 +70,11 @@ class Agreement:
         """How many there were when the store was last looked at."""
         return self._presence.count
 
+    @property
+    def first(self) -> bool:
+        """Whether this router is the first of all by name, at the latest look."""
+        return self._presence.first
+
     async def join(self, first: Bound) -> None:
         """Adopt what the store says, or store `first` if it says nothing.
 
@@ -116,12 +121,7 @@ class Agreement:
     async def activate(self, who: str, wanted: Wanted) -> Changed:
         activation, sources = self._sources.describe(wanted.bound)
 
-        @property
-    def first(self) -> bool:
-        """Whether this router is the first of all by name, at the latest look."""
-        return self._presence.first
-
-    def edit(truth: Truth) -> Truth:
+        def edit(truth: Truth) -> Truth:
             truth.check(wanted.if_generation)
             if wanted.rules is not None:
                 return truth.try_out(who, activation, wanted.rules)

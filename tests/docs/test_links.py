@@ -18,7 +18,7 @@ FILE = re.compile(r"[\w-][\w.-]*(/[\w.-]+)+\.(py|md|json|toml|txt)")
 FOLDER = re.compile(r"([\w-][\w.-]*/)+")
 DOTTED = re.compile(rf"({'|'.join(PACKAGES)})(\.\w+)+")
 NEW = re.compile(r"^`([\w/]+\.py)` \(new\):$", re.M)
-RATHER_A_FILE = (".py", ".md", ".json", ".toml", ".txt")
+RATHER_A_FILE = (".py", ".md", ".json", ".toml", ".txt", ".env", ".yaml")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
