@@ -172,7 +172,7 @@ class Engine:
         end = _position("end", end, request)
         attempt, backend = self._attempt, self._backend
         leases = attempt.runtime.registry.rooms.leases(backend, end + reserve)
-        if not leases:
+        if not leases and not attempt.alone:
             attempt.fallback("not_sent", once=True)
         if attempt.alone or not leases:
             with attempt.leg("prep_recv", backend, 0, end) as leg:
