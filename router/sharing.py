@@ -102,8 +102,7 @@ async def shared(
     finally:
         if limits is not None:
             limits.close()
-        for task in running:
-            task.cancel()
+        await _end(running)
         await store.close()
 
 
@@ -125,6 +124,17 @@ def _open(
     if config.store or store is None:
         return RedisStore(config.store, password_file=config.store_password_file), running
     return store, running
+
+
+async def _end(running: list[asyncio.Task[None]]) -> None:
+    """Cancel tasks, again if one goes on, since a call of the store's client may swallow that."""
+    pending = set(running)
+    for _ in range(5):
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=1.0)
+        if not pending:
+            return
 
 
 async def _alive() -> None:

@@ -60,6 +60,7 @@ class Agreement:
         self._lost_at = 0.0
         self._confirmed_at = 0.0  # a look at the store that began then found what is applied
         self._looks = Notices()  # ends of looks at the store
+        self._left = False
         self._decisions = SharedDecisions(
             store, rollout, catalog, self._sources, name, self._commit
         )
@@ -110,7 +111,8 @@ class Agreement:
             tasks.create_task(self._decisions.run(), name="shared decisions")
 
     async def leave(self) -> None:
-        """Tell the others that this router ends."""
+        """Tell the others that this router ends. `run` follows the store no longer."""
+        self._left = True
         try:
             await self._presence.withdraw()
         except StoreUnavailable:
@@ -182,7 +184,7 @@ class Agreement:
 
     async def _follow(self) -> None:
         seen = 0
-        while True:
+        while not self._left:  # a call of the store's client may swallow a cancellation
             try:
                 await self._synchronize()
                 await self._log.save()
