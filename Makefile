@@ -159,7 +159,7 @@ bench-remote-attention: $(VENV)/demo.stamp  ## a layer of attention over KV in a
 bench-workers: $(VENV)/demo.stamp  ## engines of several workers: throughput, recovery, swapping (WORKERS_FLAGS)
 	@$(RUN) -m bench.workers $(WORKERS_FLAGS)
 
-bench-faults: $(VENV)/demo.stamp  ## engines that die and hang under load (FAULTS_MINUTES=5, FAULTS_STREAMS=16)
+bench-faults: $(VENV)/demo.stamp  ## engines that die and hang under load (FAULTS_MINUTES=5, FAULTS_STREAMS=16, FAULTS_FLAGS=--borrow)
 	@$(RUN) -m bench.faults --minutes $(or $(FAULTS_MINUTES),5) --streams $(or $(FAULTS_STREAMS),16) $(FAULTS_FLAGS)
 
 ##@ Maintain

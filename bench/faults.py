@@ -27,9 +27,9 @@ Answers are compared with those of an engine of one process, or with `--oracle-f
 With `--borrow`, engines have pools of 2048 tokens and borrow from each other. A part of the prompts
 has up to 3000 tokens, so engines that die or hang are creditors and debtors. The strategy is
 `data_parallel`, since a context beyond a pool has no replica: a request whose own engine dies is
-computed again (`recomputed_full`); one whose creditor dies computes again the blocks that were
-there. `moved_blocks`, `lost_blocks`, `recomputed_tokens` and `recovered_steps` are sums over all
-engines, up to the death of those that were killed.
+computed again (`recomputed_full`), up to 20 times; one whose creditor dies computes again the
+blocks that were there. `moved_blocks`, `lost_blocks`, `recomputed_tokens` and `recovered_steps` are
+sums over all engines, up to the death of those that were killed.
 
 Run: `make bench-faults`, or `python -m bench.faults [--minutes 5] [--streams 16] [--save]
 [--borrow] [--engine-flags "--pp 2" --engine-flags "--pp 2 --device-pages 600"]`.

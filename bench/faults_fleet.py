@@ -54,9 +54,13 @@ def borrowing() -> Fleet:
         *("--dtype", "float32", "--pool-pages", "128", "--max-model-len", "4096"),
         *("--borrow", "--lend-share", "0.75", "--lease-ms", "4000"),
     )
-    # A request waits while the engines that live have no room for it.
-    strategy = ("--strategy", "data_parallel", "--queue-timeout", str(REQUEST_S))
-    return Fleet(strategy, (flags,) * len(NAMES), borrows=True)
+    # A request waits while the engines that live have no room for it. Without a replica, a long one
+    # begins anew with each fault of its engine, so it may meet several.
+    router = (
+        *("--strategy", "data_parallel", "--attempts", "20"),
+        *("--queue-timeout", str(REQUEST_S)),
+    )
+    return Fleet(router, (flags,) * len(NAMES), borrows=True)
 
 
 @dataclass
@@ -90,8 +94,8 @@ class Engine:
 async def deployed(fleet: Fleet) -> AsyncIterator[tuple[list[Engine], str, httpx.AsyncClient]]:
     """Start three engines and a router. Yield the engines, its URL and a client."""
     secret = secrets.token_hex(16)
-    flags = zip_longest(NAMES, fleet.flags, fillvalue=())
-    engines = [Engine(name, secret, own) for name, own in flags]
+    flags = zip_longest(NAMES, fleet.flags)
+    engines = [Engine(name or "", secret, own or ()) for name, own in flags]
     router: ForkedProcess | None = None
     try:
         for one in engines:

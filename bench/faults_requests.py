@@ -48,7 +48,8 @@ def case_of(number: int, lengths: Sequence[int] = SHORT) -> Case:
 async def undisturbed(http: httpx.AsyncClient, url: str, case: Case) -> tuple[list[int], str]:
     """Return the tokens and the text that an engine generates."""
     body = {"request_id": secrets.token_hex(8), "prompt": case.prompt, **case.sampling}
-    tokens, text = [], ""
+    tokens: list[int] = []
+    text = ""
     async with http.stream("POST", f"{url}/microserving/start_generate", json=body) as reply:
         async for data in events(reply):
             event = json.loads(data)
@@ -63,7 +64,8 @@ async def ask(
     """Return what the router streams. Raises `RuntimeError` if that is not a whole answer."""
     body = {"prompt": case.prompt, "stream": True, "return_token_ids": True, **case.sampling}
     headers = {"X-Request-Id": request_id}
-    tokens, text, whole = [], "", False
+    tokens: list[int] = []
+    text, whole = "", False
     url = f"{router}/v1/completions"
     async with http.stream("POST", url, json=body, headers=headers) as reply:
         if reply.status_code != 200:
