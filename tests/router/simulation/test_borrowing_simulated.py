@@ -11,6 +11,8 @@ from engine.latency import FittedLatency
 from router.simulation import Experiment, Outcome, SimulatedEngine, run_experiment
 from router.simulation.fleet import VirtualFleet
 
+pytestmark = pytest.mark.slow
+
 STEP = FittedLatency(
     prefill=(4.0, 0.02, 1e-6), decode=(10.0, 2e-4, 0.05), large_decode=(10.0, 2e-4, 0.05)
 )
