@@ -165,7 +165,7 @@ def test_what_serves_a_request_depends_on_its_priority_and_on_the_last_prompts(r
 @pytest.mark.processes
 def test_short_prompts_avoid_the_engine_of_a_long_one(router):
     load(router, "long_beside_short", long=64)
-    body = {"prompt": prompt(64), "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": prompt(64), "max_tokens": 3500, "temperature": 0, "ignore_eos": True}
     with router.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
         next(reply.iter_lines())
         receipt = router.http.get(f"/admin/requests/{reply.headers['X-Request-Id']}").json()
