@@ -160,16 +160,3 @@ def test_what_serves_a_request_depends_on_its_priority_and_on_the_last_prompts(r
     assert served(prompt(900)) == ["balanced"]
     router.use("by_traffic", long=1000)  # a revision remembers nothing of the one before
     assert served(prompt(900)) == ["cache_aware"]
-
-
-@pytest.mark.processes
-def test_short_prompts_avoid_the_engine_of_a_long_one(router):
-    load(router, "long_beside_short", long=64)
-    body = {"prompt": prompt(64), "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-    with router.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
-        next(reply.iter_lines())
-        receipt = router.http.get(f"/admin/requests/{reply.headers['X-Request-Id']}").json()
-        (first,) = receipt["legs"]
-        others = {legs(router, prompt(20))[0][1] for _ in range(3)}
-        assert others == {"engine-0", "engine-1"} - {first["engine"]}
-        assert legs(router, prompt(65))[0][1] in others
