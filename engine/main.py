@@ -265,7 +265,8 @@ async def _serve(config: EngineConfig, secret: bytes) -> None:
     from engine.api.gate import BODY_TIMEOUT_S
 
     running = _running_vllm if config.backend == "vllm" else _running
-    with socket.create_server((config.host, config.port), backlog=512) as listener:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.create_server((config.host, config.port), family=family, backlog=512) as listener:
         # asyncio sets TCP_NODELAY only on sockets with an explicit protocol number. Without the
         # option, each small response and event would wait up to 40 ms for the acknowledgement of
         # earlier data.

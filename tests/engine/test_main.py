@@ -137,6 +137,20 @@ def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.processes
+def test_an_engine_listens_on_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    engine = EngineProcess("--host", "::1", model="mock")
+    try:
+        assert engine.url.startswith("http://[::1]:")
+        assert engine.http.get("/health").status_code == 200
+    finally:
+        engine.kill()
+
+
+@pytest.mark.processes
 def test_an_engine_whose_parent_has_ended_ends_too():
     """This runs in a child process, because the flag kills its process."""
     engine = ForkedProcess(run_engine, "tiny", "--parent-pid", str(2**22 + 1))
