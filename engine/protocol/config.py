@@ -13,6 +13,7 @@ __all__ = ["EngineConfig"]
 SERVER, MODEL, POOL, TIERS = "Server", "Model", "KV pool", "Tiers"
 SCHEDULING, CLUSTER, KEYS, TLS, MOCK = "Scheduling", "Cluster", "Keys", "TLS", "Mock model"
 VLLM = "vLLM"
+FEWEST_PORTS = 8
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,11 @@ class EngineConfig:
         ports = range(int(first), int(last or first) + 1)
         if not ports or not 0 < ports[0] <= ports[-1] < 2**16:
             raise ValueError(f"--kv-ports {self.kv_ports}: ports are from 1 to 65535, upwards")
+        if len(ports) < FEWEST_PORTS:  # UCX waits for a free one without an end
+            raise ValueError(
+                f"--kv-ports {self.kv_ports}: at least {FEWEST_PORTS} are needed, two for each "
+                "engine that KV is exchanged with"
+            )
         return ports
 
     @property

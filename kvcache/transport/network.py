@@ -52,7 +52,7 @@ class Network:
         interface = self.interface or ("lo" if self.is_loopback else "")
         if interface:
             os.environ.setdefault("UCX_NET_DEVICES", interface)
-        if self.ports != ANY_PORT:
+        if len(self.ports) > 1:
             os.environ.setdefault("UCX_TCP_PORT_RANGE", f"{self.ports[0]}-{self.ports[-1]}")
 
 

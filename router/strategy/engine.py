@@ -173,7 +173,7 @@ class Engine:
         attempt, backend = self._attempt, self._backend
         leases = attempt.runtime.registry.rooms.leases(backend, end + reserve)
         if not leases and not attempt.alone:
-            attempt.fallback("not_sent", once=True)
+            attempt.fallback(EXCEEDS_POOL, once=True)
         if attempt.alone or not leases:
             with attempt.leg("prep_recv", backend, 0, end) as leg:
                 leg.match_len, leg.collapsed = end, True

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 KEYS = {"MICROSERVE_ENGINE_API_KEY": "engines", "MICROSERVE_ENGINE_ADMIN_KEY": "admin"}
 ADMIN = {"Authorization": "Bearer admin"}
 START_S = 240.0
+_made = count()
 
 
 class Host:
@@ -53,8 +55,9 @@ class Host:
             *("--host", self.address, "--port", "8100", "--engine-id", self.name),
             *("--router", router, "--kv-interface", "eth0", *flags),
         ]
-        # UCX takes two processes of one kernel for neighbours.
-        environment = {**os.environ, **KEYS, "MICROSERVE_SECRET": "secret", "UCX_TLS": "tcp"}
+        # UCX takes two processes of one kernel for neighbours. What it was told here is of no use.
+        inherited = {name: value for name, value in os.environ.items() if name[:4] != "UCX_"}
+        environment = {**inherited, **KEYS, "MICROSERVE_SECRET": "secret", "UCX_TLS": "tcp"}
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=output
@@ -121,12 +124,12 @@ def ip(*commands: str) -> None:
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
+def hosts(number_of_hosts: int) -> Iterator[list[Host]]:
     """Make hosts; skip the test where that is not possible. At the end nothing is left of them."""
     if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare"):
         pytest.skip("hosts as network namespaces take root, ip and unshare")
-    number = os.getpid() % 250
-    bridge, network = f"ms{os.getpid() % 10**6}", f"10.213.{number}"
+    number = os.getpid() % 10**5 * 10 + next(_made) % 10
+    bridge, network = f"ms{number}", f"10.213.{number % 250}"
     made: list[Host] = []
     try:
         try:
@@ -135,7 +138,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
                 f"addr add {network}.254/24 dev {bridge}",
                 f"link set {bridge} up",
             )
-            made.extend(Host(network, each + 1, bridge) for each in range(count))
+            made.extend(Host(network, each + 1, bridge) for each in range(number_of_hosts))
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces can be made here: {error.stderr.strip()}")
         yield made
@@ -166,7 +169,7 @@ def fleet(made: list[Host], folder: Path, *flags: str) -> Iterator[Deployment]:
         stderr=log,
     )
     url = f"http://{gateway}:8000"
-    deployment = Deployment(url, router.pid, router, [host.engine for host in made], ADMIN)
+    deployment = Deployment(url, router.pid, [host.engine for host in made], ADMIN)
     try:
         for host in made:
             host.start(url, folder / f"{host.name}.log")

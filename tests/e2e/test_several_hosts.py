@@ -90,8 +90,8 @@ def test_a_strategy_across_hosts_gives_the_tokens_of_one_engine(
         assert answer.tokens == alone(answer.prompt, 12)
     three.at_rest()
     if strategy == "prefill_decode":
-        legs = three.deployment.receipt(asked[0].id)["legs"]
-        assert any(leg.get("bytes") for leg in legs)
+        receipt = three.deployment.receipt(asked[0].id)
+        assert any(leg.get("bytes") for leg in receipt["legs"]), receipt
 
 
 def faults() -> dict[str, Callable[[Fleet], None]]:

@@ -370,7 +370,9 @@ class World:
         limits: Limits | None = None,
     ) -> None:
         self.engine = Engine(pages, budget)
-        self.lending = [Lending(f"creditor-{n}", lent_pages, limits) for n in range(creditors)]
+        self.lending = [
+            Lending(f"creditor-{n}", lent_pages, limits=limits) for n in range(creditors)
+        ]
         shape = AttentionShape.of(self.engine.cache.layout, tiny().config.num_heads)
         self.remote = RemoteAttention(self.engine.cache.identity, shape, timeout_s=20.0)
         for one in self.lending:

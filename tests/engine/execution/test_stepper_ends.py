@@ -28,7 +28,7 @@ def finishes(machine: Machine) -> list[str | None]:
 
 
 def test_counters_start_at_zero():
-    assert set(asdict(StepStats()).values()) == {0}
+    assert not any(asdict(StepStats()).values())
 
 
 # Tokens

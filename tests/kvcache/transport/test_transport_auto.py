@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -206,7 +207,10 @@ def test_a_right_is_never_held_by_a_host_and_a_network_at_a_time():
     thread = threading.Thread(target=sender)
     thread.start()
     taken = 0
-    for share in itertools.islice(itertools.cycle((0, 77)), 4000):
+    give_up = time.monotonic() + 20
+    for share in itertools.cycle((0, 77)):
+        if taken > 200 or time.monotonic() > give_up:
+            break
         if region.try_acquire_right(slot, share):
             taken += 1
             inside[0] = True
@@ -327,8 +331,7 @@ def test_ports_are_taken_from_the_range():
 
 
 def test_settings_reach_ucx(monkeypatch: pytest.MonkeyPatch):
-    for name in ("UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", {})
     Network("10.0.0.1", range(9000, 9064), "eth7").configure_ucx()
     assert os.environ["UCX_NET_DEVICES"] == "eth7"
     assert os.environ["UCX_TCP_PORT_RANGE"] == "9000-9063"

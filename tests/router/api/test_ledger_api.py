@@ -56,4 +56,4 @@ async def test_the_ledger_shows_loans_soon_and_a_killed_engine_no_longer(credito
         assert status == 200 and seen == [14]
         creditor.kill()
         await until(lambda: not ledger.describe())
-        assert await r.get("/admin/ledger") == {"engines": []}
+        assert (await r.get("/admin/ledger"))["engines"] == []
