@@ -173,10 +173,10 @@ def _announce(lines: list[Line], spec: RayFleetSpec, config: FleetConfig) -> Non
 
 
 def _warn_of_hosts(lines: list[Line], config: FleetConfig) -> None:
-    """Say that KV does not travel between hosts by shared memory, if it would have to."""
+    """Say that no KV travels between hosts by shared memory alone, if it would have to."""
     hosts = {line.node.rpartition(" ")[2] for line in lines if line.member.kind == "engine"}
-    if len(hosts) > 1 and any(pool.flags.get("transport") != "nixl" for pool in config.pools):
-        click.echo("engines on different hosts exchange no KV without --transport nixl", err=True)
+    if len(hosts) > 1 and any(pool.flags.get("transport") == "shm" for pool in config.pools):
+        click.echo("engines on different hosts exchange no KV with --transport shm", err=True)
 
 
 def _write_state(path: Path, lines: list[Line], spec: RayFleetSpec) -> None:
