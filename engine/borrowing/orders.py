@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, Protocol
 
+from engine.borrowing.debtor import Debtor
 from engine.protocol import (
     BadRequest,
     Draining,
@@ -42,22 +43,6 @@ class DebtorCache(Protocol):
     def lock(self) -> AbstractContextManager[Any]: ...
 
 
-class Freezable(Protocol):
-    """What an order holds up: the source of the cache's blocks."""
-
-    def epochs(self, creditor: EngineId) -> set[int]:
-        """Return the processes of a creditor that have lent, or that the router has named."""
-        ...
-
-    def freeze(self, order: str, creditor: EngineId, seconds: float) -> None:
-        """Borrow nothing from a creditor for so long, or until `thaw` of the same order."""
-        ...
-
-    def thaw(self, order: str) -> None:
-        """End what `freeze` began."""
-        ...
-
-
 class HomeOrders:
     """The orders of one engine. Lives on one event loop.
 
@@ -68,9 +53,7 @@ class HomeOrders:
     cycle.
     """
 
-    def __init__(
-        self, cache: DebtorCache, borrowing: Freezable, draining: Callable[[], bool]
-    ) -> None:
+    def __init__(self, cache: DebtorCache, borrowing: Debtor, draining: Callable[[], bool]) -> None:
         """`borrowing` is the source of the cache's blocks. `draining`: the engine ends."""
         self._cache, self._borrowing, self._draining = cache, borrowing, draining
         self._orders: dict[str, _Order] = {}  # by swap, the latest ones
