@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import AsyncGenerator
 from itertools import count
 
-from engine.borrowing import BorrowingSettings, HomeOrders
+from engine.borrowing import BorrowingSettings, HomeOrders, LentPages
 from engine.execution.released_ids import ReleasedIds
 from engine.execution.send_reply import reply_of
 from engine.execution.step_output import StepOutput
@@ -73,7 +73,6 @@ from engine.virtual.loans import (
     RemoteAttention,
     VirtualBorrowing,
     VirtualFetchCost,
-    VirtualLending,
     VirtualLinks,
     VirtualLoanCalls,
 )
@@ -85,7 +84,7 @@ from engine.virtual.steps import MOST_AT_ONCE, VirtualSteps
 from engine.virtual.stream import VirtualStream
 from engine.virtual.tokens import VOCAB
 from kvcache.lease import Identity
-from kvcache.types import EngineId, LeaseId, PageId, SeqId
+from kvcache.types import EngineId, LeaseId, SeqId
 
 __all__ = ["SECRET", "VirtualEngine", "url_of"]
 
@@ -168,8 +167,8 @@ class VirtualEngine:
             remote = RemoteAttention(
                 self.identity.engine_id, profile, self.cache.sequences, links, BLOCK_TOKENS
             )
-        self._lending = VirtualLending(
-            self.cache.bookkeeping, self.identity, endpoint,
+        self._lending = LentPages(
+            self.cache.bookkeeping, self.cache.lock, self.identity, lambda: False, [endpoint],
             self._borrowed if self.borrowing is not None else None,
         )  # fmt: skip
         self.scheduler = Scheduler(
@@ -338,21 +337,19 @@ class VirtualEngine:
     def lend(
         self, call: LendAllocate | LendFree | LendRenew
     ) -> LendAllocateReply | LendFreeReply | LendRenewReply:
-        """Answer a debtor. See `engine.service.lending`."""
-        if not isinstance(call, LendRenew):  # pages change hands
-            self.steps.cut()
-        reply = self._lending.answer(call)
-        if isinstance(call, LendFree):
-            self.steps.wake()
+        """Answer a debtor. See `LentPages`."""
+        if isinstance(call, LendRenew):
+            return self._lending.renew(call)
+        self.steps.cut()  # pages change hands
+        if isinstance(call, LendAllocate):
+            return self._lending.allocate(call)
+        reply = self._lending.free(call)
+        self.steps.wake()
         return reply
 
     async def send_lent(self, call: LendSend) -> LendSendReply:
         """Put the KV of lent pages at an address of their debtor. See `engine.service.lending`."""
-        pages = [PageId(page) for page in call.pages]
-        self.cache.bookkeeping.lender.check_pages(
-            EngineId(call.debtor), call.epoch, LeaseId(call.lease_id), pages,
-            at=call.creditor_epoch,
-        )  # fmt: skip
+        pages = self._lending.check(call)
         target = self.cache.page_sends.open(call.kv_addr)
         try:
             await asyncio.wrap_future(self.cache.page_sends.send(target, pages))

@@ -8,7 +8,6 @@ from engine.virtual.loans.attention import RemoteAttention, RemoteWork
 from engine.virtual.loans.borrowing import AtOnce, VirtualBorrowing
 from engine.virtual.loans.calls import CallCreditor, VirtualLoanCalls
 from engine.virtual.loans.fetch_cost import VirtualFetchCost
-from engine.virtual.loans.lending import VirtualLending
 from engine.virtual.loans.links import VirtualLinks
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "RemoteWork",
     "VirtualBorrowing",
     "VirtualFetchCost",
-    "VirtualLending",
     "VirtualLinks",
     "VirtualLoanCalls",
 ]
