@@ -5,9 +5,9 @@ Everything runs on one asyncio event loop, and the loop's clock is the only one.
 """
 
 from engine.borrowing import BorrowingSettings
-from engine.virtual.engine import VirtualEngine, url_of
+from engine.virtual.engine import VirtualEngine
 from engine.virtual.kind import EngineKind
-from engine.virtual.loans import CallCreditor, VirtualLoanCalls
+from engine.virtual.loans import VirtualLoanCalls
 from engine.virtual.loop import Standstill, VirtualLoop
 from engine.virtual.network import Transfer, VirtualNetwork
 from engine.virtual.put import Endpoint
@@ -18,7 +18,6 @@ from engine.virtual.tokens import VOCAB, output_tokens
 __all__ = [
     "VOCAB",
     "BorrowingSettings",
-    "CallCreditor",
     "Endpoint",
     "EngineKind",
     "Row",
@@ -31,5 +30,4 @@ __all__ = [
     "VirtualNetwork",
     "VirtualStream",
     "output_tokens",
-    "url_of",
 ]

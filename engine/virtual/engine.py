@@ -86,7 +86,7 @@ from engine.virtual.tokens import VOCAB
 from kvcache.lease import Identity
 from kvcache.types import EngineId, LeaseId, SeqId
 
-__all__ = ["SECRET", "VirtualEngine", "url_of"]
+__all__ = ["SECRET", "VirtualEngine"]
 
 SECRET = b"virtual"
 USUAL = EngineKind()
@@ -181,9 +181,8 @@ class VirtualEngine:
             ship=ShipLimits(config.token_budget, row_keys=1 << 60),
         )
         self.steps = VirtualSteps(
-            self.cache, self.scheduler, profile.step, self._deliver,
-            most_at_once=most_at_once, scatter=profile.scatter, compute=self.compute,
-            remote=remote,
+            self.cache, self.scheduler, self.compute, self._deliver,
+            most_at_once=most_at_once, scatter=profile.scatter, remote=remote,
         )  # fmt: skip
         self.alive = True
         room = pages * config.page_size

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from engine.execution.step_output import PlannedStep, StepOutput
 from engine.execution.step_timings import step_work
 from engine.execution.stepper import Stepper
-from engine.latency import Factors, StepLatency, StepWork
+from engine.latency import Factors, StepWork
 from engine.sampling.sampled import Sampled
 from engine.scheduling import Chunk, Generation, Scheduler
 from engine.virtual.cache import VirtualCache
@@ -115,12 +115,11 @@ class VirtualSteps:
         self,
         cache: VirtualCache,
         scheduler: Scheduler,
-        latency: StepLatency,
+        compute: Compute,
         deliver: Callable[[list[StepOutput]], object],
         *,
         most_at_once: int = MOST_AT_ONCE,
         scatter: Sequence[float] = (),
-        compute: Compute | None = None,
         remote: RemoteAttention | None = None,
     ) -> None:
         """Not more than `most_at_once` equal steps are skipped over at a time; 1: none.
@@ -131,7 +130,7 @@ class VirtualSteps:
         self._loop = asyncio.get_running_loop()
         self._cache = cache
         self._scheduler = scheduler
-        self._latency = latency
+        self._latency = compute.latency
         self._factors = Factors(tuple(scatter), most_at_once) if scatter else None
         self._most = most_at_once
         self._compute, self._remote = compute, remote
@@ -245,8 +244,7 @@ class VirtualSteps:
             self._stepping = False
         self.pages.note(self._cache.pages_in_use, self._now)
         if not step.plan:
-            if self._compute is not None:
-                self._compute.rest(self._now)
+            self._compute.rest(self._now)
             due = self.stepper.next_sweep
             self._set_timer(None if due is None else max(due, self._now), self._begin_now)
             return
@@ -280,10 +278,8 @@ class VirtualSteps:
         self, remote: Sequence[RemoteWork], count: int, first_s: float, growth_s: float
     ) -> float:
         """Begin `count` steps; return by how much each is longer, for debtors of this engine."""
-        longer_s = 0.0
-        if self._compute is not None:
-            self._compute.run(self._now)
-            longer_s = self._compute.take(count, first_s)
+        self._compute.run(self._now)
+        longer_s = self._compute.take(count, first_s)
         if remote and self._remote is not None:
             seconds = first_s + growth_s * (count - 1) / 2 + longer_s
             self._remote.serve(remote, seconds, self._now)
@@ -291,8 +287,7 @@ class VirtualSteps:
 
     def _shorten(self, row: Row, count: int) -> None:
         """Let a row have fewer steps."""
-        if self._compute is not None:
-            self._compute.put_back(row.longer_s * (row.count - count))
+        self._compute.put_back(row.longer_s * (row.count - count))
         row.count = count
 
     def _wait_for(self, row: Row) -> None:

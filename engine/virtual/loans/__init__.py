@@ -6,13 +6,12 @@ May import `engine.borrowing`, `engine.latency`, `engine.protocol`, `engine.sche
 
 from engine.virtual.loans.attention import RemoteAttention, RemoteWork
 from engine.virtual.loans.borrowing import AtOnce, VirtualBorrowing
-from engine.virtual.loans.calls import CallCreditor, VirtualLoanCalls
+from engine.virtual.loans.calls import VirtualLoanCalls
 from engine.virtual.loans.fetch_cost import VirtualFetchCost
 from engine.virtual.loans.links import VirtualLinks
 
 __all__ = [
     "AtOnce",
-    "CallCreditor",
     "RemoteAttention",
     "RemoteWork",
     "VirtualBorrowing",

@@ -18,7 +18,7 @@ from engine.protocol import (
     PeerUnreachable,
 )
 
-__all__ = ["CallCreditor", "VirtualLoanCalls"]
+__all__ = ["VirtualLoanCalls"]
 
 # Calls the engine at a URL, in virtual time; raises its error, or `PeerUnreachable`.
 LoanCall = LendAllocate | LendFree | LendRenew | LendSend
