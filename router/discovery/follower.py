@@ -80,8 +80,9 @@ class Discovery:
                     async for kind, one, now in changes:
                         self._note(kind, one)
                         version = now or version
-                        self._fine(pauses)
-                self._fine(None)
+                        pauses.reset()
+                        self._fine()
+                self._fine()
                 if clock() - begun >= SHORT_S:
                     pauses.reset()
                     continue
@@ -129,9 +130,7 @@ class Discovery:
                 log.info("engine %s leaves; %d requests move", backend.id, moved)
         self._wanted = wanted
 
-    def _fine(self, pauses: Pauses | None) -> None:
-        if pauses is not None:
-            pauses.reset()
+    def _fine(self) -> None:
         if self.trouble:
             log.warning("EndpointSlices are followed again")
         self.trouble = ""

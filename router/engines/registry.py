@@ -283,9 +283,9 @@ class Registry:
     def _has_left(self, backend: Backend) -> bool:
         """Return whether to forget it.
 
-        That is so once nothing runs on an engine that is leaving. An engine that
-        had announced itself, or that another router announces, leaves if it is down and nothing
-        was heard of it for `forget_s`.
+        That is so once nothing runs on an engine that is leaving. An engine that had announced
+        itself, or that another router announces, leaves if it is down and nothing was heard of it
+        for `forget_s`.
         """
         if backend.source in ("heartbeat", "store") and backend.status == "down":
             silent = asyncio.get_running_loop().time() - backend.heartbeat

@@ -6,7 +6,7 @@ given. Imports `base` and `engine.protocol` only.
 
 from router.ledger.block_swap import BlockSwap
 from router.ledger.creditor_lists import CreditorLists
-from router.ledger.debtor import Debtor
+from router.ledger.debtor import Debtor, block_pages
 from router.ledger.debts import Debts, net_positions, remote_pages, settle
 from router.ledger.heartbeats import Heartbeats
 from router.ledger.ledger import FRESH_S, Candidate, Ledger
@@ -24,6 +24,7 @@ __all__ = [
     "Ledger",
     "Rebalancing",
     "Swap",
+    "block_pages",
     "net_positions",
     "plan_swaps",
     "remote_pages",

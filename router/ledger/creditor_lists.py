@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.protocol import Creditor, LendCreditors, MicroserveError
 from router.base import EngineId
 from router.ledger.debtor import Debtor
-from router.ledger.ledger import CANDIDATES, Ledger
+from router.ledger.ledger import Ledger
 
 __all__ = ["CreditorLists"]
 
@@ -55,8 +55,7 @@ class CreditorLists:
     def list_for(self, debtor: Debtor) -> LendCreditors:
         """Return whom a debtor should ask for a block."""
         found = []
-        least = debtor.block_pages
-        for each in self._ledger.creditors(debtor.instance, least, most=CANDIDATES):
+        for each in self._ledger.creditors(debtor.instance, debtor.block_pages):
             with suppress(ValueError):  # the debtor would refuse a URL of another form
                 found.append(
                     Creditor(

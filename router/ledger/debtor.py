@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from engine.protocol import BLOCK_TOKENS, LendCreditors, LendHome, LendHomeReply
 from router.base import EngineId
 
-__all__ = ["Debtor"]
+__all__ = ["Debtor", "block_pages"]
+
+
+def block_pages(page_size: int) -> int:
+    """Return the pages of a block, with so many tokens each."""
+    return max(BLOCK_TOKENS // max(page_size, 1), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,4 +29,4 @@ class Debtor:
     @property
     def block_pages(self) -> int:
         """Pages of a block."""
-        return max(BLOCK_TOKENS // max(self.page_size, 1), 1)
+        return block_pages(self.page_size)

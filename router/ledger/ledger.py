@@ -148,15 +148,13 @@ class Ledger:
         for creditor in refused:
             if (row := self._rows.get(creditor)) is not None:
                 row.available = min(row.available, size - 1)
-        found = self.creditors(debtor, size, most=CANDIDATES)
+        found = self.creditors(debtor, size)
         if found:
             self.expect(found[0].instance, size)
         return found
 
-    def creditors(
-        self, debtor: EngineId, least: int, *, most: int = MAX_INSTANCES
-    ) -> list[Candidate]:
-        """Return up to `most` others with `least` pages or more, in the order of `candidates`."""
+    def creditors(self, debtor: EngineId, least: int) -> list[Candidate]:
+        """Return up to three others with `least` pages or more, in the order of `candidates`."""
         ranked = (
             (cost, -row.available, row.instance, row)
             for row in self._rows.values()
@@ -165,7 +163,7 @@ class Ledger:
         )
         return [
             Candidate(row.instance, row.epoch, row.available)
-            for *_, row in heapq.nsmallest(most, ranked)
+            for *_, row in heapq.nsmallest(CANDIDATES, ranked)
         ]
 
     def borrowed(self, debtor: EngineId) -> int:

@@ -156,11 +156,10 @@ class VirtualFleet:
 
     async def _extend(self, url: str, call: Extend) -> str:
         """Request more room in a lease, from one engine to another; return its new address."""
-        peer = self.engines.get(url)
         await asyncio.sleep(self.call_s / 2)
-        if peer is None or not peer.engine.alive:
+        if (peer := self._alive(url)) is None:
             raise PeerUnreachable(f"requesting more room from {url}: nobody listens")
-        reply = peer.engine.extend(call)
+        reply = peer.extend(call)
         await asyncio.sleep(self.call_s / 2)
         return reply.kv_addr
 

@@ -16,8 +16,8 @@ from engine.protocol import (
     BadRange,
     BadRequest,
     Capability,
+    MicroserveError,
     NoCapacity,
-    PrepRecvReply,
     RemoteSendReply,
 )
 from router.base import EngineId, LeaseId, Request
@@ -170,48 +170,8 @@ class Engine:
         its pool could never hold it.
         """
         end = _position("end", end, request)
-        attempt, backend = self._attempt, self._backend
-        leases = attempt.runtime.registry.rooms.leases(backend, end + reserve)
-        if not leases and not attempt.alone:
-            attempt.fallback(EXCEEDS_POOL, once=True)
-        if attempt.alone or not leases:
-            with attempt.leg("prep_recv", backend, 0, end) as leg:
-                leg.match_len, leg.collapsed = end, True
-            yield Lease(self, LeaseGrant.none(backend, end))
-            return
-        attempt.require(backend, "prep_recv", *(("mirror",) if reserve else ()))
-        body: dict[str, Any] = {"prompt": request.tokens, "end": end}
-        if reserve:
-            body["reserve"] = reserve
-        with ExitStack() as reserved_load:
-            # Counts the stream to come: other requests choose their engines while this one waits.
-            reserved_load.enter_context(backend.load.work(streams=1))
-            expected = reserved_load.enter_context(attempt.expect(backend, request, end))
-            with attempt.leg("prep_recv", backend, 0, end) as leg:
-                reply: PrepRecvReply | None = None
-                try:
-                    reply = await attempt.call(backend, backend.client.prep_recv, body)
-                    leg.begin = leg.match_len = reply.match_len
-                except BadRequest as error:
-                    if error.code != EXCEEDS_POOL:
-                        raise
-                    leg.fail(error)
-                    leg.match_len, leg.collapsed = end, True
-                    attempt.fallback(EXCEEDS_POOL)
-            if reply is None:
-                reserved_load.close()
-                yield Lease(self, LeaseGrant.none(backend, end))
-                return
-            grant = LeaseGrant(
-                backend,
-                LeaseId(reply.lease_id),
-                reply.kv_addr,
-                reply.match_len,
-                reply.end,
-                reserved_load=reserved_load,
-                expected=expected,
-            )
-            attempt.grants.append(grant)
+        grant = await self._room(request, end, reserve)
+        with grant.reserved_load:
             try:
                 yield Lease(self, grant)
             finally:
@@ -252,20 +212,13 @@ class Engine:
                     reply = await attempt.call(
                         backend, backend.client.remote_send, body, receiver=grant.backend
                     )
-                except BadAddress as error:
-                    if None not in (backend.secret_digest, grant.backend.secret_digest):
-                        raise  # the secrets are equal
-                    leg.fail(error)
-                    leg.collapsed = True
-                    attempt.fallback("not_sent")
-                    await self._collapse(grant)
-                    return _nothing_sent()
-                except BadRequest as error:
-                    if error.code != EXCEEDS_POOL:
+                except (BadAddress, BadRequest) as error:
+                    fallback = _unsendable(error, backend, grant.backend)
+                    if not fallback:
                         raise
                     leg.fail(error)
                     leg.collapsed = True
-                    attempt.fallback(EXCEEDS_POOL)
+                    attempt.fallback(fallback)
                     await self._collapse(grant)
                     return _nothing_sent()
                 expected.landed()
@@ -374,6 +327,46 @@ class Engine:
             leg.match_len = pinned
         return pinned
 
+    async def _room(self, request: Request, end: int, reserve: int) -> LeaseGrant:
+        """Ask for room for a lease; return a collapsed grant if none is needed or can be had."""
+        attempt, backend = self._attempt, self._backend
+        asks = not attempt.alone
+        if asks and not attempt.runtime.registry.rooms.leases(backend, end + reserve):
+            attempt.fallback(EXCEEDS_POOL, once=True)
+            asks = False
+        if asks:
+            attempt.require(backend, "prep_recv", *(("mirror",) if reserve else ()))
+        with ExitStack() as load, attempt.leg("prep_recv", backend, 0, end) as leg:
+            if asks:
+                # Counts the stream to come: others choose their engines while this one waits.
+                load.enter_context(backend.load.work(streams=1))
+                expected = load.enter_context(attempt.expect(backend, request, end))
+                body: dict[str, Any] = {"prompt": request.tokens, "end": end}
+                if reserve:
+                    body["reserve"] = reserve
+                try:
+                    reply = await attempt.call(backend, backend.client.prep_recv, body)
+                except BadRequest as error:
+                    if error.code != EXCEEDS_POOL:
+                        raise
+                    leg.fail(error)
+                    attempt.fallback(EXCEEDS_POOL)
+                else:
+                    leg.begin = leg.match_len = reply.match_len
+                    grant = LeaseGrant(
+                        backend,
+                        LeaseId(reply.lease_id),
+                        reply.kv_addr,
+                        reply.match_len,
+                        reply.end,
+                        reserved_load=load.pop_all(),
+                        expected=expected,
+                    )
+                    attempt.grants.append(grant)
+                    return grant
+            leg.match_len, leg.collapsed = end, True
+        return LeaseGrant.none(backend, end)
+
     async def _collapse(self, grant: LeaseGrant) -> None:
         """End a lease that nothing can be sent to."""
         await self._end(grant)
@@ -383,6 +376,14 @@ class Engine:
         if grant.open:
             grant.consumed = True
             await self._attempt.release(grant.backend, {"lease_id": grant.lease_id})
+
+
+def _unsendable(error: MicroserveError, sender: Backend, receiver: Backend) -> str:
+    """Return the fallback for a send that could never succeed; empty for any other error."""
+    if error.code == EXCEEDS_POOL:
+        return EXCEEDS_POOL
+    secrets = sender.secret_digest, receiver.secret_digest  # known ones are equal
+    return "not_sent" if isinstance(error, BadAddress) and None in secrets else ""
 
 
 def _nothing_sent() -> RemoteSendReply:

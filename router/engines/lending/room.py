@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from engine.protocol import BLOCK_TOKENS, NoCapacity
 from router.base import EngineId
 from router.engines.backend import Backend
-from router.ledger import Ledger
+from router.ledger import Ledger, block_pages
 
 __all__ = ["Rooms"]
 
@@ -70,12 +70,7 @@ class Rooms:
 
         So it does if others wait for it already. Without any engine there is nothing to wait for.
         """
-        if tokens <= self._least_own:
-            return False
-        wanting = [each for each in backends if self.outgrows(each, tokens)]
-        if not wanting or len(wanting) < len(list(backends)):
-            return False
-        return bool(self._waiting) or not any(self._fits(e, tokens, now=True) for e in wanting)
+        return self._waits(list(backends), tokens, first=not self._waiting)
 
     async def wait(
         self, candidates: Callable[[], Iterable[Backend]], tokens: int, deadline: float
@@ -90,7 +85,9 @@ class Rooms:
         self._waiting[place] = None
         try:
             async with asyncio.timeout_at(deadline):
-                while not self._may_go(place, list(candidates()), tokens):
+                while self._waits(
+                    list(candidates()), tokens, first=next(iter(self._waiting)) is place
+                ):
                     await self._changed.wait()
         except TimeoutError:
             raise NoCapacity(
@@ -103,13 +100,11 @@ class Rooms:
         """Say which engine comes closest to room for a context that has room nowhere."""
         return f"no engine has room for {tokens} tokens{self._best(self._backends())}"
 
-    def _may_go(self, place: object, backends: list[Backend], tokens: int) -> bool:
-        if not all(self.outgrows(each, tokens) for each in backends):
-            return True
-        first = next(iter(self._waiting)) is place
-        return not backends or (
-            first and any(self._fits(each, tokens, now=True) for each in backends)
-        )
+    def _waits(self, backends: list[Backend], tokens: int, *, first: bool) -> bool:
+        """Whether a context waits for one of these engines; `first`: no other one waits before."""
+        if not backends or not all(self.outgrows(each, tokens) for each in backends):
+            return False
+        return not first or not any(self._fits(each, tokens, now=True) for each in backends)
 
     def _fits(self, backend: Backend, tokens: int, *, now: bool) -> bool:
         return not self.outgrows(backend, tokens) or tokens <= self._most(backend, now=now)
@@ -124,7 +119,7 @@ class Rooms:
         if state is None or state.page_size < 1:
             return math.inf
         instance = EngineId(state.engine_id)
-        pages = max(BLOCK_TOKENS // state.page_size, 1)
+        pages = block_pages(state.page_size)
         found, ever = self._ledger.blocks_for(instance, pages)
         if not now:
             return _own(backend) + BLOCK_TOKENS * ever
@@ -137,7 +132,7 @@ class Rooms:
         state = backend.state
         if state is None or state.page_size < 1 or not backend.load.contexts:
             return 0
-        pages = max(BLOCK_TOKENS // state.page_size, 1)
+        pages = block_pages(state.page_size)
         needs = -(-max(backend.load.contexts - _own(backend), 0) // BLOCK_TOKENS)
         return max(needs - self._ledger.borrowed(EngineId(state.engine_id)) // pages, 0)
 
