@@ -1,4 +1,4 @@
-"""The command line of an engine: from flags to a running process and its clean end."""
+"""The process of an engine, from its flags to a clean end."""
 
 from __future__ import annotations
 
