@@ -191,10 +191,8 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
     return engine
 
 
-def _network(config: EngineConfig) -> Network | None:
-    """Return how other hosts reach this engine; None if no address is known."""
-    if not config.kv_address and config.transport != "nixl":
-        return None
+def _network(config: EngineConfig) -> Network:
+    """Return how other hosts reach this engine."""
     return Network(config.kv_address, config.kv_port_range, config.kv_interface, config.verify_puts)
 
 

@@ -17,27 +17,28 @@ from kvcache.transport.shm import ShmTransport
 
 log = logging.getLogger(__name__)
 
+NOWHERE = Network("")
+
 
 def make_transport(
     name: str,
     epoch: int,
     *,
     secret: bytes,
-    network: Network | None = None,
+    network: Network = NOWHERE,
     prefault_bytes: int = USUAL_BYTES,
 ) -> Transport:
     """Return an engine's transport by name.
 
-    `auto` is shared memory within this host, and NIXL beyond it if `network` is not loopback and
-    NIXL is installed; without `network` no other host reaches the engine. `prefault_bytes` as of
-    `ShmTransport`.
+    `auto` is shared memory within this host, and NIXL beyond it if `network` leads there and NIXL
+    is installed. `prefault_bytes` as of `ShmTransport`.
 
     Raises: `BadRequest` if the transport is unknown or not installed, or if peers cannot reach the
     address.
     """
     if name == "auto":
         name = "shm"
-        if network is not None and not network.is_loopback:
+        if network.reaches_out:
             if has_nixl():
                 return AutoTransport(
                     epoch, secret=secret, network=network, prefault_bytes=prefault_bytes
@@ -47,7 +48,7 @@ def make_transport(
         case "shm":
             return ShmTransport(epoch, prefault_bytes=prefault_bytes)
         case "nixl":
-            return NixlTransport(epoch, secret=secret, network=network or Network("127.0.0.1"))
+            return NixlTransport(epoch, secret=secret, network=network)
     raise BadRequest(f"there is no transport {name}", param="transport")
 
 

@@ -21,7 +21,7 @@ ANY_PORT = range(1)  # port 0: one that the kernel chooses
 class Network:
     """The network over which KV goes to and comes from other hosts."""
 
-    host: str  # address of this host, at which peers reach it
+    host: str  # address of this host, at which peers reach it; empty: none is known
     ports: range = ANY_PORT  # to listen at
     interface: str = ""  # in UCX's words, such as `eth0` or `mlx5_0:1`; empty: as UCX finds
     verify: Verify = "sampled"  # which bytes of a put are read back and compared
@@ -34,6 +34,11 @@ class Network:
             wildcard = not self.host
         if wildcard:
             raise BadRequest(f"peers cannot reach the address {self.host!r}", param="host")
+
+    @property
+    def reaches_out(self) -> bool:
+        """Whether other hosts may reach the address."""
+        return bool(self.host) and not self.is_loopback
 
     @property
     def is_loopback(self) -> bool:

@@ -19,7 +19,8 @@ from engine_process import ROOT, EngineProcess, events
 from forked import ForkedProcess, run_engine
 from waiting import until
 
-from engine.main import _serve, main, parse_cpus, parse_flags
+from engine.flags import parse_cpus, parse_flags
+from engine.main import _serve, main
 from engine.protocol import EngineConfig
 
 PROMPT = [(7 * n) % 250 for n in range(40)]

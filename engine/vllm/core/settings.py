@@ -44,10 +44,8 @@ class CoreSettings:
         return asdict(self)
 
     @property
-    def network(self) -> Network | None:
-        """How other hosts reach this engine; None if no address is known."""
-        if not self.kv_host and self.transport != "nixl":
-            return None
+    def network(self) -> Network:
+        """How other hosts reach this engine."""
         return Network(self.kv_host, range(*self.kv_ports), self.kv_interface, self.verify_puts)
 
     @property

@@ -71,7 +71,7 @@ def test_metrics_have_vllms_names_and_count():
     ],
 )
 def test_contradictory_flags_are_refused(flags, capsys):
-    from engine.main import parse_flags
+    from engine.flags import parse_flags
 
     with pytest.raises(SystemExit) as ended:
         parse_flags(["mock", *flags])
