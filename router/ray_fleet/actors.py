@@ -7,6 +7,7 @@ restarts an actor, on this node or another, it makes the object again, and with 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -114,7 +115,7 @@ class RouterActor:
     def __init__(self, spec: RayFleetSpec, member: Member) -> None:
         self._member = member
         self._node = node = _Node(spec, member)
-        self._folder = Path(tempfile.mkdtemp(prefix="microserve-"))
+        self._folder = _new_folder(node.actor_id)
         self._key = spec.admin_key
         self._list = EngineList(spec, self._folder / "engines")
         host = spec.host or node.ip
@@ -164,11 +165,7 @@ class RouterActor:
         """End the router; returns when it is gone."""
         self._list.stop()
         self._keeper.stop()
-        for path in sorted(self._folder.rglob("*"), reverse=True):
-            with suppress(OSError):
-                path.unlink()
-        with suppress(OSError):
-            self._folder.rmdir()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class _Node:
@@ -180,6 +177,7 @@ class _Node:
         self._ray, self._spec, self._member = ray, spec, member
         context = ray.get_runtime_context()
         self.id = context.get_node_id()
+        self.actor_id = context.get_actor_id()
         self.ip = ray.util.get_node_ip_address()
         if context.was_current_actor_reconstructed:
             self.note_restart()
@@ -212,6 +210,18 @@ class _Node:
             "ip": self.ip,
             "actor_pid": os.getpid(),
         }
+
+
+def _new_folder(actor_id: str) -> Path:
+    """Return a temporary folder that only this user can read.
+
+    An actor that was killed has left its own, with files of keys. It is removed: the actor has the
+    same id when Ray restarts it.
+    """
+    prefix = f"microserve-{actor_id}-"
+    for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=prefix))
 
 
 def _with_files(
