@@ -15,7 +15,7 @@ from router.cli.up import up
 from router.ray_fleet import connection
 from router.ray_fleet.actors import Record
 from router.ray_fleet.plan import RayFleetSpec
-from router.supervisor import Pool
+from router.supervisor import FleetConfig
 
 
 def flags(*arguments: str):
@@ -86,7 +86,7 @@ def test_scale_must_be_told_how_many():
 
 
 def test_one_command_at_a_time_changes_a_fleet():
-    record = Record(RayFleetSpec("f", "mock", (Pool(1),), (), "s", "a", "e"))
+    record = Record(RayFleetSpec("f", FleetConfig("mock", (), (), "", 8000), "s"))
     assert record.claim("a", "scale") == ""
     assert record.claim("b", "scale") == "scale"
     assert record.claim("a", "scale") == ""  # renews it
