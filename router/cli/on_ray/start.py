@@ -23,7 +23,10 @@ from router.supervisor import FleetConfig, write_state
 __all__ = ["ray_options", "read_ray_flags", "up_on_ray"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-SHIPPED = ("api_key_file", "tls_cert", "tls_key", "engine_ca")  # files that routers get by Ray
+SHIPPED = (  # files that routers get by Ray
+    "api_key_file", "store_password_file", "tls_cert", "tls_key", "engine_ca", "engine_cert",
+    "engine_cert_key",
+)  # fmt: skip
 WATCH_S = 1.0
 
 
