@@ -16,6 +16,7 @@ from rich.console import Console
 from engine.latency import Profile, doubt, write_profile
 from engine.protocol import EngineConfig, MicroserveError
 from router.base import StartFailed, print_table, table_console, table_of
+from router.cli.config import ENGINE_OWN
 from router.cli.options import CA_HELP, GroupedCommand, config_options, given, option, read_ca
 from router.engines import HttpClient
 from router.profiling import Measurement, measure, two_engines
@@ -23,11 +24,7 @@ from router.profiling import Measurement, measure, two_engines
 __all__ = ["profile"]
 
 # Engine flags that do not change what is measured, or that this command sets itself.
-OTHERS = (
-    "host", "port", "role", "router", "router_ca", "advertise", "labels", "engine_id", "api_key",
-    "admin_key", "allowed_hosts", "max_connections", "tls_cert", "tls_key", "client_ca",
-    "parent_pid", "memory_share", "model",
-)  # fmt: skip
+OTHERS = (*ENGINE_OWN, "model")
 
 
 @click.command(cls=GroupedCommand)

@@ -7,6 +7,7 @@ restarts an actor, on this node or another, it makes the object again, and with 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -22,11 +23,11 @@ from router.ray_fleet.engine_list import EngineList
 from router.ray_fleet.gauges import Gauges
 from router.ray_fleet.keeper import Keeper
 from router.ray_fleet.plan import Member, RayFleetSpec, engine_arguments
+from router.supervisor import GRACE_S
 
 __all__ = ["CLAIM_S", "EngineActor", "Record", "RouterActor", "record_name"]
 
 CLAIM_S = 30.0  # a command that changes the fleet renews its claim more often than that
-GRACE_S = 6.0  # of a process after SIGTERM
 ADMIN_S = 5.0
 
 
@@ -69,15 +70,15 @@ class EngineActor:
 
     def __init__(self, spec: RayFleetSpec, member: Member) -> None:
         self._member = member
-        node = _Node(spec, member)
+        node, config = _Node(spec, member), spec.config
         argv = module_command(
-            "engine", spec.model, *engine_arguments(spec, member),
+            "engine", config.model, *engine_arguments(spec, member),
             "--memory-share", f"{node.share(spec):.6f}",
             "--host", node.ip, "--port", "0", "--parent-pid", str(os.getpid()),
         )  # fmt: skip
         env = child_environment()
         env["MICROSERVE_SECRET"] = spec.secret
-        env["MICROSERVE_ENGINE_API_KEY"] = spec.engine_api_key
+        env["MICROSERVE_ENGINE_API_KEY"] = config.engine_api_key
         self._leaving = False
         self._keeper = Keeper(
             member.name,
@@ -86,12 +87,12 @@ class EngineActor:
             host=node.ip,
             say=_say,
             grace_s=GRACE_S,
-            respawn=spec.respawn,
+            respawn=config.respawn,
             restarted=node.note_restart,
         )
         self._keeper.start()
         self._node = node
-        Gauges(spec.name, member, self._keeper, spec.engine_api_key).start()
+        Gauges(spec.name, member, self._keeper, config.engine_api_key).start()
 
     def __repr__(self) -> str:
         return self._member.name
@@ -114,28 +115,25 @@ class RouterActor:
     def __init__(self, spec: RayFleetSpec, member: Member) -> None:
         self._member = member
         self._node = node = _Node(spec, member)
-        self._folder = Path(tempfile.mkdtemp(prefix="microserve-"))
-        self._key = spec.admin_key
+        config = spec.config
+        self._folder = _new_folder(node.actor_id)
+        self._key = config.admin_key
         self._list = EngineList(spec, self._folder / "engines")
-        host = spec.host or node.ip
+        host = config.host or node.ip
         argv = module_command(
-            "router", "router", *_with_files(spec.router_args, spec.files, self._folder),
+            "router", "router", *_with_files(config.router_args, spec.files, self._folder),
             "--engines-file", str(self._folder / "engines"),
-            "--host", host, "--port", str(spec.port), "--parent-pid", str(os.getpid()),
+            "--host", host, "--port", str(config.port), "--parent-pid", str(os.getpid()),
         )  # fmt: skip
-        env = child_environment()
-        for name in ("admin_key", "api_key", "engine_api_key", "openai_api_key", "store"):
-            if value := getattr(spec, name):
-                env[f"MICROSERVE_ROUTER_{name.upper()}"] = value
         self._keeper = Keeper(
             member.name,
             argv,
-            env,
+            config.router_environment(),
             host=host,
             say=_say,
-            grace_s=GRACE_S + spec.shutdown_s,
-            respawn=spec.respawn,
-            health_deadline_s=spec.health_deadline_s,
+            grace_s=GRACE_S + config.shutdown_s,
+            respawn=config.respawn,
+            health_deadline_s=config.health_deadline_s,
             restarted=node.note_restart,
             before=self._list.wait,
         )
@@ -164,11 +162,7 @@ class RouterActor:
         """End the router; returns when it is gone."""
         self._list.stop()
         self._keeper.stop()
-        for path in sorted(self._folder.rglob("*"), reverse=True):
-            with suppress(OSError):
-                path.unlink()
-        with suppress(OSError):
-            self._folder.rmdir()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class _Node:
@@ -180,6 +174,7 @@ class _Node:
         self._ray, self._spec, self._member = ray, spec, member
         context = ray.get_runtime_context()
         self.id = context.get_node_id()
+        self.actor_id = context.get_actor_id()
         self.ip = ray.util.get_node_ip_address()
         if context.was_current_actor_reconstructed:
             self.note_restart()
@@ -212,6 +207,18 @@ class _Node:
             "ip": self.ip,
             "actor_pid": os.getpid(),
         }
+
+
+def _new_folder(actor_id: str) -> Path:
+    """Return a temporary folder that only this user can read.
+
+    An actor that was killed has left its own, with files of keys. It is removed: the actor has the
+    same id when Ray restarts it.
+    """
+    prefix = f"microserve-{actor_id}-"
+    for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=prefix))
 
 
 def _with_files(

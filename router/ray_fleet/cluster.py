@@ -78,7 +78,7 @@ class Actors:
         self.ray.remote(actor).options(
             name=member.actor_name(self.fleet),
             lifetime="detached",
-            max_restarts=-1 if spec.respawn else 0,
+            max_restarts=-1 if spec.config.respawn else 0,
             max_concurrency=8,
             num_cpus=needs["CPU"],
             num_gpus=needs.get("GPU", 0),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.base import StartFailed
-from router.ray_fleet.actors import CLAIM_S, GRACE_S
+from router.ray_fleet.actors import CLAIM_S
 from router.ray_fleet.cluster import ANSWER_S, POLL_S, RECORD_S, Actors, Say
 from router.ray_fleet.plan import (
     ROUTERS_GROUP,
@@ -26,6 +26,7 @@ from router.ray_fleet.plan import (
     first_members,
     free_places,
 )
+from router.supervisor import GRACE_S
 
 __all__ = ["Line", "RayFleet"]
 
@@ -151,7 +152,7 @@ class RayFleet:
         """Remove all of it: routers first, which end their requests, then engines and places."""
         members = self.members()
         try:
-            shutdown_s = self.spec().shutdown_s
+            shutdown_s = self.spec().config.shutdown_s
         except Impossible:
             shutdown_s = 2.0
         kinds: tuple[Kind, ...] = ("router", "engine")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from router.supervisor import Pool, as_arguments
+from router.supervisor import FleetConfig, Pool, named_engines, pool_arguments
 
 __all__ = [
     "ROUTERS_GROUP",
@@ -75,29 +75,19 @@ class Member:
 class RayFleetSpec:
     """What `up` was asked for. It does not change; `scale` changes which members there are.
 
-    `files` has the contents of files that flags of the router name, by the flag: they need not
-    exist on the router's node. Keys and the secret are in here, not in process arguments.
+    `config` has the keys of the engines and of the admin API, and a `host` only if routers listen
+    on that instead of the address of their node. `files` has the contents of files that flags of
+    the router name, by the flag: they need not exist on the router's node. Keys and the secret are
+    in here, not in process arguments.
     """
 
     name: str
-    model: str
-    pools: tuple[Pool, ...]
-    router_args: tuple[str, ...]
+    config: FleetConfig
     secret: str
-    admin_key: str
-    engine_api_key: str
-    host: str = ""  # that routers listen on; empty: the address of their node
-    port: int = 8000
     routers: int = 1
     num_cpus: float = 1.0  # of an engine
     num_gpus: float = 0.0
     router_cpus: float = 1.0
-    api_key: str = ""
-    openai_api_key: str = ""
-    store: str = ""
-    respawn: bool = True
-    health_deadline_s: float = 10.0
-    shutdown_s: float = 2.0
     files: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
 
     def resources(self, kind: Kind) -> dict[str, float]:
@@ -116,14 +106,9 @@ def check_name(name: str) -> str:
 
 def first_members(spec: RayFleetSpec) -> list[Member]:
     """Return the members that `up` starts: engines in group 0, routers in group 1."""
-    unnamed = itertools.count()
-    names = [
-        (f"{pool.name}-{number}" if pool.name else f"engine-{next(unnamed)}", pool.role)
-        for pool in spec.pools
-        for number in range(pool.count)
-    ]
     engines = [
-        Member(name, "engine", role, Place(0, bundle)) for bundle, (name, role) in enumerate(names)
+        Member(name, "engine", pool.role, Place(0, bundle))
+        for bundle, (name, pool) in enumerate(named_engines(spec.config.pools))
     ]
     routers = [
         Member(f"router-{number}", "router", "any", Place(ROUTERS_GROUP, number))
@@ -134,21 +119,20 @@ def first_members(spec: RayFleetSpec) -> list[Member]:
 
 def pool_of(spec: RayFleetSpec, member: Member) -> Pool:
     """Return the pool whose flags an engine has: by its name, else the first one of its role."""
-    by_name = (pool for pool in spec.pools if pool.name and pool.name == _stem(member.name))
-    by_role = (pool for pool in spec.pools if pool.role == member.role)
-    return next(by_name, None) or next(by_role, spec.pools[0])
+    pools = spec.config.pools
+    by_name = (pool for pool in pools if pool.name and pool.name == _stem(member.name))
+    by_role = (pool for pool in pools if pool.role == member.role)
+    return next(by_name, None) or next(by_role, pools[0])
 
 
-def engine_arguments(spec: RayFleetSpec, member: Member) -> list[str]:
+def engine_arguments(spec: RayFleetSpec, member: Member) -> tuple[str, ...]:
     """Return the flags of an engine, without those that depend on where it runs.
 
     It has as many threads as CPUs are reserved for it, unless its pool says otherwise.
     """
-    pool = pool_of(spec, member)
-    chosen = "cpus" in pool.flags or "threads" in pool.flags
-    threads = {} if chosen else {"threads": max(1, int(spec.num_cpus))}
+    share = {"threads": max(1, int(spec.num_cpus))}
     own = {"role": member.role, "engine_id": member.name}
-    return [*as_arguments({**pool.flags, **threads}), *pool.arguments, *as_arguments(own)]
+    return pool_arguments(pool_of(spec, member), share, own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from router.base import StartFailed
 
-__all__ = ["ChildProcess"]
+__all__ = ["GRACE_S", "ChildProcess"]
 
 TAIL_LINES = 20
 GRACE_S = 6.0

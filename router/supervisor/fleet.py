@@ -11,9 +11,9 @@ import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from router.supervisor.child_process import GRACE_S, ChildProcess
 from router.supervisor.pools import Pool, engine_processes
 from router.supervisor.restarts import Backoff, on_port, watch_health
 
-__all__ = ["Fleet", "FleetConfig"]
+__all__ = ["Fleet", "FleetConfig", "write_state"]
 
 Say = Callable[[str], None]
+ROUTER_KEYS = ("admin_key", "api_key", "engine_api_key", "openai_api_key", "store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,40 @@ class FleetConfig:
     served_model_name: str = ""
     state_file: Path | None = None
 
+    def router_environment(self) -> dict[str, str]:
+        """Return the environment of a router's process.
+
+        Keys are in there: every user of the machine can read the arguments.
+        """
+        keys = {f"MICROSERVE_ROUTER_{name.upper()}": getattr(self, name) for name in ROUTER_KEYS}
+        return child_environment() | keys
+
+    def first_request(self, url: str) -> str:
+        """Return a command that sends a request to the router at `url`."""
+        key = '-H "Authorization: Bearer $API_KEY" ' if self.api_key else ""
+        ca = '--cacert "$CA" ' if url.startswith("https:") else ""
+        return (
+            f"curl {url}/v1/chat/completions {ca}{key}-H 'Content-Type: application/json' -d "
+            f'\'{{"model": "{self.served_model_name or self.model}", "temperature": 0, '
+            '"messages": [{"role": "user", "content": "What is the capital of France?"}]}\''
+        )
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Replace the state file, which only its owner can read: it has keys."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(orjson.dumps(state, option=orjson.OPT_INDENT_2))
+    Path(file.name).replace(path)
+
 
 class Fleet:
     """The processes of one `up`. `say` prints to standard output, `note` to standard error."""
 
     def __init__(self, config: FleetConfig, *, say: Say, note: Say) -> None:
-        self._config = config
+        engine_key = config.engine_api_key or secrets.token_hex(32)
+        self._config = replace(config, engine_api_key=engine_key)
         self._say = say
         self._note = note
-        self._engine_key = config.engine_api_key or secrets.token_hex(32)
         self._awake = AwakeClock(on_stall=self._stalled)
         self._plan = engine_processes(config.pools)
         self._engines: list[ChildProcess] = []
@@ -106,8 +132,7 @@ class Fleet:
         self._note(f"loading {config.model} on {len(self._plan)} engines …")
         env = child_environment()
         env.setdefault("MICROSERVE_SECRET", secrets.token_hex(32))
-        # Keys are in the environment: every user of the machine can read the arguments.
-        env["MICROSERVE_ENGINE_API_KEY"] = self._engine_key
+        env["MICROSERVE_ENGINE_API_KEY"] = config.engine_api_key
         for engine in self._plan:
             argv = module_command("engine", config.model, *engine.arguments)
             self._engines.append(ChildProcess(engine.name, argv, env, to=self._note))
@@ -122,12 +147,7 @@ class Fleet:
             "router", "router", *urls, *config.router_args,
             "--host", config.host, "--port", str(config.port), "--parent-pid", str(os.getpid()),
         )  # fmt: skip
-        env = child_environment()
-        env["MICROSERVE_ROUTER_ADMIN_KEY"] = config.admin_key
-        env["MICROSERVE_ROUTER_API_KEY"] = config.api_key
-        env["MICROSERVE_ROUTER_ENGINE_API_KEY"] = self._engine_key
-        env["MICROSERVE_ROUTER_OPENAI_API_KEY"] = config.openai_api_key
-        env["MICROSERVE_ROUTER_STORE"] = config.store
+        env = config.router_environment()
         grace_s = GRACE_S + config.shutdown_s
         self._router = ChildProcess("router", argv, env, to=self._note, grace_s=grace_s)
         await self._router.start(tasks)
@@ -135,15 +155,8 @@ class Fleet:
 
     def _announce(self) -> None:
         url = self._router.url if self._router else ""
-        key = '-H "Authorization: Bearer $API_KEY" ' if self._config.api_key else ""
-        ca = '--cacert "$CA" ' if url.startswith("https:") else ""
-        name = self._config.served_model_name or self._config.model
         self._say(f"ready {url}")
-        self._say(
-            f"curl {url}/v1/chat/completions {ca}{key}-H 'Content-Type: application/json' -d "
-            f'\'{{"model": "{name}", "temperature": 0, '
-            '"messages": [{"role": "user", "content": "What is the capital of France?"}]}\''
-        )
+        self._say(self._config.first_request(url))
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
         async with asyncio.TaskGroup() as watchers:
@@ -208,11 +221,9 @@ class Fleet:
                 for child, engine in zip(self._engines, self._plan, strict=True)
             ],
             "admin_key": self._config.admin_key or None,
-            "engine_api_key": self._engine_key,
+            "engine_api_key": self._config.engine_api_key,
         }
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(orjson.dumps(state, option=orjson.OPT_INDENT_2))
-        Path(file.name).replace(path)
+        write_state(path, state)
 
 
 async def _together(awaitables: Iterable[Any]) -> None:

@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["EngineProcess", "Pool", "as_arguments", "engine_processes"]
+__all__ = [
+    "EngineProcess",
+    "Pool",
+    "as_arguments",
+    "engine_processes",
+    "named_engines",
+    "pool_arguments",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +50,9 @@ def engine_processes(pools: Sequence[Pool]) -> list[EngineProcess]:
     Each has its own cores and its share of the memory. Its port is chosen when it starts, and it
     ends with this process.
     """
-    members = [pool for pool in pools for _ in range(pool.count)]
-    unnamed = itertools.count()
-    numbers = {pool.name: itertools.count() for pool in pools if pool.name}
+    members = list(named_engines(pools))
     found = []
-    for pool, share in zip(members, _shares(len(members)), strict=True):
-        name = f"{pool.name or 'engine'}-{next(numbers.get(pool.name, unnamed))}"
-        chosen = "cpus" in pool.flags or "threads" in pool.flags
-        flags = {**pool.flags, **({} if chosen else share)}
+    for (name, pool), share in zip(members, _shares(len(members)), strict=True):
         own = {
             "role": pool.role,
             "engine_id": name,
@@ -58,9 +60,27 @@ def engine_processes(pools: Sequence[Pool]) -> list[EngineProcess]:
             "memory_share": f"{1 / len(members):.6f}",
             "parent_pid": os.getpid(),
         }
-        arguments = (*as_arguments(flags), *pool.arguments, *as_arguments(own))
-        found.append(EngineProcess(name, pool.role, pool.labels, arguments))
+        found.append(EngineProcess(name, pool.role, pool.labels, pool_arguments(pool, share, own)))
     return found
+
+
+def named_engines(pools: Sequence[Pool]) -> Iterator[tuple[str, Pool]]:
+    """Yield the name of each engine, and its pool, in the order of the pools."""
+    unnamed = itertools.count()
+    numbers = {pool.name: itertools.count() for pool in pools if pool.name}
+    for pool in pools:
+        for _ in range(pool.count):
+            yield f"{pool.name or 'engine'}-{next(numbers.get(pool.name, unnamed))}", pool
+
+
+def pool_arguments(pool: Pool, share: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the arguments of an engine: those of its pool, and its `own` flags, which win.
+
+    `share` has flags of cores and threads, unless the pool chooses them.
+    """
+    chosen = "cpus" in pool.flags or "threads" in pool.flags
+    flags = pool.flags if chosen else {**pool.flags, **share}
+    return (*as_arguments(flags), *pool.arguments, *as_arguments(own))
 
 
 def as_arguments(flags: Mapping[str, Any]) -> list[str]:

@@ -27,15 +27,15 @@ __all__ = ["down", "scale", "status"]
 def status(on: str, fleet: str, as_json: bool, targets: bool) -> None:
     """Show the engines and routers of a fleet on Ray."""
     with fleet_on(on, fleet) as one:
-        spec, lines = one.spec(), one.lines()
+        config, lines = one.spec().config, one.lines()
         unused = one.unused_places()
     if targets:
         click.echo(json.dumps([_target(fleet, line) for line in lines if line.url], indent=2))
         return
     if as_json:
-        shown: dict[str, Any] = {"fleet": fleet, "model": spec.model, "unused_places": unused}
-        shown["admin_key"] = spec.admin_key
-        shown["engine_api_key"] = spec.engine_api_key
+        shown: dict[str, Any] = {"fleet": fleet, "model": config.model, "unused_places": unused}
+        shown["admin_key"] = config.admin_key
+        shown["engine_api_key"] = config.engine_api_key
         shown["members"] = [_member(line) for line in lines]
         click.echo(json.dumps(shown))
         return
@@ -48,7 +48,7 @@ def status(on: str, fleet: str, as_json: bool, targets: bool) -> None:
     ready = sum(line.state == "ready" for line in lines)
     kinds = Counter(line.member.kind for line in lines)
     click.echo(
-        f"fleet {fleet}: {spec.model}, {kinds['engine']} engines, {kinds['router']} routers, "
+        f"fleet {fleet}: {config.model}, {kinds['engine']} engines, {kinds['router']} routers, "
         f"{ready} of {len(lines)} ready" + (f", {unused} reserved places unused" if unused else "")
     )
     for line in lines:

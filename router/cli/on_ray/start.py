@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -19,12 +18,15 @@ from router.cli.config import Effective
 from router.cli.on_ray.connected import DEFAULT_FLEET, fleet_on, wait_option
 from router.cli.options import Number, option
 from router.ray_fleet import Line, RayFleet, RayFleetSpec
-from router.supervisor import FleetConfig
+from router.supervisor import FleetConfig, write_state
 
 __all__ = ["ray_options", "read_ray_flags", "up_on_ray"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-SHIPPED = ("api_key_file", "tls_cert", "tls_key", "engine_ca")  # files that routers get by Ray
+SHIPPED = (  # files that routers get by Ray
+    "api_key_file", "store_password_file", "tls_cert", "tls_key", "engine_ca", "engine_cert",
+    "engine_cert_key",
+)  # fmt: skip
 WATCH_S = 1.0
 
 
@@ -98,15 +100,16 @@ def up_on_ray(flags: RayFlags, config: FleetConfig, router: Mapping[str, str]) -
     spec = _spec(flags, config, router)
     with fleet_on(flags.on, flags.fleet, logs=not flags.detach) as fleet, _signals_raise():
         try:
-            click.echo(f"starting {len(list(_counted(config)))} engines on Ray …", err=True)
+            engines = sum(pool.count for pool in config.pools)
+            click.echo(f"starting {engines} engines on Ray …", err=True)
             fleet.create(spec, click.echo, flags.wait_s)
         except _Stopped:
             raise click.ClickException("stopped before it was ready; nothing is left") from None
         lines = fleet.lines()
-        _announce(lines, spec, config)
+        _announce(lines, config)
         _warn_of_hosts(lines, config)
         if config.state_file is not None:
-            _write_state(config.state_file, lines, spec)
+            _write_state(config.state_file, lines, spec.config)
         if flags.detach:
             click.echo(f"detached; `microserve down --fleet {flags.fleet}` ends it", err=True)
             return
@@ -121,13 +124,8 @@ def up_on_ray(flags: RayFlags, config: FleetConfig, router: Mapping[str, str]) -
                 config.state_file.unlink(missing_ok=True)
 
 
-def _counted(config: FleetConfig) -> Iterator[int]:
-    for pool in config.pools:
-        yield from range(pool.count)
-
-
 def _spec(flags: RayFlags, config: FleetConfig, router: Mapping[str, str]) -> RayFleetSpec:
-    arguments, files = list(config.router_args), {}
+    files = {}
     for name in SHIPPED:
         if router.get(name):
             path = Path(router[name])
@@ -137,39 +135,26 @@ def _spec(flags: RayFlags, config: FleetConfig, router: Mapping[str, str]) -> Ra
         files["--strategy"] = (Path(strategy).name, Path(strategy).read_bytes())
     return RayFleetSpec(
         name=flags.fleet,
-        model=config.model,
-        pools=config.pools,
-        router_args=tuple(arguments),
+        config=replace(
+            config,
+            host=flags.host,
+            admin_key=config.admin_key or secrets.token_hex(32),
+            engine_api_key=config.engine_api_key or secrets.token_hex(32),
+        ),
         secret=secrets.token_hex(32),
-        admin_key=config.admin_key or secrets.token_hex(32),
-        engine_api_key=config.engine_api_key or secrets.token_hex(32),
-        host=flags.host,
-        port=config.port,
         routers=flags.routers,
         num_cpus=flags.num_cpus,
         num_gpus=flags.num_gpus,
         router_cpus=flags.router_cpus,
-        api_key=config.api_key,
-        openai_api_key=config.openai_api_key,
-        store=config.store,
-        respawn=config.respawn,
-        health_deadline_s=config.health_deadline_s,
-        shutdown_s=config.shutdown_s,
         files=files,
     )
 
 
-def _announce(lines: list[Line], spec: RayFleetSpec, config: FleetConfig) -> None:
+def _announce(lines: list[Line], config: FleetConfig) -> None:
     urls = [line.url for line in lines if line.member.kind == "router"]
-    key = '-H "Authorization: Bearer $API_KEY" ' if spec.api_key else ""
-    ca = '--cacert "$CA" ' if urls[0].startswith("https:") else ""
     for url in urls:
         click.echo(f"ready {url}")
-    click.echo(
-        f"curl {urls[0]}/v1/chat/completions {ca}{key}-H 'Content-Type: application/json' -d "
-        f'\'{{"model": "{config.served_model_name or config.model}", "temperature": 0, '
-        '"messages": [{"role": "user", "content": "What is the capital of France?"}]}\''
-    )
+    click.echo(config.first_request(urls[0]))
 
 
 def _warn_of_hosts(lines: list[Line], config: FleetConfig) -> None:
@@ -179,7 +164,7 @@ def _warn_of_hosts(lines: list[Line], config: FleetConfig) -> None:
         click.echo("engines on different hosts exchange no KV with --transport shm", err=True)
 
 
-def _write_state(path: Path, lines: list[Line], spec: RayFleetSpec) -> None:
+def _write_state(path: Path, lines: list[Line], config: FleetConfig) -> None:
     routers = [{"url": line.url, "pid": line.pid} for line in lines if line.member.kind == "router"]
     state = {
         "router": routers[0],
@@ -189,13 +174,10 @@ def _write_state(path: Path, lines: list[Line], spec: RayFleetSpec) -> None:
             for line in lines
             if line.member.kind == "engine"
         ],
-        "admin_key": spec.admin_key,
-        "engine_api_key": spec.engine_api_key,
+        "admin_key": config.admin_key,
+        "engine_api_key": config.engine_api_key,
     }
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    new.touch(mode=0o600)
-    new.write_text(json.dumps(state, indent=2))
-    new.replace(path)
+    write_state(path, state)
 
 
 def _show_changes(fleet: RayFleet, lines: list[Line]) -> NoReturn:

@@ -11,11 +11,12 @@ from click.testing import CliRunner
 from router.cli import cli
 from router.cli.config import read_effective
 from router.cli.on_ray import read_ray_flags
+from router.cli.on_ray.start import _spec
 from router.cli.up import up
 from router.ray_fleet import connection
 from router.ray_fleet.actors import Record
 from router.ray_fleet.plan import RayFleetSpec
-from router.supervisor import Pool
+from router.supervisor import FleetConfig
 
 
 def flags(*arguments: str):
@@ -80,13 +81,31 @@ def test_a_fleets_file_may_say_it(tmp_path: Path):
     assert (found.on, found.fleet, found.num_cpus) == ("ray://h:10001", "blue", 2.0)
 
 
+def test_files_that_routers_read_go_with_the_fleet(tmp_path: Path):
+    file = tmp_path / "fleet.toml"
+    names = ("store_password_file", "tls_cert", "tls_key", "engine_ca", "engine_cert",
+             "engine_cert_key")  # fmt: skip
+    lines = ['model = "mock"\non = "auto"\n[router]', *(f'{name} = "{name}"' for name in names)]
+    file.write_text("\n".join(lines))
+    for name in names:
+        (tmp_path / name).write_text(f"text of {name}")
+    context = up.make_context("up", ["--config", str(file)], auto_envvar_prefix="MICROSERVE_UP")
+    effective = read_effective(context, up)
+    found = read_ray_flags(effective)
+    assert found is not None
+    router = {name: str(entry.value or "") for name, entry in effective.router.items()}
+    files = _spec(found, FleetConfig("mock", (), (), "", 8000), router).files
+    for name in names:
+        assert files[f"--{name.replace('_', '-')}"][1] == f"text of {name}".encode()
+
+
 def test_scale_must_be_told_how_many():
     ended = CliRunner().invoke(cli, ["scale"])
     assert ended.exit_code == 2 and "--prefill N" in ended.output
 
 
 def test_one_command_at_a_time_changes_a_fleet():
-    record = Record(RayFleetSpec("f", "mock", (Pool(1),), (), "s", "a", "e"))
+    record = Record(RayFleetSpec("f", FleetConfig("mock", (), (), "", 8000), "s"))
     assert record.claim("a", "scale") == ""
     assert record.claim("b", "scale") == "scale"
     assert record.claim("a", "scale") == ""  # renews it

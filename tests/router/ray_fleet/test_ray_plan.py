@@ -15,11 +15,12 @@ from router.ray_fleet.plan import (
     free_places,
     pool_of,
 )
-from router.supervisor import Pool
+from router.supervisor import FleetConfig, Pool
 
 
-def spec(*pools: Pool, **changes) -> RayFleetSpec:
-    return RayFleetSpec("f", "mock", pools, (), "s", "a", "e", **changes)
+def spec(*pools: Pool, store: str = "", api_key: str = "", **changes) -> RayFleetSpec:
+    config = FleetConfig("mock", pools, (), "", 8000, store=store, api_key=api_key)
+    return RayFleetSpec("f", config, "s", **changes)
 
 
 def engine(number: int, role: str = "any", group: int = 0, bundle: int | None = None) -> Member:
