@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 
+from router.agreement.decoded import decoded
 from router.base import StoreUnavailable
 from router.store import SharedStore
 
@@ -68,7 +69,8 @@ class Presence:
         try:
             while True:
                 members = await self._store.members(ROUTERS)
-                said = {id: one for id in members if (one := _decode(members[id])) is not None}
+                read = {id: decoded(value, _Said) for id, value in members.items()}
+                said = {id: one for id, one in read.items() if one is not None}
                 behind = {id for id, one in said.items() if one.version < version}
                 pending = sorted(behind | {id for id, one in said.items() if one.failed})
                 if not behind or loop.time() > until:
@@ -76,10 +78,3 @@ class Presence:
                 seen = await self._store.wait(seen, 0.1)
         except StoreUnavailable:
             return pending
-
-
-def _decode(value: bytes) -> _Said | None:
-    try:
-        return msgspec.json.decode(value, type=_Said)
-    except msgspec.DecodeError:
-        return None
