@@ -10,11 +10,11 @@ from router.agreement.decoded import decoded
 from router.base import StoreUnavailable
 from router.store import SharedStore
 
-__all__ = ["SEEN_S", "Presence"]
+__all__ = ["ROUTERS", "SEEN_S", "Presence"]
 
 MEMBER_S = 5.0  # without a sign of life, a router counts as gone
 SEEN_S = 2.0  # longest wait for the other routers to run a change
-ROUTERS = "routers"
+ROUTERS = "routers"  # their kind among the members of a store
 
 
 class _Said(msgspec.Struct, frozen=True):
