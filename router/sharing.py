@@ -89,10 +89,10 @@ async def shared(
     limits = None
     try:
         agreement = Agreement(store, rollout, catalog, audit_log, _name(config, link))
+        registry.lending.orders_swaps = lambda: agreement.first
         await agreement.join(first)
         limits = SharedLimits(*limited, store=store, routers=lambda: agreement.routers, tasks=tasks)
         parts.changes, parts.limits = agreement, limits
-        registry.lending.orders_swaps = lambda: agreement.first
         parts.membership = Membership(registry, store)
         await parts.membership.announce()
         running.append(tasks.create_task(agreement.run(), name="agreement"))

@@ -41,7 +41,7 @@ class Presence:
     @property
     def first(self) -> bool:
         """Whether this router is the first of all by name; not before it has looked."""
-        return self._looked and self._name < min(self._others, default=self._name + "\0")
+        return self._looked and all(self._name < other for other in self._others)
 
     async def announce(self, version: int, *, failed: bool) -> None:
         """Tell which version this router has applied. Raises `StoreUnavailable`."""
