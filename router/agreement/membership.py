@@ -47,10 +47,10 @@ class Order(Struct, frozen=True):
 class Membership:
     """Announces the engines that this router was told of, and adds those that others announce.
 
-    An engine that was learned from the store is treated as one that sends heartbeats: it is
-    forgotten when it is down and nobody has announced it for `forget_s`. Orders of administrators
-    (drain, remove, role, labels) are carried out by all routers. While the store is lost they are
-    carried out here; the others follow when it is back.
+    An engine that was learned from the store is forgotten once it is down and no router announces
+    it; while the store is lost, after `forget_s`, as one that sends heartbeats. Orders of
+    administrators (drain, remove, role, labels) are carried out by all routers. While the store is
+    lost they are carried out here; the others follow when it is back.
     """
 
     def __init__(self, registry: Registry, store: SharedStore) -> None:
