@@ -30,7 +30,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +79,6 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=ROUTERS[-1], help="routers")
     parser.add_argument("--save", action="store_true", help="write the JSON to bench/results")
     given = parser.parse_args()
-    sys.argv[1:] = ["--save"] if given.save else []
     with engines(given.engines) as watched:
         rows = [measure(watched, count, given.seconds) for count in ROUTERS if count <= given.most]
     alone = rows[0]["rest"]["engine_cpu"]
@@ -88,55 +86,27 @@ def main() -> None:
         more = row["rest"]["engine_cpu"] - alone
         row["rest"]["engine_cpu_per_router"] = round(more / row["routers"], 5)
     table(
-        f"{given.engines} engines: shares of a core, and bytes per second of one engine",
+        f"{given.engines} engines: % of a core, and bytes per second of one engine",
         ["routers", "engine at rest", "per router", "polls B/s", "prefixes B/s", "engine loaded",
          "prefixes B/s", "tokens B/s", "router at rest"],
         [
-            [str(row["routers"]), *(_cell(row, *path) for path in (
+            [str(row["routers"]), *(_cell(row.get(when, {}), name) for when, name in (
                 ("rest", "engine_cpu"), ("rest", "engine_cpu_per_router"), ("rest", "calls_b_s"),
                 ("rest", "prefixes_b_s"), ("load", "engine_cpu"), ("load", "prefixes_b_s"),
                 ("load", "tokens_b_s"), ("rest", "router_cpu")))]
             for row in rows
         ],
     )  # fmt: skip
-    print("\n".join(for_the_page(rows)))
     document = {"engines": given.engines, "seconds": given.seconds, "step_ms": STEP_MS,
                 "requests_per_s": REQUESTS_PER_S, "tokens": TOKENS, "prompt": PROMPT,
                 "by_routers": {str(row["routers"]): row for row in rows}}  # fmt: skip
     publish("router_replicas", document)
 
 
-def for_the_page(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the table of docs/performance.md. A share of a core is shown in %."""
-    yield (
-        "| routers | engine at rest | for each router | polls, B/s | engine under load | prefixes, "
-        "B/s | tokens, B/s | router at rest |"
-    )
-    yield "| --- " * 8 + "|"
-    for row in rows:
-        rest, load = row["rest"], row.get("load", {})
-        shares = [
-            f"{100 * part[name]:.2f} %" if name in part else ""
-            for part, name in (
-                (rest, "engine_cpu"), (rest, "engine_cpu_per_router"), (load, "engine_cpu"),
-                (rest, "router_cpu"),
-            )
-        ]  # fmt: skip
-        sizes = [
-            f"{part[name]:.0f}" if name in part else ""
-            for part, name in (
-                (rest, "calls_b_s"), (load, "prefixes_b_s"), (load, "tokens_b_s"),
-            )
-        ]  # fmt: skip
-        cells = [str(row["routers"]), *shares[:2], sizes[0], shares[2], *sizes[1:], shares[3]]
-        yield f"| {' | '.join(cells)} |"
-
-
-def _cell(row: dict[str, Any], *path: str) -> str:
-    value: Any = row
-    for part in path:
-        value = value.get(part, "") if isinstance(value, dict) else ""
-    return f"{value:.4f}" if isinstance(value, float) and value < 1 else f"{value}"
+def _cell(part: dict[str, float], name: str) -> str:
+    if name not in part:
+        return ""
+    return f"{part[name]:.0f}" if name.endswith("_b_s") else f"{100 * part[name]:.2f} %"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from router.store.notices import Notices
 from router.strategy import Bound
 from router.telemetry import Samples
 
-__all__ = ["Shared", "shared"]
+__all__ = ["Shared", "shared", "worker_name"]
 
 
 @dataclass(slots=True)
@@ -80,19 +80,19 @@ async def shared(
     """
     clock = asyncio.get_running_loop().time
     limited = (config.requests_per_minute, config.tokens_per_minute, clock)
-    if not config.store and link is None:
-        yield Shared(LocalChanges(rollout), RateLimits(*limited))
-        return
     parts = Shared(LocalChanges(rollout), RateLimits(*limited))
+    if not config.store and link is None:
+        yield parts
+        return
     store, running = _open(config, link, parts, tasks)
     running.append(tasks.create_task(store.run(), name="notices of the store"))
     limits = None
     try:
         agreement = Agreement(store, rollout, catalog, audit_log, _name(config, link))
+        registry.lending.orders_swaps = lambda: agreement.first
         await agreement.join(first)
         limits = SharedLimits(*limited, store=store, routers=lambda: agreement.routers, tasks=tasks)
         parts.changes, parts.limits = agreement, limits
-        registry.lending.orders_swaps = lambda: agreement.first
         parts.membership = Membership(registry, store)
         await parts.membership.announce()
         running.append(tasks.create_task(agreement.run(), name="agreement"))
@@ -141,8 +141,13 @@ async def _alive() -> None:
     """Answer the parent, which replaces a worker that does not."""
 
 
+def worker_name(pid: int) -> str:
+    """Return the name among the routers of a worker whose parent has their store."""
+    return f"worker-{pid}"
+
+
 def _name(config: RouterConfig, link: socket.socket | None) -> str:
-    """Return this process's name among the routers; the parent that has the store knows it."""
+    """Return this process's name among the routers."""
     if link is not None and not config.store:
-        return f"worker-{os.getpid()}"
+        return worker_name(os.getpid())
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"

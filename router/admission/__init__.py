@@ -5,7 +5,7 @@ Imports `strategy` and the rooms below it.
 
 from router.admission.keys import ANYBODY, Key, Keys, bearer, parse_keys
 from router.admission.queue import AdmissionQueue, Place
-from router.admission.rate_limit import RateLimits, over_limit
+from router.admission.rate_limit import RateLimits
 from router.admission.retry_budget import Claim, RetryBudget
 from router.admission.shutdown import Shutdown
 
@@ -20,6 +20,5 @@ __all__ = [
     "RetryBudget",
     "Shutdown",
     "bearer",
-    "over_limit",
     "parse_keys",
 ]

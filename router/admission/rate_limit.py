@@ -9,13 +9,28 @@ from router.admission.keys import ANYBODY, Key
 from router.base import RateLimited
 from router.store import Bucket
 
-__all__ = ["Bucket", "RateLimits", "over_limit"]
+__all__ = ["Bucket", "RateLimits"]
 
 
 @dataclass(slots=True)
 class _Allowance:
     requests: Bucket | None
     tokens: Bucket | None
+
+    def limited(self) -> list[tuple[str, Bucket]]:
+        """Return what is limited, with its bucket."""
+        both = (("requests", self.requests), ("tokens", self.tokens))
+        return [(what, bucket) for what, bucket in both if bucket is not None]
+
+    def check(self, now: float) -> None:
+        """Raise `RateLimited`, with the time to wait, if a bucket holds less than 1."""
+        for what, bucket in self.limited():
+            if (wait := bucket.until(1.0, now)) > 0:
+                raise RateLimited(
+                    f"over the limit of {bucket.limit} {what} a minute; try again in {wait:.1f} s",
+                    limit=what,
+                    retry_after_s=wait,
+                )
 
 
 class RateLimits:
@@ -49,12 +64,7 @@ class RateLimits:
         if not self._limits(key):
             return
         allowance, now = self._allowance(key), self._clock()
-        for what, bucket, needed in (
-            ("requests", allowance.requests, 1.0),
-            ("tokens", allowance.tokens, 1.0),
-        ):
-            if bucket is not None and (wait := bucket.until(needed, now)) > 0:
-                raise over_limit(what, bucket.limit, wait)
+        allowance.check(now)
         if allowance.requests is not None:
             allowance.requests.take(1.0, now)
 
@@ -73,11 +83,10 @@ class RateLimits:
         if not self._limits(key):
             return headers
         allowance, now = self._allowance(key), self._clock()
-        for what, bucket in (("requests", allowance.requests), ("tokens", allowance.tokens)):
-            if bucket is not None:
-                headers[f"x-ratelimit-limit-{what}"] = str(bucket.limit)
-                headers[f"x-ratelimit-remaining-{what}"] = str(max(0, int(bucket.level(now))))
-                headers[f"x-ratelimit-reset-{what}"] = duration(bucket.until(bucket.limit, now))
+        for what, bucket in allowance.limited():
+            headers[f"x-ratelimit-limit-{what}"] = str(bucket.limit)
+            headers[f"x-ratelimit-remaining-{what}"] = str(max(0, int(bucket.level(now))))
+            headers[f"x-ratelimit-reset-{what}"] = duration(bucket.until(bucket.limit, now))
         return headers
 
     def keep(self, keys: list[Key]) -> None:
@@ -104,15 +113,6 @@ class RateLimits:
             )
             known = self._allowances[key] = _Allowance(requests, tokens)
         return known
-
-
-def over_limit(what: str, limit: int, wait_s: float) -> RateLimited:
-    """Return the error of a request that may be repeated in `wait_s` seconds."""
-    return RateLimited(
-        f"over the limit of {limit} {what} a minute; try again in {wait_s:.1f} s",
-        limit=what,
-        retry_after_s=wait_s,
-    )
 
 
 def duration(seconds: float) -> str:

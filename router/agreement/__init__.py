@@ -5,6 +5,7 @@ Imports `rollout`, `admission`, `engines`, `store` and the rooms below them.
 
 from router.agreement.agreement import Agreement
 from router.agreement.membership import Membership
+from router.agreement.presence import ROUTERS
 from router.agreement.shared_limits import SharedLimits
 
-__all__ = ["Agreement", "Membership", "SharedLimits"]
+__all__ = ["ROUTERS", "Agreement", "Membership", "SharedLimits"]

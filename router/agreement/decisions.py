@@ -44,7 +44,9 @@ class SharedDecisions:
         self._dismissals: dict[int, str] = {}
         self._work = asyncio.Event()
 
-    def judged(self, number: int, *, failed: bool, slow: bool) -> None:
+    def judged(self, number: int, *, failed: bool, ttft_ms: float | None) -> None:
+        canary = self._rollout.revisions.canary
+        slow = canary is not None and canary.is_slow(failed=failed, ttft_ms=ttft_ms)
         tally = self._tallies.setdefault(number, [0, 0, 0])
         for i, more in enumerate((True, failed, slow)):
             tally[i] += more

@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from engine.protocol import MicroserveError
+from router.agreement.decoded import decoded
 from router.base import StoreUnavailable
 from router.engines import Backend, Registry, Role, engine_url
 from router.store import SharedStore
@@ -25,9 +25,6 @@ MEMBER_S = 15.0  # an engine that no router announces for so long is no member
 ORDER_S = 7 * 86400.0
 ENGINES, ORDERS = "engines", "orders"
 MOST = 4096  # engines, and orders
-
-
-T = TypeVar("T")
 
 
 class Member(Struct, frozen=True, omit_defaults=True):
@@ -50,10 +47,10 @@ class Order(Struct, frozen=True):
 class Membership:
     """Announces the engines that this router was told of, and adds those that others announce.
 
-    An engine that was learned from the store is treated as one that sends heartbeats: it is
-    forgotten when it is down and nobody has announced it for `forget_s`. Orders of administrators
-    (drain, remove, role, labels) are carried out by all routers. While the store is lost they are
-    carried out here; the others follow when it is back.
+    An engine that was learned from the store is forgotten once it is down and no router announces
+    it; while the store is lost, after `forget_s`, as one that sends heartbeats. Orders of
+    administrators (drain, remove, role, labels) are carried out by all routers. While the store is
+    lost they are carried out here; the others follow when it is back.
     """
 
     def __init__(self, registry: Registry, store: SharedStore) -> None:
@@ -145,7 +142,7 @@ class Membership:
 
     async def _follow_orders(self) -> None:
         found = await self._store.members(ORDERS)
-        orders = {url: _decode(value, Order) for url, value in list(found.items())[:MOST]}
+        orders = {url: decoded(value, Order) for url, value in list(found.items())[:MOST]}
         for url, order in orders.items():
             known = self._orders.get(url, Order())
             if order is None or order == known:
@@ -173,7 +170,7 @@ class Membership:
             self._registry.drain(backend, order.draining)
 
     def _add(self, url: str, value: bytes) -> None:
-        member = _decode(value, Member)
+        member = decoded(value, Member)
         try:
             good = engine_url(url)
         except MicroserveError:
@@ -190,10 +187,3 @@ class Membership:
 def _member(backend: Backend) -> Member:
     labels = dict(backend.labels) if backend.labels_from is not None else None
     return Member(backend.role if backend.role_pinned else None, labels)
-
-
-def _decode(value: bytes, kind: type[T]) -> T | None:
-    try:
-        return msgspec.json.decode(value, type=kind)
-    except msgspec.DecodeError:
-        return None

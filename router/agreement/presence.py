@@ -6,14 +6,15 @@ import asyncio
 
 import msgspec
 
+from router.agreement.decoded import decoded
 from router.base import StoreUnavailable
 from router.store import SharedStore
 
-__all__ = ["SEEN_S", "Presence"]
+__all__ = ["ROUTERS", "SEEN_S", "Presence"]
 
 MEMBER_S = 5.0  # without a sign of life, a router counts as gone
 SEEN_S = 2.0  # longest wait for the other routers to run a change
-ROUTERS = "routers"
+ROUTERS = "routers"  # their kind among the members of a store
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -40,7 +41,7 @@ class Presence:
     @property
     def first(self) -> bool:
         """Whether this router is the first of all by name; not before it has looked."""
-        return self._looked and self._name < min(self._others, default=self._name + "\0")
+        return self._looked and all(self._name < other for other in self._others)
 
     async def announce(self, version: int, *, failed: bool) -> None:
         """Tell which version this router has applied. Raises `StoreUnavailable`."""
@@ -68,7 +69,8 @@ class Presence:
         try:
             while True:
                 members = await self._store.members(ROUTERS)
-                said = {id: one for id in members if (one := _decode(members[id])) is not None}
+                read = {id: decoded(value, _Said) for id, value in members.items()}
+                said = {id: one for id, one in read.items() if one is not None}
                 behind = {id for id, one in said.items() if one.version < version}
                 pending = sorted(behind | {id for id, one in said.items() if one.failed})
                 if not behind or loop.time() > until:
@@ -76,10 +78,3 @@ class Presence:
                 seen = await self._store.wait(seen, 0.1)
         except StoreUnavailable:
             return pending
-
-
-def _decode(value: bytes) -> _Said | None:
-    try:
-        return msgspec.json.decode(value, type=_Said)
-    except msgspec.DecodeError:
-        return None

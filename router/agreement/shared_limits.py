@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from router.admission import Key, RateLimits, over_limit
+from router.admission import Key, RateLimits
 from router.base import StoreUnavailable
 from router.store import Bucket, SharedStore, Take
 
@@ -55,11 +55,7 @@ class SharedLimits(RateLimits):
         if not self._limits(key):
             return
         allowance = self._allowance(key)
-        limited = [
-            (what, bucket)
-            for what, bucket in (("requests", allowance.requests), ("tokens", allowance.tokens))
-            if bucket is not None
-        ]
+        limited = allowance.limited()
         takes = [
             _take(key, what, bucket, 1.0, float(what == "requests")) for what, bucket in limited
         ]
@@ -79,11 +75,8 @@ class SharedLimits(RateLimits):
         now = self._clock()
         for (_, bucket), level in zip(limited, taken.levels, strict=True):
             bucket.set(level, now)
-        if taken.admitted:
-            return
-        for what, bucket in limited:
-            if (wait := bucket.until(1.0, now)) > 0:
-                raise over_limit(what, bucket.limit, wait)
+        if not taken.admitted:
+            allowance.check(now)
 
     def charge(self, key: Key, tokens: int) -> None:
         """Count tokens: here at once, in the store soon."""

@@ -6,9 +6,9 @@ import logging
 from collections import deque
 from typing import Any
 
-import msgspec
 import orjson
 
+from router.agreement.decoded import decoded
 from router.agreement.truth import Activation, Truth
 from router.base import StoreUnavailable
 from router.rollout import ITSELF, AuditLog
@@ -56,10 +56,7 @@ class SharedLog:
         """Return the newest entries of the store. Raises `StoreUnavailable`."""
         found = []
         for entry in await self._store.log():
-            try:
-                told = msgspec.json.decode(entry.value, type=dict[str, Any])
-            except msgspec.DecodeError:
-                told = {"what": "unreadable"}
+            told = decoded(entry.value, dict[str, Any]) or {"what": "unreadable"}
             found.append({"number": entry.number, **told})
         return found
 
@@ -67,14 +64,13 @@ class SharedLog:
 def entries_of(old: Truth, new: Truth, name: str) -> list[dict[str, Any]]:
     """Return the entries that tell how a truth became another one, by the router `name`."""
     entries, edit = [], new.edit
-    ended = old.trial is not None and new.trial is None and edit.what != "promote"
-    if old.trial is not None and ended:
+    if old.trial is not None and new.trial is None and edit.what != "promote":
         why = (new.last_trial or {}).get("why", "")
         told = described(old.trial.activation)
         entries.append(AuditLog.entry(ITSELF, "canary_rolled_back", **told, why=why))
     if edit.what != "canary_rolled_back":
-        tried = new.trial is not None and edit.what == "canary"
-        one = new.trial.activation if tried and new.trial is not None else new.active
+        tried = new.trial if edit.what == "canary" else None
+        one = tried.activation if tried is not None else new.active
         why_told = {"why": edit.why} if edit.why else {}
         entries.append(AuditLog.entry(edit.who, edit.what, **described(one), **why_told))
     return [{**entry, "router": name} for entry in entries]

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.protocol import BadRequest
+from router.agreement.decoded import decoded
 from router.base import Conflict, StoreUnreadable
 from router.rollout import CanaryRules, another_canary, check_generation
 
@@ -86,18 +87,18 @@ class Truth(Struct, frozen=True):
     @classmethod
     def decode(cls, value: bytes) -> Truth:
         """Raises `StoreUnreadable` for what is no truth, or one of a later version."""
-        try:
-            if (schema := msgspec.json.decode(value, type=_Schema).schema) > SCHEMA:
-                raise StoreUnreadable(
-                    f"a later version of microserve has written the store's document (schema "
-                    f"{schema}; this version knows {SCHEMA}): update this router"
-                )
-            return msgspec.json.decode(value, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        written = decoded(value, _Schema)
+        if written is not None and written.schema > SCHEMA:
+            raise StoreUnreadable(
+                f"a later version of microserve has written the store's document (schema "
+                f"{written.schema}; this version knows {SCHEMA}): update this router"
+            )
+        if (truth := decoded(value, cls)) is None:
             raise StoreUnreadable(
                 "the store's document is not one of microserve: delete it, and the routers put "
                 "theirs back"
-            ) from None
+            )
+        return truth
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)

@@ -142,20 +142,20 @@ class Revisions:
             if self.candidate is not None and self.candidate.number == number:
                 self.promote()
             else:
-                self._swap(Revision(number, bound, None, self._on_violation))
+                self._swap(self.made(number, bound))
         tried = self.candidate.number if self.candidate is not None else None
         if tried != (trial[0] if trial is not None else None):
             self.drop()
             if trial is not None:
                 number, bound, self.canary = trial
-                self.candidate = Revision(number, bound, self.active, self._on_violation)
+                self.candidate = self.made(number, bound)
 
     def begin(self, number: RevisionNumber, bound: Bound) -> None:
         """Replace the first revision, before any request."""
         self.active = self.made(number, bound)
 
     def made(self, number: int, bound: Bound) -> Revision:
-        """Return a revision that takes no requests."""
+        """Return a revision whose number the store gives; a rollback does not go by it."""
         return Revision(RevisionNumber(number), bound, None, self._on_violation)
 
     def rollback(self) -> Revision:

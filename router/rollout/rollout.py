@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from router.base import Conflict
 from router.rollout.audit_log import AuditLog
-from router.rollout.canary import Canary, CanaryRules, Verdict
+from router.rollout.canary import Canary, CanaryRules
 from router.rollout.catalog import Catalog
 from router.rollout.revisions import Revision, Revisions
 from router.strategy import Bound, Strategy
@@ -27,17 +27,20 @@ FALLBACK = "data_parallel"
 
 
 class Decisions(Protocol):
-    """Where the router's own decisions are made if several routers share them."""
+    """Where a router's own decisions are made: in its `Rollout`, or by all routers of a store."""
 
-    def judged(self, number: int, *, failed: bool, slow: bool) -> None:
-        """A request of the canary `number` has ended."""
+    def judged(self, number: int, *, failed: bool, ttft_ms: float | None) -> None:
+        """A request of the canary `number` has ended; arguments as of `Canary.note`."""
 
     def dismiss(self, number: int, why: str) -> None:
-        """The revision `number` is to be replaced by an earlier one."""
+        """Replace the revision `number` by the one before it, or by plain data parallelism."""
 
 
 class Rollout:
-    """Changes the active revision. Call its methods on the event loop; they do not wait."""
+    """Changes the active revision. Call its methods on the event loop; they do not wait.
+
+    It is its own `decisions`, unless it is given others.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class Rollout:
         self.events = events
         self.audit_log = audit_log
         self.last_canary: dict[str, Any] | None = None
-        self.decisions: Decisions | None = None
+        self.decisions: Decisions = self
         self._catalog = catalog
         self._metrics = metrics
         self._strikes = strikes
@@ -130,7 +133,7 @@ class Rollout:
             completion_tokens=receipt.completion_tokens,
         )
         if revision is self.revisions.candidate:
-            self._judge(receipt)
+            self._judge(revision, receipt)
 
     def tell_swap(self, who: str, what: str, why: str) -> None:
         """Publish that the active revision has become it."""
@@ -143,7 +146,34 @@ class Rollout:
             self._metrics.canaries.labels(told["decision"]).inc()
         self.events.publish("canary", name=name, **told)
 
-    def _judge(self, receipt: Receipt) -> None:
+    def judged(self, number: int, *, failed: bool, ttft_ms: float | None) -> None:
+        """Promote or drop the canary once there is a verdict."""
+        canary = self.revisions.canary
+        if canary is None or (verdict := canary.note(failed=failed, ttft_ms=ttft_ms)) is None:
+            return
+        if verdict.decision == "rolled_back":
+            self._drop_canary(verdict.why)
+            return
+        revision = self.revisions.promote()
+        self._swapped(ITSELF, "promote", revision, verdict.why)
+        self._publish_canary(revision, "promoted", verdict.why, canary)
+
+    def dismiss(self, number: int, why: str) -> None:
+        """Replace a revision by the one before it, or by plain data parallelism."""
+        revisions = self.revisions
+        if revisions.candidate is not None and revisions.candidate.number == number:
+            self._drop_canary(why)
+        if revisions.active.number != number:
+            return
+        # `rollback` would end a canary only, and this revision would stay.
+        self._drop_canary(f"{revisions.active.label} is dismissed: {why}")
+        try:
+            self.rollback(ITSELF, why)
+        except Conflict:
+            fallback = revisions.activate(self._catalog[FALLBACK].bind({}))
+            self._swapped(ITSELF, "fallback", fallback, why)
+
+    def _judge(self, revision: Revision, receipt: Receipt) -> None:
         canary = self.revisions.canary
         if canary is None:
             return
@@ -155,21 +185,7 @@ class Rollout:
             limit = canary.rules.max_ttft_p99_ms
             if limit is None or ttft_ms is None or ttft_ms <= limit:
                 return  # the client has left early, which says nothing about the canary
-        candidate = self.revisions.candidate
-        if self.decisions is not None and candidate is not None:
-            slow = canary.is_slow(failed=failed, ttft_ms=ttft_ms)
-            self.decisions.judged(candidate.number, failed=failed, slow=slow)
-            return
-        if (verdict := canary.note(failed=failed, ttft_ms=ttft_ms)) is not None:
-            self._decide(canary, verdict)
-
-    def _decide(self, canary: Canary, verdict: Verdict) -> None:
-        if verdict.decision == "rolled_back":
-            self._drop_canary(verdict.why)
-            return
-        revision = self.revisions.promote()
-        self._swapped(ITSELF, "promote", revision, verdict.why)
-        self._publish_canary(revision, "promoted", verdict.why, canary)
+        self.decisions.judged(revision.number, failed=failed, ttft_ms=ttft_ms)
 
     def _drop_canary(self, why: str) -> bool:
         canary, revision = self.revisions.canary, self.revisions.drop()
@@ -187,24 +203,8 @@ class Rollout:
             "offence", generation=revision.number, strategy=name, kind=kind, message=message
         )
         if kind == "blocked" and revision.violations[kind] >= self._strikes:
-            self._dismiss(revision, f"it held up the event loop {self._strikes} times")
-
-    def _dismiss(self, revision: Revision, why: str) -> None:
-        """Replace it by the revision before it, or by plain data parallelism."""
-        if self.decisions is not None:
+            why = f"it held up the event loop {self._strikes} times"
             self.decisions.dismiss(revision.number, why)
-            return
-        if revision is self.revisions.candidate:
-            self._drop_canary(why)
-        if revision is not self.revisions.active:
-            return
-        # `rollback` would end a canary only, and this revision would stay.
-        self._drop_canary(f"{revision.label} is dismissed: {why}")
-        try:
-            self.rollback(ITSELF, why)
-        except Conflict:
-            fallback = self.revisions.activate(self._catalog[FALLBACK].bind({}))
-            self._swapped(ITSELF, "fallback", fallback, why)
 
     def _swapped(self, who: str, what: str, revision: Revision, why: str = "") -> None:
         self._note(who, what, revision, why)

@@ -19,6 +19,7 @@ from functools import partial
 
 import msgspec
 
+from router.agreement import ROUTERS
 from router.base import (
     AwakeClock,
     RouterConfig,
@@ -29,6 +30,7 @@ from router.base import (
     root_cause,
 )
 from router.server import FLUSH_S, listen, url_of, watching
+from router.sharing import worker_name
 from router.store import Link, MemoryStore, StoreServer
 from router.telemetry import Samples, counters, merged
 
@@ -41,7 +43,6 @@ ANSWER_S = 1.0  # for a worker to tell another one something
 SILENT_S = 10.0  # without an answer, a worker is replaced: code of users may block it for good
 RESTART_S = 1.0  # least time between two starts in one place
 END_S = 10.0  # beyond the time for running requests, until a worker is killed
-ROUTERS = "routers"  # the members of `router.agreement.agreement`
 
 
 async def run_workers(config: RouterConfig) -> None:
@@ -203,7 +204,7 @@ class _Parent:
         self._server.remove(worker.link)
         worker.link.close()
         self._ended = merged([self._ended, counters(worker.metrics)])
-        await self._store.withdraw(ROUTERS, f"worker-{worker.process.pid}")
+        await self._store.withdraw(ROUTERS, worker_name(worker.process.pid))
         if worker.process.returncode is None:
             _signal(worker, signal.SIGKILL)
 

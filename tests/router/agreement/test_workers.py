@@ -122,12 +122,12 @@ def test_a_worker_that_is_killed_is_replaced_and_streams_of_the_other_live_on(
     generation = router.strategies()["active"]["generation"]
     counted = total(clients[survivor])
     tokens: list[int] = []
+    body = {
+        "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True,
+        "return_token_ids": True,
+    }  # fmt: skip
 
     def stream() -> None:
-        body = {
-            "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True,
-            "return_token_ids": True,
-        }  # fmt: skip
         with clients[survivor].stream("POST", "/v1/completions", json=body) as reply:
             for line in reply.iter_lines():
                 tokens.append(line.count("token_ids"))
@@ -135,9 +135,12 @@ def test_a_worker_that_is_killed_is_replaced_and_streams_of_the_other_live_on(
     streaming = threading.Thread(target=stream)
     streaming.start()
     until(lambda: tokens)
-    os.kill(int(doomed.removeprefix("worker-")), signal.SIGKILL)
-    with pytest.raises(httpx.TransportError):
-        ask(clients[doomed])
+    with clients[doomed].stream("POST", "/v1/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        os.kill(int(doomed.removeprefix("worker-")), signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            list(lines)
     replaced = connections(router)
     assert survivor in replaced and doomed not in replaced
     streaming.join(60)
