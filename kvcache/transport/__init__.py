@@ -10,7 +10,7 @@ from kvcache.transport.base import Transport
 from kvcache.transport.endpoint import strip_scheme
 from kvcache.transport.handshake import accept_handshake, enable_keepalive, send_handshake
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
-from kvcache.transport.network import ANY_PORT, Network, Verify, listen
+from kvcache.transport.network import ANY_PORT, LOOPBACK, Network, Verify, listen
 from kvcache.transport.nixl.agent import has_nixl
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.transport.shm import ShmTransport
@@ -47,7 +47,7 @@ def make_transport(
         case "shm":
             return ShmTransport(epoch, prefault_bytes=prefault_bytes)
         case "nixl":
-            return NixlTransport(epoch, secret=secret, network=network or Network("127.0.0.1"))
+            return NixlTransport(epoch, secret=secret, network=network or LOOPBACK)
     raise BadRequest(f"there is no transport {name}", param="transport")
 
 
