@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,21 @@ settings.load_profile("deterministic")
 HERE = Path(__file__).parent
 DEPLOYMENTS = (HERE / "conformance", HERE / "e2e")  # all of their tests start processes
 PEAK = pytest.StashKey[int]()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Have torch compute with one thread.
+
+    Threads that wait for each other's cores spin where several engines compute, and for small
+    products they cost more time than they save.
+    """
+    import torch  # most tests do without
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

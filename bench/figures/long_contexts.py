@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from bench.figures.claims import Answer, Claim, Part, Verdict, by_effect, by_places
-from engine.latency import MODELS, FittedLatency, Profile, StepWork, TableLatency, find_profile
+from engine.latency import MODELS, FittedLatency, Profile, find_profile
 from engine.protocol import EngineConfig
 from engine.virtual import BorrowingSettings
 from router.simulation import CONFIG, Experiment, Outcome, SimulatedEngine, run_experiment
@@ -87,28 +87,16 @@ def coarse(name: str) -> Profile:
     fitted to prompts of up to 2048 tokens, and their squares contradict each other beyond.
     """
     profile, k = find_profile(name), COARSE
-    step: FittedLatency | TableLatency
-    if isinstance(profile.step, FittedLatency):
-        shape, (own, token, _) = MODELS[profile.model], profile.step.prefill
-        square = 2e3 * shape.hidden * shape.layers / (PEAK * profile.gpus)
-        step = replace(
-            profile.step,
-            prefill=(own, token * k, square * k * k),
-            decode=_scaled(profile.step.decode),
-            large_decode=_scaled(profile.step.large_decode),
-        )
-    elif isinstance(profile.step, TableLatency):
-        few = tuple((n, 1e3 * _rows(profile.step, n)) for n in (1, k))
-        many = tuple((n // k, ms) for n, ms in profile.step.rows if n > k * k)
-        step = replace(
-            profile.step,
-            rows=few + many,
-            square_ms=profile.step.square_ms * k * k,
-            context_ms=profile.step.context_ms * k,
-            mixed_ms=profile.step.mixed_ms * k,
-        )
-    else:
+    if not isinstance(profile.step, FittedLatency):
         raise TypeError(name)
+    shape, (own, token, _) = MODELS[profile.model], profile.step.prefill
+    square = 2e3 * shape.hidden * shape.layers / (PEAK * profile.gpus)
+    step = replace(
+        profile.step,
+        prefill=(own, token * k, square * k * k),
+        decode=_scaled(profile.step.decode),
+        large_decode=_scaled(profile.step.large_decode),
+    )
     return replace(
         profile, step=step, kv_bytes_per_token=profile.kv_bytes_per_token * k,
         pool_tokens=profile.pool_tokens // k,
@@ -215,11 +203,6 @@ def figure_10() -> Part:
 def _scaled(coefficients: tuple[float, float, float]) -> tuple[float, float, float]:
     own, token, sequence = coefficients
     return own, token * COARSE, sequence
-
-
-def _rows(step: TableLatency, rows: int) -> float:
-    """Return the seconds of a step that computes `rows` rows, without their contexts."""
-    return step.seconds(StepWork(prompt_tokens=rows, prompt_squares=rows * rows))
 
 
 def _write(

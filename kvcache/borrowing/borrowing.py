@@ -219,7 +219,7 @@ class Borrowing:
 
     def take_losses(self) -> Loss:
         """See `BlocksElsewhere`."""
-        lost = Loss(0, 0)
+        blocks = 0
         with self._lock:
             self._came_home += self._fetches.settle()  # what has landed is not lost
             while self._called_back:
@@ -229,18 +229,16 @@ class Borrowing:
             for here in self._fetches.take_refused():
                 lose_block(here.sequence, here.number, self.block_tokens)
                 self._give_back(here.block, at_once=True)
-                lost = Loss(lost.blocks + 1, lost.tokens + self.block_tokens)
+                blocks += 1
         while self._over:
-            creditor, loans = self._over.popleft()
-            more = self._lose(creditor, loans)
-            lost = Loss(lost.blocks + more.blocks, lost.tokens + more.tokens)
-        return lost
+            blocks += self._lose(*self._over.popleft())
+        return Loss(blocks, blocks * self.block_tokens)
 
     def recover(self, error: Exception, *, refusals: int) -> Loss | None:
         """See `BlocksElsewhere`."""
         if not isinstance(error, CreditorFailed):
             return None
-        lost = Loss(0, 0)
+        blocks = 0
         for failure in (error, *error.also):
             self._source.failed(failure.creditor)
             loans: Collection[LeaseId] | None = failure.loans
@@ -248,9 +246,8 @@ class Borrowing:
                 if not failure.lost and refusals < REFUSALS:
                     continue  # it may have been busy
                 loans = None
-            more = self._lose(failure.creditor, loans)
-            lost = Loss(lost.blocks + more.blocks, lost.tokens + more.tokens)
-        return lost
+            blocks += self._lose(failure.creditor, loans)
+        return Loss(blocks, blocks * self.block_tokens)
 
     # Show
 
@@ -282,16 +279,15 @@ class Borrowing:
         # It has come from there.
         self._source.give_back(cast("BorrowedBlock", block), at_once=at_once)
 
-    def _lose(self, creditor: EngineId, loans: Collection[LeaseId] | None) -> Loss:
-        """End the blocks of a creditor that are in these loans; None: all."""
-        blocks = tokens = 0
+    def _lose(self, creditor: EngineId, loans: Collection[LeaseId] | None) -> int:
+        """End the blocks of a creditor that are in these loans, None: all; return how many."""
+        blocks = 0
         with self._lock:
             self._moves.lose(creditor, loans)
             for sequence in self._sequences.all():
                 for number, block in sequence.away.items if sequence.away is not None else ():
                     if is_within(block, creditor, loans):
                         blocks += 1
-                        tokens += self.block_tokens
                         lose_block(sequence, number, self.block_tokens)
                         self._give_back(block)
-        return Loss(blocks, tokens)
+        return blocks

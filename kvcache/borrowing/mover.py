@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 
@@ -71,7 +71,7 @@ class BlockMover:
             table[block.first :] = pages
             begin = TokenPos(block.first * self._page_size)
             put.write(self._layers, table, begin, TokenPos(end * self._page_size))
-            put.close().add_done_callback(lambda done: self._landed(block.address, done, landed))
+            put.close().add_done_callback(lambda done: landed(done.exception()))
         except MicroserveError as error:
             landed(error)
         except Exception as error:
@@ -87,6 +87,3 @@ class BlockMover:
         if len(self._puts) > KEPT:
             self._puts.pop(next(iter(self._puts))).close()
         return put
-
-    def _landed(self, address: str, done: Future[None], landed: Landed) -> None:
-        landed(done.exception())

@@ -10,14 +10,12 @@ from kvcache.transport.base import Transport
 from kvcache.transport.endpoint import strip_scheme
 from kvcache.transport.handshake import accept_handshake, enable_keepalive, send_handshake
 from kvcache.transport.memory import MemoryNetwork, MemoryTransport
-from kvcache.transport.network import ANY_PORT, Network, Verify, listen
+from kvcache.transport.network import ANY_PORT, LOOPBACK, Network, Verify, listen
 from kvcache.transport.nixl.agent import has_nixl
 from kvcache.transport.nixl.transport import NixlTransport
 from kvcache.transport.shm import ShmTransport
 
 log = logging.getLogger(__name__)
-
-NOWHERE = Network("")
 
 
 def make_transport(
@@ -25,7 +23,7 @@ def make_transport(
     epoch: int,
     *,
     secret: bytes,
-    network: Network = NOWHERE,
+    network: Network = LOOPBACK,
     prefault_bytes: int = USUAL_BYTES,
 ) -> Transport:
     """Return an engine's transport by name.

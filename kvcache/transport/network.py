@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvcache.errors import BadRequest
 
-__all__ = ["ANY_PORT", "Network", "Verify", "listen"]
+__all__ = ["ANY_PORT", "LOOPBACK", "Network", "Verify", "listen"]
 
 Verify = Literal["off", "sampled", "always"]
 ANY_PORT = range(1)  # port 0: one that the kernel chooses
@@ -59,6 +59,9 @@ class Network:
             os.environ.setdefault("UCX_NET_DEVICES", interface)
         if len(self.ports) > 1:
             os.environ.setdefault("UCX_TCP_PORT_RANGE", f"{self.ports[0]}-{self.ports[-1]}")
+
+
+LOOPBACK = Network("127.0.0.1")
 
 
 def listen(host: str, ports: range, *, backlog: int) -> socket.socket:

@@ -258,11 +258,15 @@ class Router(ForkedProcess):
     """A router process in front of engines, started as by `up`, which has made the dry run."""
 
     def __init__(
-        self, running: list[EngineProcess], port: int = 0, strategy: str = "prefill_decode"
+        self,
+        running: list[EngineProcess],
+        port: int = 0,
+        strategy: str = "prefill_decode",
+        **environment: str,
     ) -> None:
         urls = [word for engine in running for word in ("--engine", engine.url)]
         flags = ("--strategy", strategy, "--port", str(port), "--parent-pid", str(os.getpid()))
-        super().__init__(run_microserve, "router", *flags, *urls)
+        super().__init__(run_microserve, "router", *flags, *urls, **environment)
         self.url = self.line().split()[-1]
         self.port = httpx.URL(self.url).port or 0
 

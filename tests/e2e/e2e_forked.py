@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from e2e_deployment import Deployment, Engine
+from e2e_faults import Router
 from engine_process import EngineProcess
-from forked import ForkedProcess, run_microserve
 
 
 @contextmanager
@@ -24,20 +23,14 @@ def forked(model: str, *flags: str, roles: Sequence[str]) -> Iterator[Deployment
             own = ("--role", role, "--engine-id", name, *flags)
             running.append(EngineProcess(*own, model=model, MICROSERVE_ENGINE_API_KEY=key))
             stack.callback(running[-1].kill)
-        urls = [word for engine in running for word in ("--engine", engine.url)]
-        # With a parent, as under `up`, which makes the dry run.
-        own = ("--port", "0", "--parent-pid", str(os.getpid()), *urls)
-        router = ForkedProcess(
-            run_microserve, "router", *own, MICROSERVE_ROUTER_ENGINE_API_KEY=key
-        )  # fmt: skip
+        router = Router(running, strategy="data_parallel", MICROSERVE_ROUTER_ENGINE_API_KEY=key)
         stack.callback(router.kill)
-        url = router.line().split()[-1]
         headers = {"Authorization": f"Bearer {key}"}
         engines = [
             Engine(name, engine.url, engine.pid, headers)
             for name, engine in zip(names, running, strict=True)
         ]
-        deployment = Deployment(url, router.pid, engines, admin={})
+        deployment = Deployment(router.url, router.pid, engines, admin={})
         yield deployment
         for engine in deployment.engines:
             engine.check_at_rest()

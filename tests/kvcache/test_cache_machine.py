@@ -59,6 +59,8 @@ from kvcache.lease.sender import Mirror
 from kvcache.transport import MemoryNetwork, MemoryTransport
 from kvcache.types import LeaseId, SeqId
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PAGES, SLOTS, LEASE_S = 16, 10, 1.5
 # Few prompts with common first pages, so that prefixes meet and branch.
 PROMPTS = [[*range(8), *(100 * n + i for i in range(n % 2 * 4, 16))] for n in range(4)]
@@ -68,15 +70,6 @@ SIDE = st.sampled_from([0, 1])
 FAILS_AFTER = st.sampled_from([None, None, None, 0, 1, 2])
 GONE = (LeaseExpired, UnknownLease)  # the latter after a restart of its cache
 LATE = -7.0  # the value that a stopped writer writes when it continues
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: for such small products, threads cost more time than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ class NixlTarget(HostTarget):
     same error.
     """
 
-    def __init__(self, source: Region, like: PoolLayout, verify: Verify = "off") -> None:
+    def __init__(self, source: Region, like: PoolLayout, verify: Verify) -> None:
         """`source` is the sender's region; `like` is the peer's layout except for its number of
         pages. `open` connects. `verify` says which bytes are read back after a copy."""
         self.worker = Worker("put")

@@ -21,15 +21,13 @@ from kvcache.lease import KVAddress, Put
 from kvcache.memory import FlaggedRegion, PoolLayout, Region
 from kvcache.transport.base import Registered
 from kvcache.transport.endpoint import parse_auto, strip_scheme
-from kvcache.transport.network import Network
+from kvcache.transport.network import LOOPBACK, Network
 from kvcache.transport.nixl.agent import Agent, load_nixl
 from kvcache.transport.nixl.listener import SenderListener
 from kvcache.transport.nixl.target import NixlTarget
 from kvcache.transport.put import QueuedPut
 
 __all__ = ["NixlTransport"]
-
-LOOPBACK = Network("127.0.0.1")
 
 
 class NixlTransport:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from engine_helpers import generation, tiny, tiny_layout
 from long_contexts import World, check_as_one_engine, prompt
 
@@ -15,18 +14,9 @@ from engine.scheduling import long_generations
 from kvcache.errors import NoCapacity
 from kvcache.remote_attention import AttentionShape, Limits
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 POOL = 32  # pages: 512 tokens, 4 blocks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other's cores spin, and several engines compute here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

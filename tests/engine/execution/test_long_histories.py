@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
-import torch
 from engine_helpers import generation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,19 +12,11 @@ from long_contexts import EPOCH, World, check_as_one_engine, prompt
 
 from kvcache.borrowing import HomeOrder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 EVENTS = (
     "call back", "lose", "refuse", "close", "silent", "loud", "abort", "short", "home", "no sends",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def history(seed: int) -> None:

@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 from long_contexts import check_as_one_engine
 from rings import BLOCK_AND_A_PAGE, Ring
 
 from kvcache.remote_attention import MeasuredFetchCost
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 PAGES, LENT = 64, 40
 TOKENS = 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other's cores spin, and several engines compute here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

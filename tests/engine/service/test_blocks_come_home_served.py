@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from debtor_processes import lent, name_creditors, prompt, tokens, wait_until
 from engine_process import EngineProcess
 
 pytestmark = pytest.mark.processes
@@ -19,19 +19,6 @@ POOL, BLOCK = 80, 8  # pages
 LEASE = "--lease-ms", "2000"
 DEBTOR = "--pool-pages", str(POOL), "--borrow", "--max-model-len", "4096", *LEASE
 LENDER = "--pool-pages", "300", "--lend-share", "0.9", *LEASE
-
-
-def prompt(length: int) -> list[int]:
-    rng = random.Random(length)
-    return [rng.randrange(3, 250) for _ in range(length)]
-
-
-def tokens(events: list[dict[str, Any]]) -> list[int]:
-    return [token for event in events for token in event.get("token_ids", [])]
-
-
-def lent(engine: EngineProcess) -> int:
-    return int(engine.state()["pages"]["lent"])
 
 
 def home(engine: EngineProcess, cause: str) -> float:
@@ -50,21 +37,12 @@ def order(debtor: EngineProcess, creditor: dict[str, Any], swap: str, /, **field
     return debtor.http.post("/microserving/lend/home", json=body)
 
 
-def wait_until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def pair() -> Iterator[tuple[EngineProcess, EngineProcess, dict[str, Any]]]:
     """A debtor that knows its one creditor, the creditor, and the creditor's state at first."""
     debtor, creditor = EngineProcess(*DEBTOR), EngineProcess(*LENDER, "--engine-id", "c")
-    state = creditor.state()
-    row = {"instance": "c", "epoch": state["epoch"], "url": creditor.url, "available": 200}
-    assert debtor.post("lend/creditors", creditors=[row]).status_code == 200
-    yield debtor, creditor, state
+    name_creditors(debtor, creditor, available=200)
+    yield debtor, creditor, creditor.state()
     debtor.kill()
     creditor.kill()
 
@@ -126,9 +104,7 @@ def test_a_creditor_that_is_lost_while_blocks_come_home(
                 asking.start()
                 time.sleep(at)
                 creditor.signal(death)
-                late = other.state()
-                row = {"instance": "other", "epoch": late["epoch"], "url": other.url}
-                debtor.post("lend/creditors", creditors=[{**row, "available": 200}])
+                name_creditors(debtor, other, available=200)
         asking.join(10)
         assert replies and 0 <= replies[0].json()["blocks"] <= 5
         assert tokens(found) == expected

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+from debtor_processes import name_creditors, tokens
 from engine_process import EngineProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.thorough]
@@ -22,10 +22,6 @@ def started(*flags: str) -> EngineProcess:
     engine = EngineProcess(*FLAGS, *flags, model="smollm2")
     engine.http.timeout = CALL_S
     return engine
-
-
-def tokens(events: list[dict[str, Any]]) -> list[int]:
-    return [token for event in events for token in event.get("token_ids", [])]
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +60,7 @@ def test_the_full_context_over_small_pools(
         for number in range(engines - 1):
             flags = ("--pool-pages", str(share + 32), "--lend-share", "1")
             running.append(started(*flags, "--engine-id", f"c{number}"))
-        rows = [
-            {
-                "instance": state["engine_id"],
-                "epoch": state["epoch"],
-                "url": engine.url,
-                "available": share,
-            }
-            for engine, state in ((engine, engine.state()) for engine in running[1:])
-        ]
-        assert debtor.post("lend/creditors", creditors=rows).status_code == 200
+        name_creditors(debtor, *running[1:], available=share)
         assert tokens(debtor.generate(prompt, max_tokens=NEW)) == expected
         debtor.at_rest()
         for engine in running[1:]:  # the context has no room in fewer

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
+from debtor_processes import lent, name_creditors, prompt, tokens, wait_until
 from engine_process import EngineProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -41,41 +40,12 @@ def fleet() -> Iterator[Callable[[int], tuple[EngineProcess, list[EngineProcess]
             flags = "--pool-pages", "400", "--lend-share", "0.9", "--engine-id", f"c{number}"
             engines.append(EngineProcess(*flags, *lease))
         debtor, *others = engines
-        rows = [
-            {
-                "instance": state["engine_id"],
-                "epoch": state["epoch"],
-                "url": engine.url,
-                "available": 300,
-            }
-            for engine, state in ((engine, engine.state()) for engine in others)
-        ]
-        assert debtor.post("lend/creditors", creditors=rows).status_code == 200
+        name_creditors(debtor, *others, available=300)
         return debtor, others
 
     yield start
     for engine in engines:
         engine.kill()
-
-
-def prompt(length: int) -> list[int]:
-    rng = random.Random(length)
-    return [rng.randrange(3, 250) for _ in range(length)]
-
-
-def tokens(events: list[dict[str, Any]]) -> list[int]:
-    return [token for event in events for token in event.get("token_ids", [])]
-
-
-def lent(engine: EngineProcess) -> int:
-    return int(engine.state()["pages"]["lent"])
-
-
-def wait_until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 def test_contexts_over_three_processes(fleet: Any, whole: EngineProcess):

@@ -94,6 +94,15 @@ class Scene:
         self.remote = RemoteAttention(self.cache.identity, shape)
         self.cache.borrow(self.source, self.remote)
 
+    def close(self) -> None:
+        """Check that all pages are accounted for when no block is on its way, and close both."""
+        self.arrive()
+        self.cache.check_integrity()
+        self.creditor.check_integrity()
+        assert len(self.source.out) == self.creditor.bookkeeping.lender.lent // PER_BLOCK
+        self.cache.close()
+        self.creditor.close()
+
     @property
     def elsewhere(self) -> Borrowing:
         assert self.cache.elsewhere is not None

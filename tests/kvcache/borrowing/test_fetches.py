@@ -28,12 +28,8 @@ def scene() -> Iterator[Scene]:
     made.elsewhere.settle()
     made.arrive()
     made.cache.sweep()
-    made.cache.check_integrity()
-    made.creditor.check_integrity()
     assert not made.cache.page_use().quarantined
-    assert len(made.source.out) == made.creditor.bookkeeping.lender.lent // PER_BLOCK
-    made.cache.close()
-    made.creditor.close()
+    made.close()
 
 
 def call_back(scene: Scene, *places: int) -> None:

@@ -20,7 +20,7 @@ from kvcache.memory import KVLayout
 from kvcache.remote_attention import AttentionShape, CreditorFailed, RemoteAttention
 from kvcache.types import EngineId
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 
 NAMES = ["one", "two", "three"]
 epochs = count(1)  # of the debtor: what it borrowed in another test is free
@@ -29,15 +29,6 @@ epochs = count(1)  # of the debtor: what it borrowed in another test is free
 def large(layout: KVLayout) -> KVLayout:
     """Return a pool with room for everything."""
     return layout.with_pages(4 * layout.pages)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other's cores spin, and several processes compute here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

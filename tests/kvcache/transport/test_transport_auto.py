@@ -5,7 +5,6 @@ A peer on another host is a process that believes to be there, so it takes the n
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import threading
@@ -39,7 +38,7 @@ from kvcache.types import SeqId, SlotIndex
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not any(importlib.util.find_spec(package) for package in nixl_agent.PACKAGES),
+        not nixl_agent.has_nixl(),
         reason="NIXL is not installed: pip install -e '.[nixl]'",
     ),
 ]

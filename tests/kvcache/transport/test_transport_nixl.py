@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import importlib.util
 import os
 import secrets
 import shutil
@@ -45,7 +44,7 @@ from kvcache.types import SeqId
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not any(importlib.util.find_spec(package) for package in nixl_agent.PACKAGES),
+        not nixl_agent.has_nixl(),
         reason="NIXL is not installed: pip install -e '.[nixl]'",
     ),
 ]

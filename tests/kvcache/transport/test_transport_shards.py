@@ -7,7 +7,6 @@ nothing else has changed.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from kvcache.transport import (
     ShmTransport,
     Transport,
 )
-from kvcache.transport.nixl.agent import PACKAGES
+from kvcache.transport.nixl.agent import has_nixl
 from kvcache.types import PageId
 
 SIZE, DIM, WAIT_S = 4, 2, 20.0
@@ -80,7 +79,7 @@ def test_any_split_into_any_other(kind: str, case: Case):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not any(importlib.util.find_spec(package) for package in PACKAGES),
+    not has_nixl(),
     reason="NIXL is not installed: pip install -e '.[nixl]'",
 )
 @settings(max_examples=4, deadline=None)
