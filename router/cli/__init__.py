@@ -5,49 +5,38 @@ from __future__ import annotations
 import click
 
 from router.base import PREFIX, drop_service_links, hide_keys
-from router.cli.advise import advise
-from router.cli.bench import bench
-from router.cli.chat import chat
-from router.cli.completion import completion
-from router.cli.config import config_group
-from router.cli.on_ray import down, scale, status
-from router.cli.options import CONTEXT
-from router.cli.plan import plan
-from router.cli.profile import profile
-from router.cli.serve import engine, router
-from router.cli.simulate import simulate
-from router.cli.strategy import strategy
-from router.cli.traffic import traffic
-from router.cli.up import up
+from router.cli.options import CONTEXT, LazyGroup
 
 __all__ = ["main"]
 
+COMMANDS = {
+    "up": "up:up",
+    "engine": "serve:engine",
+    "router": "serve:router",
+    "chat": "on_router.chat:chat",
+    "strategy": "on_router.strategy:strategy",
+    "bench": "bench:bench",
+    "profile": "profile:profile",
+    "plan": "plan:plan",
+    "simulate": "simulate:simulate",
+    "traffic": "on_router.traffic:traffic",
+    "advise": "on_router.advise:advise",
+    "status": "on_ray:status",
+    "scale": "on_ray:scale",
+    "down": "on_ray:down",
+    "config": "up:config",
+    "completion": "completion:completion",
+}
 
-@click.group(context_settings=CONTEXT)
+
+@click.group(
+    cls=LazyGroup,
+    lazy={name: f"{__name__}.{where}" for name, where in COMMANDS.items()},
+    context_settings=CONTEXT,
+)
 @click.version_option(package_name="microserve")
 def cli() -> None:
     """A programmable router over LLM microserving engines."""
-
-
-for command in (
-    up,
-    engine,
-    router,
-    chat,
-    strategy,
-    bench,
-    profile,
-    plan,
-    simulate,
-    traffic,
-    advise,
-    status,
-    scale,
-    down,
-    config_group(up),
-    completion,
-):
-    cli.add_command(command)
 
 
 def main() -> None:

@@ -13,7 +13,15 @@ import click
 
 from engine.protocol import EngineConfig
 from router.base import RouterConfig, StartFailed, hide_memory, root_cause
-from router.cli.config import ENGINE_OWN, KEYS_FILE, Effective, Invalid, check, read_effective
+from router.cli.config import (
+    ENGINE_OWN,
+    KEYS_FILE,
+    Effective,
+    Invalid,
+    check,
+    config_group,
+    read_effective,
+)
 from router.cli.on_ray import ray_options, read_ray_flags, up_on_ray
 from router.cli.options import (
     GroupedCommand,
@@ -29,7 +37,7 @@ from router.cli.options import (
 from router.cli.preflight import check_address, check_folder, check_store, check_strategy, check_tls
 from router.supervisor import Fleet, FleetConfig, Pool, as_arguments
 
-__all__ = ["up"]
+__all__ = ["config", "up"]
 
 ENGINE, ROUTER = EngineConfig(), RouterConfig()  # for their defaults
 # Router flags that `up` offers besides its own and passes on.
@@ -135,6 +143,9 @@ def up(context: click.Context, /, **_flags: Any) -> None:
         if not isinstance(cause, StartFailed | OSError):
             raise
         raise click.ClickException(str(cause)) from None
+
+
+config = config_group(up)
 
 
 def _fleet_config(effective: Effective) -> FleetConfig:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from router.cli.strategy import strategy
+from router.cli.on_router.strategy import strategy
 
 pytestmark = pytest.mark.slow
 SOURCE = """

@@ -122,14 +122,14 @@ def twins() -> frozenset[str]:
     return frozenset(
         f"MICROSERVE_{name}_{parameter.name}".upper()
         for name in ("engine", "router")
-        for parameter in cli.commands[name].params
+        for parameter in cli.get_command(click.Context(cli), name).params
         if isinstance(parameter, click.Option)
     )
 
 
 def parsed(args: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
     """Parse a command line of `microserve` with these variables; return its parameters."""
-    command = cli.commands[args[0]]
+    command = cli.get_command(click.Context(cli), args[0])
     prefix = f"MICROSERVE_{args[0]}_".upper()
     with_variables = click.testing.CliRunner(env=dict(environment))
     with with_variables.isolation(env=dict(environment)):

@@ -29,8 +29,9 @@ def flags_of(command: click.Command) -> Iterator[str]:
             yield from (name for name in option.opts if name.startswith("--"))
             yield from option.secondary_opts
     if isinstance(command, click.Group):
-        for inner in command.commands.values():
-            yield from flags_of(inner)
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            yield from flags_of(command.get_command(context, name))
 
 
 KNOWN = set(flags_of(cli))

@@ -5,6 +5,7 @@ Imports no other room of the command line.
 
 from router.cli.options.config_fields import config_options, given
 from router.cli.options.grouped import CONTEXT, GroupedCommand, GroupedOption, option
+from router.cli.options.lazy import LazyGroup
 from router.cli.options.values import (
     CA_HELP,
     ModelName,
@@ -21,6 +22,7 @@ __all__ = [
     "CONTEXT",
     "GroupedCommand",
     "GroupedOption",
+    "LazyGroup",
     "ModelName",
     "Number",
     "StrategyName",

@@ -80,7 +80,7 @@ def test_an_unknown_log_level_is_refused():
 
 
 def test_a_command_called_by_itself_has_the_same_help():
-    command = cli.commands["router"]
+    command = cli.get_command(click.Context(cli), "router")
     assert "  -h, --help" in CliRunner().invoke(command, ["-h"]).output
 
 

@@ -165,5 +165,5 @@ def test_every_flag_of_up_can_be_said_in_the_file(param: click.Parameter):
 def test_every_flag_of_the_router_can_be_said_in_the_file():
     schema = Schema.of(up)
     said = {*schema.router, *schema.keys}
-    named = {param.name for param in cli.commands["router"].params}
+    named = {param.name for param in cli.get_command(click.Context(cli), "router").params}
     assert named - said == {"engines", "params", "parent_pid"}

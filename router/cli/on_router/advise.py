@@ -19,7 +19,7 @@ from rich.text import Text
 from engine.latency import find_profile, profile_fields
 from engine.protocol import MicroserveError
 from router.base import print_table, table_console, table_of
-from router.cli.admin_client import (
+from router.cli.on_router.admin_client import (
     NoAnswer,
     admin_client,
     admin_options,

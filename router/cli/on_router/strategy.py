@@ -13,7 +13,8 @@ import httpx
 
 from engine.protocol import MicroserveError
 from router.base import changes_of
-from router.cli.admin_client import admin_client, call_admin
+from router.cli.on_router.admin_client import admin_client, call_admin
+from router.cli.on_router.conformance import check_conformance
 from router.cli.options import (
     CA_HELP,
     CONTEXT,
@@ -24,7 +25,7 @@ from router.cli.options import (
     read_params,
     split_flags,
 )
-from router.cli.preflight import check_conformance, check_strategy
+from router.cli.preflight import check_strategy
 from router.conformance import ALL
 from router.dry_run import FleetEngine
 from router.rollout import read_source

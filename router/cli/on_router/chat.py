@@ -10,7 +10,7 @@ import click
 import httpx
 
 from router.base import DONE, EventSplitter
-from router.cli.admin_client import unreachable
+from router.cli.on_router.admin_client import unreachable
 from router.cli.options import CA_HELP, GroupedCommand, Number, option, read_ca
 
 __all__ = ["chat"]

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import click
 import httpx
 
-from router.cli.admin_client import admin_client, admin_options, problem_of, unreachable
+from router.cli.on_router.admin_client import admin_client, admin_options, problem_of, unreachable
 from router.cli.options import GroupedCommand, Number, option
 from router.cli.preflight import check_folder
 
