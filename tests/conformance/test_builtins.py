@@ -49,7 +49,7 @@ async def passes(
     ("strategy", "params"),
     [
         pytest.param(*case.values, id=case.id, marks=pytest.mark.thorough)
-        if case.id in ("cache_aware", "data_parallel", "prefill_decode")
+        if case.id in ("balanced ratio=auto", "cache_aware", "data_parallel", "prefill_decode")
         else case
         for case in CASES
         if case.id != "balanced ratio=0.3"

@@ -49,7 +49,7 @@ async def _one(client: httpx.AsyncClient, url: str, number: int) -> str:
     ("strategy", "params"),
     [
         pytest.param("data_parallel", {}, marks=pytest.mark.thorough),
-        ("prefill_decode", {}),
+        pytest.param("prefill_decode", {}, marks=pytest.mark.thorough),
         ("balanced", {"ratio": 0.3}),
     ],
 )

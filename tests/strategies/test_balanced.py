@@ -129,7 +129,16 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+ALWAYS = ("little load", "long", "two decode engines", "a slow decode engine")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        each if each in ALWAYS else pytest.param(each, marks=pytest.mark.thorough)
+        for each in SETTINGS
+    ],
+)
 def test_auto_is_about_as_good_as_the_best_fixed_ratio(setting):
     counts, tokens, output, rate, slower = SETTINGS[setting]
     arrivals = [poisson(seed, rate=rate, tokens=tokens, output=output) for seed in SEEDS]

@@ -194,9 +194,8 @@ def test_workers_divide_the_threads(threads: int, cpus: list[int], count: int, e
     assert [threads_of(threads, cpus, rank, count) for rank in range(count)] == each
 
 
-@pytest.mark.parametrize(
-    "split", [("3", "1"), pytest.param(("1", "2"), marks=pytest.mark.thorough)], ids=str
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("split", [("3", "1"), ("1", "2")], ids=str)
 def test_smollm2_continues_as_in_transformers(split: tuple[str, str]):
     process = EngineProcess(
         *flags(split), "--dtype", "float32", "--pool-pages", "400", model="smollm2"

@@ -82,7 +82,7 @@ def test_any_split_into_any_other(kind: str, case: Case):
     not has_nixl(),
     reason="NIXL is not installed: pip install -e '.[nixl]'",
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(case=cases())
 def test_any_split_into_any_other_over_nixl(case: Case):
     reshard(lambda epoch: NixlTransport(epoch, secret=b"wire"), case)

@@ -55,7 +55,7 @@ def test_the_pace_of_a_mock_engine_is_found(tmp_path, engines):
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_engines_of_a_model_are_started_and_end_with_the_command(tmp_path):
     file = tmp_path / "mock.json"
     done = run("mock", *PACE, "-o", str(file))

@@ -137,7 +137,7 @@ def test_the_servers_refusal_reaches_the_client(front):
     assert reply.status_code == 400, reply.text
 
 
-@pytest.mark.parametrize("victim", ["router", "engine"])
+@pytest.mark.parametrize("victim", [pytest.param("router", marks=pytest.mark.thorough), "engine"])
 def test_a_server_is_killed_in_mid_stream(victim):
     """The other one goes on: nothing is repeated or lost."""
     servers = [OpenAIServer() for _ in range(2)]
