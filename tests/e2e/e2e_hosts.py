@@ -6,6 +6,7 @@ killed with all its processes, and cut off in one or both directions.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -14,9 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 KEYS = {"MICROSERVE_ENGINE_API_KEY": "engines", "MICROSERVE_ENGINE_ADMIN_KEY": "admin"}
 ADMIN = {"Authorization": "Bearer admin"}
 START_S = 240.0
+CLONE_NEWNET = 0x40000000
 _made = count()
 
 
@@ -99,6 +103,18 @@ class Host:
             f"ip netns exec {self.name} tc qdisc del dev eth0 root",
         ):
             subprocess.run(command.split(), capture_output=True)
+
+    def state(self) -> dict[str, Any]:
+        """Return the engine's state, asked from this host: also while it is cut off."""
+
+        def ask() -> dict[str, Any]:
+            with (Path("/run/netns") / self.name).open() as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+            return self.engine.state()
+
+        with ThreadPoolExecutor(1) as pool:  # a thread that ends, since it stays on this host
+            return pool.submit(ask).result()
 
     @property
     def engine(self) -> Engine:
