@@ -6,7 +6,6 @@ killed with all its processes, and cut off in one or both directions.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -24,12 +22,12 @@ from typing import Any
 import httpx
 import pytest
 from e2e_deployment import Deployment, Engine
+from e2e_wire import Wire, within
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"MICROSERVE_ENGINE_API_KEY": "engines", "MICROSERVE_ENGINE_ADMIN_KEY": "admin"}
 ADMIN = {"Authorization": "Bearer admin"}
 START_S = 240.0
-CLONE_NEWNET = 0x40000000
 _made = count()
 
 
@@ -37,9 +35,10 @@ class Host:
     """A namespace with one address, and the engine in it."""
 
     def __init__(self, network: str, number: int, bridge: str) -> None:
-        self.name = f"{bridge}h{number}"
+        self.name, self.number = f"{bridge}h{number}", number
         self.address, self.gateway = f"{network}.{number}", f"{network}.254"
-        self._port = f"{bridge}p{number}"  # of the bridge
+        self._bridge, self._port = bridge, f"{bridge}p{number}"  # a port of the bridge
+        self._wire: Wire | None = None
         self._process: subprocess.Popen[bytes] | None = None
         ip(
             f"netns add {self.name}",
@@ -95,8 +94,30 @@ class Host:
         command = f"tc qdisc replace dev eth0 root tbf rate {rate} burst 16kb limit 32kb"
         subprocess.run(["ip", "netns", "exec", self.name, *command.split()], check=True)
 
+    def worsen(self, delay_s: float, loss: float) -> Wire:
+        """Delay all frames from and to this host, and lose a share of them."""
+        wires, end, port = f"{self.name}w", f"{self._bridge}x{self.number}", self._port
+        ip(
+            f"netns add {wires}",
+            f"link set {port} netns {wires}",
+            f"-n {wires} link set {port} up",
+            f"link add {end} type veth peer name bridged netns {wires}",
+            f"-n {wires} link set bridged up",
+            f"link set {end} master {self._bridge} up",
+        )
+        self._wire = Wire(wires, (port, "bridged"), delay_s, loss)
+        return self._wire
+
     def heal(self) -> None:
-        """Undo `cut_off`, `lose_sent` and `squeeze`."""
+        """Undo `cut_off`, `lose_sent`, `squeeze` and `worsen`."""
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+            ip(
+                f"-n {self.name}w link set {self._port} netns {os.getpid()}",
+                f"link set {self._port} master {self._bridge}",
+                f"netns del {self.name}w",
+            )
         ip(f"link set {self._port} up")
         for command in (
             f"ip -n {self.name} route flush type blackhole",
@@ -106,15 +127,7 @@ class Host:
 
     def state(self) -> dict[str, Any]:
         """Return the engine's state, asked from this host: also while it is cut off."""
-
-        def ask() -> dict[str, Any]:
-            with (Path("/run/netns") / self.name).open() as file:
-                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-            return self.engine.state()
-
-        with ThreadPoolExecutor(1) as pool:  # a thread that ends, since it stays on this host
-            return pool.submit(ask).result()
+        return within(self.name, self.engine.state)
 
     @property
     def engine(self) -> Engine:
@@ -124,6 +137,8 @@ class Host:
 
     def remove(self) -> None:
         self.kill()
+        if self._wire is not None:
+            self.heal()
         subprocess.run(["ip", "netns", "del", self.name], capture_output=True)
 
     def _signal(self, number: signal.Signals) -> None:

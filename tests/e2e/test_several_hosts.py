@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import pytest
 from e2e_deployment import Deployment
 from e2e_faults import Alone, prompt_of
 from e2e_hosts import Host, fleet, hosts, wait_for
+from e2e_wire import within
 
 STRATEGIES = ("data_parallel", "prefill_decode", "balanced", "cache_aware", "migrate", "replicate")
 CLIENT = {"Authorization": "Bearer clients"}
@@ -273,6 +275,41 @@ def test_a_host_that_is_cut_off_while_requests_of_two_generations_run(
     survives(three, [*old, *new], alone, victim)
     ran = [three.deployment.receipt(one.id)["generation"] for one in [*old, *new]]
     assert ran == [now - 1] * 3 + [now] * 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("delay_s", "loss"), [(0.03, 0.0), (0.0, 0.02), (0.01, 0.01)])
+@pytest.mark.parametrize("strategy", ["prefill_decode", "balanced", "replicate"])
+def test_a_bad_network_changes_nothing(
+    three: Fleet, alone: Alone, strategy: str, delay_s: float, loss: float
+):
+    three.deployment.use(strategy)
+    victim = three.hosts[0]
+    wire = victim.worsen(delay_s, loss)
+    try:
+        asked = [three.ask(prompt_of(f"{strategy}{delay_s}{loss}{n}", 200), 100) for n in range(6)]
+        survives(three, asked, alone, victim)
+    finally:
+        victim.heal()
+    assert wire.moved and (wire.lost or not loss)
+
+
+def test_a_wire_delays_and_loses() -> None:
+    def connect(timeout: float = 5.0) -> float:
+        began = time.monotonic()
+        socket.create_connection((made[0].gateway, port), timeout).close()
+        return time.monotonic() - began
+
+    with hosts(1) as made, socket.create_server((made[0].gateway, 0)) as server:
+        port = server.getsockname()[1]
+        made[0].worsen(0.1, 0.0)
+        assert within(made[0].name, connect) > 0.2  # there and back
+        made[0].heal()
+        made[0].worsen(0.0, 1.0)
+        with pytest.raises(TimeoutError):
+            within(made[0].name, lambda: connect(0.3))
+        made[0].heal()
+        within(made[0].name, connect)
 
 
 def test_nothing_of_the_hosts_stays() -> None:
