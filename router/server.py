@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import cast
 
 from engine.web import BodyBudget, ConnectionLimit, SlowClients, most_connections
 from router.admission.shutdown import Shutdown
@@ -120,11 +121,16 @@ async def _check_first(router: Router) -> None:
 async def run(config: RouterConfig, worker: Worker | None = None) -> None:
     """Serve until SIGTERM, SIGINT or the parent's death; print one line when ready.
 
-    A worker tells its parent instead.
+    A worker tells its parent instead. A router that is still starting is not waited for.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     shutdowns: list[Shutdown] = []
+    starting = cast("asyncio.Task[None]", asyncio.current_task())
+
+    async def end_start() -> None:
+        await stop.wait()
+        starting.cancel()
 
     def on_signal() -> None:
         """First signal: finish the running requests. Second: end them."""
@@ -138,14 +144,24 @@ async def run(config: RouterConfig, worker: Worker | None = None) -> None:
     if config.allow_upload:
         hide_memory()  # from the process of a dry run
     with watching(config.parent_pid, stop):
-        async with serving(config, worker) as server:
-            shutdowns.append(server.router.shutdown)
-            _tune_gc()
-            if (peers := server.router.peers) is not None:
-                await peers.ready()
-            else:
-                print(f"router ready {server.url}", flush=True)
-            await stop.wait()
+        ending = loop.create_task(end_start())
+        try:
+            async with serving(config, worker) as server:
+                ending.cancel()
+                shutdowns.append(server.router.shutdown)
+                _tune_gc()
+                if (peers := server.router.peers) is not None:
+                    await peers.ready()
+                elif not stop.is_set():
+                    print(f"router ready {server.url}", flush=True)
+                await stop.wait()
+        except asyncio.CancelledError:
+            if not stop.is_set():
+                raise
+            starting.uncancel()
+            log.info("ended before it was ready")
+        finally:
+            ending.cancel()
 
 
 def _tune_gc() -> None:

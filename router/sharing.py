@@ -86,7 +86,7 @@ async def shared(
         return
     store, running = _open(config, link, parts, tasks)
     running.append(tasks.create_task(store.run(), name="notices of the store"))
-    limits = None
+    limits, following = None, []
     try:
         agreement = Agreement(store, rollout, catalog, audit_log, _name(config, link))
         registry.lending.orders_swaps = lambda: agreement.first
@@ -95,14 +95,17 @@ async def shared(
         parts.changes, parts.limits = agreement, limits
         parts.membership = Membership(registry, store)
         await parts.membership.announce()
-        running.append(tasks.create_task(agreement.run(), name="agreement"))
-        running.append(tasks.create_task(parts.membership.run(), name="membership"))
+        following = [
+            tasks.create_task(agreement.run(), name="agreement"),
+            tasks.create_task(parts.membership.run(), name="membership"),
+        ]
         yield parts
+        await _end(following)  # they would announce this router again
         await agreement.leave()
     finally:
         if limits is not None:
             limits.close()
-        await _end(running)
+        await _end([*following, *running])
         await store.close()
 
 
@@ -127,14 +130,11 @@ def _open(
 
 
 async def _end(running: list[asyncio.Task[None]]) -> None:
-    """Cancel tasks, again if one goes on, since a call of the store's client may swallow that."""
-    pending = set(running)
-    for _ in range(5):
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=1.0)
-        if not pending:
-            return
+    """Cancel tasks and wait until they have ended."""
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running)
 
 
 async def _alive() -> None:

@@ -46,7 +46,13 @@ async def announce(config: EngineConfig) -> None:
     known_as = ""
     verify = client_context(config.router_ca, config.tls_cert, config.tls_key)
     async with httpx.AsyncClient(
-        base_url=config.router, headers=headers, timeout=REGISTER_TIMEOUT_S, verify=verify
+        base_url=config.router,
+        headers=headers,
+        timeout=REGISTER_TIMEOUT_S,
+        verify=verify,
+        # Behind one address may be another router by the next heartbeat: one that replaces a
+        # router while that drains.
+        limits=httpx.Limits(max_keepalive_connections=0),
     ) as client:
         try:
             while True:

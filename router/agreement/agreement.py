@@ -33,6 +33,7 @@ __all__ = ["Agreement"]
 log = logging.getLogger(__name__)
 
 JOIN_S = 10.0  # for the store to answer when a router starts
+LEAVE_S = 1.0  # for the store to answer when a router ends
 LOOK_S = 1.0  # between two looks at the store without a notice
 STALE_S = SEEN_S  # after so long without a look at the store, no request begins before the next one
 CONFIRM_S = 5.0  # longest wait of a request for it
@@ -111,11 +112,15 @@ class Agreement:
             tasks.create_task(self._decisions.run(), name="shared decisions")
 
     async def leave(self) -> None:
-        """Tell the others that this router ends. `run` follows the store no longer."""
+        """Tell the others that this router ends. `run` follows the store no longer.
+
+        A store that does not answer delays it by `LEAVE_S` at most.
+        """
         self._left = True
         try:
-            await self._presence.withdraw()
-        except StoreUnavailable:
+            async with asyncio.timeout(LEAVE_S):
+                await self._presence.withdraw()
+        except (StoreUnavailable, TimeoutError):
             log.info("the store is lost: the other routers notice later that this one is gone")
 
     # Changes
@@ -184,7 +189,7 @@ class Agreement:
 
     async def _follow(self) -> None:
         seen = 0
-        while not self._left:  # a call of the store's client may swallow a cancellation
+        while not self._left:
             try:
                 await self._synchronize()
                 await self._log.save()

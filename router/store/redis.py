@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engine.protocol import BadRequest
@@ -35,6 +36,7 @@ TIMEOUT_S = 1.0  # of connecting, and of each reply
 CALL_S = 2.5  # of a call with its waiting for a connection and one retry
 CONNECTIONS = 4  # for limits of keys, and as many for all else
 RETRY_S = 0.25  # between two tries to receive notices
+CLOSE_S = 1.0  # for all connections to close
 T = TypeVar("T")
 
 
@@ -102,18 +104,21 @@ class RedisStore:
         """Subscribe to the notices, again whenever the connection is lost."""
         while True:
             try:
-                async with self._redis.pubsub() as subscription:
-                    await subscription.subscribe(self._channel)
-                    while True:
-                        # The confirmation of a subscription counts too: the client subscribes anew
-                        # after a broken connection, and what came meanwhile is not received.
-                        if await subscription.get_message(timeout=10.0):
-                            self._notices.notify()
+                await _unswallowed(self._receive())
             except self._errors as error:  # RedisError's subclasses and OSError
                 self._lost(error)
             except Exception:
                 log.exception("the notices of the store cannot be read")
             await asyncio.sleep(RETRY_S)
+
+    async def _receive(self) -> None:
+        async with self._redis.pubsub() as subscription:
+            await _unswallowed(subscription.subscribe(self._channel))
+            while True:
+                # The confirmation of a subscription counts too: the client subscribes anew after a
+                # broken connection, and what came meanwhile is not received.
+                if await _unswallowed(subscription.get_message(timeout=10.0)):
+                    self._notices.notify()
 
     async def wait(self, seen: int, timeout_s: float) -> int:
         return await self._notices.wait(seen, timeout_s)
@@ -185,9 +190,10 @@ class RedisStore:
         return {id.decode("utf-8", "replace"): value for id, value in pairs}
 
     async def close(self) -> None:
-        for client, pool in zip((self._redis, self._limits), self._pools, strict=True):
-            await client.aclose()
-            await pool.aclose()
+        """Close all connections, within `CLOSE_S` even if the server is stopped."""
+        with suppress(*self._errors):  # TimeoutError is an OSError
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*(pool.aclose() for pool in self._pools))
 
     def _read(self, name: str, parse: Callable[[], T]) -> T:
         """Return what is parsed of a key. Raises `StoreUnreadable` if something else is there."""
@@ -212,7 +218,7 @@ class RedisStore:
         """Return the reply. Raises `StoreUnavailable` for an error, or after `CALL_S` seconds."""
         try:
             async with asyncio.timeout(CALL_S):
-                reply = await call
+                reply = await _unswallowed(call)
         except self._errors as error:  # TimeoutError is an OSError
             self._lost(error)
             refused = isinstance(error, self._refusals)
@@ -224,3 +230,18 @@ class RedisStore:
     def _lost(self, error: BaseException) -> None:
         self._last_error = " ".join(str(error).split())[:200] or type(error).__name__
         self.available = False
+
+
+async def _unswallowed(call: Awaitable[T]) -> T:
+    """Await a call of the client. Raises `CancelledError` even if the client swallows it.
+
+    In Python 3.11 `asyncio.wait_for`, by which the client writes, swallows a cancellation that
+    arrives when the write has just ended.
+    """
+    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    before = task.cancelling()
+    try:
+        return await call
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError

@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from e2e_deployment import Deployment, Engine
+from e2e_wire import Wire, within
 
 ROOT = Path(__file__).parents[2]
 KEYS = {"MICROSERVE_ENGINE_API_KEY": "engines", "MICROSERVE_ENGINE_ADMIN_KEY": "admin"}
@@ -33,9 +35,10 @@ class Host:
     """A namespace with one address, and the engine in it."""
 
     def __init__(self, network: str, number: int, bridge: str) -> None:
-        self.name = f"{bridge}h{number}"
+        self.name, self.number = f"{bridge}h{number}", number
         self.address, self.gateway = f"{network}.{number}", f"{network}.254"
-        self._port = f"{bridge}p{number}"  # of the bridge
+        self._bridge, self._port = bridge, f"{bridge}p{number}"  # a port of the bridge
+        self._wire: Wire | None = None
         self._process: subprocess.Popen[bytes] | None = None
         ip(
             f"netns add {self.name}",
@@ -91,14 +94,40 @@ class Host:
         command = f"tc qdisc replace dev eth0 root tbf rate {rate} burst 16kb limit 32kb"
         subprocess.run(["ip", "netns", "exec", self.name, *command.split()], check=True)
 
+    def worsen(self, delay_s: float, loss: float) -> Wire:
+        """Delay all frames from and to this host, and lose a share of them."""
+        wires, end, port = f"{self.name}w", f"{self._bridge}x{self.number}", self._port
+        ip(
+            f"netns add {wires}",
+            f"link set {port} netns {wires}",
+            f"-n {wires} link set {port} up",
+            f"link add {end} type veth peer name bridged netns {wires}",
+            f"-n {wires} link set bridged up",
+            f"link set {end} master {self._bridge} up",
+        )
+        self._wire = Wire(wires, (port, "bridged"), delay_s, loss)
+        return self._wire
+
     def heal(self) -> None:
-        """Undo `cut_off`, `lose_sent` and `squeeze`."""
+        """Undo `cut_off`, `lose_sent`, `squeeze` and `worsen`."""
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+            ip(
+                f"-n {self.name}w link set {self._port} netns {os.getpid()}",
+                f"link set {self._port} master {self._bridge}",
+                f"netns del {self.name}w",
+            )
         ip(f"link set {self._port} up")
         for command in (
             f"ip -n {self.name} route flush type blackhole",
             f"ip netns exec {self.name} tc qdisc del dev eth0 root",
         ):
             subprocess.run(command.split(), capture_output=True)
+
+    def state(self) -> dict[str, Any]:
+        """Return the engine's state, asked from this host: also while it is cut off."""
+        return within(self.name, self.engine.state)
 
     @property
     def engine(self) -> Engine:
@@ -108,6 +137,8 @@ class Host:
 
     def remove(self) -> None:
         self.kill()
+        if self._wire is not None:
+            self.heal()
         subprocess.run(["ip", "netns", "del", self.name], capture_output=True)
 
     def _signal(self, number: signal.Signals) -> None:

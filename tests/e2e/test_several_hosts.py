@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 from e2e_deployment import Deployment
 from e2e_faults import Alone, prompt_of
 from e2e_hosts import Host, fleet, hosts, wait_for
+from e2e_wire import within
 
 STRATEGIES = ("data_parallel", "prefill_decode", "balanced", "cache_aware", "migrate", "replicate")
 CLIENT = {"Authorization": "Bearer clients"}
 NEW = 150  # tokens of a request under faults
+T = TypeVar("T")
 
 
 @dataclass
@@ -43,7 +48,7 @@ class Fleet:
 
 
 class Answer:
-    """A completion in a thread of its own."""
+    """A streamed completion in a thread of its own."""
 
     def __init__(self, url: str, prompt: list[int], new: int) -> None:
         self.prompt, self.new = prompt, new
@@ -61,18 +66,28 @@ class Answer:
 
     def _run(self) -> None:
         body = {"model": "tiny", "prompt": self.prompt, "max_tokens": self.new, "temperature": 0,
-                "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+                "ignore_eos": True, "return_token_ids": True, "stream": True}  # fmt: skip
         try:
-            reply = httpx.post(
-                f"{self._url}/v1/completions", json=body, headers=CLIENT, timeout=110, verify=False
-            )
-            self.id = reply.headers.get("x-request-id", "")
-            if reply.status_code == 200:
-                self.tokens = reply.json()["choices"][0]["token_ids"]
-            else:
-                self.error = reply.text
+            with httpx.stream(
+                "POST", f"{self._url}/v1/completions", json=body, headers=CLIENT, timeout=110,
+                verify=False,
+            ) as reply:  # fmt: skip
+                self.id = reply.headers.get("x-request-id", "")
+                if reply.status_code != 200:
+                    self.error = str(reply.read())
+                    return
+                for line in reply.iter_lines():
+                    self._receive(line)
         except httpx.HTTPError as error:
             self.error = repr(error)
+
+    def _receive(self, line: str) -> None:
+        if line.startswith("data: {"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                self.error = str(event["error"])
+            for choice in event.get("choices", ()):
+                self.tokens += choice.get("token_ids") or []
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +174,142 @@ def test_a_fault_between_hosts_fails_and_changes_nothing(
     ]
     assert outcomes == [("", True)] * len(asked), [each for each in outcomes if each[0]]
     three.at_rest()
+
+
+LONG = 3000  # tokens of a prompt whose KV takes seconds at `SLOW`
+SLOW = "4mbit"
+WAYS = ["cut_off", "lose_sent"]  # in both directions, in one
+
+
+def moment(condition: Callable[[], T | None]) -> T:
+    """Poll until a moment has come."""
+    deadline = time.monotonic() + 60
+    while (found := condition()) is None:
+        assert time.monotonic() < deadline, "the moment did not come"
+    return found
+
+
+def survives(fleet: Fleet, asked: list[Answer], alone: Alone, victim: Host) -> None:
+    """Check that no answer failed or differs, and that nothing is left after healing."""
+    try:
+        outcomes = [(one.wait().error, one.tokens == alone(one.prompt, one.new)) for one in asked]
+        assert outcomes == [("", True)] * len(asked)
+    finally:
+        victim.heal()
+    wait_for(fleet.deployment, 3, fleet.folder)
+    fleet.at_rest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "way"),
+    [
+        ("receiver", "cut_off"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in [("receiver", "lose_sent"), ("sender", "cut_off"), ("sender", "lose_sent")]
+        ),
+    ],
+)
+def test_a_host_that_is_cut_off_in_the_middle_of_a_put(
+    three: Fleet, alone: Alone, end: str, way: str
+):
+    three.deployment.use("prefill_decode")
+    for host in three.hosts:
+        host.squeeze(SLOW)
+
+    def putting() -> dict[str, Host] | None:
+        states = [(host, host.engine.state()) for host in three.hosts]
+        receivers = [host for host, state in states if landed(state)]
+        senders = [host for host, state in states if state["puts_in_flight"]]
+        if not receivers or not senders:
+            return None
+        return {"receiver": receivers[0], "sender": senders[0]}
+
+    def landed(state: dict[str, Any]) -> list[int]:
+        return [one["landed"] for one in state["leases"] if 0 < one["landed"] < one["end"]]
+
+    answer = three.ask(prompt_of(f"put{end}{way}", LONG), 12)
+    ends = moment(putting)
+    victim = ends[end]
+    getattr(victim, way)()
+    assert landed(ends["receiver"].state()), "the put has ended before the cut"
+    for host in three.hosts:
+        if host is not victim:
+            host.heal()
+    survives(three, [answer], alone, victim)
+    receipt = three.deployment.receipt(answer.id)
+    assert receipt["retries"], receipt
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", ["data_parallel", "prefill_decode", "replicate"])
+def test_a_host_that_is_cut_off_in_the_middle_of_a_decode(
+    three: Fleet, alone: Alone, strategy: str, way: str
+):
+    three.deployment.use(strategy)
+    answer = three.ask(prompt_of(f"decode{strategy}{way}", 200), 800)
+    moment(lambda: len(answer.tokens) > 8 or None)
+    victim = moment(lambda: next((h for h in three.hosts if h.engine.state()["running"]), None))
+    getattr(victim, way)()
+    assert victim.state()["running"] and len(answer.tokens) < 800, "it has ended before the cut"
+    survives(three, [answer], alone, victim)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
+def test_a_host_that_is_cut_off_while_requests_of_two_generations_run(
+    three: Fleet, alone: Alone, way: str
+):
+    three.deployment.use("prefill_decode")
+    old = [three.ask(prompt_of(f"old{way}{n}", 200), 600) for n in range(3)]
+    moment(lambda: all(len(one.tokens) > 4 for one in old) or None)
+    now = three.deployment.use("replicate")
+    new = [three.ask(prompt_of(f"new{way}{n}", 200), 600) for n in range(3)]
+    moment(lambda: all(len(one.tokens) > 4 for one in new) or None)
+    victim = three.hosts[1]
+    getattr(victim, way)()
+    assert any(len(one.tokens) < 600 for one in old), "the old ones have ended before the cut"
+    assert victim.state()["running"]
+    survives(three, [*old, *new], alone, victim)
+    ran = [three.deployment.receipt(one.id)["generation"] for one in [*old, *new]]
+    assert ran == [now - 1] * 3 + [now] * 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("delay_s", "loss"), [(0.03, 0.0), (0.0, 0.02), (0.01, 0.01)])
+@pytest.mark.parametrize("strategy", ["prefill_decode", "balanced", "replicate"])
+def test_a_bad_network_changes_nothing(
+    three: Fleet, alone: Alone, strategy: str, delay_s: float, loss: float
+):
+    three.deployment.use(strategy)
+    victim = three.hosts[0]
+    wire = victim.worsen(delay_s, loss)
+    try:
+        asked = [three.ask(prompt_of(f"{strategy}{delay_s}{loss}{n}", 200), 100) for n in range(6)]
+        survives(three, asked, alone, victim)
+    finally:
+        victim.heal()
+    assert wire.moved and (wire.lost or not loss)
+
+
+def test_a_wire_delays_and_loses() -> None:
+    def connect(timeout: float = 5.0) -> float:
+        began = time.monotonic()
+        socket.create_connection((made[0].gateway, port), timeout).close()
+        return time.monotonic() - began
+
+    with hosts(1) as made, socket.create_server((made[0].gateway, 0)) as server:
+        port = server.getsockname()[1]
+        made[0].worsen(0.1, 0.0)
+        assert within(made[0].name, connect) > 0.2  # there and back
+        made[0].heal()
+        made[0].worsen(0.0, 1.0)
+        with pytest.raises(TimeoutError):
+            within(made[0].name, lambda: connect(0.3))
+        made[0].heal()
+        within(made[0].name, connect)
 
 
 def test_nothing_of_the_hosts_stays() -> None:

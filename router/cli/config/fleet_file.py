@@ -19,6 +19,7 @@ __all__ = ["FilePool", "FleetFile", "Value", "read_fleet_file"]
 TABLES = ("router", "engine", "pool", "keys")
 POOL = ("name", "role", "count", "labels", "engine")
 MOST_ENGINES = 1024
+MOST_PROBLEMS = 100
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 RESERVED = ("engine", "router")  # engines of pools without a name are called engine-0, …
 LABEL = re.compile(r"[^\s=#,]+")
@@ -106,11 +107,16 @@ class _Reader:
 
     def _wrong(self, path: KeyPath, message: str, remedy: str) -> None:
         self.problems.append(self.file.problem(path, message, remedy))
+        if len(self.problems) == MOST_PROBLEMS:
+            what = "nothing was checked after the mistakes up to here"
+            self.problems.append(self.file.problem(path, what, "correct these first"))
+            raise Invalid(self.problems)
 
     def _table(self, path: KeyPath, value: Any) -> Mapping[str, Any]:
         if isinstance(value, dict):
             return value
-        self._wrong(path, "must be a table", f"write [{key_text(path)}], and its keys below")
+        header = f"[{key_text(path)}]" if isinstance(path[-1], str) else f"[[{path[-2]}]]"
+        self._wrong(path, "must be a table", f"write {header}, and its keys below")
         return {}
 
     def _settings(
@@ -140,7 +146,7 @@ class _Reader:
 
     def _unknown(self, path: KeyPath, known: Collection[str]) -> None:
         name = str(path[-1]).replace("-", "_")
-        table = self._schema.table_of(name)
+        table = self._schema.table_of(name) or ("[[pool]]" if name in POOL else "")
         if table:
             self._wrong(path, "unknown key here", f"it belongs in {table}")
         else:

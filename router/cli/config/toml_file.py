@@ -58,7 +58,7 @@ def read_toml(path: Path) -> TomlFile:
         what, remedy = f"has more than {MOST} bytes", "a fleet needs a few kB: name its own file"
         raise Invalid([Problem(name, 0, "", what, remedy)])
     try:
-        text = content.decode("utf-8").replace("\r\n", "\n")
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise Invalid([Problem(name, line, "", "is not UTF-8", "save it as UTF-8")]) from None

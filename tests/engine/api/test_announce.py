@@ -89,3 +89,25 @@ async def test_slow_replies_end(caplog: pytest.LogCaptureFixture, monkeypatch: p
         await until(lambda: len(server.heads) > 1 or task.done())
         assert not task.done()
     assert "no complete reply" in caplog.text
+
+
+async def test_each_heartbeat_may_reach_another_router():
+    """A service leads each connection to one of its routers, and a draining one keeps its own."""
+    ports: list[int] = []
+
+    async def register(request: web.Request) -> web.Response:
+        ports.append(request.transport.get_extra_info("peername")[1])
+        return web.json_response({"id": "mine"})
+
+    app = web.Application()
+    app.router.add_post("/admin/engines", register)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        async with announced(f"http://127.0.0.1:{runner.addresses[0][1]}") as task:
+            await until(lambda: len(ports) > 2 or task.done())
+        assert len(set(ports)) == len(ports)
+    finally:
+        await runner.cleanup()

@@ -361,3 +361,18 @@ async def test_the_password_is_read_from_a_file_at_each_connection(tmp_path: Pat
             RedisStore(server.url, password_file=str(file))
     finally:
         server.close()
+
+
+@in_real_redis
+async def test_a_call_that_is_cancelled_at_any_moment_ends():
+    """asyncio.wait_for of Python 3.11, by which the client writes, swallows some cancellations."""
+    async with in_redis() as store:
+        for calls in (store.get, lambda: store.members("engines")):
+            await calls()
+            for turns in range(40):
+                call = asyncio.create_task(calls())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                if call.cancel():
+                    await asyncio.wait([call], timeout=10)
+                    assert call.cancelled(), f"after {turns} turns of the event loop"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,35 @@ WRONG: dict[str, tuple[str, list[tuple[str, str]]]] = {
             (":3: engine.strategy: unknown key here", "(it belongs in [router])"),
             (":5: router.admin_key: unknown key here", "(it belongs in [keys])"),
         ],
+    ),
+    "a key of pools": (
+        '[engine]\nrole = "decode"\n',
+        [(":2: engine.role: unknown key here", "(it belongs in [[pool]])")],
+    ),
+    "a number as a pool": (
+        "pool = [1]\n",
+        [(":1: pool[0]: must be a table", "(write [[pool]], and its keys below)")],
+    ),
+    "a unit in a number": (
+        '[router]\nshutdown_s = "2s"\n',
+        [(":2: router.shutdown_s: must be a number, not a text (from 0 to ", "quotes)")],
+    ),
+    "another unit": (
+        "[router]\nshutdown_ms = 200\n",
+        [(":2: router.shutdown_ms: unknown key", "(did you mean 'shutdown_s'?)")],
+    ),
+    "a key twice": ("[router]\nport = 1\nport = 2\n", [(":3: port: no TOML: ", "each key once)")]),
+    "a table twice": (
+        "[router]\nport = 1\n[router]\nworkers = 2\n",
+        [(":3: router: no TOML: ", "each key once)")],
+    ),
+    "a file that includes another": (
+        'include = "fleet.toml"\n',
+        [(":1: include: unknown key (one of: model, ", ")")],
+    ),
+    "lists in lists without end": (
+        f"x = {'[' * 5000}{']' * 5000}\n",
+        [(":1: is nested too deeply (", ")")],
     ),
     "a table as a value": ("router = 3\n", [(":1: router: must be a table", "keys below)")]),
     "a text as a number": (
@@ -241,6 +272,46 @@ def test_a_mistake_is_named_with_line_key_and_remedy(folder: Path, text: str, sa
         for line, (start, end) in zip(lines, said, strict=True):
             assert line.startswith(f"fleet.toml{start}"), line
             assert end in line and line.endswith(")"), line
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xef\xbb\xbf[router]\r\nprot = 1\r\n", ":2: router.prot: unknown key"),  # of an editor
+        ("[router]\nport = 1\n".encode("utf-16"), ":1: is not UTF-8 (save it as UTF-8)"),
+        (b"[router]\n# caf\xe9\n", ":2: is not UTF-8 (save it as UTF-8)"),
+        (b"[router]\nport = 1\0\n", ":2: port: no TOML: "),
+    ],
+)
+def test_files_of_other_encodings(folder: Path, content: bytes, said: str):
+    (folder / "fleet.toml").write_bytes(content)
+    done = CliRunner().invoke(cli, ["config", "check", "fleet.toml"])
+    assert done.exit_code == 2
+    assert done.output.startswith(f"fleet.toml{said}") and done.output.endswith(")\n")
+
+
+def test_of_very_many_mistakes_the_first_are_told(folder: Path):
+    (folder / "fleet.toml").write_text("".join(f"x{n} = 1\n" for n in range(2000)))
+    done = CliRunner().invoke(cli, ["config", "check", "fleet.toml"])
+    lines = done.output.splitlines()
+    assert len(lines) == 101 and any(line.endswith("(correct these first)") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda file: None, "No such file or directory (name a TOML file that can be read)"),
+        (lambda file: file.mkdir(), "Is a directory (name a TOML file that can be read)"),
+        (lambda file: file.symlink_to(file), "Too many levels of symbolic links ("),
+        (lambda file: file.symlink_to("/dev/zero"), "has more than 1048576 bytes ("),
+        (lambda file: (file.touch(), os.truncate(file, 1 << 30)), "has more than 1048576 bytes ("),
+    ],
+)
+def test_what_is_no_file_with_a_configuration(folder: Path, make: Callable, said: str):
+    make(folder / "fleet.toml")
+    done = CliRunner().invoke(cli, ["config", "check", "fleet.toml"])
+    assert done.exit_code == 2
+    assert done.output.startswith(f"fleet.toml: {said}"), done.output
 
 
 def test_a_good_file_is_counted(folder: Path):
