@@ -31,6 +31,7 @@ from router.store.linked import CHANGED
 from router.store.notices import Notices
 from router.strategy import Bound
 from router.telemetry import Samples
+from router.timeline import TracedRequest, traced
 
 __all__ = ["Shared", "shared", "worker_name"]
 
@@ -52,6 +53,12 @@ class Shared:
     async def metrics(self) -> Samples:
         """Return this process's metrics."""
         return refreshed(self.router).samples() if self.router is not None else []
+
+    async def requests(self, seconds: float, most: int) -> list[TracedRequest]:
+        """Return what a time line shows of the requests of the latest seconds."""
+        if self.router is None:
+            return []
+        return [traced(one) for one in self.router.receipts.latest(seconds, most)]
 
     async def receipt(self, id: str) -> dict[str, Any] | None:
         """Return the receipt of a request, `None` if this process has none."""
@@ -120,6 +127,7 @@ def _open(
             "alive": _alive,
             "metrics": parts.metrics,
             "receipt": parts.receipt,
+            "requests": parts.requests,
         }
         link = Link(own, handlers, {CHANGED: notices.notify})
         running.append(tasks.create_task(link.run(), name="link to the parent"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -20,10 +22,13 @@ from engine.api.served_engine import ServedEngine
 from engine.api.stream_routes import add_stream_routes
 from engine.api.streaming import event_stream
 from engine.protocol import (
+    TIMELINE_S,
+    BadRequest,
     Commit,
     EngineConfig,
     EngineState,
     EngineStatistics,
+    EngineTimeline,
     Extend,
     ExtendReply,
     Internal,
@@ -226,6 +231,16 @@ def build_api(engine: ServedEngine, config: EngineConfig) -> FastAPI:
         """Return how long this engine's own steps and puts took, a sample of each kind."""
         return engine.statistics()
 
+    @app.get("/microserving/timeline", response_model=EngineTimeline)
+    async def timeline(seconds: str = "60") -> Response:
+        """Return the steps and puts of the latest `seconds`; with 0, only what its clock says."""
+        most = _timeline_seconds(seconds)
+        if not most:
+            told = engine.timeline(0.0).model_dump_json()
+        else:  # megabytes
+            told = await asyncio.to_thread(lambda: engine.timeline(most).model_dump_json())
+        return Response(told, media_type="application/json")
+
     @app.get("/microserving/integrity")
     async def integrity() -> dict[str, bool]:
         """Verify that every page has exactly the owner that the bookkeeping says; 500 if not."""
@@ -249,6 +264,18 @@ def build_api(engine: ServedEngine, config: EngineConfig) -> FastAPI:
         return {"version": version("microserve")}
 
     return app
+
+
+def _timeline_seconds(text: str) -> float:
+    """Return the number. Raises `BadRequest` unless it is one from 0 to `TIMELINE_S`."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= TIMELINE_S:
+        what = f"seconds is a number from 0 to {TIMELINE_S:g}; not {text!r:.80}"
+        raise BadRequest(what, param="seconds")
+    return seconds
 
 
 async def _reply_error(request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ from typing import Protocol
 from engine.protocol import (
     EngineState,
     EngineStatistics,
+    EngineTimeline,
     Extend,
     ExtendReply,
     MirrorGeneration,
@@ -86,6 +87,13 @@ class ServedEngine(Protocol):
     def model_info(self) -> ModelInfo: ...
     def state(self) -> EngineState: ...
     def statistics(self) -> EngineStatistics: ...
+
+    def timeline(self, seconds: float) -> EngineTimeline:
+        """Return the steps and puts of the latest `seconds`; with 0, only what its clock says.
+
+        Called on any thread.
+        """
+        ...
 
     async def check_integrity(self) -> None:
         """Verify that every page has exactly the owner that the bookkeeping says."""

@@ -18,7 +18,6 @@ from typing import NoReturn
 from engine.execution.runner import StepCache
 from engine.protocol import Internal, RemoteSendReply
 from engine.scheduling import Send
-from kvcache.lease import Put
 
 __all__ = ["ClosingSends"]
 
@@ -33,11 +32,12 @@ class ClosingSends:
         cache: StepCache,
         clock: Callable[[], float],
         post: Callable[[Callable[[], object]], object],
-        sent: Callable[[Put], object],
+        sent: Callable[[Send, float], object],
     ) -> None:
         """`clock` returns monotonic seconds on any thread. `post` has the stepper make a call.
 
-        `sent` is called for each put that has written all of its send, under the cache's lock.
+        `sent` is called for each send whose put has written all of it, with the time of its end by
+        that clock, under the cache's lock.
         """
         self._cache = cache
         self._clock = clock
@@ -62,7 +62,7 @@ class ClosingSends:
         """Free a send's pages and complete its call: no write reads them any more."""
         now = self._clock()
         try:
-            outcome = self._free(send, closed.exception()) or _reply(send, now)
+            outcome = self._free(send, closed.exception(), now) or _reply(send, now)
         except Exception as error:  # the stepper cannot continue either
             log.exception("a send cannot be ended")
             outcome = Internal(f"the send failed: {error}")
@@ -70,13 +70,13 @@ class ClosingSends:
         self._post(partial(self._sends.discard, send))
         send.complete(outcome)
 
-    def _free(self, send: Send, failure: BaseException | None) -> BaseException | None:
+    def _free(self, send: Send, failure: BaseException | None, now: float) -> BaseException | None:
         """Free a send's pages, published unless it has failed; return its failure."""
         with self._cache.lock:
             failure = send.failure or failure
             if failure is None:
                 self._cache.publish(send.seq_id, send.tokens)
-                self._sent(send.put)
+                self._sent(send, now)
             send.started = False
             self._cache.remove_sequence(send.seq_id)
             return failure

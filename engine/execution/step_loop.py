@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 import torch
 
+from engine.execution.recent_work import RecentWork
 from engine.execution.step_output import StepStats
 from engine.execution.step_timings import StepTimings
 from engine.execution.stepper import Stepper
@@ -40,6 +41,7 @@ class StepLoop:
         """
         self.stepper = stepper
         self.timings = stepper.timings = StepTimings()
+        self.recent = stepper.recent = RecentWork(stepper.clock)
         self.progress = time.monotonic()  # when the latest iteration began
         self._died = died
         self._compute_threads = compute_threads

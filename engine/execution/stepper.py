@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from engine.execution.closing_sends import ClosingSends
 from engine.execution.lost_blocks import LostBlocks
+from engine.execution.recent_work import RecentPut, RecentWork
 from engine.execution.runner import Runner, StepCache
 from engine.execution.step_mirrors import StepMirrors
 from engine.execution.step_output import PlannedStep, StepOutput, StepResult, StepStats
 from engine.execution.step_timings import StepTimings
 from engine.protocol import Internal, MicroserveError, NoCapacity
 from engine.scheduling import Chunk, Generation, Job, ParallelSampling, Scheduler, Send
-from kvcache.lease import Put
 
 if TYPE_CHECKING:
     from engine.sampling.sampled import Sampled
@@ -67,6 +67,7 @@ class Stepper:
         """
         self.stats = StepStats()
         self.timings: StepTimings | None = None  # where to note the durations of steps and puts
+        self.recent: RecentWork | None = None  # where to note steps and puts with their times
         self.parallel_sampling = ParallelSampling(cache, scheduler, clock)
         # Called on any thread when `step` has something new to do.
         self.wake: Callable[[], object] = lambda: None
@@ -227,6 +228,8 @@ class Stepper:
             self._scheduler.record_steps(durations or (self.clock() - began,), step.counts)
             if timings is not None and work is not None:
                 timings.add_step(work, self.clock() - began)
+            if self.recent is not None:
+                self.recent.add_step(plan, began, self.clock() - began, step.counts)
         except Exception as error:  # must not end the stepper, whatever it is
             outputs = []
             if not self._lost_blocks.recover(error):
@@ -377,7 +380,13 @@ class Stepper:
         self._scheduler.remove(send)
         self._closing.close(send)
 
-    def _sent(self, put: Put) -> None:
+    def _sent(self, send: Send, now: float) -> None:
         """Note the put of a send that has succeeded. On any thread, under the cache's lock."""
+        put = send.put
         if self.timings is not None:
             self.timings.add_put(put.bytes_sent, put.copy_s)
+        if self.recent is not None and put.began:
+            seconds = max(now - put.began, 0.0)
+            self.recent.add_put(
+                RecentPut(put.began, seconds, put.copy_s, put.bytes_sent, send.request_id)
+            )

@@ -57,6 +57,13 @@ from engine.protocol.replies import (
     Usage,
     WorkerState,
 )
+from engine.protocol.timeline import (
+    TIMELINE_PUTS,
+    TIMELINE_S,
+    TIMELINE_STEP_REQUESTS,
+    TIMELINE_STEPS,
+    EngineTimeline,
+)
 from engine.protocol.wire import bad_request, error_body, error_from_body, parse
 from kvcache.errors import (
     BadAddress,
@@ -86,6 +93,10 @@ __all__ = [
     "ALL_CAPABILITIES",
     "BLOCK_TOKENS",
     "LONGEST_S",
+    "TIMELINE_PUTS",
+    "TIMELINE_S",
+    "TIMELINE_STEPS",
+    "TIMELINE_STEP_REQUESTS",
     "BadAddress",
     "BadRange",
     "BadRequest",
@@ -98,6 +109,7 @@ __all__ = [
     "EngineConfig",
     "EngineState",
     "EngineStatistics",
+    "EngineTimeline",
     "Event",
     "Extend",
     "ExtendReply",

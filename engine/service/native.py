@@ -10,6 +10,7 @@ from engine.protocol import (
     EngineConfig,
     EngineState,
     EngineStatistics,
+    EngineTimeline,
     Extend,
     ExtendReply,
     Internal,
@@ -182,6 +183,17 @@ class NativeEngine:
             decode_slowdown=config.decode_slowdown,
             lease_ms=config.lease_ms,
             row_multiple=timings.row_multiple,
+        )
+
+    def timeline(self, seconds: float) -> EngineTimeline:
+        """Return the steps and puts of the latest `seconds`. May be called on any thread."""
+        recent = self._engine.loop.recent
+        steps = recent.steps(seconds) if seconds else []
+        puts = recent.puts(seconds) if seconds else []
+        return EngineTimeline.model_construct(
+            now=recent.clock(),
+            steps=[(*step[:4], list(step.requests)) for step in steps],
+            puts=puts,
         )
 
     async def check_integrity(self) -> None:

@@ -95,7 +95,7 @@ class VirtualPut:
 
     def __init__(self, puts: Puts, peer: Endpoint, address: KVAddress, claim: int) -> None:
         self.bytes_sent = 0
-        self.copy_s = 0.0  # nobody asks: its time is known
+        self.copy_s = self.began = 0.0  # nobody asks: its time is known
         self.claim = claim
         self._puts = puts
         self._peer = peer

@@ -21,6 +21,7 @@ from engine.protocol import (
     EngineConfig,
     EngineState,
     EngineStatistics,
+    EngineTimeline,
     Extend,
     ExtendReply,
     Internal,
@@ -318,6 +319,9 @@ class VllmEngine:
 
     def statistics(self) -> EngineStatistics:
         raise Unsupported("a vLLM engine keeps no statistics of its steps")
+
+    def timeline(self, seconds: float) -> EngineTimeline:
+        raise Unsupported("a vLLM engine keeps no time line of its steps")
 
     async def check_integrity(self) -> None:
         """Verify that every block has exactly the owners that vLLM and the leases say."""

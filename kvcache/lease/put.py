@@ -26,6 +26,7 @@ class Put(Protocol):
 
     bytes_sent: int
     copy_s: float  # seconds spent on copying these bytes
+    began: float  # before the first of these copies (time.monotonic()); 0: there was none
     claim: int  # the number with which other workers of this sender join
 
     def write(self, layers: range, pages: PageTable, begin: TokenPos, end: TokenPos) -> None:

@@ -76,7 +76,7 @@ class QueuedPut:
         """`source` is the layout of the sender's pool. `take_claim` must precede the first write.
         `join` is a claim to share instead of a new one."""
         self.bytes_sent = 0
-        self.copy_s = 0.0
+        self.copy_s = self.began = 0.0
         self.claim = join or secrets.randbits(63) | 1
         self._joins = join is not None
         self._target = target
@@ -282,6 +282,7 @@ class QueuedPut:
         current = self._check_claim(self._check_lease())
         if commit.runs:
             runs, began = commit.runs, time.monotonic()
+            self.began = self.began or began
             self._target.copy(runs[0] if len(runs) == 1 else np.concatenate(runs))
             self.bytes_sent += commit.bytes
             self.copy_s += time.monotonic() - began

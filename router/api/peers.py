@@ -10,6 +10,7 @@ import msgspec
 from router.base import StoreUnavailable
 from router.store import Link
 from router.telemetry import Samples, merged, render
+from router.timeline import TracedRequest
 
 __all__ = ["Peers"]
 
@@ -44,3 +45,11 @@ class Peers:
         """Return the receipt of a request that another worker served, `None` if none has it."""
         told: dict[str, Any] | None = await self._link.call("find_receipt", id, timeout_s=GATHER_S)
         return told
+
+    async def requests(self, seconds: float, most: int) -> list[TracedRequest]:
+        """Return what a time line shows of the requests of the latest seconds, of all others.
+
+        Each tells at most `most`. Raises `StoreUnavailable` if the parent does not answer.
+        """
+        told = await self._link.call("gather_requests", seconds, most, timeout_s=GATHER_S)
+        return msgspec.convert(told, list[TracedRequest])

@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "plan:plan",
     "simulate": "simulate:simulate",
     "traffic": "on_router.traffic:traffic",
+    "trace": "on_router.trace:trace",
     "advise": "on_router.advise:advise",
     "status": "on_ray:status",
     "scale": "on_ray:scale",

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from engine.protocol import (
     EngineState,
     EngineStatistics,
+    EngineTimeline,
     LendHomeReply,
     ModelInfo,
     PrefixChange,
@@ -82,6 +83,11 @@ class EngineCalls(Protocol):
     async def model(self) -> ModelInfo: ...
     async def state(self) -> EngineState: ...
     async def statistics(self) -> EngineStatistics: ...
+
+    async def timeline(self, seconds: float) -> EngineTimeline:
+        """Return its latest steps and puts; with 0 seconds, only what its clock says."""
+        ...
+
     async def health(self) -> None: ...
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from engine.protocol import (
     EngineState,
     EngineStatistics,
+    EngineTimeline,
     Internal,
     LendHomeReply,
     ModelInfo,
@@ -38,6 +39,7 @@ SMALL = 64 << 10
 ADDRESS = 16 << 20  # an address travels on in a request, which engines limit to this by default
 STATE = 2 << 20  # 1024 leases of 500 bytes, and more of the rest
 STATISTICS = 1 << 20  # 4096 steps and 1024 puts, with numbers as long as they may be
+TIMELINE = 4 << 20  # 16384 steps and 4096 puts, with their requests
 MODEL = 64 << 20  # a tokenizer with a vocabulary of 256 k tokens takes 34 MB as JSON
 FRAME = 256 << 10  # changes of prefixes: 8192 names of 19 bytes each, and as much again
 MESSAGE = 500  # characters of an error about a reply
@@ -142,6 +144,12 @@ class EngineClient:
     async def statistics(self) -> EngineStatistics:
         body = await self._get("/microserving/statistics", most=STATISTICS)
         return await asyncio.to_thread(_read, EngineStatistics, body)
+
+    async def timeline(self, seconds: float) -> EngineTimeline:
+        path = f"/microserving/timeline?seconds={seconds:g}"
+        if not seconds:
+            return _read(EngineTimeline, await self._get(path))
+        return await asyncio.to_thread(_read, EngineTimeline, await self._get(path, most=TIMELINE))
 
     async def health(self) -> None:
         """Return if the engine's loop makes progress, or if `state` is known to tell that."""

@@ -14,6 +14,7 @@ from engine.protocol import (
     EngineConfig,
     EngineState,
     EngineStatistics,
+    EngineTimeline,
     Extend,
     Internal,
     LendAllocate,
@@ -283,6 +284,10 @@ class VirtualCalls:
             max_waiting=config.max_waiting, decode_slowdown=config.decode_slowdown,
             lease_ms=config.lease_ms,
         )  # fmt: skip
+
+    async def timeline(self, seconds: float) -> EngineTimeline:
+        """Raise `Unsupported`: `router.simulation.timeline` observes virtual engines directly."""
+        raise Unsupported(f"{self.url} has no timeline")
 
     async def health(self) -> None:
         self._check_alive()

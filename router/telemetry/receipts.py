@@ -223,6 +223,17 @@ class Receipts:
         while len(self._receipts) > self._limit:
             self._receipts.popitem(last=False)
 
+    def latest(self, seconds: float, most: int) -> list[Receipt]:
+        """Return those that ran within the latest `seconds`, by arrival; of too many, the last."""
+        found = []
+        for receipt in reversed(self._receipts.values()):
+            took_ms = receipt.ms if receipt.ms is not None else receipt.elapsed_ms()
+            if receipt.elapsed_ms() - took_ms <= seconds * 1e3:
+                found.append(receipt)
+                if len(found) == most:
+                    break
+        return found[::-1]
+
     def __getitem__(self, request_id: str) -> Receipt:
         """Return the receipt of this request. Raises `NotFound`."""
         try:

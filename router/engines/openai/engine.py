@@ -11,6 +11,7 @@ import orjson
 from engine.protocol import (
     EngineState,
     EngineStatistics,
+    EngineTimeline,
     LendHomeReply,
     ModelInfo,
     NoCapacity,
@@ -203,6 +204,9 @@ class OpenAIEngine:
 
     async def statistics(self) -> EngineStatistics:
         self._refuse("statistics")
+
+    async def timeline(self, seconds: float) -> EngineTimeline:
+        self._refuse("timeline")
 
     def _refuse(self, call: str) -> NoReturn:
         raise Unsupported(f"{self.url} is a plain OpenAI server: it has no {call}", code=call)

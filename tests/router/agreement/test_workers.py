@@ -114,6 +114,14 @@ def test_metrics_and_limits_are_those_of_all_workers(router: RouterProcess):
         assert admitted <= 1.01 * most
 
 
+def test_a_time_line_has_the_requests_of_all_workers(router: RouterProcess):
+    clients = list(connections(router).values())
+    ids = {ask(http).headers["x-request-id"] for http in clients}
+    for http in clients:
+        events = http.get("/admin/trace?seconds=60").json()["traceEvents"]
+        assert ids <= {one["args"].get("request") for one in events if one["ph"] == "X"}
+
+
 def test_a_worker_that_is_killed_is_replaced_and_streams_of_the_other_live_on(
     router: RouterProcess,
 ):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from chrome_trace_rules import read_trace
 from click.testing import CliRunner, Result
 
 from engine.latency import FixedLatency, Profile, PutLatency, write_profile
@@ -138,21 +139,22 @@ def test_a_time_line_of_steps_puts_and_requests(fleet, tmp_path):
         simulate("prefill_decode", "--fleet", fleet, "--prefill", "1", "--decode", "1", "--rate",
                  "20", "--trace", str(path), *FAST)
     )  # fmt: skip
-    events = json.loads(path.read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert {"requests", "prefill-0 (prefill)", "decode-0 (decode)", "steps", "puts"} <= names
-    requests = [span for span in spans if span["name"].startswith("request ")]
-    assert len(requests) == 12
-    assert sum(span["name"] == "remote_send on prefill-0" for span in spans) == 12
-    puts = [span for span in spans if span["name"] == "put to decode-0"]
-    assert sum(span["args"]["bytes"] for span in puts) == 12 * 39 * 1000
-    steps = [span for span in spans if span["name"].startswith(("prefill ", "decode "))]
-    by_engine: dict[int, float] = {}
-    for span in sorted(steps, key=lambda span: span["ts"]):  # steps do not overlap
-        assert span["ts"] >= by_engine.get(span["pid"], 0.0) - 1e-3
-        by_engine[span["pid"]] = span["ts"] + span["dur"]
-    assert len(by_engine) == 2
+    file = read_trace(path)
+    assert [*file.processes.values()] == ["requests", "prefill-0 (prefill)", "decode-0 (decode)"]
+    assert len(file.of("requests", "requests")) == 12
+    sends = [one for one in file.of("prefill-0 (prefill)", "calls") if one["name"] == "remote_send"]
+    assert len(sends) == 12
+    puts = file.of("prefill-0 (prefill)", "puts")
+    assert {put["name"] for put in puts} == {"put to decode-0"}
+    assert sum(put["args"]["bytes"] for put in puts) == 12 * 39 * 1000
+    for engine in ("prefill-0 (prefill)", "decode-0 (decode)"):
+        steps = file.of(engine, "steps")
+        assert steps and len({one["tid"] for one in steps}) == 1  # steps do not overlap
+    for number in file.flows:
+        names = [one["name"] for one in file.joined(number)]
+        assert names[0].startswith("request ")
+        assert names[1:] == ["prep_recv", "remote_send", "start_generate"]
+    assert len(file.flows) == 12
 
 
 BAD = {
