@@ -11,7 +11,17 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from router.api import probes
-from router.api.admin import advice, engines, ledger, migrate, pins, receipts, strategies, traffic
+from router.api.admin import (
+    advice,
+    engines,
+    ledger,
+    migrate,
+    pins,
+    receipts,
+    sources,
+    strategies,
+    traffic,
+)
 from router.api.gate import Gate
 from router.api.openai import completions, models, tokens
 from router.api.openapi import add_docs
@@ -34,7 +44,7 @@ def build_app(router: Router) -> Gate:
     catch_errors(api)
     for room in (completions, models, tokens, probes, receipts, traffic):
         api.include_router(room.routes(router))
-    for room in (engines, ledger, migrate, pins, strategies, advice):
+    for room in (engines, ledger, migrate, pins, strategies, sources, advice):
         api.include_router(room.routes(router))
     add_docs(api)
     return Gate(router, api, completions.handlers(router))

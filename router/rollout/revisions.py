@@ -15,7 +15,14 @@ from router.rollout.canary import Canary
 from router.strategy import Bound
 from router.supervision import ViolationKind
 
-__all__ = ["OnViolation", "Revision", "Revisions", "another_canary", "check_generation"]
+__all__ = [
+    "OnViolation",
+    "Revision",
+    "Revisions",
+    "another_canary",
+    "check_generation",
+    "no_canary",
+]
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +77,11 @@ def another_canary(number: int) -> Conflict:
         f"generation {number} is a canary, and there is one at a time: wait until it is judged, or "
         "end it with `microserve strategy rollback`"
     )
+
+
+def no_canary(number: int) -> Conflict:
+    """Return the error of a decision about a canary that has ended."""
+    return Conflict(f"generation {number} is no canary any more", param="generation")
 
 
 class Revisions:
