@@ -1,0 +1,3 @@
+import { html } from "../lib.js";
+
+export default { name: "fleet", title: "Fleet", View: () => html`<p>…</p>` };
