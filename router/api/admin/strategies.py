@@ -62,7 +62,7 @@ def routes(router: Router) -> APIRouter:
 
     @api.get("/admin/strategies", response_model=dict[str, Any])
     async def strategies() -> Response:
-        """The strategies, with help and parameters; what runs, and since when."""
+        """The strategies, with help and parameters; what runs; whether sources may be loaded."""
         revisions = rollout.revisions
         live = [revision.describe() for revision in revisions.live()]
         canary = None
@@ -77,6 +77,7 @@ def routes(router: Router) -> APIRouter:
                 "canary": canary,
                 "last_canary": rollout.last_canary,
                 "strategies": router.catalog.describe(),
+                "uploads": router.config.allow_upload,
             }
         )
 
