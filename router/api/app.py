@@ -11,7 +11,17 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from router.api import probes, ui
-from router.api.admin import advice, engines, ledger, migrate, pins, receipts, strategies, traffic
+from router.api.admin import (
+    advice,
+    engines,
+    ledger,
+    live,
+    migrate,
+    pins,
+    receipts,
+    strategies,
+    traffic,
+)
 from router.api.gate import Gate
 from router.api.openai import completions, models, tokens
 from router.api.openapi import add_docs
@@ -32,7 +42,7 @@ def build_app(router: Router) -> Gate:
         redirect_slashes=False,
     )
     catch_errors(api)
-    for room in (completions, models, tokens, probes, receipts, traffic):
+    for room in (completions, models, tokens, probes, live, receipts, traffic):
         api.include_router(room.routes(router))
     for room in (engines, ledger, migrate, pins, strategies, advice):
         api.include_router(room.routes(router))

@@ -12,7 +12,7 @@ from engine.protocol import BadRequest, Forbidden
 from router.api.admin.access import Body
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
-from router.api.rest import Http, Sent, reply
+from router.api.rest import EVENT_HEADERS, IDLE_S, EventStream, Http, reply
 from router.base import StoreUnavailable
 from router.dry_run import check_on_fleet, dry_run_source
 from router.rollout import CanaryRules, Changed, Wanted
@@ -20,8 +20,6 @@ from router.rollout import CanaryRules, Changed, Wanted
 __all__ = ["routes"]
 
 LOAD_TIMEOUT_S = 10.0
-IDLE_S = 15.0  # then a comment is sent, so that dead listeners are noticed
-STREAM_HEADERS = [(b"Content-Type", b"text/event-stream"), (b"Cache-Control", b"no-cache")]
 
 
 class Canary(Body):
@@ -48,12 +46,6 @@ class LoadStrategy(Body):
     source: str
     name: str = ""
     file: str = ""
-
-
-class EventStream(Sent):
-    """A stream of server-sent events that the function has sent itself."""
-
-    media_type = "text/event-stream"
 
 
 def _told(changed: Changed) -> dict[str, Any]:
@@ -144,7 +136,7 @@ def routes(router: Router) -> APIRouter:
     @api.get("/admin/events", response_class=EventStream)
     async def events(http: Http) -> Response:
         """Everything that happens, as it happens, as server-sent events."""
-        stream = http.stream(STREAM_HEADERS)
+        stream = http.stream(EVENT_HEADERS)
         # A client that does not read blocks the writes below; `abort` ends them.
         with rollout.events.listening(http.abort) as listener:
             await stream.write(b": listening\n\n")
