@@ -15,6 +15,7 @@ from router.api.admin import (
     advice,
     engines,
     ledger,
+    live,
     migrate,
     pins,
     receipts,
@@ -42,7 +43,7 @@ def build_app(router: Router) -> Gate:
         redirect_slashes=False,
     )
     catch_errors(api)
-    for room in (completions, models, tokens, probes, receipts, traffic):
+    for room in (completions, models, tokens, probes, live, receipts, traffic):
         api.include_router(room.routes(router))
     for room in (engines, ledger, migrate, pins, strategies, sources, advice):
         api.include_router(room.routes(router))

@@ -5,6 +5,7 @@ A `Revision` is called a *generation* in the admin API, in receipts and in metri
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Revision:
     on_violation: OnViolation = field(repr=False)
     in_flight: int = 0
     violations: Counter[ViolationKind] = field(default_factory=Counter)
+    since: float = field(default_factory=time.time)  # when it was made here, s since the epoch
     states: dict[Any, Any] = field(default_factory=dict, repr=False)  # what its strategy remembers
 
     @property
@@ -50,6 +52,7 @@ class Revision:
     def describe(self) -> dict[str, Any]:
         return {
             "generation": self.number,
+            "since": self.since,
             "name": self.bound.strategy.name,
             "params": self.bound.shown,
             "source_sha256": self.bound.strategy.source_sha256,

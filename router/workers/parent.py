@@ -155,7 +155,7 @@ class _Parent:
         worker = _Worker(process, Link(own, handlers, {}))
         handlers["ready"] = partial(self._ready, worker)
         handlers["gather_metrics"] = partial(self._gather_metrics, worker)
-        handlers["find_receipt"] = partial(self._find_receipt, worker)
+        handlers["ask_others"] = partial(self._ask_others, worker)
         self._workers.add(worker)
         self._server.add(worker.link)
         if process.stdin is not None:
@@ -223,15 +223,18 @@ class _Parent:
             told = await worker.link.call("metrics", timeout_s=ANSWER_S)
             worker.metrics = msgspec.convert(told, Samples)
 
-    async def _find_receipt(self, asking: _Worker, id: str) -> object:
-        async def ask(worker: _Worker) -> object:
+    async def _ask_others(
+        self, asking: _Worker, question: str, arguments: list[object]
+    ) -> list[object]:
+        """Return what all workers but the one that asks answer, without those that do not."""
+
+        async def ask(worker: _Worker) -> list[object]:
             with suppress(StoreUnavailable):
-                return await worker.link.call("receipt", id, timeout_s=ANSWER_S)
-            return None
+                return [await worker.link.call(question, *arguments, timeout_s=ANSWER_S)]
+            return []
 
         others = [worker for worker in self._workers if worker is not asking]
-        found = await asyncio.gather(*map(ask, others))
-        return next((one for one in found if one is not None), None)
+        return [one for told in await asyncio.gather(*map(ask, others)) for one in told]
 
 
 def _signal(worker: _Worker, number: signal.Signals) -> None:

@@ -10,14 +10,11 @@ from pydantic import Field
 from router.api.admin.access import Body
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
-from router.api.rest import Http, Sent, reply
+from router.api.rest import EVENT_HEADERS, IDLE_S, EventStream, Http, reply
 from router.dry_run import check_on_fleet
 from router.rollout import CanaryRules, Changed, Wanted
 
 __all__ = ["routes"]
-
-IDLE_S = 15.0  # then a comment is sent, so that dead listeners are noticed
-STREAM_HEADERS = [(b"Content-Type", b"text/event-stream"), (b"Cache-Control", b"no-cache")]
 
 
 class Canary(Body):
@@ -42,12 +39,6 @@ class Promote(Body):
     """The generation of the canary that is meant, so that no other one is promoted."""
 
     generation: int
-
-
-class EventStream(Sent):
-    """A stream of server-sent events that the function has sent itself."""
-
-    media_type = "text/event-stream"
 
 
 def _told(changed: Changed) -> dict[str, Any]:
@@ -118,7 +109,7 @@ def routes(router: Router) -> APIRouter:
     @api.get("/admin/events", response_class=EventStream)
     async def events(http: Http) -> Response:
         """Everything that happens, as it happens, as server-sent events."""
-        stream = http.stream(STREAM_HEADERS)
+        stream = http.stream(EVENT_HEADERS)
         # A client that does not read blocks the writes below; `abort` ends them.
         with rollout.events.listening(http.abort) as listener:
             await stream.write(b": listening\n\n")
