@@ -201,9 +201,11 @@ def _requests(now: Part, before: Part | None, elapsed: float) -> dict[str, Any]:
 
 def _engine(backend: Backend, now: Part) -> dict[str, Any]:
     state, model = backend.state, backend.model
+    heartbeat = state.heartbeat if state is not None else None
+    borrowed = dict(heartbeat.borrowed) if heartbeat is not None else {}
     pages = state.pages.model_dump() if state is not None else None
     if pages is not None and state is not None:
-        pages["borrowed"] = sum(state.heartbeat.borrowed.values()) if state.heartbeat else 0
+        pages["borrowed"] = sum(borrowed.values())
     return {
         "id": backend.id,
         "url": backend.url,
@@ -223,6 +225,7 @@ def _engine(backend: Backend, now: Part) -> dict[str, Any]:
         "leases": len(state.leases) if state is not None else 0,
         "puts_in_flight": state.puts_in_flight if state is not None else 0,
         "pages": pages,
+        "borrowed_from": borrowed,  # pages, by the name of the creditor
         "tiers": [tier.model_dump() for tier in state.tiers] if state is not None else [],
         "load": {"tokens": backend.load.tokens, "streams": backend.load.streams},
         "requests": now.in_flight.get(backend.id, 0),

@@ -1,6 +1,6 @@
 // What views are made of.
 import { Chart } from "./chart.js";
-import { html, useCallback, useEffect, useId, useRef, useState } from "./lib.js";
+import { html, useCallback, useEffect, useId, useLayoutEffect, useRef, useState } from "./lib.js";
 import { ms } from "./format.js";
 
 export { Chart };
@@ -232,6 +232,26 @@ export function useAction(work) {
   return { ...state, run, clear: () => set({ busy: false, error: null }) };
 }
 
+// Resolves when the page is seen again, or after a while.
+function visible() {
+  return new Promise((resolve) => {
+    document.addEventListener("visibilitychange", resolve, { once: true });
+    setTimeout(resolve, 60_000);
+  });
+}
+
+// The width of an element in pixels: [ref, width].
+export function useWidth() {
+  const ref = useRef();
+  const [width, set] = useState(0);
+  useLayoutEffect(() => {
+    const sized = new ResizeObserver(() => set(ref.current?.clientWidth ?? 0));
+    sized.observe(ref.current);
+    return () => sized.disconnect();
+  }, []);
+  return [ref, width];
+}
+
 // Calls `load(signal)` now and every `every` ms; null: once. Returns {data, error, reload}.
 export function usePolled(load, dependencies, every = null) {
   const [state, set] = useState({ data: null, error: null });
@@ -240,6 +260,8 @@ export function usePolled(load, dependencies, every = null) {
     const ended = new AbortController();
     let timer;
     const look = async () => {
+      while (document.hidden && !ended.signal.aborted) await visible();
+      if (ended.signal.aborted) return;
       try {
         const data = await load(ended.signal);
         if (!ended.signal.aborted) set({ data, error: null });
