@@ -39,6 +39,7 @@ from router.rollout.audit_log import AuditLog
 from router.rollout.catalog import Catalog
 from router.rollout.rollout import Rollout
 from router.sharing import shared
+from router.telemetry.activity import Activity
 from router.telemetry.events import Events
 from router.telemetry.metrics import Metrics
 from router.telemetry.receipts import Receipts
@@ -148,6 +149,7 @@ async def assembled(
                         changes=parts.changes,
                         receipts=Receipts(config.max_receipts),
                         traffic=traffic,
+                        activity=Activity(config.max_receipts),
                         metrics=metrics,
                         execution=Execution(
                             runtime,

@@ -15,6 +15,9 @@ from router.admission.rate_limit import RateLimits
 from router.agreement.agreement import Agreement
 from router.agreement.membership import Membership
 from router.agreement.shared_limits import SharedLimits
+from router.api.admin.live import outlines
+from router.api.admin.receipts import receipt_of
+from router.api.live import Part, part_of
 from router.api.parts import Router
 from router.api.peers import Peers
 from router.api.probes import refreshed
@@ -63,9 +66,17 @@ class Shared:
     async def receipt(self, id: str) -> dict[str, Any] | None:
         """Return the receipt of a request, `None` if this process has none."""
         try:
-            return self.router.receipts[id].describe() if self.router is not None else None
+            return receipt_of(self.router, id).describe() if self.router is not None else None
         except NotFound:
             return None
+
+    async def live(self) -> Part | None:
+        """Return this process's part of a snapshot."""
+        return part_of(self.router) if self.router is not None else None
+
+    async def outlines(self, *wanted: Any) -> list[dict[str, Any]]:
+        """Return this process's requests in outline."""
+        return outlines(self.router, *wanted) if self.router is not None else []
 
 
 @asynccontextmanager
@@ -128,6 +139,8 @@ def _open(
             "metrics": parts.metrics,
             "receipt": parts.receipt,
             "requests": parts.requests,
+            "live": parts.live,
+            "outlines": parts.outlines,
         }
         link = Link(own, handlers, {CHANGED: notices.notify})
         running.append(tasks.create_task(link.run(), name="link to the parent"))

@@ -5,6 +5,6 @@ confined processes, whose functions (`worker`) import `simulation` and the model
 """
 
 from router.advice.advisor import Advisor, Question
-from router.advice.candidates import Candidate
+from router.advice.candidates import Asked, Candidate
 
-__all__ = ["Advisor", "Candidate", "Question"]
+__all__ = ["Advisor", "Asked", "Candidate", "Question"]

@@ -6,7 +6,7 @@ import asyncio
 import fcntl
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from engine.protocol import Internal
-from router.advice.candidates import Candidate, candidates
+from router.advice.candidates import Asked, Candidate, candidates
 from router.advice.engine_facts import engine_facts, usable_engines
 from router.advice.ranking import Result, RunFigures, rank
 from router.base import Conflict, RouterConfig, bare_environment
@@ -48,13 +48,15 @@ Progress = Callable[[int, int, str], Awaitable[None]]  # done, of how many, what
 class Question:
     """What is asked: for the traffic of the latest `minutes`.
 
-    `candidates` are names and parameters; `None`: all strategies. With objectives in `slo`, more
-    goodput is better, else a shorter mean time of a request. `profile` is the JSON object of a
+    `candidates`: `None` means all strategies; with `keep_roles` under the present roles of the
+    engines only. With objectives in `slo`, more goodput is better, else a shorter mean time of a
+    request. `profile` is the JSON object of a
     profile, for engines whose own steps do not suffice. `seeds` is the number of runs of each.
     """
 
     minutes: float
-    candidates: Sequence[tuple[str, Mapping[str, Any]]] | None = None
+    candidates: Sequence[Asked] | None = None
+    keep_roles: bool = False
     slo: Slo = Slo()  # noqa: RUF009  frozen
     profile: dict[str, Any] | None = None
     seeds: int = 5
@@ -97,7 +99,9 @@ class Advisor:
         backends = usable_engines(self._registry)
         roles: dict[str, Role] = {backend.id: backend.role for backend in backends}
         active = self._revisions.active
-        compared = candidates(self._catalog, active.bound, roles, question.candidates)
+        compared = candidates(
+            self._catalog, active.bound, roles, question.candidates, keep_roles=question.keep_roles
+        )
         recorded = self._traffic.latest(60 * question.minutes)
         requests = recorded[-min(max(PER_ENGINE * len(backends), FEWEST), MOST) :]
         self._check(requests, question.minutes)
@@ -110,7 +114,9 @@ class Advisor:
                 results.append(await self._run(candidate, question, measured["fleet"], trace))
         ranking = rank(results, goodput=question.slo != Slo())
         proposal = ranking.proposal
-        notes = [*measured["notes"], *self._notes(len(recorded) - len(requests))]
+        notes = list(measured["notes"])
+        if left_out := len(recorded) - len(requests):
+            notes.append(f"{left_out} earlier requests are left out")
         return {
             "traffic": {
                 "requests": len(requests), "seconds": requests[-1].at_s - requests[0].at_s,
@@ -134,15 +140,6 @@ class Advisor:
                 f"{LEAST_REQUESTS} are needed"
             )
 
-    def _notes(self, left_out: int) -> list[str]:
-        notes = []
-        if left_out:
-            notes.append(f"{left_out} earlier requests are left out")
-        active = self._revisions.active.bound.strategy
-        if self._catalog[active.name] is not active:
-            notes.append(f"of {active.name} the latest loaded version is run, not the active one")
-        return notes
-
     async def _fit(
         self, backends: Sequence[Backend], profile: dict[str, Any] | None
     ) -> dict[str, Any]:
@@ -159,7 +156,7 @@ class Advisor:
         self, candidate: Candidate, question: Question, fleet: list[Any], trace: int
     ) -> Result:
         """Run a candidate. Whatever it does, only its own result says so."""
-        source, file = self._catalog.source(candidate.name)
+        source, file = candidate.source, candidate.file
         folders = [Path()] if source else []
         if source and file == self._config.strategy:
             folders.append(Path(file).parent)

@@ -84,12 +84,13 @@ class Row:
         one = self.candidate
         return {
             "title": one.title, "name": one.name, "params": dict(one.params),
-            "roles": dict(one.roles), "changes_roles": one.changes_roles, "current": self.current,
+            "roles": dict(one.roles), "source_sha256": one.digest,
+            "changes_roles": one.changes_roles, "current": self.current,
             "gain": self.gain, "spread": self.spread, "worth_it": self.worth_it,
             "failed": self.failure or None,
             "alike": [
                 {"title": other.title, "name": other.name, "params": dict(other.params),
-                 "roles": dict(other.roles)}
+                 "roles": dict(other.roles), "source_sha256": other.digest}
                 for other in self.alike
             ],
             **(self.figures or {}),

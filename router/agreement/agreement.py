@@ -137,6 +137,12 @@ class Agreement:
         truth = await self._commit(edit, sources=sources, bound=wanted.bound)
         return await self._changed(truth.edit.number, wanted.bound)
 
+    async def promote(self, who: str, number: int) -> Changed:
+        canary, why = self._rollout.revisions.canary, f"{who} promotes it"
+        account = canary.describe() if canary is not None else {}
+        truth = await self._commit(lambda truth: truth.promote(number, why, account, who))
+        return await self._changed(number, await self._sources.bind(truth.active))
+
     async def rollback(self, who: str) -> Changed:
         truth = await self._commit(lambda truth: truth.rollback(who))
         active = truth.active

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from engine.protocol import BadRequest
 from router.agreement.decoded import decoded
 from router.base import Conflict, StoreUnreadable
-from router.rollout import CanaryRules, another_canary, check_generation
+from router.rollout import CanaryRules, another_canary, check_generation, no_canary
 
 __all__ = ["Activation", "Edit", "Listed", "Trial", "Truth"]
 
@@ -140,7 +140,7 @@ class Truth(Struct, frozen=True):
         trial = Trial(new, rules, since)
         return replace(self, id=_id(), last=new.number, trial=trial, edit=edit)
 
-    def promote(self, number: int, why: str, account: dict[str, Any]) -> Truth:
+    def promote(self, number: int, why: str, account: dict[str, Any], who: str = "router") -> Truth:
         """Make the canary the active one. Raises `Conflict` if it has ended."""
         trial = self._trial(number)
         told = {"generation": number, "decision": "promoted", "why": why, **account}
@@ -151,7 +151,7 @@ class Truth(Struct, frozen=True):
             before=[self.active, *self.before][:HISTORY],
             trial=None,
             last_trial=told,
-            edit=Edit("router", "promote", why, number),
+            edit=Edit(who, "promote", why, number),
         )
 
     def reject(self, number: int, why: str, account: dict[str, Any]) -> Truth:
@@ -205,7 +205,7 @@ class Truth(Struct, frozen=True):
 
     def _trial(self, number: int) -> Trial:
         if self.trial is None or self.trial.activation.number != number:
-            raise Conflict(f"generation {number} is no canary any more")
+            raise no_canary(number)
         return self.trial
 
 

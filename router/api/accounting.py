@@ -95,6 +95,7 @@ class accounted:
         router, receipt = self._router, self._receipt
         serves(receipt)
         router.metrics.running += 1
+        router.activity.begin(receipt)
         router.limits.charge(self._caller, receipt.prompt_tokens)
         router.shutdown.request_begins(self._end)
         self._counted()
@@ -134,6 +135,7 @@ class accounted:
         self._tally()
         router.metrics.running -= 1
         router.metrics.finished(receipt)
+        router.activity.end(receipt)
         router.limits.charge(self._caller, receipt.completion_tokens)
         router.queue.freed()
         if self._trace is not None:

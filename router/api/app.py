@@ -1,6 +1,6 @@
 """The whole API of a router, as one ASGI application.
 
-request ──► Gate ──┬─► completions, chat completions        (their functions, called directly)
+request ──► Gate ──┬─► completions, chat completions, the page's files   (called directly)
                    └─► FastAPI ──► every other function
 """
 
@@ -10,14 +10,16 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from router.api import probes
+from router.api import probes, ui
 from router.api.admin import (
     advice,
     engines,
     ledger,
+    live,
     migrate,
     pins,
     receipts,
+    sources,
     strategies,
     trace,
     traffic,
@@ -42,9 +44,12 @@ def build_app(router: Router) -> Gate:
         redirect_slashes=False,
     )
     catch_errors(api)
-    for room in (completions, models, tokens, probes, receipts, trace, traffic):
+    for room in (completions, models, tokens, probes, live, receipts, trace, traffic):
         api.include_router(room.routes(router))
-    for room in (engines, ledger, migrate, pins, strategies, advice):
+    for room in (engines, ledger, migrate, pins, strategies, sources, advice):
         api.include_router(room.routes(router))
     add_docs(api)
-    return Gate(router, api, completions.handlers(router))
+    handlers = completions.handlers(router)
+    if not router.config.no_ui:
+        handlers |= ui.handlers()
+    return Gate(router, api, handlers)

@@ -28,6 +28,7 @@ from router.api.http import (
 from router.api.openapi import DOCS
 from router.api.parts import Router
 from router.api.rest import call_api
+from router.api.ui import is_page
 from router.base import CancelScope, RateLimited
 
 __all__ = ["Gate"]
@@ -130,7 +131,11 @@ class Gate:
         given = bearer(http.headers.get("authorization", ""))
         if path.startswith("/admin/"):
             check_admin(router, http, given, self._hosts)
-        elif path in OPEN or path.startswith(f"{DOCS}/"):
+        elif (
+            path in OPEN
+            or path.startswith(f"{DOCS}/")
+            or (is_page(http) and not router.config.no_ui)
+        ):
             http.max_body = min(self._max_body, OPEN_BODY)
         else:
             http.caller = router.keys.identify(given)

@@ -13,7 +13,7 @@ from router.engines import Registry
 from router.execution import Execution
 from router.pins import Pins
 from router.rollout import Catalog, Changes, Revisions, Rollout
-from router.telemetry import Events, Metrics, Receipts, Tracing, Traffic
+from router.telemetry import Activity, Events, Metrics, Receipts, Tracing, Traffic
 
 __all__ = ["Router"]
 
@@ -29,6 +29,7 @@ class Router:
     changes: Changes
     receipts: Receipts
     traffic: Traffic
+    activity: Activity
     metrics: Metrics
     execution: Execution
     pins: Pins

@@ -43,7 +43,17 @@ class Peers:
 
     async def receipt(self, id: str) -> dict[str, Any] | None:
         """Return the receipt of a request that another worker served, `None` if none has it."""
-        told: dict[str, Any] | None = await self._link.call("find_receipt", id, timeout_s=GATHER_S)
+        told = await self.ask_others("receipt", id)
+        return next((one for one in told if one is not None), None)
+
+    async def ask_others(self, question: str, *arguments: Any) -> list[Any]:
+        """Return what the other workers answer to a question, without those that do not.
+
+        Raises `StoreUnavailable` if the parent is gone.
+        """
+        told: list[Any] = await self._link.call(
+            "ask_others", question, arguments, timeout_s=GATHER_S
+        )
         return told
 
     async def requests(self, seconds: float, most: int) -> list[TracedRequest]:
@@ -51,5 +61,5 @@ class Peers:
 
         Each tells at most `most`. Raises `StoreUnavailable` if the parent does not answer.
         """
-        told = await self._link.call("gather_requests", seconds, most, timeout_s=GATHER_S)
-        return msgspec.convert(told, list[TracedRequest])
+        told = await self.ask_others("requests", seconds, most)
+        return [msgspec.convert(one, TracedRequest) for requests in told for one in requests]

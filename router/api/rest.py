@@ -16,8 +16,19 @@ from router.api.errors import complaint, error_headers, error_object, not_json
 from router.api.http import HttpRequest
 from router.base import MethodNotAllowed, NotFound
 
-__all__ = ["Http", "Sent", "call_api", "catch_errors", "reply"]
+__all__ = [
+    "EVENT_HEADERS",
+    "IDLE_S",
+    "EventStream",
+    "Http",
+    "Sent",
+    "call_api",
+    "catch_errors",
+    "reply",
+]
 
+IDLE_S = 15.0  # then a stream of events has a comment, so that dead listeners are noticed
+EVENT_HEADERS = [(b"Content-Type", b"text/event-stream"), (b"Cache-Control", b"no-cache")]
 METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 
@@ -35,6 +46,12 @@ class Sent(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send nothing more."""
+
+
+class EventStream(Sent):
+    """A stream of server-sent events that the function has sent itself."""
+
+    media_type = "text/event-stream"
 
 
 def reply(body: Any, *, status: int = 200) -> Response:

@@ -90,6 +90,7 @@ class RouterConfig:
         "commas; *: any; empty: --host, or any if it is all addresses; checked without an API key",
         rare=True,
     )
+    no_ui: bool = flag(False, SERVER, "serve no page for browsers at /")
     max_body_mb: int = flag(16, LIMITS, "largest request body (MiB)", least=1, most=4096, rare=True)
     max_bodies_mb: int = flag(
         128,

@@ -40,7 +40,7 @@ def check_strategy(
         tried = asyncio.run(dry_run_strategy(strategy, params, engines))
     except MicroserveError as error:
         raise Mistake(error.message) from None
-    return tried["requests"], tried["fallbacks"]
+    return tried.requests, tried.fallbacks
 
 
 def check_address(host: str, port: int) -> None:

@@ -45,7 +45,7 @@ PASSED_ON = (
     "api_key_file", "allowed_hosts", "requests_per_minute", "tokens_per_minute", "max_connections",
     "max_queue", "queue_timeout_s", "engine_wait_s", "engine_silence_s", "request_timeout_s",
     "attempts", "retry_share", "client_stall_s", "shutdown_s", "stream_interval_ms", "tls_cert",
-    "tls_key", "log_format", "workers", "store_password_file",
+    "tls_key", "log_format", "workers", "store_password_file", "no_ui",
 )  # fmt: skip
 
 

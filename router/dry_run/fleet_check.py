@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from router.base import child_environment
-from router.dry_run.dry_run_process import dry_run_source
+from router.dry_run.dry_run_process import Problem, Tried, dry_run_source, tried_source
 from router.dry_run.fleet_engine import differ, fleet_engines
 from router.engines import Registry
 from router.rollout import Catalog
 from router.strategy import Bound
 
-__all__ = ["check_on_fleet"]
+__all__ = ["check_on_fleet", "check_source"]
 
 
 async def check_on_fleet(
@@ -39,5 +41,21 @@ async def check_on_fleet(
         engines=engines,
         environment=child_environment() if own else None,
     )
-    fallbacks: list[str] = tried["fallbacks"]
-    return fallbacks
+    return tried.fallbacks
+
+
+async def check_source(
+    source: str, registry: Registry, *, name: str = "", file: str = "", params: Mapping[str, Any]
+) -> Tried | Problem:
+    """Run a source dry that is not loaded, on engines like those that are up.
+
+    Arguments as of `dry_run_source`. The process ends with the check.
+    """
+    engines = fleet_engines(registry)
+    return await tried_source(
+        source,
+        name=name,
+        file=file,
+        params=params,
+        engines=engines if differ(engines) else (),
+    )

@@ -144,8 +144,15 @@ class _Choice:
         if full is None and not len(queue):
             return
         deadline = self._runner.arrived + self._runtime.config.queue_timeout_s
-        with self._receipt.queueing():
+        with self._receipt.queueing(self._room_wanted(full), self._request.sampling.choice):
             await self._place.wait(full, deadline=deadline)
+
+    def _room_wanted(self, full: NoCapacity | None) -> str:
+        """Return what it waits for, in words."""
+        if full is None:
+            return "behind requests that wait for room"
+        engine = self._receipt.refused_by()
+        return f"for room on {engine}" if engine else "for room on an engine"
 
     async def _attempt(self, number: int) -> Attempt:
         """Return an attempt on the engines that are up. Raises `NoEngines` if none is."""
@@ -174,7 +181,8 @@ class _Choice:
         fills = self._fills()
         usable = partial(registry.usable, without=self._failed, holding=self._needs, filling=fills)
         if registry.rooms.short(backends := usable(), fills):
-            with self._receipt.queueing():
+            why = f"for memory for {fills} tokens on an engine"
+            with self._receipt.queueing(why, self._request.sampling.choice):
                 deadline = self._runner.arrived + config.queue_timeout_s
                 await registry.rooms.wait(usable, fills, deadline)
             backends = usable()
@@ -183,7 +191,7 @@ class _Choice:
             await registry.settled(config.health_timeout_s)
             backends = usable()
         if not backends and self._request.output and config.engine_wait_s:
-            with self._receipt.queueing():
+            with self._receipt.queueing("for an engine", self._request.sampling.choice):
                 await registry.returned(config.engine_wait_s, holding=self._needs)
             backends = usable()
         if not backends:

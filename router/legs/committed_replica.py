@@ -152,7 +152,7 @@ class CommittedReplica:
                 body |= {"begin": lease.match_len, "kv_addr": lease.kv_addr}
                 send = source.client.remote_send(body, attempt.headers)
                 sent = await guard(send, source, backend)
-                attempt.runtime.metrics.put_bytes.inc(sent.bytes)
+                attempt.runtime.metrics.put(source.id, backend.id, sent.bytes)
             commit = backend.client.commit({"lease_id": lease.lease_id}, attempt.headers)
             await guard(commit, backend)
             done = True

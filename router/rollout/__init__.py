@@ -9,8 +9,15 @@ from router.rollout.audit_log import AuditLog
 from router.rollout.canary import Canary, CanaryRules
 from router.rollout.catalog import Catalog, read_source
 from router.rollout.changes import Changed, Changes, LocalChanges, Wanted
-from router.rollout.revisions import Revision, Revisions, another_canary, check_generation
+from router.rollout.revisions import (
+    Revision,
+    Revisions,
+    another_canary,
+    check_generation,
+    no_canary,
+)
 from router.rollout.rollout import FALLBACK, ITSELF, Rollout
+from router.rollout.source_error import Place, SourceError
 
 __all__ = [
     "FALLBACK",
@@ -22,11 +29,14 @@ __all__ = [
     "Changed",
     "Changes",
     "LocalChanges",
+    "Place",
     "Revision",
     "Revisions",
     "Rollout",
+    "SourceError",
     "Wanted",
     "another_canary",
     "check_generation",
+    "no_canary",
     "read_source",
 ]

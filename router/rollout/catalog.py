@@ -12,9 +12,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from engine.protocol import BadRequest, MicroserveError, Timeout
 from router.base import Conflict, NotFound, import_from, root_cause
+from router.rollout.source_error import SourceError, place_of
 from router.strategy import Strategy
 from router.supervision import UserThreads
 
@@ -31,7 +33,8 @@ class Catalog:
     def __init__(self) -> None:
         self._installed: dict[str, Strategy] = {}
         self._loaded: dict[str, Strategy] = {}
-        self._sources: dict[str, tuple[str, str]] = {}  # of loaded ones, with the names of files
+        # Of loaded ones, with the names of their files; also of replaced ones that still run.
+        self._sources: WeakKeyDictionary[Strategy, tuple[str, str]] = WeakKeyDictionary()
         self._threads = UserThreads()
         for entry in entry_points(group="microserve.strategies"):
             try:
@@ -109,8 +112,17 @@ class Catalog:
 
         Raises `NotFound`.
         """
-        found = self[name]
-        return self._sources[name] if self._loaded.get(name) is found else ("", "")
+        return self.source_of(self[name])
+
+    def source_of(self, strategy: Strategy) -> tuple[str, str]:
+        """Return the same of a strategy that may have been replaced since it was loaded."""
+        if (found := self._sources.get(strategy)) is not None:
+            return found
+        return ("", "") if self.is_installed(strategy) else (strategy.source, "")
+
+    def is_installed(self, strategy: Strategy) -> bool:
+        """Return whether a strategy is an installed one, and not loaded from source."""
+        return any(one is strategy for one in self._installed.values())
 
     def names_with(self, strategy: Strategy) -> list[str]:
         """Return the listed strategies that come from the same source as a loaded one."""
@@ -126,7 +138,7 @@ class Catalog:
         except MicroserveError:
             _forget(strategies)
             raise
-        self._sources.update({one.name: (source, file) for one in strategies})
+        self._sources.update(dict.fromkeys(strategies, (source, file)))
         return chosen
 
     def _choose(self, found: dict[str, Strategy], where: str, name: str, file: str) -> Strategy:
@@ -136,9 +148,7 @@ class Catalog:
             chosen = next(iter(found.values()))
         if chosen is None:
             has = ", ".join(sorted(found)) or "none"
-            raise BadRequest(
-                f"{where}: no strategy {wanted!r} in it; it has: {has}", param="source"
-            )
+            raise SourceError(f"{where}: no strategy {wanted!r} in it; it has: {has}")
         if taken := sorted(found.keys() & self._installed.keys()):
             raise Conflict(f"{where}: {taken[0]} is the name of an installed strategy")
         replaced = {self._loaded[one].function.__module__ for one in found if one in self._loaded}
@@ -164,16 +174,13 @@ def read_source(path: Path) -> str:
         raise BadRequest(f"{path}: no text in UTF-8", param="source") from None
 
 
-def _explain(where: str, error: BaseException) -> str:
-    """Return `FILE:LINE: ERROR`, in one line."""
-    line = error.lineno if isinstance(error, SyntaxError) else 0
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == where:
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
+def _refused(where: str, source: str, error: BaseException) -> SourceError:
+    """Return the error that says `FILE:LINE: ERROR`, in one line."""
+    place = place_of(error, source, where)
     said = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    return f"{where}:{line or 1}: {type(error).__name__}: {said[:MESSAGE_CHARACTERS]}"
+    message = f"{where}:{place.line or 1}: {type(error).__name__}: {said[:MESSAGE_CHARACTERS]}"
+    syntax = isinstance(error, SyntaxError) and error.filename in (where, None)
+    return SourceError(message, kind="syntax" if syntax else "load", place=place)
 
 
 class _Source(importlib.abc.InspectLoader):
@@ -198,7 +205,7 @@ def _run(source: str, where: str) -> list[Strategy]:
     except (Exception, SystemExit) as error:
         sys.modules.pop(name, None)
         cause = root_cause(error)
-        raise BadRequest(_explain(where, cause), param="source") from error
+        raise _refused(where, source, cause) from error
     except BaseException:
         sys.modules.pop(name, None)
         raise

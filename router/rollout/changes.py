@@ -39,6 +39,9 @@ class Changes(Protocol):
     async def activate(self, who: str, wanted: Wanted) -> Changed:
         """Make it active for new requests, or a canary. Raises `Conflict`."""
 
+    async def promote(self, who: str, number: int) -> Changed:
+        """Activate the canary `number` before its verdict. Raises `Conflict` if it is none."""
+
     async def rollback(self, who: str) -> Changed:
         """End the canary if there is one, else go back. Raises `Conflict`."""
 
@@ -73,6 +76,9 @@ class LocalChanges:
             who, wanted.bound, if_generation=wanted.if_generation, rules=wanted.rules
         )
         return Changed(revision)
+
+    async def promote(self, who: str, number: int) -> Changed:
+        return Changed(self._rollout.promote(who, number))
 
     async def rollback(self, who: str) -> Changed:
         return Changed(self._rollout.rollback(who))

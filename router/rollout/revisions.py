@@ -5,6 +5,7 @@ A `Revision` is called a *generation* in the admin API, in receipts and in metri
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,14 @@ from router.rollout.canary import Canary
 from router.strategy import Bound
 from router.supervision import ViolationKind
 
-__all__ = ["OnViolation", "Revision", "Revisions", "another_canary", "check_generation"]
+__all__ = [
+    "OnViolation",
+    "Revision",
+    "Revisions",
+    "another_canary",
+    "check_generation",
+    "no_canary",
+]
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +36,7 @@ class Revision:
     on_violation: OnViolation = field(repr=False)
     in_flight: int = 0
     violations: Counter[ViolationKind] = field(default_factory=Counter)
+    since: float = field(default_factory=time.time)  # when it was made here, s since the epoch
     states: dict[Any, Any] = field(default_factory=dict, repr=False)  # what its strategy remembers
 
     @property
@@ -43,6 +52,7 @@ class Revision:
     def describe(self) -> dict[str, Any]:
         return {
             "generation": self.number,
+            "since": self.since,
             "name": self.bound.strategy.name,
             "params": self.bound.shown,
             "source_sha256": self.bound.strategy.source_sha256,
@@ -70,6 +80,11 @@ def another_canary(number: int) -> Conflict:
         f"generation {number} is a canary, and there is one at a time: wait until it is judged, or "
         "end it with `microserve strategy rollback`"
     )
+
+
+def no_canary(number: int) -> Conflict:
+    """Return the error of a decision about a canary that has ended."""
+    return Conflict(f"generation {number} is no canary any more", param="generation")
 
 
 class Revisions:

@@ -12,7 +12,7 @@ from router.base import Conflict
 from router.rollout.audit_log import AuditLog
 from router.rollout.canary import Canary, CanaryRules
 from router.rollout.catalog import Catalog
-from router.rollout.revisions import Revision, Revisions
+from router.rollout.revisions import Revision, Revisions, no_canary
 from router.strategy import Bound, Strategy
 from router.supervision import ViolationKind
 from router.telemetry import Events, Metrics, Receipt
@@ -86,6 +86,17 @@ class Rollout:
         self._swapped(who, "activate", revision)
         return revision
 
+    def promote(self, who: str, number: int, why: str = "") -> Revision:
+        """Make the canary `number` the active revision. Raises `Conflict` if it is none."""
+        canary, candidate = self.revisions.canary, self.revisions.candidate
+        if canary is None or candidate is None or candidate.number != number:
+            raise no_canary(number)
+        why = why or f"{who} promotes it"
+        revision = self.revisions.promote()
+        self._swapped(who, "promote", revision, why)
+        self._publish_canary(revision, "promoted", why, canary)
+        return revision
+
     def rollback(self, who: str, why: str = "") -> Revision:
         """End the canary if there is one, else go back to what was active before.
 
@@ -153,10 +164,8 @@ class Rollout:
             return
         if verdict.decision == "rolled_back":
             self._drop_canary(verdict.why)
-            return
-        revision = self.revisions.promote()
-        self._swapped(ITSELF, "promote", revision, verdict.why)
-        self._publish_canary(revision, "promoted", verdict.why, canary)
+        else:
+            self.promote(ITSELF, number, verdict.why)
 
     def dismiss(self, number: int, why: str) -> None:
         """Replace a revision by the one before it, or by plain data parallelism."""

@@ -26,7 +26,8 @@ Function = Callable[..., AsyncGenerator[Chunk, None]]
 class Strategy:
     """A named strategy with typed parameters. Made by `@strategy`.
 
-    `source_sha256` distinguishes versions; it is empty if the source is not available.
+    `source` is that of its module, and `source_sha256` distinguishes versions; both are empty if
+    the source is not available.
     """
 
     def __init__(self, function: Function) -> None:
@@ -36,7 +37,8 @@ class Strategy:
         self.name = name
         self.doc = inspect.getdoc(function) or ""
         self.function: Function = function
-        self.source_sha256 = _digest(function.__module__)
+        self.source = _source(function.__module__)
+        self.source_sha256 = _digest(self.source)
         self._params = Params(function)
 
     def __call__(self, request: Request, cluster: Cluster, **params: Any) -> StrategyCall:
@@ -103,7 +105,11 @@ def strategy(function: Function) -> Strategy:
     return Strategy(function)
 
 
-def _digest(name: str) -> str:
+def _digest(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest() if source else ""
+
+
+def _source(name: str) -> str:
     module = sys.modules.get(name)
     loader = getattr(module, "__loader__", None)
     source = None
@@ -112,4 +118,4 @@ def _digest(name: str) -> str:
             source = loader.get_source(name)
         elif module is not None:
             source = inspect.getsource(module)
-    return hashlib.sha256(source.encode()).hexdigest() if source else ""
+    return source or ""

@@ -200,6 +200,7 @@ class Engine:
             if grant.collapsed or begin == end:
                 leg.collapsed = grant.collapsed
                 return _nothing_sent()
+            leg.to = grant.backend.id
             attempt.require(backend, "remote_send")
             body = {"prompt": request.tokens, "begin": begin, "end": end, "kv_addr": grant.kv_addr}
             if request.priority:
@@ -229,7 +230,7 @@ class Engine:
             leg.cached_tokens = reply.cached_tokens
             leg.computed_tokens = reply.computed_tokens
         attempt.put_computed += max(0, reply.sent_tokens - reply.cached_tokens)
-        attempt.runtime.metrics.put_bytes.inc(reply.bytes)
+        attempt.runtime.metrics.put(backend.id, grant.backend.id, reply.bytes)
         return reply
 
     def start_generate(

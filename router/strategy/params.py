@@ -31,6 +31,7 @@ class Params:
         name = getattr(function, "__name__", repr(function))
         self._types: dict[str, TypeAdapter[Any]] = {}
         self._defaults: dict[str, Any] = {}
+        self._described: dict[str, dict[str, Any]] | None = None
         hints = typing.get_type_hints(function, include_extras=True)
         positional = 0
         for parameter in inspect.signature(function).parameters.values():
@@ -83,13 +84,15 @@ class Params:
 
         It has `type`, `default`, bounds (`minimum`, `enum`, …) and help (`description`).
         """
-        described = {}
-        for name, kind in self._types.items():
-            schema = kind.json_schema()
-            schema.pop("title", None)
-            default = kind.dump_python(self._defaults[name], mode="json")
-            described[name] = {**schema, "default": default}
-        return described
+        if self._described is None:  # takes a millisecond, and the list of strategies is polled
+            described = {}
+            for name, kind in self._types.items():
+                schema = kind.json_schema()
+                schema.pop("title", None)
+                default = kind.dump_python(self._defaults[name], mode="json")
+                described[name] = {**schema, "default": default}
+            self._described = described
+        return self._described
 
     def _read(self, name: str, value: Any) -> Any:
         return self._types[name].validate_json(to_json(value), strict=True)

@@ -79,6 +79,8 @@ class Events:
     def __init__(self, limit: int = QUEUE) -> None:
         self._limit = limit
         self._listeners: set[Listener] = set()
+        self._private: set[Listener] = set()
+        self._closed = False
         self._numbers = itertools.count(1)
 
     def publish(self, event: EventKind, /, **fields: Any) -> None:
@@ -102,7 +104,20 @@ class Events:
         finally:
             self._listeners.discard(listener)
 
+    @contextmanager
+    def private(self, cut_off: Callable[[], object], limit: int) -> Iterator[Listener]:
+        """A listener that gets only what its holder puts; else as `listening`."""
+        listener = Listener(limit, cut_off)
+        self._private.add(listener)
+        if self._closed:
+            listener.end()
+        try:
+            yield listener
+        finally:
+            self._private.discard(listener)
+
     def close(self) -> None:
-        """End all listeners."""
-        for listener in self._listeners:
+        """End all listeners, private ones too."""
+        self._closed = True
+        for listener in self._listeners | self._private:
             listener.end()

@@ -10,6 +10,7 @@ from collections import OrderedDict
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.telemetry.activity import Flows
 from router.telemetry.merged import Samples, samples_of
 from router.telemetry.receipts import Receipt
 
@@ -56,6 +57,7 @@ class Metrics:
         self.retries_denied = counter("retries_denied", "retries that were over the budget")
         self.fallbacks = counter("fallbacks", "what was done otherwise than asked for", "fallback")
         self.put_bytes = counter("put_bytes", "bytes of KV put between engines")
+        self.flows = Flows()
         # What is the case now
         self.running = 0  # requests; a plain number, since a gauge takes a lock for every change
         gauge("requests_in_flight", "requests running").set_function(lambda: self.running)
@@ -128,6 +130,11 @@ class Metrics:
             self._of(self.seconds, strategy).observe(receipt.ms / 1e3)
         if (per_token_ms := receipt.per_token_ms()) is not None:
             self._of(self.per_token, strategy).observe(per_token_ms / 1e3)
+
+    def put(self, source: str, target: str, size: int) -> None:
+        """Count a send of `size` bytes from one engine to another."""
+        self.put_bytes.inc(size)
+        self.flows.add(source, target, size)
 
     def render(self) -> bytes:
         """Return all metrics in the Prometheus text format."""

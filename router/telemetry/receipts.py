@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from engine.protocol import MicroserveError
+from engine.protocol import MicroserveError, NoCapacity
 from router.base import EngineId, EngineRequestId, NotFound, RevisionNumber
 from router.telemetry.timings import Timings
 
 __all__ = ["CANCELLED", "Leg", "Receipt", "Receipts"]
 
 CANCELLED = "cancelled"  # type of a leg's error
+MOST_ENGINES = 16  # that an outline names
+MOST_WAITS = 64  # of a request that are told one by one
 
 Phase = Literal["prefill", "migration", "decode"]
 Call = Literal["prep_recv", "remote_send", "start_generate", "commit", "pin", "unpin"]
@@ -46,6 +48,7 @@ class Leg:
     cached_tokens: int = 0
     computed_tokens: int = 0
     tokens: int = 0  # emitted
+    to: EngineId | None = None  # of a send: the receiver
     collapsed: bool = False  # sender and receiver are one engine: nothing was sent
     # Of a mirrored generation: the replica's engine, the tokens of prompt and output known to have
     # landed there, and why mirroring stopped or could not begin.
@@ -60,6 +63,16 @@ class Leg:
             self.error = {"type": error.type, "message": error.message}
         else:  # cancelled by the client, another choice's failure or the request's deadline
             self.error = {"type": CANCELLED, "message": type(error).__name__}
+
+
+@dataclass(slots=True)
+class Wait:
+    """A time in which a choice waited, and for what, in words. Milliseconds as in `Leg`."""
+
+    why: str
+    choice: int
+    start_ms: float
+    ms: float | None = None  # `None`: it still waits
 
 
 @dataclass(slots=True)
@@ -83,8 +96,9 @@ class Receipt:
     completion_tokens: int = 0
     cached_tokens: int = 0
     retries: list[dict[str, Any]] = field(default_factory=list)
-    waits: int = 0  # how often it waited for room on an engine
+    waits: int = 0  # how often it waited, for room on an engine or for an engine
     queued_ms: float = 0.0  # time spent waiting, over all choices
+    waiting: list[Wait] = field(default_factory=list)  # the first `MOST_WAITS` of them
     fallbacks: list[str] = field(default_factory=list)  # deviations from what was asked for
     delegates: list[str] = field(default_factory=list)  # strategies that the strategy has called
     legs: list[Leg] = field(default_factory=list)
@@ -101,16 +115,19 @@ class Receipt:
             self.delegates.append(name)
 
     @contextmanager
-    def queueing(self) -> Iterator[None]:
-        """Count the time of the body as waiting for room."""
-        began = self.elapsed_ms()
+    def queueing(self, why: str, choice: int = 0) -> Iterator[None]:
+        """Count the time of the body as waiting; `why` completes "waited …"."""
+        wait = Wait(why, choice, self.elapsed_ms())
+        if self.waits < MOST_WAITS:
+            self.waiting.append(wait)
         self.waits += 1
         self._queueing += 1
         try:
             yield
         finally:
             self._queueing -= 1
-            self.queued_ms += self.elapsed_ms() - began
+            wait.ms = self.elapsed_ms() - wait.start_ms
+            self.queued_ms += wait.ms
 
     @property
     def phase(self) -> str:
@@ -130,6 +147,43 @@ class Receipt:
         if leg.call == "start_generate":
             return "prefill" if leg.first_token_ms is None else "decode"
         return "prefill" if leg.call == "remote_send" else "migration"
+
+    @property
+    def emitted(self) -> int:
+        """Tokens emitted so far, as far as legs know."""
+        if self.ms is not None:
+            return self.completion_tokens
+        return sum([leg.tokens for leg in self.legs])
+
+    def refused_by(self) -> EngineId | None:
+        """Return the engine whose lack of room ended the last attempt, if one did."""
+        for leg in reversed(self.legs):
+            if leg.error is not None and leg.error["type"] == NoCapacity.type:
+                return leg.engine
+        return None
+
+    def outline(self) -> dict[str, Any]:
+        """Return what a list of requests shows."""
+        engines = dict.fromkeys(leg.engine for leg in self.legs)
+        return {
+            "id": self.id,
+            "status": self.status,
+            "phase": self.phase if self.status == "running" else None,
+            "strategy": self.strategy,
+            "generation": self.generation,
+            "key": self.key,
+            "created": self.created,
+            "ms": self.ms if self.ms is not None else self.elapsed_ms(),
+            "first_token_ms": self.first_token_ms,
+            "per_token_ms": self.per_token_ms(),
+            "queued_ms": self.queued_ms,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.emitted,
+            "engines": [*engines][:MOST_ENGINES],
+            "retries": len(self.retries),
+            "error": self.error["type"] if self.error else None,
+        }
 
     def per_token_ms(self) -> float | None:
         """Return the time from first to last token per token and sequence; `None` without two."""
@@ -233,6 +287,10 @@ class Receipts:
                 if len(found) == most:
                     break
         return found[::-1]
+
+    def __iter__(self) -> Iterator[Receipt]:
+        """Yield them, the newest first."""
+        return reversed(self._receipts.values())
 
     def __getitem__(self, request_id: str) -> Receipt:
         """Return the receipt of this request. Raises `NotFound`."""

@@ -16,7 +16,6 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -156,8 +155,7 @@ class _Parent:
         worker = _Worker(process, Link(own, handlers, {}))
         handlers["ready"] = partial(self._ready, worker)
         handlers["gather_metrics"] = partial(self._gather_metrics, worker)
-        handlers["find_receipt"] = partial(self._find_receipt, worker)
-        handlers["gather_requests"] = partial(self._gather_requests, worker)
+        handlers["ask_others"] = partial(self._ask_others, worker)
         self._workers.add(worker)
         self._server.add(worker.link)
         if process.stdin is not None:
@@ -225,25 +223,18 @@ class _Parent:
             told = await worker.link.call("metrics", timeout_s=ANSWER_S)
             worker.metrics = msgspec.convert(told, Samples)
 
-    async def _find_receipt(self, asking: _Worker, id: str) -> object:
-        found = await self._ask_others(asking, "receipt", id)
-        return next((one for one in found if one is not None), None)
+    async def _ask_others(
+        self, asking: _Worker, question: str, arguments: list[object]
+    ) -> list[object]:
+        """Return what all workers but the one that asks answer, without those that do not."""
 
-    async def _gather_requests(self, asking: _Worker, seconds: float, most: int) -> list[object]:
-        """Return what the other workers tell of their requests, for a time line."""
-        told = await self._ask_others(asking, "requests", seconds, most)
-        return [request for requests in told for request in requests or ()]
-
-    async def _ask_others(self, asking: _Worker, question: str, *about: object) -> list[Any]:
-        """Return the answers of the other workers; `None` for one that does not answer."""
-
-        async def ask(worker: _Worker) -> Any:
+        async def ask(worker: _Worker) -> list[object]:
             with suppress(StoreUnavailable):
-                return await worker.link.call(question, *about, timeout_s=ANSWER_S)
-            return None
+                return [await worker.link.call(question, *arguments, timeout_s=ANSWER_S)]
+            return []
 
         others = [worker for worker in self._workers if worker is not asking]
-        return await asyncio.gather(*map(ask, others))
+        return [one for told in await asyncio.gather(*map(ask, others)) for one in told]
 
 
 def _signal(worker: _Worker, number: signal.Signals) -> None:

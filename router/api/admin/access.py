@@ -13,7 +13,7 @@ from router.api.http import HttpRequest
 from router.api.parts import Router
 from router.base import UnsupportedMediaType
 
-__all__ = ["Body", "check_admin", "same_key"]
+__all__ = ["Body", "check_admin", "check_upload", "same_key"]
 
 JSON = "application/json"
 MOST_FIELDS = 64  # of a body: pydantic would describe each one that it does not know
@@ -52,6 +52,12 @@ def check_admin(router: Router, http: HttpRequest, given: str | None, hosts: All
         check_origin(http.headers)
         http.who = http.remote
     _check_media_type(http)
+
+
+def check_upload(router: Router) -> None:
+    """Raise `Forbidden` if strategies' sources must not come by the admin API."""
+    if not router.config.allow_upload:
+        raise Forbidden("strategies are loaded from source only with --allow-upload")
 
 
 def same_key(given: str | None, key: str) -> bool:

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from engine.protocol import MicroserveError
-from router.advice import Question
-from router.api.admin.access import Body
+from router.advice import Asked, Question
+from router.api.admin.access import Body, check_upload
 from router.api.errors import error_json
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
@@ -25,16 +25,21 @@ Objective = Annotated[float, Field(gt=0.0, le=1e9)]
 
 
 class Tried(Body):
-    """A strategy to compare, with its parameters."""
+    """A strategy to compare, with its parameters.
+
+    `source`: run this one, which need not be loaded; it has the strategy `name` in it.
+    """
 
     name: str
     params: dict[str, Any] = Field(default_factory=dict)
+    source: Annotated[str, Field(min_length=1)] | None = None
 
 
 class Advise(Body):
     """What to compare, and for which traffic.
 
     `candidates`: all strategies if left out; a name alone means the default parameters.
+    `keep_roles`: do not try other roles of the engines.
     `slo_…_ms`: with one of them, more goodput is better, else a shorter mean time of a request.
     `profile`: the JSON of a latency profile, for engines whose own steps do not suffice. `seeds`:
     runs of each candidate. `stream`: events tell of the progress.
@@ -42,6 +47,7 @@ class Advise(Body):
 
     minutes: Minutes = 15.0
     candidates: Annotated[list[Tried | str], Field(max_length=64)] | None = None
+    keep_roles: bool = False
     slo_ttft_ms: Objective | None = None
     slo_tpot_ms: Objective | None = None
     profile: dict[str, Any] | None = None
@@ -65,6 +71,8 @@ def routes(router: Router) -> APIRouter:
         more, and changes nothing. It ends when the client leaves.
         """
         question = _question(wanted)
+        if any(one.source is not None for one in question.candidates or ()):
+            check_upload(router)
         if not wanted.stream:
             return reply(await router.advisor.advise(question, _quietly))
         stream = http.stream(STREAM_HEADERS)
@@ -91,15 +99,16 @@ def _question(wanted: Advise) -> Question:
     tried = wanted.candidates
     return Question(
         minutes=wanted.minutes,
-        candidates=None if tried is None else [_named(one) for one in tried],
+        candidates=None if tried is None else [_asked(one) for one in tried],
+        keep_roles=wanted.keep_roles,
         slo=Slo(wanted.slo_ttft_ms, wanted.slo_tpot_ms),
         profile=wanted.profile,
         seeds=wanted.seeds,
     )
 
 
-def _named(one: Tried | str) -> tuple[str, dict[str, Any]]:
-    return (one, {}) if isinstance(one, str) else (one.name, one.params)
+def _asked(one: Tried | str) -> Asked:
+    return Asked(one) if isinstance(one, str) else Asked(one.name, one.params, one.source)
 
 
 async def _quietly(done: int, total: int, title: str) -> None:

@@ -10,8 +10,9 @@ from router.api.openapi import api_router
 from router.api.parts import Router
 from router.api.rest import reply
 from router.base import NotFound
+from router.telemetry import Receipt
 
-__all__ = ["routes"]
+__all__ = ["receipt_of", "routes"]
 
 
 def routes(router: Router) -> APIRouter:
@@ -22,7 +23,7 @@ def routes(router: Router) -> APIRouter:
     async def receipt(id: str) -> Response:
         """What was done for a request: every leg, its times, bytes and retries."""
         try:
-            return reply(router.receipts[id].describe())
+            return reply(receipt_of(router, id).describe())
         except NotFound:
             found = await router.peers.receipt(id) if router.peers is not None else None
             if found is None:
@@ -30,3 +31,18 @@ def routes(router: Router) -> APIRouter:
             return reply(found)
 
     return api
+
+
+def receipt_of(router: Router, id: str) -> Receipt:
+    """Return a request's receipt if this process has it. Raises `NotFound`.
+
+    Receipts of requests that run, and of slow ones, are kept longer than others.
+    """
+    try:
+        return router.receipts[id]
+    except NotFound:
+        activity = router.activity
+        for receipt in (*activity.running, *activity.slow):
+            if receipt.id == id:
+                return receipt
+        raise

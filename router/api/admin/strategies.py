@@ -1,27 +1,20 @@
-"""The admin API's strategies: list, load, activate, roll back; the audit log; events."""
+"""The admin API's strategies: list, activate, promote, roll back; the audit log; events."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from engine.protocol import BadRequest, Forbidden
 from router.api.admin.access import Body
 from router.api.openapi import api_router, errors
 from router.api.parts import Router
-from router.api.rest import Http, Sent, reply
-from router.base import StoreUnavailable
-from router.dry_run import check_on_fleet, dry_run_source
+from router.api.rest import EVENT_HEADERS, IDLE_S, EventStream, Http, reply
+from router.dry_run import check_on_fleet
 from router.rollout import CanaryRules, Changed, Wanted
 
 __all__ = ["routes"]
-
-LOAD_TIMEOUT_S = 10.0
-IDLE_S = 15.0  # then a comment is sent, so that dead listeners are noticed
-STREAM_HEADERS = [(b"Content-Type", b"text/event-stream"), (b"Cache-Control", b"no-cache")]
 
 
 class Canary(Body):
@@ -42,18 +35,10 @@ class Activate(Body):
     canary: Canary | None = None
 
 
-class LoadStrategy(Body):
-    """The source of a strategy, and where it is from."""
+class Promote(Body):
+    """The generation of the canary that is meant, so that no other one is promoted."""
 
-    source: str
-    name: str = ""
-    file: str = ""
-
-
-class EventStream(Sent):
-    """A stream of server-sent events that the function has sent itself."""
-
-    media_type = "text/event-stream"
+    generation: int
 
 
 def _told(changed: Changed) -> dict[str, Any]:
@@ -62,14 +47,13 @@ def _told(changed: Changed) -> dict[str, Any]:
 
 
 def routes(router: Router) -> APIRouter:
-    """Return `/admin/strateg…`, `/admin/rollback`, `/admin/audit` and `/admin/events`."""
+    """Return `/admin/strateg…`, `/admin/promote`, `…/rollback`, `…/audit` and `…/events`."""
     api = api_router("Strategies")
     rollout = router.rollout
-    loading = asyncio.Lock()
 
     @api.get("/admin/strategies", response_model=dict[str, Any])
     async def strategies() -> Response:
-        """The strategies, with help and parameters; what runs, and since when."""
+        """The strategies, with help and parameters; what runs; whether sources may be loaded."""
         revisions = rollout.revisions
         live = [revision.describe() for revision in revisions.live()]
         canary = None
@@ -84,6 +68,7 @@ def routes(router: Router) -> APIRouter:
                 "canary": canary,
                 "last_canary": rollout.last_canary,
                 "strategies": router.catalog.describe(),
+                "uploads": router.config.allow_upload,
             }
         )
 
@@ -105,31 +90,11 @@ def routes(router: Router) -> APIRouter:
         told = {**_told(changed), "canary": rules is not None}
         return reply({**told, "fallbacks": fallbacks} if fallbacks else told)
 
-    @api.post(
-        "/admin/strategies",
-        status_code=201,
-        response_model=dict[str, Any],
-        responses=errors(409, 500, 503, 504),
-    )
-    async def load(http: Http, wanted: LoadStrategy) -> Response:
-        """Load a strategy from Python source, once it has been tried out."""
-        if not router.config.allow_upload:
-            raise Forbidden("strategies are loaded from source only with --allow-upload")
-        if not wanted.name and not wanted.file:
-            raise BadRequest("give a name, or the file that it is from", param="name")
-        store = router.changes.store()
-        if store is not None and store["status"] != "ok":  # else it would be listed here only
-            raise StoreUnavailable("the store is lost: no strategy is loaded until this ends")
-        source, name, file = wanted.source, wanted.name, wanted.file
-        async with loading:  # one at a time: each takes a process and a thread
-            tried = await dry_run_source(source, name=name, file=file)
-            # The dry run has imported this module once; here it may still take its time, or hang.
-            loaded = await router.catalog.load_in_thread(
-                source, name=name, file=file, limit_s=LOAD_TIMEOUT_S
-            )
-        await router.changes.loaded(http.who, loaded)
-        described = {**loaded.describe(), "rehearsed_requests": tried["requests"]}
-        return reply(described, status=201)
+    @api.post("/admin/promote", response_model=dict[str, Any], responses=errors(409, 503))
+    async def promote(http: Http, wanted: Promote) -> Response:
+        """Make the canary the active generation before there is a verdict about it."""
+        changed = await router.changes.promote(http.who, wanted.generation)
+        return reply({**_told(changed), "canary": False})
 
     @api.post("/admin/rollback", response_model=dict[str, Any], responses=errors(409, 503))
     async def rollback(http: Http) -> Response:
@@ -144,7 +109,7 @@ def routes(router: Router) -> APIRouter:
     @api.get("/admin/events", response_class=EventStream)
     async def events(http: Http) -> Response:
         """Everything that happens, as it happens, as server-sent events."""
-        stream = http.stream(STREAM_HEADERS)
+        stream = http.stream(EVENT_HEADERS)
         # A client that does not read blocks the writes below; `abort` ends them.
         with rollout.events.listening(http.abort) as listener:
             await stream.write(b": listening\n\n")

@@ -9,6 +9,7 @@ import json
 import re
 import time
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,42 @@ async def test_a_loaded_strategy_is_compared_from_its_source(route, fake):
         await upload(r, *GENERATE, "return")
         _, advice = await r.post("/admin/advise", {**ASK, "candidates": []})
         assert [one["name"] for one in advice["ranking"]] == ["mine"]
-        assert "latest loaded version is run" in advice["notes"][-1]
+        assert not advice["ranking"][0]["failed"]  # the active version runs, not the loaded one
+        wanted = {**ASK, "candidates": [{"name": "mine"}], "keep_roles": True}
+        _, advice = await r.post("/admin/advise", wanted)
+        assert [one["title"] for one in advice["ranking"]] == ["mine", "mine [loaded later]"]
+
+
+async def test_a_source_is_compared_without_being_loaded(route, fake):
+    source = mine(*GENERATE, name="cache_aware")["source"]  # the name of an installed one
+    asked = {**ASK, "candidates": [{"name": "cache_aware", "source": source}], "keep_roles": True}
+    async with route(fake("a", total_pages=512), allow_upload=True) as r:
+        record(r)
+        r.use(r.server.router.catalog["cache_aware"])
+        broken = {"name": "broken", "source": MINE.format(name="broken", body="    1/0")}
+        wrong = {"name": "cache_aware", "source": source, "params": {"x": 1}}
+        asked["candidates"] += [broken, wrong]
+        status, advice = await r.post("/admin/advise", asked)
+        assert status == 200, advice
+        known = r.server.router.catalog.describe()
+        assert {one["installed"] for one in known} == {True}
+    ranking = {one["title"]: one for one in advice["ranking"]}
+    found = ranking["cache_aware"]
+    assert found["current"]
+    (own,) = found["alike"]
+    assert own["title"] == "cache_aware [given source]"
+    assert own["source_sha256"] == sha256(source.encode()).hexdigest() != found["source_sha256"]
+    assert "no parameter 'x'" in ranking["cache_aware:x=1 [given source]"]["failed"]
+    assert "ZeroDivisionError" in ranking["broken"]["failed"]
+
+
+async def test_a_source_is_compared_only_where_sources_may_be_loaded(route, fake):
+    async with route(fake("a")) as r:
+        asked = {**ASK, "candidates": [{"name": "mine", "source": "1/0"}]}
+        status, reply = await r.post("/admin/advise", asked)
+        assert (status, reply["error"]["type"]) == (403, "permission_error")
+        asked["candidates"][0]["source"] = ""
+        assert (await r.post("/admin/advise", asked))[0] == 400
 
 
 async def test_figures_that_a_strategy_made_up_are_refused(route, fake):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.protocol import BadRequest
-from router.advice.candidates import GRID, MOST, ROLELESS, Candidate, candidates, splits
+from router.advice.candidates import GRID, MOST, ROLELESS, Asked, Candidate, candidates, splits
 from router.base import NotFound
 from router.rollout import Catalog
 
@@ -38,7 +38,7 @@ def test_what_runs_now_is_not_tried_twice():
 def test_only_what_is_asked_for_is_tried():
     catalog = Catalog()
     current = catalog["data_parallel"].bind({})
-    found = candidates(catalog, current, PAIR, [("cache_aware", {"load_weight": 2})])
+    found = candidates(catalog, current, PAIR, [Asked("cache_aware", {"load_weight": 2})])
     assert [one.title for one in found] == ["data_parallel", "cache_aware:load_weight=2.0"]
     assert candidates(catalog, current, PAIR, []) == found[:1]
 

@@ -54,6 +54,7 @@ def test_a_canary_is_promoted_once_or_ends_once():
         truth.try_out("me", of("c"), RULES)
     with pytest.raises(Conflict, match="no canary"):
         truth.promote(3, "", {})
+    assert truth.promote(2, "", {}, "me").edit.who == "me"
     promoted = truth.promote(2, "good", {"ended": 3})
     assert (promoted.active.number, promoted.trial, promoted.last) == (2, None, 2)
     assert promoted.last_trial == {

@@ -151,7 +151,7 @@ def test_a_long_wait_costs_nothing():
 
 @pytest.mark.parametrize("ratio", [0.5, "auto"])
 async def test_built_in_strategies_pass_in_a_child_process(ratio):
-    assert (await dry_run_strategy("balanced", {"ratio": ratio}))["requests"] > 100
+    assert (await dry_run_strategy("balanced", {"ratio": ratio})).requests > 100
 
 
 @pytest.mark.parametrize(

@@ -132,5 +132,5 @@ async def test_the_fleet_reaches_the_process_of_a_dry_run():
         await dry_run_source("1/0", file="mine.py", engines=[engine("a", "pin")])
     fleet = [engine("a", "prefixes"), engine("b")]
     told = await dry_run_strategy("cache_aware", {}, fleet)
-    assert told["fallbacks"] == ["prefixes_unknown"] and told["name"] == "cache_aware"
-    assert (await dry_run_strategy("cache_aware", {}))["fallbacks"] == []
+    assert told.fallbacks == ["prefixes_unknown"] and told.name == "cache_aware"
+    assert (await dry_run_strategy("cache_aware", {})).fallbacks == []

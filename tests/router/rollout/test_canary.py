@@ -182,6 +182,26 @@ async def test_a_good_canary_is_promoted_under_its_own_number(route, fake):
         ]  # fmt: skip
 
 
+async def test_a_canary_is_promoted_by_hand(route, fake):
+    async with route(fake("a")) as r:
+        known(r, good)
+        status, reply = await r.post("/admin/promote", {"generation": 2})
+        assert (status, reply["error"]["param"]) == (409, "generation")
+        await put(r, "good", canary={"percent": 50})
+        for wrong in ({"generation": 1}, {"generation": 3}):
+            assert (await r.post("/admin/promote", wrong))[0] == 409
+        for wrong in ({}, {"generation": "2"}):
+            assert (await r.post("/admin/promote", wrong))[0] == 400
+        status, reply = await r.post("/admin/promote", {"generation": 2})
+        assert (status, reply["generation"], reply["canary"]) == (200, 2, False)
+        state = await r.get("/admin/strategies")
+        assert (state["active"]["generation"], state["canary"]) == (2, None)
+        assert state["last_canary"]["decision"] == "promoted"
+        entry = (await r.get("/admin/audit"))["entries"][-1]
+        assert (entry["who"], entry["what"], entry["generation"]) == ("127.0.0.1", "promote", 2)
+        assert (await r.post("/admin/rollback", {}))[1]["name"] == "data_parallel"
+
+
 async def test_a_failing_canary_is_rolled_back_with_a_reason(route, fake):
     async with route(fake("a")) as r:
         known(r, bad)

@@ -1,0 +1,3 @@
+import { html } from "../lib.js";
+
+export default { name: "requests", title: "Requests", View: () => html`<p>…</p>` };
