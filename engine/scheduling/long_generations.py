@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from engine.scheduling.chunk import Chunk
 from engine.scheduling.jobs import Generation, Job
 from kvcache.sequences import BlocksElsewhere, SequenceCache
 
@@ -62,6 +63,8 @@ class LongGenerations:
         self._pressing = 0  # likewise, in the plan under way
         self._others = 0  # running generations that are not long: each needs a page to grow into
         self._left: dict[Generation, int] = {}  # of the blocks that came to stay, let go since
+        self._plans = 0
+        self._turns: dict[Job, int] = {}  # the latest plan that each long generation was in
         self._quiet = QUIET  # sweeps in which no block has left
 
     def __contains__(self, job: Job) -> bool:
@@ -175,6 +178,31 @@ class LongGenerations:
         else:
             self._no_room.add(job)
         return found
+
+    def fit(
+        self, decodes: list[tuple[Generation, Chunk]], counts: dict[Job, int]
+    ) -> tuple[list[tuple[Generation, Chunk]], dict[Job, int]]:
+        """Return the decodes, and the prompts with their token counts, that creditors answer.
+
+        Long generations whose rows together exceed what a creditor answers in a step take turns:
+        those that have waited longest come first, and decodes before prompts.
+        """
+        elsewhere = self._cache.elsewhere
+        rows: list[tuple[Job, int]] = [(job, 1) for job, _ in decodes if job in self]
+        rows += [(job, count) for job, count in counts.items() if job in self and job.started]
+        if elsewhere is None or len(rows) < 2:
+            return decodes, counts
+        self._plans += 1
+        rows.sort(key=lambda each: self._turns.get(each[0], 0))
+        fitting = elsewhere.fitting([(job.seq_id, count) for job, count in rows])
+        out = {job for (job, _), fits in zip(rows, fitting, strict=True) if not fits}
+        self._turns = {
+            job: self._turns.get(job, 0) if job in out else self._plans for job, _ in rows
+        }
+        if out:
+            decodes = [(job, chunk) for job, chunk in decodes if job not in out]
+            counts = {job: count for job, count in counts.items() if job not in out}
+        return decodes, counts
 
     def make_room(self, job: Job, running: Sequence[Generation]) -> bool:
         """Return whether pages for another job come free soon, as blocks are moved away."""

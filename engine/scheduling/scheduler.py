@@ -206,6 +206,7 @@ class Scheduler:
         counts = self._prompts(prefills, min(len(decodes), share), waited)
         # Allocating pages for a later job may have preempted one that was chosen before.
         decodes = [(job, chunk) for job, chunk in decodes if job.started]
+        decodes, counts = self._long.fit(decodes, counts)
         if self._limits is not None:
             decodes, counts = self._limits.fit(decodes, share, counts)
         else:

@@ -178,13 +178,12 @@ def fold_parts(parts: Iterable[Part], neutral: PartialAttention) -> PartialAtten
 def _pieces(span: HeldSpan, page_size: int) -> list[_Piece]:
     table = table_of(span, page_size)
     per_block = BLOCK // page_size
-    whole, divided = [], []
-    for first in range(0, len(table), per_block):
-        absent = table[first : first + per_block] == ABSENT
-        if not absent.any():
-            whole.append(first // per_block)
-        elif not absent.all():
-            divided.append(first)
+    # The context may be far longer than what is held of it, so only held blocks are looked at.
+    firsts = np.arange(0, len(table), per_block)
+    held = np.add.reduceat(table != ABSENT, firsts, dtype=np.int64)
+    sizes = np.minimum(len(table) - firsts, per_block)
+    whole = (firsts[held == sizes] // per_block).tolist()
+    divided = firsts[(held > 0) & (held < sizes)].tolist()
     pieces = [_Piece(*part_of(node), node, table) for node in nodes_of(whole)]
     for first in divided:
         for begin, end in runs(table[first : first + per_block]):

@@ -17,6 +17,7 @@ from kvcache.borrowing.answer_limits import AnswerLimits
 from kvcache.borrowing.fetch import HomeOrder
 from kvcache.borrowing.fetch_cost import FetchCost
 from kvcache.borrowing.fetches import Fetches
+from kvcache.borrowing.fitting import fitting
 from kvcache.borrowing.gaps import is_within, lose_block, reach
 from kvcache.borrowing.mover import BlockMover
 from kvcache.borrowing.moves import Moves
@@ -150,6 +151,13 @@ class Borrowing:
             held.setdefault(block.creditor, []).append(number)
         found = [self._limits.most_rows(creditor, blocks) for creditor, blocks in held.items()]
         return min((rows for rows in found if rows is not None), default=None)
+
+    def fitting(self, rows: Sequence[tuple[SeqId, int]]) -> list[bool]:
+        """See `BlocksElsewhere`."""
+        if self._limits is None:
+            return [True] * len(rows)
+        away = [(self._sequences[seq_id].away, count) for seq_id, count in rows]
+        return fitting(away, self._limits)
 
     def local_pages(self, seq_id: SeqId) -> int:
         """See `BlocksElsewhere`."""

@@ -115,6 +115,13 @@ class BlocksElsewhere(Protocol):
         """
         ...
 
+    def fitting(self, rows: Sequence[tuple[SeqId, int]]) -> list[bool]:
+        """Return which sequences, with so many rows each, fit what creditors answer in one step.
+
+        Those that come first go first. One that is alone at a creditor always fits.
+        """
+        ...
+
     def local_pages(self, seq_id: SeqId) -> int:
         """Return how many pages of the pool a sequence holds."""
         ...

@@ -16,6 +16,7 @@ import json
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -37,7 +38,6 @@ def accept_handshake(
     Raises: `PeerUnreachable` if the sender does not answer or does not have the secret.
     """
     challenge = secrets.token_hex(16)
-    connection.settimeout(HANDSHAKE_TIMEOUT_S)
     _send(connection, {"epoch": epoch, "challenge": challenge})
     reply = _receive(connection)
     theirs, said = _challenge_of(reply), str(reply.get("body", ""))
@@ -46,7 +46,7 @@ def accept_handshake(
 
     def finish(body: str) -> None:
         proof = _proof(secret, f"{purpose}receiver", challenge, theirs, body)
-        _send(connection, {"proof": proof, "body": body})
+        _send(connection, {"proof": proof.decode(), "body": body})
 
     return said, finish
 
@@ -59,13 +59,12 @@ def send_handshake(
     Raises: `PeerUnreachable` if the receiver does not answer or does not have the secret;
     `StaleEpoch` if the engine at the address has restarted.
     """
-    connection.settimeout(HANDSHAKE_TIMEOUT_S)
     opening = _receive(connection)
     if opening.get("epoch") != epoch:
         raise StaleEpoch("the engine was restarted since the address was made")
     theirs, challenge = _challenge_of(opening), secrets.token_hex(16)
     proof = _proof(secret, f"{purpose}sender", theirs, challenge, body)
-    _send(connection, {"challenge": challenge, "body": body, "proof": proof})
+    _send(connection, {"challenge": challenge, "body": body, "proof": proof.decode()})
     reply = _receive(connection)
     said = str(reply.get("body"))
     if not _is_proof(reply.get("proof"), secret, f"{purpose}receiver", theirs, challenge, said):
@@ -99,18 +98,22 @@ def is_closed(connection: socket.socket) -> bool:
 def _send(connection: socket.socket, fields: dict[str, Any]) -> None:
     body = json.dumps(fields).encode()
     try:
+        connection.settimeout(HANDSHAKE_TIMEOUT_S)
         connection.sendall(struct.pack(">I", len(body)) + body)
     except OSError as error:
         raise PeerUnreachable(f"the peer cannot be sent to: {error}") from error
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    (length,) = struct.unpack(">I", _exactly(connection, 4))
+    deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+    (length,) = struct.unpack(">I", _exactly(connection, 4, deadline))
     if length > MAX_FRAME_BYTES:
         raise PeerUnreachable("the peer does not speak this protocol")
+    body = _exactly(connection, length, deadline)
+    connection.settimeout(HANDSHAKE_TIMEOUT_S)
     try:
-        fields = json.loads(_exactly(connection, length))
-    except ValueError as error:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
         raise PeerUnreachable("the peer does not speak this protocol") from error
     if not isinstance(fields, dict):
         raise PeerUnreachable("the peer does not speak this protocol")
@@ -125,22 +128,30 @@ def _challenge_of(fields: dict[str, Any]) -> str:
     return challenge
 
 
-def _exactly(connection: socket.socket, length: int) -> bytes:
-    data = b""
+def _exactly(connection: socket.socket, length: int, deadline: float) -> bytes:
+    data = bytearray()
     while len(data) < length:
+        left = deadline - time.monotonic()
         try:
+            if left <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(left)
             part = connection.recv(length - len(data))
         except OSError as error:  # includes timeouts
             raise PeerUnreachable(f"the peer does not answer: {error}") from error
         if not part:
             raise PeerUnreachable("the peer closed the connection")
         data += part
-    return data
+    return bytes(data)
 
 
-def _proof(secret: bytes, *fields: str) -> str:
-    return hmac.new(secret, "|".join(fields).encode(), hashlib.sha256).hexdigest()
+def _proof(secret: bytes, *fields: str) -> bytes:
+    # JSON can name lone surrogates, which UTF-8 cannot encode.
+    said = "|".join(fields).encode(errors="surrogatepass")
+    return hmac.new(secret, said, hashlib.sha256).hexdigest().encode()
 
 
 def _is_proof(proof: object, secret: bytes, *fields: str) -> bool:
-    return isinstance(proof, str) and hmac.compare_digest(proof, _proof(secret, *fields))
+    if not isinstance(proof, str) or not proof.isascii():
+        return False
+    return hmac.compare_digest(proof.encode(), _proof(secret, *fields))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,16 +171,21 @@ class Ledger:
         row = self._rows.get(debtor)
         return sum(row.borrowed.values()) if row is not None else 0
 
-    def blocks_for(self, debtor: EngineId, block: int) -> tuple[int, float]:
+    def blocks_for(
+        self, debtor: EngineId, block: int, leaves: Mapping[EngineId, int] | None = None
+    ) -> tuple[int, float]:
         """Return how many blocks of `block` pages others would lend an instance.
 
-        The first number is for now, the second one for when nothing else is lent and no page is in
-        use; it is infinite if a creditor has not told what it would lend at most.
+        `leaves` are the pages that creditors can spare, where that may be less than they say: what
+        they are about to use themselves is not in their heartbeats yet. The first number is for
+        now, the second one for when nothing else is lent and no page is in use; it is infinite if a
+        creditor has not told what it would lend at most.
         """
         now, ever = 0, 0.0
         for row in self._rows.values():
             if row.instance != debtor and self._cost(debtor, row.instance) < math.inf:
-                now += row.available // block if self._fresh(row) else 0
+                spared = min(row.available, (leaves or {}).get(row.instance, row.available))
+                now += max(spared, 0) // block if self._fresh(row) else 0
                 ever += row.most // block if row.most is not None else math.inf
         return now, ever
 

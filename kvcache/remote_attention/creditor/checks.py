@@ -37,7 +37,7 @@ def check_plan(plan: StepPlan, shape: AttentionShape, layout: KVLayout, limits: 
         _limit("positions", span.end, limits.context)
         if span.pages.min() <= SCRATCH_PAGE or span.pages.max() >= layout.pages:
             raise BadRequest(f"a page id outside (0, {layout.pages})")
-        numbers = np.sort(span.numbers)
+        numbers = np.sort(span.numbers).astype(np.int64)  # a product of int32 may wrap
         if numbers[0] < 0 or numbers[-1] * layout.page_size >= span.end:
             raise BadRequest(f"a page of no keys before position {span.end}")
         runs += 1 + int((np.diff(numbers) > 1).sum())

@@ -22,11 +22,11 @@ import torch
 from kvcache.errors import BadRequest, Internal, MicroserveError, NoCapacity, TooLarge
 from kvcache.lease import Identity
 from kvcache.memory import KVLayout
-from kvcache.remote_attention.creditor.admission import admit
 from kvcache.remote_attention.creditor.answering import Answering, RefusedError
 from kvcache.remote_attention.creditor.budget import ComputeBudget
 from kvcache.remote_attention.creditor.debtor_connection import DebtorConnection, Request
 from kvcache.remote_attention.creditor.loans import Allowed
+from kvcache.remote_attention.creditor.reception import Reception
 from kvcache.remote_attention.exchange import Head, Limits, Refusal, listen_tcp, listen_unix
 from kvcache.transport import Network
 
@@ -34,7 +34,9 @@ __all__ = ["Creditor", "CreditorStatistics"]
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS: Final = 64  # of debtors, and as many that have yet to shake hands
+CONNECTIONS: Final = 64  # of debtors
+MESSAGE_S: Final = 10.0  # within which a message has to arrive, or a reply be read, to its end
+IDLE_S: Final = 30.0  # after which the connection of a debtor is given to another one, if need be
 ACCEPT_RETRY_S: Final = 0.1  # after a failed accept, as when file descriptors have run out
 
 
@@ -94,12 +96,13 @@ class Creditor:
         self._answering = Answering(
             pool, layout, query_heads, limits=limits or Limits(), allowed=allowed, guard=guard
         )
-        self._identity, self._wait_s, self._threads = identity, wait_s, threads
+        self._wait_s, self._threads = wait_s, threads
         self._on_device = pool.device.type != "cpu"
         self._budget = ComputeBudget(share, burst_s, time.monotonic)
         self._closed = threading.Event()
-        self._lock = threading.Lock()  # guards the two below
-        self._shaking: set[socket.socket] = set()
+        self._reception = Reception(
+            identity, self._answering.shape, self._answering.limits, self._on_admitted
+        )
         self._arrived: deque[DebtorConnection] = deque()
         self._connections: dict[str, DebtorConnection] = {}  # by debtor: each has one
         self._ready: deque[_Waiting] = deque()
@@ -139,15 +142,22 @@ class Creditor:
         torch.set_num_threads(self._threads)
         with torch.inference_mode():
             while not self._closed.is_set():
-                for key, _ in self._selector.select(self._timeout_s()):
-                    act: Callable[[], None] = key.data
-                    act()
+                self._act()
                 self._serve()
+                self._end_stalled()
+
+    def _act(self) -> None:
+        """Wait for what arrives, and act on it; no name is left of a debtor that has gone."""
+        for key, _ in self._selector.select(self._timeout_s()):
+            act: Callable[[], None] = key.data
+            act()
 
     def _timeout_s(self) -> float | None:
         """Return how long nothing is to be done, unless something arrives."""
         if not self._ready:
-            return None
+            began = [each.stalled_since for each in self._connections.values()]
+            first = min((since for since in began if since is not None), default=None)
+            return None if first is None else max(0.0, first + MESSAGE_S - time.monotonic())
         expires = self._ready[0].since + self._wait_s - time.monotonic()
         return max(0.0, min(self._budget.wait_s(), expires))
 
@@ -235,6 +245,31 @@ class Creditor:
             del self._connections[connection.debtor.engine_id]
         connection.close()
 
+    def _end_stalled(self) -> None:
+        """Drop the debtors that stopped within a message, or do not read a reply."""
+        now = time.monotonic()
+        for connection in list(self._connections.values()):
+            since = connection.stalled_since
+            if since is not None and now - since >= MESSAGE_S:
+                log.info("a debtor has stopped within a message")
+                self._drop(connection)
+
+    def _make_room(self) -> bool:
+        """Return whether a further debtor can be served, dropping one that has long been idle."""
+        if len(self._connections) < CONNECTIONS:
+            return True
+        waiting = {id(each.connection) for each in self._ready}
+        idle = [
+            each
+            for each in self._connections.values()
+            if each.stalled_since is None and id(each) not in waiting
+        ]
+        oldest = min(idle, key=lambda each: each.active_at, default=None)
+        if oldest is None or time.monotonic() - oldest.active_at < IDLE_S:
+            return False
+        self._drop(oldest)
+        return True
+
     def _on_wake(self) -> None:
         self._woken.recv(1 << 12)
         while self._arrived:
@@ -242,7 +277,7 @@ class Creditor:
             before = self._connections.get(connection.debtor.engine_id)
             if before is not None:
                 self._drop(before)
-            if len(self._connections) >= CONNECTIONS:
+            if not self._make_room():
                 connection.close()
                 continue
             self._connections[connection.debtor.engine_id] = connection
@@ -257,41 +292,12 @@ class Creditor:
             log.warning("a debtor could not be accepted: %s", error)
             self._closed.wait(ACCEPT_RETRY_S)
             return
-        with self._lock:
-            if len(self._shaking) >= CONNECTIONS:
-                connection.close()
-                return
-            self._shaking.add(connection)
-        thread = threading.Thread(
-            target=self._shake_hands, args=(connection,), name="creditor-admit", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:  # no more threads
-            log.warning("a debtor could not be accepted: %s", error)
-            with self._lock:
-                self._shaking.discard(connection)
-                connection.close()
+        self._reception.begin(connection)
 
-    def _shake_hands(self, connection: socket.socket) -> None:
-        """Shake hands, in a thread of its own."""
-        try:
-            admitted = admit(
-                connection, self._identity, self._answering.shape, self._answering.limits
-            )
-        except (MicroserveError, OSError) as error:
-            log.info("a debtor was not admitted: %s", error)
-            with self._lock:
-                self._shaking.discard(connection)
-                connection.close()
-            return
-        with self._lock:
-            self._shaking.discard(connection)
-            if self._closed.is_set():
-                admitted.close()
-                return
-            self._arrived.append(admitted)
-            self._wake.send(b"\0")
+    def _on_admitted(self, connection: DebtorConnection) -> None:
+        """Take a debtor over from the thread of its handshake."""
+        self._arrived.append(connection)
+        self._wake.send(b"\0")
 
     def _listen(self, network: Network | None) -> list[str]:
         endpoints = []
@@ -314,12 +320,9 @@ class Creditor:
         """Close everything, once the thread has ended."""
         for listener in self._listeners:
             listener.close()
-        with self._lock:
-            for connection in self._shaking:
-                with suppress(OSError):  # wakes its thread, which closes it
-                    connection.shutdown(socket.SHUT_RDWR)
-            for admitted in [*self._arrived, *self._connections.values()]:
-                admitted.close()
+        self._reception.close()
+        for admitted in [*self._arrived, *self._connections.values()]:
+            admitted.close()
         self._connections.clear()
         self._ready.clear()
         self._selector.close()

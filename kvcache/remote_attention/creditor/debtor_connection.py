@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -41,7 +42,8 @@ class DebtorConnection:
     """Reads one request at a time, and writes its reply.
 
     After `finish` it discards what the debtor still sends, since closing the socket before that
-    would reset the connection, and the debtor would lose the reply.
+    would reset the connection, and the debtor would lose the reply. It counts as stalled from then
+    on.
     """
 
     def __init__(
@@ -63,6 +65,9 @@ class DebtorConnection:
         self._outgoing: deque[memoryview] = deque()
         self._finished = False
         self._discarded = 0
+        # time.monotonic() when a message began to arrive, or a reply to be sent; None: neither.
+        self.stalled_since: float | None = None
+        self.active_at = time.monotonic()  # when a message or reply last ended
 
     @property
     def shared(self) -> bool:
@@ -89,6 +94,8 @@ class DebtorConnection:
                 if not got:
                     raise EOFError("the debtor has disconnected")
                 self._into = self._into[got:]
+                if self.stalled_since is None:
+                    self.stalled_since = time.monotonic()
                 self._discarded += got if self._finished else 0
                 if self._discarded > DISCARDED_BYTES:
                     raise EOFError("the debtor does not stop to send")
@@ -102,10 +109,12 @@ class DebtorConnection:
                 request = Request(self._head, self._body)
                 self._head = self._body = None
                 self._into = memoryview(self._head_bytes)
+                self._ended()
                 return request
 
     def reply(self, head: Head, body: bytes | memoryview = b"") -> None:
         """Queue a reply; `body` must not change until it is sent."""
+        self.stalled_since = time.monotonic()
         self._outgoing.append(memoryview(head._replace(size=len(body)).pack()))
         if len(body):
             self._outgoing.append(memoryview(body).cast("B"))
@@ -130,6 +139,8 @@ class DebtorConnection:
                 self._outgoing.popleft()
         if self._finished:
             self.socket.shutdown(socket.SHUT_WR)
+        else:
+            self._ended()
         return True
 
     def finish(self, error: MicroserveError) -> None:
@@ -141,6 +152,9 @@ class DebtorConnection:
     def close(self) -> None:
         self.socket.close()
         self.buffers.close()
+
+    def _ended(self) -> None:
+        self.stalled_since, self.active_at = None, time.monotonic()
 
     def _room(self, head: Head) -> memoryview:
         """Return where the body of a message goes."""

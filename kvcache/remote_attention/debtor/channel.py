@@ -88,6 +88,7 @@ class CreditorChannel:
         self._loans: tuple[LeaseId, ...] = ()  # of the step
         self._rows = torch.empty(0, dtype=torch.int64)  # of the step's queries
         self._row_keys = 0
+        self._q: torch.Tensor | None = None  # of the last layer, of all rows of the step
         self._refused: CreditorFailed | None = None  # the plan of the step
         self._place: Answer | None = None  # where the answers of the step go
         self._answer_bytes = 0
@@ -124,6 +125,7 @@ class CreditorChannel:
             torch.index_select(q, 0, self._rows, out=queries)
         else:
             queries.copy_(q[self._rows.to(q.device)])
+        self._q = q
         size = 0 if self.shared else len(self._rows) * self._shape.query_bytes
         self._send(Kind.QUERY, layer, self._buffers.query[:size], deadline)
 
@@ -213,6 +215,16 @@ class CreditorChannel:
         if head.size != (0 if self.shared else self._answer_bytes):
             raise BadRequest(f"an answer of {head.size} bytes, not {self._answer_bytes}")
         self._read_into(self._buffers.reply[: head.size], deadline)
+        if self._place is None:
+            raise BadRequest("an answer to a step that was not planned")
+        if not _is_attention(self._place.rows) and self._asked_numbers():
+            raise BadRequest("an answer that is no attention: it has NaN, infinity or no keys")
+
+    def _asked_numbers(self) -> bool:
+        """Whether the queries of the layer were finite; what comes of others is not."""
+        if self._q is None:
+            return True
+        return bool(self._q[self._rows.to(self._q.device)].isfinite().all())
 
     def _send(self, kind: Kind, layer: int, body: bytes | memoryview, deadline: float) -> None:
         now = time.monotonic()
@@ -239,9 +251,14 @@ class CreditorChannel:
         return data
 
     def _read_into(self, view: memoryview, deadline: float) -> None:
+        # However slowly the bytes come, this ends.
+        deadline = max(deadline, time.monotonic() + LEAST_S)
         try:
             while view:
-                self._socket.settimeout(max(deadline - time.monotonic(), LEAST_S))
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(left)
                 got = self._socket.recv_into(view)
                 if not got:
                     raise PeerUnreachable("the creditor has disconnected")
@@ -260,7 +277,10 @@ class CreditorChannel:
 
 
 def _check_ranges(ranges: Ranges, spans: Sequence[RemoteSpan], page_size: int) -> None:
-    """Raise `BadRequest` unless each span's parts cover the keys of its pages, each once."""
+    """Raise `BadRequest` unless each span's parts have the keys of its pages and no others, once.
+
+    Others would be merged twice, and fail the steps of sequences that have nothing there.
+    """
     for parts, span in zip(ranges, spans, strict=True):
         held = np.unique(span.numbers).astype(np.int64) * page_size
         ordered = sorted(parts)
@@ -269,5 +289,23 @@ def _check_ranges(ranges: Ranges, spans: Sequence[RemoteSpan], page_size: int) -
         if not len(begins) or (ends <= begins).any() or (begins[1:] < ends[:-1]).any():
             raise BadRequest("the parts of an answer overlap, or are none")
         at = np.searchsorted(begins, held, side="right") - 1
-        if (at < 0).any() or (held >= ends[at]).any() or not np.isin(begins, held).all():
+        if (
+            (at < 0).any()
+            or (held >= ends[at]).any()
+            or not np.isin(begins, held).all()
+            or (ends - begins).sum() != len(held) * page_size
+        ):
             raise BadRequest("the parts of an answer are over other keys")
+
+
+def _is_attention(rows: PartialAttention) -> bool:
+    """Whether rows can be what the softmax of some keys comes to.
+
+    No row is without keys, since all keys that are elsewhere come before the rows of a step.
+
+    """
+    every = (rows.values, rows.top, rows.total)
+    # A NaN or an infinity is left in the sum. The sum of large numbers may be one, too.
+    sums = torch.stack([tensor.sum() for tensor in every])
+    finite = sums.isfinite().all() or all(tensor.isfinite().all() for tensor in every)
+    return bool(finite and rows.total.min() > 0)

@@ -19,7 +19,7 @@ from kvcache.remote_attention.exchange import (
 )
 from kvcache.transport import enable_keepalive, send_handshake
 
-__all__ = ["enter"]
+__all__ = ["descriptor", "enter"]
 
 
 def enter(
@@ -39,7 +39,7 @@ def enter(
             raise BadRequest(f"the creditor's pages are {fields.get('shape')}, not {asdict(shape)}")
         limits = Limits.of(fields.get("limits", {}))
         if connection.family == socket.AF_UNIX:
-            buffers = Buffers.attach(shape, limits, _descriptor(connection))
+            buffers = Buffers.attach(shape, limits, descriptor(connection))
         else:
             buffers = Buffers(shape, limits)
             enable_keepalive(connection)
@@ -52,7 +52,8 @@ def enter(
     return connection, limits, buffers
 
 
-def _descriptor(connection: socket.socket) -> int:
+def descriptor(connection: socket.socket) -> int:
+    """Return the descriptor of memory that a creditor passes. Raises `PeerUnreachable` for none."""
     _, fds, _, _ = socket.recv_fds(connection, 1, 1)
     if len(fds) != 1:
         raise PeerUnreachable("the creditor has passed no memory")

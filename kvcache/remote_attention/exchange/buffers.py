@@ -30,13 +30,20 @@ class Buffers:
     """
 
     def __init__(self, shape: AttentionShape, limits: Limits, fd: int = -1) -> None:
-        """Map an open memfd and take over its descriptor; -1: use private memory."""
+        """Map an open memfd and take over its descriptor; -1: use private memory.
+
+        Raises `OSError` if it cannot be mapped; the descriptor is closed then too.
+        """
         self._shape, self.fd = shape, fd
         at = -(-limits.rows * shape.query_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         size = at + -(-limits.reply_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if fd >= 0:
             self._close = weakref.finalize(self, os.close, fd)
-            memory = mmap.mmap(fd, size)
+            try:
+                memory = mmap.mmap(fd, size)
+            except BaseException:
+                self._close()
+                raise
         else:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         view = memoryview(memory)
@@ -68,13 +75,17 @@ class Buffers:
         """
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
-            if sealed and os.fstat(fd).st_size == _size(shape, limits):
-                return cls(shape, limits, fd)
+            usable = sealed and os.fstat(fd).st_size == _size(shape, limits)
         except OSError as error:  # no memfd
             os.close(fd)
             raise PeerUnreachable(f"the creditor's buffers are no memory: {error}") from error
-        os.close(fd)
-        raise PeerUnreachable("the creditor's buffers have another size")
+        if not usable:
+            os.close(fd)
+            raise PeerUnreachable("the creditor's buffers have another size")
+        try:
+            return cls(shape, limits, fd)
+        except (OSError, ValueError) as error:  # it cannot be written, or is too large to be mapped
+            raise PeerUnreachable(f"the creditor's buffers cannot be mapped: {error}") from error
 
     def close(self) -> None:
         """Close the descriptor. The mapping lives until the last tensor over it is gone."""

@@ -68,7 +68,7 @@ def said_fields(text: str) -> dict[str, Any]:
     """Return what the other side says in the handshake. Raises `PeerUnreachable` for no JSON."""
     try:
         fields = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         raise PeerUnreachable("the other side runs an incompatible version")

@@ -200,7 +200,7 @@ class Refusal(NamedTuple):
             fields = json.loads(body)
             kind, message = str(fields["type"]), str(fields["message"])
             loans = tuple(LeaseId(str(loan)) for loan in fields["loans"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise BadRequest("this is no refusal") from error
         return cls(ERRORS.get(kind, errors.Internal)(message), loans)
 

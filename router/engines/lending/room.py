@@ -113,19 +113,33 @@ class Rooms:
         """Return the longest context that an engine with `--borrow` has room for, in tokens.
 
         Not `now`: once all other contexts have ended. What the long contexts of this router lack
-        yet counts as taken, as the ledger does not show it.
+        yet counts as taken, as the ledger does not show it: blocks of others, and pages of the
+        pools where they run. Otherwise requests that come at once would all be let in, each on
+        pages that the others are about to fill, and would take them from each other over and over.
         """
         state = backend.state
         if state is None or state.page_size < 1:
             return math.inf
         instance = EngineId(state.engine_id)
         pages = block_pages(state.page_size)
-        found, ever = self._ledger.blocks_for(instance, pages)
+        found, ever = self._ledger.blocks_for(instance, pages, self._leaves(backend))
         if not now:
             return _own(backend) + BLOCK_TOKENS * ever
         found -= sum(self._lacks(other) for other in self._backends() if other is not backend)
         blocks = max(found, 0) + self._ledger.borrowed(instance) // pages
         return max(_own(backend) + BLOCK_TOKENS * blocks - backend.load.contexts, 0)
+
+    def _leaves(self, backend: Backend) -> dict[EngineId, int]:
+        """Return the pages that long contexts leave of the pools of other engines."""
+        found = {}
+        for other in self._backends():
+            state = other.state
+            if other is not backend and state is not None and other.load.contexts:
+                instance, size = EngineId(state.engine_id), max(state.page_size, 1)
+                row = self._ledger.row(instance)
+                lent = sum(row.lent.values()) if row is not None else 0
+                found[instance] = state.pages.total - -(-other.load.contexts // size) - lent
+        return found
 
     def _lacks(self, backend: Backend) -> int:
         """Return the blocks that an engine has yet to borrow for contexts that run there."""

@@ -80,6 +80,27 @@ def test_chunks_fit_what_creditors_answer(world: Callable[..., World]):
     assert made.engine.stepper.stats.recovered_steps == 0
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [{"spans": 2}, {"pages": 100}, {"loans": 12}, {"runs": 10}, {"parts": 16}],
+    ids=lambda limits: next(iter(limits)),
+)
+def test_decodes_that_exceed_what_a_creditor_answers_take_turns(
+    world: Callable[..., World], limits: dict[str, int]
+):
+    """Each of them is within the limits, all together are not: none is refused."""
+    part = 4 * AttentionShape.of(tiny_layout(POOL), tiny().config.num_heads).part_floats
+    fields = dict(limits)
+    if (parts := fields.pop("parts", 0)) > 0:
+        fields["reply_bytes"] = parts * part
+    made = world(2, pages=64, limits=Limits(**fields))
+    jobs = [generation(n, prompt(1030 + n, n), max_tokens=12) for n in (1, 2, 3, 4)]
+    made.engine.run(jobs)
+    assert made.engine.stepper.stats.recovered_steps == 0
+    assert made.engine.stepper.stats.lost_blocks == 0
+    check_as_one_engine(made.engine, jobs)
+
+
 def test_short_requests_pass_while_a_long_one_waits_for_blocks(world: Callable[..., World]):
     made = world(1)
     made.source.silent = True

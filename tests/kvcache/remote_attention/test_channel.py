@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from creditors import EPOCH, borrow, decode_span, identity, remote, small_limits
+from creditors import EPOCH, borrow, decode_span, remote, small_limits
+from fake_creditor import FakeCreditor, Reply
 
 from kvcache.errors import BadRequest, LeaseExpired, PeerUnreachable, Timeout
 from kvcache.memory import KVLayout
 from kvcache.remote_attention import AttentionShape, CreditorFailed, RemoteAttention
-from kvcache.remote_attention.creditor.admission import admit
-from kvcache.remote_attention.creditor.debtor_connection import DebtorConnection
+from kvcache.remote_attention.debtor.entry import descriptor
 from kvcache.remote_attention.exchange import (
-    HEAD,
-    Head,
+    Buffers,
     Kind,
     Refusal,
-    listen_tcp,
     pack_ranges,
 )
+from kvcache.remote_attention.exchange.buffers import SEALS
 from kvcache.types import EngineId, LeaseId, TokenPos
 
 LAYOUT = KVLayout(2, 33, 16, 2, 32, torch.float32)
@@ -41,48 +42,12 @@ def refused(loan: str = "loan") -> bytes:
     return Refusal(LeaseExpired("gone"), (LeaseId(loan),)).pack()
 
 
-class FakeCreditor:
-    """Answers each request with the next of its replies: a kind, changes of the head, a body."""
-
-    def __init__(self, name: str, replies: list[tuple[Kind, dict[str, int], bytes]]) -> None:
-        self.name = EngineId(name)
-        self.replies = replies
-        self._listener, self.endpoint = listen_tcp("127.0.0.1")
-        self._done = threading.Event()
-        self._connection: DebtorConnection
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        accepted, _ = self._listener.accept()
-        self._connection = admit(accepted, identity(self.name), SHAPE, small_limits())
-        connection = self._connection.socket
-        connection.settimeout(20)
-        with suppress(EOFError):
-            self._answer(connection)
-        self._done.wait(20)
-
-    def _answer(self, connection: socket.socket) -> None:
-        while self.replies:
-            head = Head.unpack(self._read(HEAD.size))
-            self._read(head.size)
-            kind, changes, body = self.replies.pop(0)
-            reply = Head(kind, head.step, head.layer, len(body))._replace(**changes)
-            connection.sendall(reply.pack() + body)
-
-    def _read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            data += (part := self._connection.socket.recv(size - len(data)))
-            if not part:
-                raise EOFError("the debtor has disconnected")
-        return data
-
-    def close(self) -> None:
-        self._done.set()
-        self._thread.join(20)
-        self._connection.close()
-        self._listener.close()
+def part(**changes: float) -> bytes:
+    """Return an answer of one row, in which one number is another."""
+    values, top, total = (np.ones(n, np.float32) for n in (HEADS * 32, HEADS, HEADS))
+    for name, value in changes.items():
+        {"values": values, "top": top, "total": total}[name][-1] = value
+    return b"".join(each.tobytes() for each in (values, top, total))
 
 
 PLANNED = (Kind.PLANNED, {}, RANGES)
@@ -94,9 +59,9 @@ def world() -> Iterator[Callable[..., RemoteAttention]]:
     made: list[FakeCreditor] = []
     debtor = remote(LAYOUT, HEADS, timeout_s=0.3)
 
-    def connect(**replies: list[tuple[Kind, dict[str, int], bytes]]) -> RemoteAttention:
+    def connect(dribble_s: float = 0.0, **replies: list[Reply]) -> RemoteAttention:
         for name, some in replies.items():
-            made.append(FakeCreditor(name, some))
+            made.append(FakeCreditor(name, SHAPE, some, dribble_s))
             debtor.connect(made[-1].name, [made[-1].endpoint], EPOCH)
         debtor.begin_step({each.name: [SPAN] for each in made})
         return debtor
@@ -135,10 +100,23 @@ def test_an_answer_is_read_in_its_place(world: Callable[..., RemoteAttention]):
         [PLANNED, (Kind.ANSWER, {"layer": 1}, PART)],
         [PLANNED, (Kind.PLANNED, {}, RANGES)],
         [PLANNED, (Kind.QUERY, {}, b"")],
+        [(Kind.PLANNED, {}, pack_ranges([[(TokenPos(0), TokenPos(144))]]))],
+        [(Kind.PLANNED, {}, pack_ranges([[(TokenPos(0), TokenPos((1 << 31) - 1))]]))],
+        [(Kind.PLANNED, {}, pack_ranges([[(TokenPos(-16), TokenPos(128))]]))],
+        [(Kind.REFUSED, {}, b"[" * 60_000)],
+        [(Kind.REFUSED, {}, b'{"type": [], "message": 0, "loans": 7}')],
+        [PLANNED, (Kind.ANSWER, {}, part(values=np.nan))],
+        [PLANNED, (Kind.ANSWER, {}, part(values=np.inf))],
+        [PLANNED, (Kind.ANSWER, {}, part(top=np.nan))],
+        [PLANNED, (Kind.ANSWER, {}, part(top=-np.inf))],
+        [PLANNED, (Kind.ANSWER, {}, part(total=np.nan))],
+        [PLANNED, (Kind.ANSWER, {}, part(total=np.inf))],
+        [PLANNED, (Kind.ANSWER, {}, part(total=0.0))],
+        [PLANNED, (Kind.ANSWER, {}, part(total=-1.0))],
     ],
 )
 def test_a_creditor_that_breaks_the_protocol_is_lost(
-    world: Callable[..., RemoteAttention], replies: list[tuple[Kind, dict[str, int], bytes]]
+    world: Callable[..., RemoteAttention], replies: list[Reply]
 ):
     debtor = world(one=replies)
     debtor.send(0, Q)
@@ -157,6 +135,69 @@ def test_silence_is_a_timeout(world: Callable[..., RemoteAttention]):
         debtor.receive(0)
     assert time.monotonic() - began < 10
     assert isinstance(caught.value.reason, Timeout)
+
+
+@pytest.mark.parametrize("first", [PLANNED, (Kind.PLANNED, {}, RANGES * 200)])
+def test_an_answer_that_comes_byte_by_byte_is_a_timeout(
+    world: Callable[..., RemoteAttention], first: Reply
+):
+    """Each byte comes in time, but the time is for all of them."""
+    debtor = world(one=[first, ANSWER], dribble_s=0.01)
+    debtor.send(0, Q)
+    began = time.monotonic()
+    with pytest.raises(CreditorFailed) as caught:
+        debtor.receive(0)
+    assert time.monotonic() - began < 3
+    assert isinstance(caught.value.reason, Timeout if first is PLANNED else BadRequest)
+    assert debtor.connected() == []
+
+
+def test_large_numbers_are_attention(world: Callable[..., RemoteAttention]):
+    """Also if they have no sum."""
+    large = np.full(SHAPE.part_floats, 3e38, np.float32).tobytes()
+    debtor = world(one=[PLANNED, (Kind.ANSWER, {}, large)])
+    debtor.send(0, Q)
+    assert set(debtor.receive(0)) == {"one"}
+
+
+def test_queries_that_are_no_numbers_are_not_the_creditors_fault(
+    world: Callable[..., RemoteAttention],
+):
+    debtor = world(one=[PLANNED, (Kind.ANSWER, {}, part(values=np.nan))])
+    debtor.send(0, torch.full_like(Q, torch.nan))
+    assert set(debtor.receive(0)) == {"one"}
+    assert debtor.connected() == ["one"]
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("lie", ["unsealed", "unwritable", "short", "no memory", "none"])
+def test_buffers_that_are_none(lie: str):
+    """Refused with an error; the descriptor that came is closed, once."""
+    size = Buffers.create(SHAPE, small_limits())
+    bytes_of_all = os.fstat(size.fd).st_size
+    size.close()
+    before = descriptors()
+    if lie == "none":
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.send(b"\0")
+            with pytest.raises(PeerUnreachable, match="no memory"):
+                descriptor(ours)
+    elif lie == "no memory":
+        with pytest.raises(PeerUnreachable):
+            Buffers.attach(SHAPE, small_limits(), os.open("/dev/null", os.O_RDWR))
+    else:
+        fd = os.memfd_create("lie", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, bytes_of_all - (4096 if lie == "short" else 0))
+        if lie != "unsealed":
+            write = fcntl.F_SEAL_WRITE if lie == "unwritable" else 0
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | write)
+        with pytest.raises(PeerUnreachable):
+            Buffers.attach(SHAPE, small_limits(), fd)
+    assert descriptors() == before
 
 
 def test_the_others_are_drained_when_one_refuses(world: Callable[..., RemoteAttention]):

@@ -27,6 +27,7 @@ from creditors import (
     remote,
     small_limits,
 )
+from raw_debtor import Raw
 
 from kvcache.attention import BLOCK, HeldSpan, held_planner_for
 from kvcache.errors import (
@@ -49,9 +50,8 @@ from kvcache.remote_attention import (
     RemoteAttention,
     RemoteSpan,
 )
-from kvcache.remote_attention.creditor import creditor as creditor_module
 from kvcache.remote_attention.debtor.entry import enter
-from kvcache.remote_attention.exchange import HEAD, Buffers, Head, Kind, Refusal, StepPlan
+from kvcache.remote_attention.exchange import Buffers, Kind, StepPlan
 from kvcache.shard import Shard
 from kvcache.transport import handshake
 from kvcache.types import EngineId, LeaseId, PageId, TokenPos
@@ -59,6 +59,7 @@ from kvcache.types import EngineId, LeaseId, PageId, TokenPos
 PAGE, HEADS, KV_HEADS, DIM, LAYERS = 16, 4, 2, 32, 2
 PER_BLOCK = BLOCK // PAGE
 LAYOUT = KVLayout(LAYERS, 33, PAGE, KV_HEADS, DIM, torch.float32)
+SHAPE = AttentionShape.of(LAYOUT, HEADS)
 CPU = torch.device("cpu")
 NAME = EngineId("creditor")
 KINDS = ["unix", "tcp"]
@@ -291,7 +292,7 @@ def test_another_dtype_or_shape_is_refused(lending: Callable[..., LendingEngine]
     with pytest.raises(BadRequest, match="the creditor's pages are"):
         remote(other, HEADS).connect(NAME, engine.creditor.endpoints, EPOCH)
     span = good_span(engine)
-    with Raw(engine) as raw:
+    with Raw(engine, SHAPE) as raw:
         for shape in (AttentionShape.of(other, HEADS), AttentionShape.of(LAYOUT, 2 * HEADS)):
             raw.send(Kind.PLAN, body=StepPlan.pack(shape, [span]))
             assert isinstance(raw.refusal().error, BadRequest)
@@ -313,51 +314,12 @@ def test_a_pool_with_a_part_of_the_model_is_not_lent_from(
         AttentionShape.of(half, HEADS)
 
 
-class Raw:
-    """A debtor that sends what it likes."""
-
-    def __init__(self, engine: LendingEngine, kind: str = "tcp", name: str = "raw") -> None:
-        (where,) = endpoint(engine.creditor.endpoints, kind)
-        shape = AttentionShape.of(LAYOUT, HEADS)
-        self.socket, self.limits, self.buffers = enter(where, EPOCH, identity(name), shape, 20.0)
-        self.socket.settimeout(20)
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-        self.buffers.close()
-
-    def send(
-        self, kind: Kind, step: int = 1, layer: int = 0, body: bytes = b"", size: int | None = None
-    ) -> None:
-        head = Head(kind, step, layer, len(body) if size is None else size)
-        self.socket.sendall(head.pack() + body)
-
-    def reply(self) -> tuple[Head, bytes]:
-        head = Head.unpack(self._read(HEAD.size))
-        return head, self._read(head.size)
-
-    def refusal(self) -> Refusal:
-        head, body = self.reply()
-        assert head.kind is Kind.REFUSED
-        return Refusal.unpack(body)
-
-    def _read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            data += (part := self.socket.recv(size - len(data)))
-            assert part
-        return data
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_no_debtor_sends(lending: Callable[..., LendingEngine], kind: str):
     """Refused in its order; another debtor is served meanwhile."""
     engine = lending()
     span = good_span(engine)
-    with connected(engine) as debtor, Raw(engine, kind) as raw:
+    with connected(engine) as debtor, Raw(engine, SHAPE, kind) as raw:
         raw.send(Kind.QUERY)
         assert "was not planned" in raw.refusal().error.message
         raw.send(Kind.PLAN, body=bytes(100))
@@ -369,9 +331,8 @@ def test_what_no_debtor_sends(lending: Callable[..., LendingEngine], kind: str):
             pages = engine.lender.allocate(EngineId("raw"), EPOCH, LeaseId("r"), 8, at=EPOCH)
         assert pages
         engine.pool[:, pages] = 0.5
-        shape = AttentionShape.of(LAYOUT, HEADS)
-        plan = StepPlan.pack(shape, [decode_span(0, 200, borrow("r", pages, range(8)))])
-        body = bytes(shape.query_bytes) if kind == "tcp" else b""
+        plan = StepPlan.pack(SHAPE, [decode_span(0, 200, borrow("r", pages, range(8)))])
+        body = bytes(SHAPE.query_bytes) if kind == "tcp" else b""
         for step, layer, sent, good in [
             (1, 0, body, True), (1, LAYERS, body, False), (2, 0, body, False), (1, 1, body, True),
             *([(1, 0, body[:-4], False), (1, 1, body, True)] if kind == "tcp" else []),
@@ -397,7 +358,7 @@ def test_an_oversized_message_ends_its_own_connection_only(
     """Its debtor learns why, also if it has sent more."""
     engine = lending()
     span = good_span(engine)
-    with connected(engine) as debtor, Raw(engine) as raw:
+    with connected(engine) as debtor, Raw(engine, SHAPE) as raw:
         raw.send(kind, size=size)
         raw.socket.sendall(bytes(1 << 20))
         assert isinstance(raw.refusal().error, error)
@@ -407,7 +368,7 @@ def test_an_oversized_message_ends_its_own_connection_only(
 
 def test_noise_ends_its_own_connection_only(lending: Callable[..., LendingEngine]):
     engine = lending()
-    with connected(engine) as debtor, Raw(engine) as raw:
+    with connected(engine) as debtor, Raw(engine, SHAPE) as raw:
         raw.socket.sendall(b"GET / HTTP/1.1\r\nHost: here.example\r\n\r\n")
         assert isinstance(raw.refusal().error, BadRequest)
         ask(debtor, [good_span(engine)])
@@ -550,9 +511,7 @@ def test_the_next_endpoint_is_tried(lending: Callable[..., LendingEngine]):
     debtor.close()
 
 
-def test_silent_connections_keep_nobody_waiting(
-    lending: Callable[..., LendingEngine], monkeypatch: pytest.MonkeyPatch
-):
+def test_silent_connections_keep_nobody_waiting(lending: Callable[..., LendingEngine]):
     engine = lending()
     host, _, port = endpoint(engine.creditor.endpoints, "tcp")[0][4:].rpartition(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(5)]
@@ -560,9 +519,6 @@ def test_silent_connections_keep_nobody_waiting(
         ask(debtor, [good_span(engine)])
     for each in silent:
         each.close()
-    monkeypatch.setattr(creditor_module, "CONNECTIONS", 0)
-    with pytest.raises(PeerUnreachable):
-        remote(LAYOUT, HEADS).connect(NAME, engine.creditor.endpoints, EPOCH)
 
 
 def test_a_debtor_has_one_connection(lending: Callable[..., LendingEngine]):

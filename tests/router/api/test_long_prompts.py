@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 from collections.abc import Iterator
@@ -47,9 +48,9 @@ def prompt(length: int) -> list[int]:
     return [rng.randrange(3, 250) for _ in range(length)]
 
 
-async def legs(router, tokens: list[int]) -> list[tuple[str, str]]:
+async def legs(router, tokens: list[int], max_tokens: int = 3) -> list[tuple[str, str]]:
     name = {"X-Request-Id": f"of-{len(tokens)}"}
-    body = {"prompt": tokens, "max_tokens": 3, "temperature": 0}
+    body = {"prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     status, reply = await router.post("/v1/completions", body, headers=name)
     assert status == 200, reply
     receipt = await router.receipt(name["X-Request-Id"])
@@ -83,5 +84,26 @@ async def test_a_prompt_goes_where_pool_and_loans_hold_it_and_fails_at_once_if_n
         exec(LONG_BESIDE_SHORT, found)
         r.use(found["long_beside_short"], long=500)
         assert await legs(r, prompt(900)) == [("start_generate", "lender")]
+    for engine in engines:
+        engine.at_rest()
+
+
+async def test_short_prompts_avoid_the_engine_of_a_long_one_while_it_runs(engines, routed_to):
+    """Six at once: by their loads alone, the engine of the long one would get two of them."""
+    found: dict[str, Any] = {}
+    exec(LONG_BESIDE_SHORT, found)
+    async with routed_to([engine.url for engine in engines], health_interval_s=0.2) as r:
+        await until(lambda: len(r.server.router.registry.ledger.describe()) == 3)
+        r.use(found["long_beside_short"], long=500)
+        loads = {one.id: one.load for one in r.server.router.registry}
+        long = asyncio.create_task(legs(r, prompt(901), max_tokens=400))
+        await until(lambda: any(load.streams for load in loads.values()))
+        (busy,) = [name for name, load in loads.items() if load.streams]
+        short = await asyncio.gather(*(legs(r, prompt(40 + n), 10) for n in range(6)))
+        assert not long.done()  # it ran all the while
+        assert busy not in {engine for each in short for _, engine in each}
+        assert await long == [("start_generate", busy)]
+        after = await asyncio.gather(*(legs(r, prompt(50 + n), 10) for n in range(6)))
+        assert busy in {engine for each in after for _, engine in each}
     for engine in engines:
         engine.at_rest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from experiments import engine, experiment
@@ -28,11 +29,13 @@ def some(**flags: object) -> list[SimulatedEngine]:
     ]  # fmt: skip
 
 
-def run(fleet: list[SimulatedEngine], **fields: object) -> tuple[Outcome, VirtualFleet]:
+def run(fleet: list[SimulatedEngine], **fields: Any) -> tuple[Outcome, VirtualFleet]:
     watched: list[VirtualFleet] = []
+    rate, requests = fields.pop("rate", 0.5), fields.pop("requests", 4)
     one: Experiment = experiment(
-        "data_parallel", fleet, 0.5, 4, **{"input": LONG, "output": 32, "seed": 1, **fields}
-    )
+        "data_parallel", fleet, rate, requests,
+        **{"input": LONG, "output": 32, "seed": 1, **fields},
+    )  # fmt: skip
     one = replace(one, config=replace(one.config, queue_timeout_s=1e5))
     return run_experiment(one, observe=watched.append), watched[0]
 
@@ -51,6 +54,23 @@ def test_the_same_seed_gives_the_same_outcome_to_the_bit():
     first, _ = run(some(borrow=True, lend_share=1.0))
     second, _ = run(some(borrow=True, lend_share=1.0))
     assert first == second
+
+
+def test_requests_at_once_do_not_take_pages_from_each_other_over_and_over():
+    """Six whose contexts fill a pool and more, on three engines: they run as far as they fit.
+
+    All could begin on what the ledger says is free, since none of them holds a page yet.
+    """
+    fleet = [
+        replace(one, config=one.config.model_copy(update={"pool_pages": 100}))
+        for one in some(borrow=True, lend_share=1.0)
+    ]
+    outcome, watched = run(fleet, rate=1000.0, requests=6, output=400)
+    assert all(record.ok and record.output_tokens == 400 for record in outcome.records)
+    steppers = [calls.engine.steps.stepper for calls in watched.engines.values()]
+    computed = sum(each.stats.prompt_tokens for each in steppers)
+    assert computed <= 1.1 * 6 * LONG  # else they compute again what they lose
+    assert sum(each.stats.recomputed_tokens for each in steppers) == 0
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
