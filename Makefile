@@ -12,7 +12,7 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint co
 # router and a dry run are processes of their own.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve test test-fast test-thorough test-vllm test-ray conformance fuzz soak starve attack mutants \
+.PHONY: help demo serve test test-fast test-thorough test-vllm test-ray test-browser conformance fuzz soak starve attack mutants \
 	advise-trial check \
 	bench-strategies bench-put bench-router bench-router-idle bench-router-workers bench-router-replicas bench-faults bench-disagg \
 	bench-balance bench-engine bench-quantization bench-interference \
@@ -35,7 +35,7 @@ test: $(VENV)/test.stamp  ## run all tests but the thorough and the conformance 
 
 test-fast: WORKERS := $(shell expr $(WORKERS) + 1)
 test-fast: $(VENV)/test.stamp  ## run the tests that need neither a second nor a process of their own
-	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not processes and not conformance and not thorough and not vllm and not ray" $(PYTEST)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not processes and not conformance and not thorough and not vllm and not ray and not browser" $(PYTEST)
 
 test-thorough: $(VENV)/test.stamp  ## run the further cases of the tests that take long
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m thorough $(PYTEST)
@@ -45,6 +45,9 @@ test-vllm: $(VENV)/test.stamp .peers/vllm/engine.stamp  ## run the tests of engi
 
 test-ray: .peers/ray/stamp  ## run the tests of fleets on a local Ray cluster (installs Ray, 250 MB)
 	@.peers/ray/bin/python -m pytest -n 0 -m "ray and not thorough" $(or $(PYTEST),tests/router/ray_fleet)
+
+test-browser: .peers/browser/stamp  ## run the tests of the router's page in the Chromium that is installed (installs Playwright, 45 MB)
+	@.peers/browser/bin/python -m pytest -n 0 -m "browser and not thorough" $(or $(PYTEST),tests/browser)
 
 check: $(VENV)/test.stamp  ## check style, types, layers, dependencies and the figures of documents
 	@$(RUN) -m ruff format --check .
@@ -202,13 +205,21 @@ help:  ## list the targets
 	@touch $@
 
 # Ray, with all that .venv has: Ray starts its workers with the interpreter of the test.
-.peers/ray/stamp: PATHS := import sys; print(*(p for p in sys.path if not p.startswith(sys.base_prefix)), sep="\n")
-.peers/ray/stamp: HERE := import sysconfig; print(sysconfig.get_path("purelib"))
+.peers/ray/stamp .peers/browser/stamp: PATHS := import sys; print(*(p for p in sys.path if not p.startswith(sys.base_prefix)), sep="\n")
+.peers/ray/stamp .peers/browser/stamp: HERE := import sysconfig; print(sysconfig.get_path("purelib"))
 .peers/ray/stamp: pyproject.toml constraints.txt $(VENV)/test.stamp
 	@echo "setting up Ray" >&2
 	@$(RUN) -m venv --clear .peers/ray
 	@.peers/ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'ray[client]'
 	@$(RUN) -P -c '$(PATHS)' > "$$(.peers/ray/bin/python -c '$(HERE)')/microserve.pth"
+	@touch $@
+
+# Playwright, with all that .venv has. It drives the browser that is installed, and installs none.
+.peers/browser/stamp: pyproject.toml constraints.txt $(VENV)/test.stamp
+	@echo "setting up Playwright" >&2
+	@$(RUN) -m venv --clear .peers/browser
+	@.peers/browser/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt playwright axe-playwright-python
+	@$(RUN) -P -c '$(PATHS)' > "$$(.peers/browser/bin/python -c '$(HERE)')/microserve.pth"
 	@touch $@
 
 $(VENV)/bin/python:

@@ -19,7 +19,7 @@ import orjson
 
 from engine.protocol import Overloaded
 from router.api.parts import Router
-from router.base import RevisionNumber, StoreUnavailable
+from router.base import EngineId, RevisionNumber, StoreUnavailable
 from router.engines import Backend
 from router.rollout import Revision
 from router.telemetry import WINDOW_S, Listener, Receipt, Sample, Slo, percentile
@@ -72,9 +72,9 @@ def part_of(router: Router) -> Part:
     )
 
 
-def _open_engines(receipt: Receipt, sending: Counter[Pair]) -> set[str]:
+def _open_engines(receipt: Receipt, sending: Counter[Pair]) -> set[EngineId]:
     """Return the engines with open calls of a request; count its sends."""
-    engines = set()
+    engines: set[EngineId] = set()
     for leg in receipt.legs:
         if leg.ms is None:
             engines.add(leg.engine)
@@ -169,11 +169,23 @@ def _sum(parts: Sequence[Part]) -> Part:
             sizes[source, target] += size
         for source, target, count in part.sending:
             sending[source, target] += count
-    return Part(
-        *(
-            sum(getattr(part, name) for part in parts)
-            for name in ("begun", "ended", "failed", "tokens", "live", "queued")
+    begun, ended, failed, tokens, live, queued = map(
+        sum,
+        zip(
+            *(
+                (one.begun, one.ended, one.failed, one.tokens, one.live, one.queued)
+                for one in parts
+            ),
+            strict=True,
         ),
+    )
+    return Part(
+        begun,
+        ended,
+        failed,
+        tokens,
+        live,
+        queued,
         dict(in_flight),
         [(*pair, count, sizes[pair]) for pair, count in calls.items()],
         [(*pair, count) for pair, count in sending.items()],
@@ -187,7 +199,8 @@ def _requests(now: Part, before: Part | None, elapsed: float) -> dict[str, Any]:
     def rate(name: str) -> float:
         if before is None:
             return 0.0
-        return max(0.0, (getattr(now, name) - getattr(before, name)) / elapsed)
+        change: int = getattr(now, name) - getattr(before, name)
+        return max(0.0, change / elapsed)
 
     return {
         "live": now.live,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -42,7 +43,8 @@ def receipt_of(router: Router, id: str) -> Receipt:
         return router.receipts[id]
     except NotFound:
         activity = router.activity
-        for receipt in (*activity.running, *activity.slow):
-            if receipt.id == id:
-                return receipt
-        raise
+        kept = chain[Receipt](activity.running, activity.slow)
+        found = next((receipt for receipt in kept if receipt.id == id), None)
+        if found is None:
+            raise
+        return found

@@ -102,9 +102,9 @@ function Header({ title, onKeys }) {
         <b>${now.active.strategy}</b> <span class="note">generation ${now.active.generation}</span>
       </span>`}
       <span class=${`state tone-${tone}`} role="status"><i class="dot" aria-hidden="true"></i>${said}</span>
-      ${keys.has("admin") && html`<button type="button" class="icon-button" title="Forget the key" aria-label="Forget the key" onClick=${forget}>⎋</button>`}
+      ${keys.has("admin") && html`<button type="button" class="icon-button" title="Forget the key" aria-label="Forget the key" onClick=${forget}><${Icon} path="M9 5H5v14h4M13 8l4 4-4 4M17 12H9" /></button>`}
       <button type="button" class="icon-button" title="Keyboard (?)" aria-label="Keyboard shortcuts" onClick=${onKeys}>?</button>
-      <button type="button" class="icon-button" title="Light or dark (t)" aria-label=${dark ? "Light colors" : "Dark colors"} onClick=${toggleTheme}>${dark ? "☀" : "☾"}</button>
+      <button type="button" class="icon-button" title="Light or dark (t)" aria-label=${dark ? "Light colors" : "Dark colors"} onClick=${toggleTheme}><${Icon} path=${dark ? "M12 8a4 4 0 100 8 4 4 0 000-8zM12 2v2M12 20v2M2 12h2M20 12h2M5 5l1.4 1.4M17.6 17.6L19 19M19 5l-1.4 1.4M6.4 17.6L5 19" : "M20 14.5A8 8 0 019.5 4 8 8 0 1020 14.5z"} /></button>
     </div>
   </header>`;
 }

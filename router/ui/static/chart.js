@@ -39,7 +39,8 @@ function drawMarks(plot, marks) {
 }
 
 // `times`: seconds since the epoch. `series`: {label, color (a CSS variable's name), values, dash,
-// width, fill}; values may be null. `marks`: see `drawMarks`. `span`: seconds that the axis shows.
+// width, fill, group, which}; values may be null. Lines of one `group` share an entry of the legend,
+// which tells them apart by `which`. `marks`: see `drawMarks`. `span`: seconds that the axis shows.
 export function Chart({ title, note, times, series, marks = [], height = 190, format = String, span = 600, most }) {
   const box = useRef();
   const plot = useRef();
@@ -67,7 +68,7 @@ export function Chart({ title, note, times, series, marks = [], height = 190, fo
       cursor: { y: false, points: { size: 6 }, sync: { key: "time" }, drag: { x: false, y: false } },
       scales: { y: { range: (_, least, top) => [0, most ?? Math.max(1.1 * (top || 0), 1e-6)] } },
       axes: [
-        { ...axis, space: 70, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, tick % 60 ? 8 : 5)) },
+        { ...axis, size: 26, space: 70, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, tick % 60 ? 8 : 5)) },
         { ...axis, size: 58, space: 32, values: (_, ticks) => ticks.map(format) },
       ],
       series: [
@@ -106,16 +107,21 @@ export function Chart({ title, note, times, series, marks = [], height = 190, fo
 
   const point = at != null && at < times.length ? at : times.length - 1;
   const said = series.map(({ label, values }) => `${label} ${values[point] == null ? "none" : format(values[point])}`).join(", ");
+  const groups = new Map(); // entries of the legend
+  for (const line of series) {
+    const name = line.group ?? line.label;
+    groups.set(name, [...(groups.get(name) ?? []), line]);
+  }
   return html`<figure class="chart" aria-label=${`${title}: ${said}`}>
     <figcaption>
       <h3>${title}</h3>
       ${note && html`<span class="note">${note}</span>`}
       <ul class="legend">
-        ${series.map(
-          ({ label, color, values }) =>
-            html`<li key=${label}>
-              <i class="swatch" style=${{ background: `var(--${color})` }}></i>${label}
-              <b class="num">${values[point] == null ? "–" : format(values[point])}</b>
+        ${[...groups].map(
+          ([name, lines]) =>
+            html`<li key=${name}>
+              <i class="swatch" style=${{ background: `var(--${lines[0].color})` }}></i>${name}
+              ${lines.map(({ label, which, values }) => html`<span key=${label}>${which} <b class="num">${values[point] == null ? "–" : format(values[point])}</b></span>`)}
             </li>`,
         )}
       </ul>

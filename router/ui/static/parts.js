@@ -200,7 +200,9 @@ export function Copyable({ text, children }) {
     });
   return html`<span class="copyable">
     <code class="mono">${children ?? text}</code>
-    <button type="button" class="icon-button" aria-label="Copy" title="Copy" onClick=${copy}>${copied ? "✓" : "⧉"}</button>
+    <button type="button" class="icon-button" aria-label="Copy" title="Copy" onClick=${copy}>
+      <svg class="icon" viewBox="0 0 24 24" aria-hidden="true"><path d=${copied ? "M5 13l4 4L19 7" : "M9 9h10v11H9zM6 15H5V4h10v2"} /></svg>
+    </button>
   </span>`;
 }
 
@@ -252,23 +254,26 @@ export function useWidth() {
   return [ref, width];
 }
 
-// Calls `load(signal)` now and every `every` ms; null: once. Returns {data, error, reload}.
+// Calls `load(signal)` now and every `every` ms; null: once. `every` may be a function of what was
+// loaded last. Returns {data, error, reload}.
 export function usePolled(load, dependencies, every = null) {
   const [state, set] = useState({ data: null, error: null });
   const [turn, reload] = useState(0);
   useEffect(() => {
     const ended = new AbortController();
-    let timer;
+    let timer, last;
     const look = async () => {
       while (document.hidden && !ended.signal.aborted) await visible();
       if (ended.signal.aborted) return;
       try {
         const data = await load(ended.signal);
+        last = data;
         if (!ended.signal.aborted) set({ data, error: null });
       } catch (error) {
         if (!ended.signal.aborted) set((before) => ({ ...before, error }));
       }
-      if (every && !ended.signal.aborted) timer = setTimeout(look, every);
+      const pause = typeof every === "function" ? every(last) : every;
+      if (pause && !ended.signal.aborted) timer = setTimeout(look, pause);
     };
     look();
     return () => {

@@ -75,7 +75,7 @@ function EngineCard({ one, ring, onMove }) {
   });
   const past = ring.slice(-SHOWN).map((snapshot) => {
     const then = snapshot.engines.find(({ url }) => url === one.url);
-    return then ? then.running + then.waiting : null;
+    return then ? then.requests : null;
   });
   const numbers = [
     ["running", one.running, "sequences in its batch"],
@@ -92,7 +92,7 @@ function EngineCard({ one, ring, onMove }) {
     <dl class="numbers">
       ${numbers.map(([name, value, title]) => html`<div key=${name} title=${title}><dt>${name}</dt><dd>${count(value)}</dd></div>`)}
     </dl>
-    <${Sparkline} values=${past} tone=${one.role === "any" ? "accent" : one.role} label=${`Running and waiting on ${one.id}, the last two minutes`} />
+    <${Sparkline} values=${past} tone=${one.role === "any" ? "accent" : one.role} label=${`Requests with calls to ${one.id}, the last two minutes`} />
     ${one.tiers.map((tier) => html`<p class="note" key=${tier.name}>${tier.name}: ${count(tier.total - tier.free)} of ${count(tier.total)} pages</p>`)}
     <div class="row row-between">
       <span class="note" title=${`epoch ${one.epoch}: changes when its process is another one`}>epoch …${(one.epoch ?? "–").slice(-6)}</span>

@@ -5,6 +5,7 @@ import { useWidth } from "../parts.js";
 
 const FADE = 4; // snapshots until an arc without new puts is gone
 const NODE = { width: 158, height: 52, gap: 18 };
+const LABELS = 10; // arcs that have one: those that move most
 const COLUMNS = ["prefill", "any", "decode"];
 
 // Places each engine: [{id, x, y}], by role from left to right; engines for any role in two columns.
@@ -55,14 +56,14 @@ function curve(from, to, width) {
   const bend = same ? 46 : Math.max(40, Math.abs(x2 - x1) / 2.2) * (right ? 1 : -1);
   const [c1, c2] = same ? [x1 + bend, x2 + bend] : [x1 + bend, x2 - bend];
   const at = (a, b, c, d, t) => (1 - t) ** 3 * a + 3 * (1 - t) ** 2 * t * b + 3 * (1 - t) * t * t * c + t ** 3 * d;
-  const t = 0.5 + 0.22 * (((from.y * 7 + to.y * 3) % 3) - 1); // labels of crossing arcs lie apart
+  const t = from.y === to.y ? 0.64 : 0.33; // labels of crossing arcs lie apart
   return {
     path: `M${x1},${y1} C${c1},${y1} ${c2},${y2} ${x2},${y2}`,
     middle: [at(x1, c1, c2, x2, t), at(y1, y1, y2, y2, t)],
   };
 }
 
-function Arc({ flow, from, to, width }) {
+function Arc({ flow, from, to, width, labelled }) {
   const { path, middle } = curve(from, to, width);
   const moves = flow.calls > 0 || flow.sending > 0;
   const thick = 1.5 + Math.min(4, Math.log10(1 + flow.bytes / 1e4));
@@ -70,7 +71,7 @@ function Arc({ flow, from, to, width }) {
   return html`<g class=${moves ? "arc arc-moves" : "arc arc-mirror"} style=${{ opacity: 1 - flow.age / FADE }}>
     <path d=${path} style=${{ strokeWidth: `${thick}px` }} class="arc-bed" />
     <path d=${path} style=${{ strokeWidth: `${thick}px` }} class="arc-line" />
-    <text x=${middle[0]} y=${middle[1] - 6} text-anchor="middle">${said}</text>
+    ${labelled && html`<text x=${middle[0]} y=${middle[1] - 6} text-anchor="middle">${said}</text>`}
     <title>${`${flow.from} to ${flow.to}: ${count(flow.calls)} sends, ${bytes(flow.bytes)}; ${count(flow.sending)} under way; ${count(flow.mirrors)} mirrored`}</title>
   </g>`;
 }
@@ -95,11 +96,13 @@ export function Flows({ now, ring }) {
   const [ref, width] = useWidth();
   const { nodes, nodeWidth, height } = placed(now.engines, Math.max(width, 260));
   const byId = new Map(nodes.map((node) => [node.one.id, node]));
-  const flows = recent(ring).filter(({ from, to }) => byId.has(from) && byId.has(to));
+  const flows = recent(ring)
+    .filter(({ from, to }) => byId.has(from) && byId.has(to))
+    .sort((a, b) => b.bytes - a.bytes);
   const said = flows.filter((flow) => flow.calls).map((flow) => `${flow.from} to ${flow.to} ${bytes(flow.bytes)}`);
   return html`<div ref=${ref} class="flows">
     ${width > 0 && html`<svg width=${width} height=${height} role="img" aria-label=${`KV between engines: ${said.join(", ") || "none moves now"}`}>
-      ${flows.map((flow) => html`<${Arc} key=${flow.key} flow=${flow} from=${byId.get(flow.from)} to=${byId.get(flow.to)} width=${nodeWidth} />`)}
+      ${flows.map((flow, rank) => html`<${Arc} key=${flow.key} labelled=${rank < LABELS} flow=${flow} from=${byId.get(flow.from)} to=${byId.get(flow.to)} width=${nodeWidth} />`)}
       ${nodes.map((node) => html`<${Node} key=${node.one.url} node=${node} width=${nodeWidth} />`)}
     </svg>`}
   </div>`;

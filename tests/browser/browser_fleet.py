@@ -1,0 +1,100 @@
+"""Mock engines and a router in front of them, for a browser to look at."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from engine_process import EngineProcess
+from forked import ForkedProcess, run_microserve
+
+__all__ = ["BrowserFleet", "until"]
+
+T = TypeVar("T")
+FAST = ("--step-ms", "2", "--prefill-tokens-per-ms", "50")
+
+
+class BrowserFleet:
+    """Engines with the model `mock`, one of each of `roles`, and a router at `url`."""
+
+    def __init__(
+        self,
+        *flags: str,
+        roles: tuple[str, ...] = ("any", "any"),
+        engine_flags: tuple[str, ...] = FAST,
+        admin_key: str = "",
+        strategy: str | Path = "data_parallel",
+    ) -> None:
+        """`flags` are the router's."""
+        self._flags = [*flags, "--strategy", str(strategy), "--allow-upload"]
+        if admin_key:
+            self._flags += ["--admin-key", admin_key]
+        self.engines = [
+            EngineProcess("--role", role, *engine_flags, model="mock") for role in roles
+        ]
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self.http = httpx.Client(base_url=self.url, timeout=60, verify=False, headers=self.headers)
+        self.start()
+
+    def start(self) -> None:
+        """Start the router, also again after `stop`, at the same address."""
+        urls = [part for engine in self.engines for part in ("--engine", engine.url)]
+        self.router = ForkedProcess(
+            run_microserve,
+            *("router", "--parent-pid", str(os.getpid()), "--port", str(self.port)),
+            *urls,
+            *self._flags,
+        )
+        self.router.line()
+
+    def stop(self) -> None:
+        """Kill the router."""
+        self.router.kill()
+
+    def close(self) -> None:
+        """Kill all processes."""
+        self.http.close()
+        for process in (self.router, *self.engines):
+            process.kill()
+
+    def get(self, path: str) -> Any:
+        """Return what the API answers."""
+        reply = self.http.get(path)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def send(self, method: str, path: str, **body: Any) -> Any:
+        reply = self.http.request(method, path, json=body)
+        assert reply.status_code < 300, reply.text
+        return reply.json()
+
+    def ask(self, prompt: list[int] | str, max_tokens: int = 8, *, id: str = "") -> str:
+        """Have a request served; return its id."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        headers = {"X-Request-Id": id} if id else {}
+        reply = self.http.post("/v1/completions", json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        return reply.headers["x-request-id"]
+
+
+def until(condition: Callable[[], T], timeout: float = 30.0) -> T:
+    """Poll until `condition` holds; return what it returned."""
+    deadline = time.monotonic() + timeout
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

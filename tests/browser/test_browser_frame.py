@@ -1,0 +1,186 @@
+"""The page as a whole: keys, hostile names, restarts, tabs, sizes, accessibility."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browser_fleet import BrowserFleet, until
+
+KEY = "the admin key of this test"
+VIEWS = ("fleet", "requests", "latency", "strategies", "playground")
+MOST_BYTES = 200_000
+HOSTILE = '"><img/src=x onerror=hacked()>${hacked()}'
+# Of a failed connection, which tests of restarts cause.
+LOST = re.compile(r"Failed to load resource|ERR_|network")
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[BrowserFleet]:
+    fleet = BrowserFleet(admin_key=KEY, roles=("prefill", "decode"), strategy="prefill_decode")
+    yield fleet
+    fleet.close()
+
+
+def give_key(page: Any, key: str = KEY) -> None:
+    page.get_by_label("Key", exact=True).fill(key)
+    page.get_by_role("button", name="Continue").click()
+
+
+def entered(pages: Any, fleet: BrowserFleet, at: str = "", **options: Any) -> Any:
+    """A page whose reader has given the key."""
+    page = pages.open(f"{fleet.url}/{at}", **options)
+    pages.expected = lambda problem: "401" in problem
+    give_key(page)
+    page.get_by_text("Live", exact=True).wait_for()
+    return page
+
+
+def test_the_key_is_asked_once_and_kept_out_of_urls_and_storage(pages: Any, fleet: BrowserFleet):
+    pages.expected = lambda problem: "401" in problem  # what the browser says of the first calls
+    page = pages.open(fleet.url)
+    give_key(page, "wrong")
+    page.get_by_text("The router refused this key.").wait_for()
+    give_key(page)
+    page.get_by_text("Live", exact=True).wait_for()
+    for view in VIEWS:
+        page.goto(f"{fleet.url}/#/{view}")
+        page.get_by_role("heading", level=1).wait_for()
+    page.reload()
+    page.get_by_text("Live", exact=True).wait_for()
+    assert page.get_by_role("dialog").count() == 0
+    assert not [url for url in pages.urls if "key" in url.lower()]
+    assert KEY not in page.evaluate("JSON.stringify({...localStorage}) + document.cookie")
+    assert KEY in page.evaluate("JSON.stringify({...sessionStorage})")
+    page.get_by_role("button", name="Forget the key").click()
+    page.get_by_role("dialog").wait_for()
+    assert KEY not in page.evaluate("JSON.stringify({...sessionStorage})")
+
+
+def test_hostile_names_are_text(pages: Any, fleet: BrowserFleet):
+    engine = fleet.get("/admin/engines")["engines"][0]["id"]
+    fleet.send("PATCH", f"/admin/engines/{engine}", labels={"zone": HOSTILE})
+    fleet.ask(list(range(100, 140)), id=HOSTILE.replace(" ", "/"))
+    fleet.send(
+        "POST", "/admin/strategies", file=f"{HOSTILE}.py", name="hostile", source=HOSTILE_SOURCE
+    )
+    fleet.send("PUT", "/admin/strategy", name="hostile", params={"text": HOSTILE})
+    fleet.ask(HOSTILE, id="plain")
+    page = entered(pages, fleet)
+    page.evaluate("window.hacked = () => { throw new Error('hacked') }")
+    for at in ("#/fleet", "#/requests?show=newest", "#/requests/plain", "#/latency", "#/strategies",
+               "#/playground", f"#/{HOSTILE}", f"#/requests/{HOSTILE}"):  # fmt: skip
+        page.evaluate("at => { location.hash = at }", at)
+        page.wait_for_timeout(300)
+        assert page.locator("img[src=x], img[onerror]").count() == 0
+        assert page.locator("main").inner_text().strip()
+    page.evaluate("location.hash = '#/requests?show=newest'")
+    page.get_by_text(HOSTILE.replace(" ", "/")).wait_for()
+    fleet.send("PUT", "/admin/strategy", name="prefill_decode")
+
+
+HOSTILE_SOURCE = '''
+"""<script>hacked()</script>"""
+from router import Cluster, Request, strategy
+
+
+@strategy
+async def hostile(request: Request, cluster: Cluster, *, text: str = "<b onclick=hacked()>"):
+    """<img src=x onerror=hacked()>"""
+    async for chunk in cluster.decode.least_loaded().start_generate(request):
+        yield chunk
+'''
+
+
+def test_a_restart_of_the_router_is_survived(pages: Any, fleet: BrowserFleet):
+    page = entered(pages, fleet)
+    pages.expected = lambda problem: "401" in problem or bool(LOST.search(problem))
+    fleet.stop()
+    page.get_by_text("Disconnected").or_(page.get_by_text("Connecting")).first.wait_for()
+    assert page.get_by_role("heading", name="engine", exact=False).count()  # the last that it told
+    fleet.start()
+    page.get_by_text("Live", exact=True).wait_for()
+    fleet.ask([7] * 40, 400)  # its tokens are seen
+    until(
+        lambda: (
+            page.locator(".stat", has_text="Tokens").locator(".stat-value").inner_text() != "0 /s"
+        )
+    )
+
+
+def test_two_tabs_show_the_same(pages: Any, fleet: BrowserFleet):
+    context = pages.context()
+    first = entered(pages, fleet, context=context)
+    second = entered(pages, fleet, "#/fleet", context=context)
+    first.get_by_role("button", name=re.compile("^Drain")).first.click()
+    second.get_by_role("button", name=re.compile("^Use .* again")).wait_for()
+    second.get_by_role("button", name=re.compile("^Use .* again")).click()
+    first.get_by_role("button", name=re.compile("^Use .* again")).wait_for(state="detached")
+
+
+def test_the_keyboard_goes_to_each_view(pages: Any, fleet: BrowserFleet):
+    page = entered(pages, fleet)
+    for view in VIEWS[1:]:
+        page.keyboard.press("g")
+        page.keyboard.press(view[0])
+        page.get_by_role("heading", name=view.capitalize(), level=1).wait_for()
+    page.keyboard.press("g")
+    page.keyboard.press("f")
+    before = page.evaluate("document.documentElement.dataset.theme")
+    page.keyboard.press("t")
+    assert page.evaluate("document.documentElement.dataset.theme") != before
+    page.keyboard.press("?")
+    page.get_by_role("dialog").wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="detached")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_view_is_wider_than_a_phone(pages: Any, fleet: BrowserFleet, view: str):
+    page = entered(pages, fleet, f"#/{view}", viewport={"width": 390, "height": 844})
+    page.wait_for_timeout(500)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_view_has_a_serious_accessibility_violation(pages: Any, fleet: BrowserFleet, theme: str):
+    from axe_playwright_python.sync_playwright import Axe
+
+    fleet.ask(list(range(40)), id="seen")
+    page = entered(pages, fleet, color_scheme=theme)
+    assert page.evaluate("document.documentElement.dataset.theme") == theme
+    for at in (*VIEWS, "requests?show=newest", "requests/seen"):
+        page.evaluate("at => { location.hash = `#/${at}` }", at)
+        page.wait_for_timeout(700)
+        found = Axe().run(page).response["violations"]
+        serious = [
+            (one["id"], [node["html"][:200] for node in one["nodes"]])
+            for one in found
+            if one["impact"] in ("serious", "critical")
+        ]
+        assert serious == [], at
+
+
+def test_all_that_the_browser_loads_is_small_and_comes_from_here(pages: Any, fleet: BrowserFleet):
+    loaded: dict[str, int] = {}
+    page = pages.open("about:blank")
+    page.on("response", lambda reply: loaded.__setitem__(reply.url, len(_body(reply))))
+    pages.expected = lambda problem: "401" in problem
+    page.goto(fleet.url)
+    give_key(page)
+    page.get_by_text("Live", exact=True).wait_for()
+    for view in VIEWS:
+        page.goto(f"{fleet.url}/#/{view}")
+    files = {
+        url: size for url, size in loaded.items() if "/admin/" not in url and "/v1/" not in url
+    }
+    assert len(files) > 10
+    assert all(url.startswith(fleet.url) for url in loaded)
+    assert sum(files.values()) < MOST_BYTES, files
+
+
+def _body(reply: Any) -> bytes:
+    """The body, unless it is a stream."""
+    return b"" if "/admin/" in reply.url or "/v1/" in reply.url else reply.body()
