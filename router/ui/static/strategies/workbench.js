@@ -152,7 +152,7 @@ export function Workbench({ selected, shown, draft, state, taken, onChange }) {
         ${fixed && html`<p class="note">An installed strategy: edit a copy of it.</p>`}
       </div>
     </${Card}>
-    <div class="columns strategies-columns">
+    <div class="strategies-main">
       <${Card} title="Parameters" note="What is empty keeps its default.">
         <${ParamsForm} schemas=${schemas} values=${values} problem=${wrongParam} onChange=${(next) => {
           setValues(next);
