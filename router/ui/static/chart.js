@@ -1,118 +1,110 @@
-// Line charts over time, on uPlot.
+// Line charts over time, in SVG: their colors follow the theme.
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./lib.js";
-import { themeChanges } from "./theme.js";
 import { clock } from "./format.js";
 
-const { uPlot } = globalThis;
+const LEFT = 58;
+const RIGHT = 8;
+const TOP = 14;
+const BOTTOM = 22;
+const X_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600]; // seconds
+const X_SPACE = 70; // pixels between two labels, at least
+const Y_SPACE = 34;
 
-// The color that a CSS variable has now, as canvas needs it.
-function colorOf(name) {
-  const probe = document.createElement("i");
-  probe.style.color = `var(--${name})`;
-  document.body.append(probe);
-  const { color } = getComputedStyle(probe);
-  probe.remove();
-  return color;
+// The time that the pointer is at, in all charts.
+const pointed = new Set();
+let pointer = null;
+
+function point(time) {
+  pointer = time;
+  for (const show of pointed) show(time);
 }
 
-// Draws a vertical line with a label at each of `marks`, {time, label}.
-function drawMarks(plot, marks) {
-  const { ctx, bbox } = plot;
-  const ratio = devicePixelRatio;
-  ctx.save();
-  ctx.font = `600 ${11 * ratio}px system-ui, sans-serif`;
-  ctx.strokeStyle = ctx.fillStyle = colorOf("accent");
-  ctx.lineWidth = ratio;
-  ctx.setLineDash([4 * ratio, 3 * ratio]);
-  for (const { time, label } of marks) {
-    const x = Math.round(plot.valToPos(time, "x", true));
-    if (x < bbox.left || x > bbox.left + bbox.width) continue;
-    ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-    const right = x + 4 * ratio + ctx.measureText(label).width > bbox.left + bbox.width;
-    ctx.textAlign = right ? "right" : "left";
-    ctx.fillText(label, x + (right ? -4 : 4) * ratio, bbox.top + 11 * ratio);
+function usePointer() {
+  const [time, set] = useState(pointer);
+  useEffect(() => {
+    pointed.add(set);
+    return () => pointed.delete(set);
+  }, []);
+  return time;
+}
+
+function useWidth(box) {
+  const [width, set] = useState(400);
+  useLayoutEffect(() => {
+    const look = () => set(box.current.clientWidth || 400);
+    const sized = new ResizeObserver(look);
+    sized.observe(box.current);
+    look();
+    return () => sized.disconnect();
+  }, []);
+  return width;
+}
+
+// Multiples of 1, 2 or 5 times a power of ten, from 0 up to `most`.
+function ticksUpTo(most, number) {
+  const rough = most / Math.max(number, 1);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+  return Array.from({ length: Math.floor(most / step + 1e-9) + 1 }, (_, at) => at * step);
+}
+
+function timesBetween(begin, end, number) {
+  const step = X_STEPS.find((one) => (end - begin) / one <= number) ?? X_STEPS.at(-1);
+  const shift = new Date(1e3 * end).getTimezoneOffset() * 60; // whole hours are those of clocks here
+  const first = Math.ceil((begin - shift) / step) * step + shift;
+  return Array.from({ length: Math.max(0, Math.floor((end - first) / step) + 1) }, (_, at) => first + at * step);
+}
+
+// The line through the values that are there. One without neighbours is a dot.
+function pathOf(times, values, x, y, from) {
+  let path = "";
+  for (let at = from; at < times.length; at++) {
+    if (values[at] == null) continue;
+    const place = `${x(times[at]).toFixed(1)},${y(values[at]).toFixed(1)}`;
+    const begins = at === from || values[at - 1] == null;
+    path += `${begins ? "M" : "L"}${place}`;
+    if (begins && values[at + 1] == null) path += "h.01";
   }
-  ctx.restore();
+  return path;
+}
+
+function areaOf(times, values, x, y, from) {
+  const there = times.map((_, at) => at).filter((at) => at >= from && values[at] != null);
+  if (!there.length) return "";
+  const [first, last] = [there[0], there.at(-1)].map((at) => x(times[at]).toFixed(1));
+  const line = there.map((at) => `L${x(times[at]).toFixed(1)},${y(values[at]).toFixed(1)}`).join("");
+  return `M${first},${y(0)}${line}L${last},${y(0)}Z`;
 }
 
 // `times`: seconds since the epoch. `series`: {label, color (a CSS variable's name), values, dash,
 // width, fill, group, which}; values may be null. Lines of one `group` share an entry of the legend,
-// which tells them apart by `which`. `marks`: see `drawMarks`. `span`: seconds that the axis shows.
+// which tells them apart by `which`. `marks`: {time, label} of vertical lines. `span`: seconds that
+// the axis shows. `most`: the upper end of the other one.
 export function Chart({ title, note, times, series, marks = [], height = 190, format = String, span = 600, most }) {
   const box = useRef();
-  const plot = useRef();
-  const shownMarks = useRef(marks);
-  const [at, setAt] = useState(null);
-  const [theme, changed] = useState(0);
-  shownMarks.current = marks;
-  const shape = JSON.stringify(series.map(({ label, color, dash, width, fill }) => [label, color, dash, width, fill]));
+  const width = useWidth(box);
+  const time = usePointer();
+  const end = times.at(-1) ?? Date.now() / 1e3;
+  const begin = end - span;
+  const from = Math.max(0, times.findIndex((one) => one >= begin));
+  const highest = series.reduce((high, { values }) => values.reduce((high, value, at) => (at >= from && value > high ? value : high), high), 0);
+  const top = most ?? Math.max(1.1 * highest, 1e-6);
+  const x = (at) => LEFT + ((width - LEFT - RIGHT) * (at - begin)) / span;
+  const y = (value) => TOP + (height - TOP - BOTTOM) * (1 - value / top);
 
-  useEffect(() => themeChanges(() => changed((number) => number + 1)), []);
-
-  useLayoutEffect(() => {
-    const faint = colorOf("line");
-    const axis = {
-      stroke: colorOf("muted"),
-      grid: { stroke: faint, width: 1 },
-      ticks: { show: false },
-      font: "11px system-ui, sans-serif",
-    };
-    const options = {
-      width: box.current.clientWidth || 400,
-      height,
-      legend: { show: false },
-      padding: [10, 8, 0, 0],
-      cursor: { y: false, points: { size: 6 }, sync: { key: "time" }, drag: { x: false, y: false } },
-      scales: { y: { range: (_, least, top) => [0, most ?? Math.max(1.1 * (top || 0), 1e-6)] } },
-      axes: [
-        { ...axis, size: 26, space: 70, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, tick % 60 ? 8 : 5)) },
-        { ...axis, size: 58, space: 32, values: (_, ticks) => ticks.map(format) },
-      ],
-      series: [
-        {},
-        ...series.map(({ label, color, dash, width = 1.75, fill }) => ({
-          label,
-          stroke: colorOf(color),
-          width,
-          dash,
-          fill: fill && colorOf(fill),
-          points: { show: false },
-        })),
-      ],
-      hooks: {
-        draw: [(drawn) => drawMarks(drawn, shownMarks.current)],
-        setCursor: [(drawn) => setAt(drawn.cursor.idx ?? null)],
-      },
-    };
-    plot.current = new uPlot(options, [[], ...series.map(() => [])], box.current);
-    const sized = new ResizeObserver(() => {
-      const { clientWidth } = box.current;
-      if (clientWidth && clientWidth !== plot.current.width) plot.current.setSize({ width: clientWidth, height });
-    });
-    sized.observe(box.current);
-    return () => {
-      sized.disconnect();
-      plot.current.destroy();
-    };
-  }, [shape, theme, height]);
-
-  useLayoutEffect(() => {
-    plot.current.setData([times, ...series.map(({ values }) => values)], false);
-    const last = times.at(-1) ?? Date.now() / 1e3;
-    plot.current.setScale("x", { min: last - span, max: last });
-  });
-
-  const point = at != null && at < times.length ? at : times.length - 1;
-  const said = series.map(({ label, values }) => `${label} ${values[point] == null ? "none" : format(values[point])}`).join(", ");
+  const near = time == null ? -1 : times.reduce((best, one, at) => (at >= from && Math.abs(one - time) < Math.abs((times[best] ?? Infinity) - time) ? at : best), -1);
+  const at = near >= 0 ? near : times.length - 1;
+  const shown = (values) => (values[at] == null ? "–" : format(values[at]));
+  const moved = ({ clientX }) => {
+    const place = clientX - box.current.getBoundingClientRect().left;
+    point(begin + (span * (place - LEFT)) / (width - LEFT - RIGHT));
+  };
   const groups = new Map(); // entries of the legend
   for (const line of series) {
     const name = line.group ?? line.label;
     groups.set(name, [...(groups.get(name) ?? []), line]);
   }
-  return html`<figure class="chart" aria-label=${`${title}: ${said}`}>
+  return html`<figure class="chart" aria-label=${`${title}: ${series.map(({ label, values }) => `${label} ${shown(values)}`).join(", ")}`}>
     <figcaption>
       <h3>${title}</h3>
       ${note && html`<span class="note">${note}</span>`}
@@ -121,11 +113,40 @@ export function Chart({ title, note, times, series, marks = [], height = 190, fo
           ([name, lines]) =>
             html`<li key=${name}>
               <i class="swatch" style=${{ background: `var(--${lines[0].color})` }}></i>${name}
-              ${lines.map(({ label, which, values }) => html`<span key=${label}>${which} <b class="num">${values[point] == null ? "–" : format(values[point])}</b></span>`)}
+              ${lines.map(({ label, which, values }) => html`<span key=${label}>${which} <b class="num">${shown(values)}</b></span>`)}
             </li>`,
         )}
       </ul>
     </figcaption>
-    <div ref=${box} class="chart-box" style=${{ height: `${height}px` }}></div>
+    <div ref=${box} class="chart-box" style=${{ height: `${height}px` }}>
+      <svg width=${width} height=${height} aria-hidden="true" onPointerMove=${moved} onPointerLeave=${() => point(null)}>
+        ${ticksUpTo(top, (height - TOP - BOTTOM) / Y_SPACE).map(
+          (tick) => html`<g key=${tick}>
+            <line class="chart-grid" x1=${LEFT} x2=${width - RIGHT} y1=${y(tick)} y2=${y(tick)} />
+            <text x=${LEFT - 8} y=${y(tick) + 4} text-anchor="end">${format(tick)}</text>
+          </g>`,
+        )}
+        ${timesBetween(begin, end, (width - LEFT - RIGHT) / X_SPACE).filter((tick) => x(tick) < width - X_SPACE / 2.6).map(
+          (tick) => html`<text key=${tick} x=${x(tick)} y=${height - 5} text-anchor="middle">${clock(tick).slice(0, tick % 60 ? 8 : 5)}</text>`,
+        )}
+        ${series.map(({ label, values, fill }) => fill && html`<path key=${`${label} area`} d=${areaOf(times, values, x, y, from)} style=${{ fill: `var(--${fill})` }} />`)}
+        ${series.map(
+          ({ label, values, color, dash, width = 1.75 }) => html`<path key=${label} class="chart-line" d=${pathOf(times, values, x, y, from)}
+            stroke-width=${width} stroke-dasharray=${dash?.join(" ")} style=${{ stroke: `var(--${color})` }} />`,
+        )}
+        ${marks.filter(({ time }) => time >= begin && time <= end).map(
+          ({ time, label }) => html`<g key=${time} class="chart-mark">
+            <line x1=${x(time)} x2=${x(time)} y1=${TOP - 6} y2=${height - BOTTOM} />
+            <text x=${x(time) + (x(time) > width / 2 ? -4 : 4)} y=${TOP + 5} text-anchor=${x(time) > width / 2 ? "end" : "start"}>${label}</text>
+          </g>`,
+        )}
+        ${near >= 0 &&
+        html`<g>
+          <line class="chart-pointer" x1=${x(times[near])} x2=${x(times[near])} y1=${TOP} y2=${height - BOTTOM} />
+          <text class="chart-when" x=${Math.min(x(times[near]), width - 30)} y=${height - 5} text-anchor="middle">${clock(times[near])}</text>
+          ${series.map(({ label, values, color }) => values[near] != null && html`<circle key=${label} r="3" cx=${x(times[near])} cy=${y(values[near])} style=${{ fill: `var(--${color})` }} />`)}
+        </g>`}
+      </svg>
+    </div>
   </figure>`;
 }

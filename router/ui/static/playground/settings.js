@@ -6,7 +6,7 @@ import { Button, Field, Select } from "../parts.js";
 const WHOLE = { inputmode: "numeric" };
 // Name in the API, label, what is allowed, and further attributes. Empty means the API's default.
 const SAMPLING = [
-  ["max_tokens", "Most tokens", "1 or more", WHOLE],
+  ["max_tokens", "Max tokens", "1 or more", WHOLE],
   ["temperature", "Temperature", "0 to 2"],
   ["top_p", "Top p", "more than 0, up to 1"],
   ["top_k", "Top k", "0: all", WHOLE],
@@ -15,6 +15,8 @@ const SAMPLING = [
   ["presence_penalty", "Presence penalty", "−2 to 2"],
   ["frequency_penalty", "Frequency penalty", "−2 to 2"],
 ];
+
+const USUAL = 2; // of these are always shown
 
 export const DEFAULTS = { model: "", system: "", stop: "", max_tokens: "200", temperature: "0.7" };
 
@@ -35,18 +37,21 @@ export function requestFields(settings) {
 export function Settings({ settings, models, problem, onChange }) {
   const set = (name) => (event) => onChange({ ...settings, [name]: event.target.value });
   const wrong = (name) => problem?.param === name && problem.message;
+  const number = ([name, label, hint, more]) => html`<${Field} key=${name} label=${label} placeholder=${hint} inputmode="decimal" ...${more}
+    autocomplete="off" value=${settings[name] ?? ""} error=${wrong(name)} onInput=${set(name)} />`;
   return html`<div class="settings">
     ${models.length > 1 &&
     html`<${Field} label="Model">${(attributes) => html`<${Select} ...${attributes} options=${models} value=${settings.model} onChange=${set("model")} />`}</${Field}>`}
     <${Field} label="System prompt">${(attributes) => html`<textarea class="input" rows="2" ...${attributes} value=${settings.system} onInput=${set("system")}></textarea>`}</${Field}>
-    <div class="fields fields-small">
-      ${SAMPLING.map(
-        ([name, label, hint, more]) => html`<${Field} key=${name} label=${label} title=${hint} placeholder=${hint} inputmode="decimal" ...${more}
-          autocomplete="off" value=${settings[name] ?? ""} error=${wrong(name)} onInput=${set(name)} />`,
-      )}
-    </div>
-    <${Field} label="Stop" hint="One text a line." error=${wrong("stop")}>${(attributes) => html`<textarea class="input mono" rows="1" ...${attributes} value=${settings.stop} onInput=${set("stop")}></textarea>`}</${Field}>
-    <${ApiKey} />
+    <div class="fields fields-small">${SAMPLING.slice(0, USUAL).map(number)}</div>
+    <details class="more">
+      <summary>More sampling, API key</summary>
+      <div class="settings">
+        <div class="fields fields-small">${SAMPLING.slice(USUAL).map(number)}</div>
+        <${Field} label="Stop" hint="One text a line." error=${wrong("stop")}>${(attributes) => html`<textarea class="input mono" rows="1" ...${attributes} value=${settings.stop} onInput=${set("stop")}></textarea>`}</${Field}>
+        <${ApiKey} />
+      </div>
+    </details>
   </div>`;
 }
 

@@ -9,10 +9,10 @@ const SEEDS = 3;
 const SPANS = [["5", "last 5 minutes"], ["15", "last 15 minutes"], ["60", "last hour"], ["1440", "last day"]];
 // What is better: less (-1), more (1), neither (0).
 const FIGURES = [
-  ["Time to first token, mean", "ttft_ms", ms, -1],
-  ["Time to first token, p99", "ttft_p99_ms", ms, -1],
+  ["TTFT, mean", "ttft_ms", ms, -1],
+  ["TTFT, p99", "ttft_p99_ms", ms, -1],
   ["Time per output token", "tpot_ms", ms, -1],
-  ["Time of a request, mean", "jct_ms", ms, -1],
+  ["Request (JCT), mean", "jct_ms", ms, -1],
   ["Within the objectives", "attained", percent, 1],
   ["Requests completed", "completed", count, 1],
   ["Engines busy", "utilisation", percent, 0],

@@ -152,7 +152,7 @@ export function Workbench({ selected, shown, draft, state, taken, onChange }) {
         ${fixed && html`<p class="note">An installed strategy: edit a copy of it.</p>`}
       </div>
     </${Card}>
-    <div class="columns strategies-columns">
+    <div class="strategies-main">
       <${Card} title="Parameters" note="What is empty keeps its default.">
         <${ParamsForm} schemas=${schemas} values=${values} problem=${wrongParam} onChange=${(next) => {
           setValues(next);
@@ -190,7 +190,7 @@ function Confirm({ name, active, loads, onStart, onClose }) {
 function Problem({ problem, onShow }) {
   const { kind, line, column, message } = problem;
   const place = line && html`<${Button} small onClick=${onShow}>Line ${line}${column ? `, column ${column}` : ""}</${Button}>`;
-  return html`<${Notice} tone="bad" title=${`${KINDS[kind] ?? "A problem"}.`} action=${place}>${message}</${Notice}>`;
+  return html`<${Notice} tone="bad" title=${`${KINDS[kind] ?? "A problem"}.`} action=${place}>${withoutPlace(message)}</${Notice}>`;
 }
 
 function Passed({ result }) {
@@ -201,8 +201,9 @@ function Passed({ result }) {
 }
 
 const firstLine = (doc) => (doc ?? "").split("\n")[0];
+const withoutPlace = (message) => message.replace(/^[^\n]{0,300}?:\d+: /, "");
 const brief = (message) => {
-  const said = message.replace(/^\S*:\d+: /, "").split("\n")[0];
+  const said = withoutPlace(message).split("\n")[0];
   return said.length > 90 ? `${said.slice(0, 89)}…` : said;
 };
 

@@ -106,7 +106,7 @@ function Chosen({ selected, state, draft, drafts, onChange }) {
   if (!listed && draft === undefined) {
     return html`<${Card}><${Empty} title=${`There is no strategy “${selected}”.`}>It may have been a draft of another tab.</${Empty}></${Card}>`;
   }
-  if (listed && !data) return html`<${Card}><${Empty} title="Loading…" /></${Card}>`;
+  if (listed && !data && draft === undefined) return html`<${Card}><${Empty} title="Loading…" /></${Card}>`;
   const taken = new Set([...state.strategies.map((one) => one.name), ...drafts.keys()]);
   return html`
     ${other &&
