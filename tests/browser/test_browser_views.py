@@ -90,11 +90,16 @@ def test_engines_are_drained_and_change_roles_from_the_page(pages: Any, fleet: B
 
 def test_a_prefix_is_moved_from_the_page(pages: Any, fleet: BrowserFleet):
     page = pages.open(fleet.url)
-    source, target = list(engines(fleet))[:2]
+    text = "What is moved has a few pages. " * 40
+    legs = fleet.get(f"/admin/requests/{fleet.ask(text)}")["legs"]
+    source = next(leg["engine"] for leg in legs if leg["call"] == "remote_send")
+    target = next(
+        id for id, one in engines(fleet).items() if id != source and one["role"] == "prefill"
+    )
     before = engines(fleet)[target]["state"]["pages"]["cached"]
     page.get_by_role("button", name=f"Move a prefix from {source}").click()
     dialog = page.get_by_role("dialog")
-    dialog.get_by_label("Text of the prefix").fill("What is moved has a few pages. " * 40)
+    dialog.get_by_label("Text of the prefix").fill(text)
     dialog.get_by_label("To").select_option(target)
     dialog.get_by_role("button", name="Move", exact=True).click()
     page.get_by_text(re.compile(rf"tokens are at {target}")).wait_for()
@@ -165,7 +170,7 @@ def test_a_swap_is_a_generation_of_its_own_and_goodput_follows_the_objectives(
 
 
 def test_a_wait_for_room_is_told_in_words(pages: Any):
-    flags = ("--pool-pages", "16", "--step-ms", "4")
+    flags = ("--max-waiting", "1", "--max-batch", "1", "--step-ms", "4")
     fleet = BrowserFleet(roles=("any",), engine_flags=flags)
     try:
         asked = [
