@@ -17,6 +17,7 @@ from router.cli.profile import profile
 from router.cli.serve import engine, router
 from router.cli.simulate import simulate
 from router.cli.strategy import strategy
+from router.cli.top import top
 from router.cli.trace import trace
 from router.cli.traffic import traffic
 from router.cli.up import up
@@ -42,6 +43,7 @@ for command in (
     simulate,
     traffic,
     trace,
+    top,
     advise,
     status,
     scale,
