@@ -235,6 +235,8 @@ class EngineState(Message):
     other's addresses. `heartbeat` is for the router's ledger: engines that lend or borrow memory
     send it with each of these replies. The router tells those with `borrowing` whom to ask.
     `healthy` is what `GET /health` tells, so that routers need one call; None: ask there.
+    `prompt_tokens` and `generation_tokens` count what was computed and sampled since the start;
+    None: it does not count.
     """
 
     engine_id: EngineName
@@ -256,6 +258,8 @@ class EngineState(Message):
     heartbeat: Heartbeat | None = None
     borrowing: BorrowingState | None = None  # None: it does not borrow
     lending: LendingState | None = None  # None: it answers no debtors
+    prompt_tokens: Count | None = None
+    generation_tokens: Count | None = None
 
 
 Seconds = Annotated[float, Field(gt=0.0, le=3600.0, allow_inf_nan=False)]

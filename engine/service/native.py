@@ -169,6 +169,8 @@ class NativeEngine:
             heartbeat=self.lending.heartbeat(),
             borrowing=self.borrowing.state() if self.borrowing is not None else None,
             lending=self.lending.state(),
+            prompt_tokens=engine.loop.stats.prompt_tokens,
+            generation_tokens=engine.loop.stats.generation_tokens,
         )
 
     def statistics(self) -> EngineStatistics:

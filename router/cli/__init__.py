@@ -21,6 +21,7 @@ COMMANDS = {
     "simulate": "simulate:simulate",
     "traffic": "on_router.traffic:traffic",
     "trace": "on_router.trace:trace",
+    "top": "on_router.top:top",
     "advise": "on_router.advise:advise",
     "status": "on_ray:status",
     "scale": "on_ray:scale",
