@@ -67,10 +67,14 @@ class Host:
             )
 
     def kill(self) -> None:
-        """End all processes at once."""
-        if self._process is not None:
-            self._process.kill()  # takes its child along, and that one its PID namespace
-            self._process.wait()
+        """End all processes at once; returns when they are gone."""
+        if self._process is None:
+            return
+        children = self._children()
+        self._process.kill()  # takes its child along, and that one its PID namespace
+        self._process.wait()
+        while any(map(lives, children)):
+            time.sleep(0.02)
 
     def freeze(self) -> None:
         """Stop the engine's process."""
@@ -142,10 +146,29 @@ class Host:
         subprocess.run(["ip", "netns", "del", self.name], capture_output=True)
 
     def _signal(self, number: signal.Signals) -> None:
+        for pid in self._children():
+            os.kill(pid, number)
+
+    def _children(self) -> list[int]:
         assert self._process is not None
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-        for pid in children.read_text().split():
-            os.kill(int(pid), number)
+        try:
+            file = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+            return [int(pid) for pid in file.read_text().split()]
+        except FileNotFoundError:
+            return []
+
+
+def lives(pid: int) -> bool:
+    """Return whether a thread of a process has not ended yet, and keeps its sockets open.
+
+    Of a killed process on a busy machine, a thread of the lowest priority ends after seconds.
+    """
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        states = [(one / "stat").read_text().rpartition(")")[2].split()[0] for one in tasks]
+    except (FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/task").exists()
+    return any(state not in "ZX" for state in states)
 
 
 def ip(*commands: str) -> None:
