@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Iterable
+from typing import Final
 
 from engine.protocol import BLOCK_TOKENS, NoCapacity
 from router.base import EngineId
@@ -18,6 +19,8 @@ from router.engines.backend import Backend
 from router.ledger import Ledger, block_pages
 
 __all__ = ["Rooms"]
+
+BEGINS_S: Final = 0.1  # within which a request that was let in has begun its generation
 
 
 class Rooms:
@@ -33,6 +36,7 @@ class Rooms:
         self._ledger, self._backends = ledger, backends
         self._most_waiting = most_waiting
         self._least_own: float = math.inf  # tokens of the smallest pool of those that borrow
+        self._let_in = -math.inf  # when one that waited was let in last, loop time
         self._changed = asyncio.Event()  # set only for a moment, to wake the waiters
         self._waiting: dict[object, None] = {}  # in the order of their arrival
 
@@ -77,7 +81,9 @@ class Rooms:
     ) -> None:
         """Wait until none of `candidates` is short of room, in the order of arrival.
 
-        Raises `NoCapacity` at the `deadline` (loop time), or at once if too many wait.
+        One is let in at a time, by a change that `changed` notes: what it takes is counted only
+        once its generation has begun. Raises `NoCapacity` at the `deadline` (loop time), or at once
+        if too many wait.
         """
         if len(self._waiting) >= self._most_waiting:
             raise NoCapacity(f"{len(self._waiting)} long requests are waiting")
@@ -85,10 +91,12 @@ class Rooms:
         self._waiting[place] = None
         try:
             async with asyncio.timeout_at(deadline):
-                while self._waits(
+                now = asyncio.get_running_loop().time
+                while now() < self._let_in + BEGINS_S or self._waits(
                     list(candidates()), tokens, first=next(iter(self._waiting)) is place
                 ):
                     await self._changed.wait()
+                self._let_in = now()
         except TimeoutError:
             raise NoCapacity(
                 f"others lend too little for {tokens} tokens now{self._best(candidates())}"

@@ -82,18 +82,14 @@ def test_chunks_fit_what_creditors_answer(world: Callable[..., World]):
 
 @pytest.mark.parametrize(
     "limits",
-    [{"spans": 2}, {"pages": 100}, {"loans": 12}, {"runs": 10}, {"parts": 16}],
+    [{"spans": 2}, {"pages": 100}, {"loans": 12}, {"runs": 10}],
     ids=lambda limits: next(iter(limits)),
 )
 def test_decodes_that_exceed_what_a_creditor_answers_take_turns(
     world: Callable[..., World], limits: dict[str, int]
 ):
     """Each of them is within the limits, all together are not: none is refused."""
-    part = 4 * AttentionShape.of(tiny_layout(POOL), tiny().config.num_heads).part_floats
-    fields = dict(limits)
-    if (parts := fields.pop("parts", 0)) > 0:
-        fields["reply_bytes"] = parts * part
-    made = world(2, pages=64, limits=Limits(**fields))
+    made = world(2, pages=64, limits=Limits(**limits))
     jobs = [generation(n, prompt(1030 + n, n), max_tokens=12) for n in (1, 2, 3, 4)]
     made.engine.run(jobs)
     assert made.engine.stepper.stats.recovered_steps == 0

@@ -136,6 +136,49 @@ async def test_waiters_go_in_the_order_of_their_arrival_and_fail_at_their_deadli
 
 
 @in_virtual_time
+async def test_pages_that_a_context_is_about_to_fill_are_lent_to_nobody():
+    """Its engine still says that they are available: it holds none yet."""
+    a, b = (Borrower(name, 32, 3 * BLOCK, most=4 * BLOCK) for name in ("a", "b"))
+    async with fleet(a, b) as f:
+        await asyncio.sleep(CHECK_S)
+        rooms, backends = f.registry.rooms, [f.registry["a"], f.registry["b"]]
+        one = 32 * 16 + 2 * 128
+        assert rooms.narrow(backends, one) == backends and not rooms.short(backends, one)
+        backends[0].load.contexts += one
+        assert rooms.short(backends, one)
+        backends[0].load.contexts -= one
+        assert not rooms.short(backends, one)
+
+
+@in_virtual_time
+async def test_those_that_wait_are_let_in_one_at_a_time():
+    """What the first one takes is counted when its generation begins, a moment later."""
+    a, lender = Borrower("a", 32), Lender("lender", 0, most=9 * BLOCK)
+    async with fleet(a, lender) as f, asyncio.TaskGroup() as tasks:
+        await asyncio.sleep(CHECK_S)
+        only, let_in = [f.registry["a"]], []
+        tokens = 32 * 16 + 6 * 128
+
+        async def run(name: str) -> None:
+            await f.registry.rooms.wait(lambda: only, tokens, 1e9)
+            let_in.append(name)
+            await asyncio.sleep(0.05)
+            with only[0].load.work(streams=1):
+                only[0].load.contexts += tokens
+                await asyncio.sleep(10)
+                only[0].load.contexts -= tokens
+
+        for name in ("first", "second"):
+            tasks.create_task(run(name))
+        await asyncio.sleep(0)
+        lender.heartbeat["available"] = 8 * BLOCK
+        await asyncio.sleep(4 * CHECK_S)
+        assert let_in == ["first"]
+        await asyncio.sleep(12)
+        assert let_in == ["first", "second"]
+
+
+@in_virtual_time
 async def test_nobody_waits_for_engines_that_have_gone():
     a, lender = Borrower("a", 32), Lender("lender", 0)
     async with fleet(a, lender) as f:
