@@ -124,7 +124,7 @@ function Move({ from, engines, onClose }) {
   });
   return html`<${Dialog} title=${`Move a prefix from ${from}`} onClose=${onClose}>
     <form onSubmit=${(event) => { event.preventDefault(); move.run(); }}>
-      <p class="note">Puts the KV of a text into another engine's prefix cache, computing what is not cached.</p>
+      <p class="note">Puts the KV that ${from} has cached of a text into another engine's prefix cache.</p>
       <${Field} label="Text of the prefix">
         ${(about) => html`<textarea class="input" rows="5" required ...${about} value=${prefix} onInput=${(event) => write(event.target.value)}></textarea>`}
       </${Field}>
