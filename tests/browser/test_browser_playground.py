@@ -70,7 +70,7 @@ def test_tokens_stream_and_the_receipt_stands_beside_them(pages: Any, fleet: Bro
     )
 
     # A step has one token. Steps that the browser gets together have one time.
-    bars = page.locator(".token-chart rect title").all_inner_texts()
+    bars = page.locator(".token-chart rect title").all_text_contents()
     assert len(bars) == 49 and bars[0].startswith("Token 2: ") and bars[-1].startswith("Token 50: ")
     middle = page.locator(".stat", has_text="Per token, p50").locator(".stat-value").inner_text()
     value, unit = middle.split()
