@@ -12,6 +12,7 @@ from browser_fleet import BrowserFleet, until
 KEY = "a client's key"
 HOSTILE = "</textarea><img src=x onerror=hacked()><b>bold</b>"
 STEP_MS = 40
+HACKED = "() => { window.hacked = () => { throw new Error('hacked') } }"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def fleet() -> Iterator[BrowserFleet]:
 def entered(pages: Any, fleet: BrowserFleet) -> Any:
     pages.expected = lambda problem: "401" in problem  # what the browser says of the first call
     page = pages.open(f"{fleet.url}/#/playground")
-    page.evaluate("window.hacked = () => { throw new Error('hacked') }")
+    page.evaluate(HACKED)
     page.get_by_role("dialog").get_by_text("This router's API needs a key.").wait_for()
     page.get_by_label("Key", exact=True).fill(KEY)
     page.get_by_role("button", name="Continue").click()
@@ -69,7 +70,7 @@ def test_tokens_stream_and_the_receipt_stands_beside_them(pages: Any, fleet: Bro
     )
 
     # A step has one token. Steps that the browser gets together have one time.
-    bars = page.locator(".token-chart rect title").all_inner_texts()
+    bars = page.locator(".token-chart rect title").all_text_contents()
     assert len(bars) == 49 and bars[0].startswith("Token 2: ") and bars[-1].startswith("Token 50: ")
     middle = page.locator(".stat", has_text="Per token, p50").locator(".stat-value").inner_text()
     value, unit = middle.split()

@@ -214,6 +214,7 @@ def test_a_broken_rule_is_marked_too_and_stays_out(pages: Any, fleet: BrowserFle
 
 
 HOSTILE = "<img src=x onerror=hacked()>"
+HACKED = "() => { window.hacked = () => { throw new Error('hacked') } }"
 HOSTILE_SOURCE = f'''
 """</textarea><script>hacked()</script>{HOSTILE}"""
 from typing import Annotated, Literal
@@ -240,7 +241,7 @@ def test_hostile_names_sources_and_params_are_text(pages: Any, fleet: BrowserFle
     fleet.send("POST", "/admin/strategies", source=HOSTILE_SOURCE, name="hostile_params")
     fleet.send("PUT", "/admin/strategy", name="hostile_params", params={"text": HOSTILE})
     page = opened(pages, fleet)
-    page.evaluate("window.hacked = () => { throw new Error('hacked') }")
+    page.evaluate(HACKED)
     assert HOSTILE in page.get_by_label("Source of hostile_params").input_value()
     page.get_by_label("choice").select_option(label=HOSTILE)
     press(page, "Check")
