@@ -1,7 +1,7 @@
 // Line charts over time, on uPlot.
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./lib.js";
 import { themeChanges } from "./theme.js";
-import { clock } from "./format.js";
+import { clock, ms, shortMs } from "./format.js";
 
 const { uPlot } = globalThis;
 
@@ -24,6 +24,8 @@ function drawMarks(plot, marks) {
   ctx.strokeStyle = ctx.fillStyle = colorOf("accent");
   ctx.lineWidth = ratio;
   ctx.setLineDash([4 * ratio, 3 * ratio]);
+  let end = -Infinity; // of the label before, which the next one must not cover
+  let row = 0;
   for (const { time, label } of marks) {
     const x = Math.round(plot.valToPos(time, "x", true));
     if (x < bbox.left || x > bbox.left + bbox.width) continue;
@@ -31,9 +33,11 @@ function drawMarks(plot, marks) {
     ctx.moveTo(x, bbox.top);
     ctx.lineTo(x, bbox.top + bbox.height);
     ctx.stroke();
-    const right = x + 4 * ratio + ctx.measureText(label).width > bbox.left + bbox.width;
-    ctx.textAlign = right ? "right" : "left";
-    ctx.fillText(label, x + (right ? -4 : 4) * ratio, bbox.top + 11 * ratio);
+    const width = ctx.measureText(label).width;
+    const left = Math.min(x + 4 * ratio, bbox.left + bbox.width - width);
+    row = left < end ? row + 1 : 0;
+    end = left + width + 6 * ratio;
+    ctx.fillText(label, left, bbox.top + (11 + 13 * row) * ratio);
   }
   ctx.restore();
 }
@@ -69,7 +73,7 @@ export function Chart({ title, note, times, series, marks = [], height = 190, fo
       scales: { y: { range: (_, least, top) => [0, most ?? Math.max(1.1 * (top || 0), 1e-6)] } },
       axes: [
         { ...axis, size: 26, space: 70, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, tick % 60 ? 8 : 5)) },
-        { ...axis, size: 58, space: 32, values: (_, ticks) => ticks.map(format) },
+        { ...axis, size: 58, space: 32, values: (_, ticks) => ticks.map((tick) => (format === ms ? shortMs : format)(tick)) },
       ],
       series: [
         {},
