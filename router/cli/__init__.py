@@ -14,12 +14,11 @@ from router.cli.on_ray import down, scale, status
 from router.cli.options import CONTEXT
 from router.cli.plan import plan
 from router.cli.profile import profile
+from router.cli.saved import trace, traffic
 from router.cli.serve import engine, router
 from router.cli.simulate import simulate
 from router.cli.strategy import strategy
 from router.cli.top import top
-from router.cli.trace import trace
-from router.cli.traffic import traffic
 from router.cli.up import up
 
 __all__ = ["main"]

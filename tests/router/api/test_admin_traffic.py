@@ -109,7 +109,7 @@ def test_a_bad_command_line_is_refused(flags: tuple[str, ...]):
 async def test_a_file_is_replaced_only_by_a_whole_recording(
     tmp_path, monkeypatch, answer, again, said
 ):
-    monkeypatch.setattr(import_module("router.cli.download"), "MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(import_module("router.cli.saved.download"), "MOST_BYTES", 1 << 16)
     file = tmp_path / "traffic.jsonl"
     file.write_text("mine\n")
     async with RawServer(answer, again).serving() as server:

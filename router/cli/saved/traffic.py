@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from router.cli.admin_client import admin_client, admin_options
-from router.cli.download import download
 from router.cli.options import GroupedCommand, Number, option
 from router.cli.preflight import check_folder
+from router.cli.saved.download import download
 
 __all__ = ["traffic"]
 
