@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -36,6 +42,7 @@ class EngineMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # CPU time, memory, open files
         self._label = {"model_name": model_name}
         self._prefix_queries = self._counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"

@@ -26,6 +26,9 @@ TIER_GAUGES = {
 }
 
 
+PAGE_OWNERS = ("free", "cached", "active", "leased", "lent", "quarantined")
+
+
 def engine_readings(engine: MicroserveEngine) -> list[Reading]:
     """Return the readings of an engine whose step loop is assigned."""
     cache, stats, mirrors = engine.cache, engine.loop.stats, engine.mirrors
@@ -38,6 +41,15 @@ def engine_readings(engine: MicroserveEngine) -> list[Reading]:
         Reading("vllm:num_requests_waiting", "Generations that wait", lambda: engine.waiting),
         Reading("vllm:kv_cache_usage_perc", "Share of pages in use, 0 to 1", lambda: usage(cache)),
         Reading("microserve:leases", "Live receive leases", lambda: len(cache.leases())),
+        *(
+            Reading(
+                "microserve:pages",
+                "Pages of the pool, by owner",
+                partial(_pages, cache, owner),
+                labels={"owner": owner},
+            )
+            for owner in PAGE_OWNERS
+        ),
         Reading(
             "microserve:pages_quarantined",
             "Pages that a put may still be writing",
@@ -90,6 +102,10 @@ def engine_readings(engine: MicroserveEngine) -> list[Reading]:
         ),
         *_tier_readings(cache),
     ]
+
+
+def _pages(cache: KVCache, owner: str) -> int:
+    return int(getattr(cache.page_use(), owner))
 
 
 def _loans(cache: KVCache) -> list[Loan]:

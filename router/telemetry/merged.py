@@ -13,8 +13,15 @@ __all__ = ["Family", "Samples", "counters", "merged", "render", "samples_of"]
 
 # Gauges that are sums; of the others, the processes see the same, and the largest value counts.
 SUMMED = frozenset(
-    f"microserve_router_{name}"
-    for name in ("connections", "requests_in_flight", "requests_waiting", "engine_load")
+    [
+        *(
+            f"microserve_router_{name}"
+            for name in ("connections", "requests_in_flight", "requests_waiting", "engine_load")
+        ),
+        "process_resident_memory_bytes",
+        "process_virtual_memory_bytes",
+        "process_open_fds",
+    ]
 )
 
 

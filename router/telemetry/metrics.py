@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from router.telemetry.activity import Flows
 from router.telemetry.merged import Samples, samples_of
@@ -26,10 +33,11 @@ prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # 
 
 
 class Metrics:
-    """All metrics; their names begin with `microserve_router_`."""
+    """All metrics; the names of our own begin with `microserve_router_`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # CPU time, memory, open files
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
         # HTTP
         self.http = counter("http_requests", "HTTP requests", "path", "status")
@@ -92,6 +100,8 @@ class Metrics:
             "strategy", "generation", "kind",
         )  # fmt: skip
         self.canaries = counter("canaries", "canaries begun and decided", "decision")
+        for decision in ("begun", "promoted", "rolled_back"):  # from 0, so that the first is seen
+            self.canaries.labels(decision)
         self.stalls = counter(
             "event_loop_stalls", "how often the event loop stood still in no strategy's code"
         )

@@ -272,5 +272,5 @@ def test_the_page_creates_the_keys_that_the_pods_need():
 
 
 def test_nothing_else_lies_in_deploy():
-    kinds = {".yaml", ".env", ".service", ".example", "", ".dockerignore"}
+    kinds = {".yaml", ".yml", ".json", ".env", ".service", ".example", "", ".dockerignore"}
     assert {path.suffix for path in DEPLOY.rglob("*") if path.is_file()} <= kinds

@@ -48,7 +48,12 @@ async def test_the_docs_page_needs_no_other_host(route, fake):
         async with asyncio.timeout(10):
             for asset in assets:
                 async with r.http.get(r.server.url + asset) as response:
-                    assert response.status == 200 and len(await response.read()) > 1000
+                    content = await response.read()
+                    assert response.status == 200 and len(content) > 1000
+                if asset.endswith(".css"):  # what a style sheet loads is in it
+                    loaded = re.findall(rb"(?:url\(|@import)\s*[\"']?([^\"')]{1,20})", content)
+                    assert all(one.startswith(b"data:") for one in loaded), loaded
+        assert "://" not in html  # nor does the script that is in the page name another host
 
 
 ACCEPTED = [

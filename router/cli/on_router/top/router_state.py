@@ -125,10 +125,11 @@ class History:
         state = engine.get("state") or {}
         old = next((one for one in before.engines if one["id"] == engine["id"]), {})
         earlier = old.get("state") or {}
-        counts = earlier.get("generation_tokens"), state.get("generation_tokens")
-        if None in counts or earlier.get("epoch") != state.get("epoch"):
+        had, has = earlier.get("generation_tokens"), state.get("generation_tokens")
+        restarted = earlier.get("epoch") != state.get("epoch")
+        if restarted or not isinstance(had, int) or not isinstance(has, int):
             return None
-        return max(counts[1] - counts[0], 0) / max(now.at - before.at, 1e-6)
+        return max(has - had, 0) / max(now.at - before.at, 1e-6)
 
     def all_tokens_per_s(self) -> float | None:
         """Return that of all engines which tell."""
