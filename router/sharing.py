@@ -104,7 +104,8 @@ async def shared(
         return
     store, running = _open(config, link, parts, tasks)
     running.append(tasks.create_task(store.run(), name="notices of the store"))
-    limits, following = None, []
+    limits = None
+    following: list[asyncio.Task[None]] = []
     try:
         agreement = Agreement(store, rollout, catalog, audit_log, _name(config, link))
         registry.lending.orders_swaps = lambda: agreement.first

@@ -141,8 +141,10 @@ def swaps_are_one_sequence(fleet: Fleet, swaps: int, *, kill_after: int | None =
 
     def swapper(number: int) -> list[tuple[int, str]]:
         source, made = random.Random(100 + number), []
+        kill_at = kill_after // 2 if kill_after is not None and number == 0 else -1
         while len(made) < swaps // 2:
-            if kill_after is not None and number == 0 and len(made) == kill_after // 2:
+            if len(made) == kill_at:
+                kill_at = -1  # once, though the next swaps may be refused
                 fleet.redis.kill()
                 time.sleep(1)
                 fleet.redis.start()
