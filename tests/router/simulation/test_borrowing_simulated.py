@@ -62,7 +62,7 @@ def test_requests_at_once_do_not_take_pages_from_each_other_over_and_over():
     All could begin on what the ledger says is free, since none of them holds a page yet.
     """
     fleet = [
-        replace(one, config=one.config.model_copy(update={"pool_pages": 100}))
+        replace(one, config=replace(one.config, pool_pages=100))
         for one in some(borrow=True, lend_share=1.0)
     ]
     outcome, watched = run(fleet, rate=1000.0, requests=6, output=400)
