@@ -25,6 +25,11 @@ export function ms(value) {
   return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
+// The same, shorter, for axes.
+export function shortMs(value) {
+  return value < 60_000 ? ms(value) : `${SMALL.format(value / 60_000)} min`;
+}
+
 export function bytes(value) {
   if (value == null) return "–";
   const units = ["B", "KB", "MB", "GB", "TB"];

@@ -67,7 +67,7 @@ function Arc({ flow, from, to, width, labelled }) {
   const { path, middle } = curve(from, to, width);
   const moves = flow.calls > 0 || flow.sending > 0;
   const thick = 1.5 + Math.min(4, Math.log10(1 + flow.bytes / 1e4));
-  const said = moves ? `${bytes(flow.bytes)}/s` : `${count(flow.mirrors)} mirrored`;
+  const said = flow.calls ? `${bytes(flow.bytes)}/s` : moves ? `${count(flow.sending)} under way` : `${count(flow.mirrors)} mirrored`;
   return html`<g class=${moves ? "arc arc-moves" : "arc arc-mirror"} style=${{ opacity: 1 - flow.age / FADE }}>
     <path d=${path} style=${{ strokeWidth: `${thick}px` }} class="arc-bed" />
     <path d=${path} style=${{ strokeWidth: `${thick}px` }} class="arc-line" />

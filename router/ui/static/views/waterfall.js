@@ -1,6 +1,6 @@
 // One request: its legs on the engines' time lines, its waits and retries, and all of it in words.
 import { get } from "../api.js";
-import { bytes, clock, count, ms } from "../format.js";
+import { bytes, clock, count, ms, shortMs } from "../format.js";
 import { html } from "../lib.js";
 import { Badge, Card, Copyable, Empty, Meter, Notice, Stat, Table, usePolled } from "../parts.js";
 import { told } from "./story.js";
@@ -89,7 +89,7 @@ function Waterfall({ receipt, now }) {
   const scale = ticks(total);
   return html`<div class="waterfall" role="img" aria-label="Legs of the request on the engines' time lines; the table below says the same.">
     <div class="lane lane-scale"><span></span><div class="lane-track">
-      ${scale.map((tick) => html`<span class="tick" key=${tick} style=${{ left: at(tick) }}>${ms(tick)}</span>`)}
+      ${scale.map((tick) => html`<span class="tick" key=${tick} style=${{ left: at(tick) }}>${shortMs(tick)}</span>`)}
     </div></div>
     ${lanes.map(([name, rows]) => html`<div class="lane" key=${name}>
       <span class="lane-name" title=${name}>${name}</span>
