@@ -1,6 +1,6 @@
 // Line charts over time, in SVG: their colors follow the theme.
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./lib.js";
-import { clock } from "./format.js";
+import { clock, ms, shortMs } from "./format.js";
 
 const LEFT = 58;
 const RIGHT = 8;
@@ -76,6 +76,19 @@ function areaOf(times, values, x, y, from) {
   return `M${first},${y(0)}${line}L${last},${y(0)}Z`;
 }
 
+// The marks in sight, with places for their labels that do not cover each other.
+function placed(marks, x, width) {
+  let end = -Infinity; // of the label before
+  let row = 0;
+  return marks.map((mark) => ({ ...mark, at: x(mark.time) })).filter(({ at }) => at >= LEFT && at <= width - RIGHT).map((mark) => {
+    const wide = 6.3 * mark.label.length; // pixels, about
+    const left = Math.max(LEFT, Math.min(mark.at + 4, width - RIGHT - wide));
+    row = left < end ? row + 1 : 0;
+    end = left + wide + 6;
+    return { ...mark, left, row };
+  });
+}
+
 // `times`: seconds since the epoch. `series`: {label, color (a CSS variable's name), values, dash,
 // width, fill, group, which}; values may be null. Lines of one `group` share an entry of the legend,
 // which tells them apart by `which`. `marks`: {time, label} of vertical lines. `span`: seconds that
@@ -123,7 +136,7 @@ export function Chart({ title, note, times, series, marks = [], height = 190, fo
         ${ticksUpTo(top, (height - TOP - BOTTOM) / Y_SPACE).map(
           (tick) => html`<g key=${tick}>
             <line class="chart-grid" x1=${LEFT} x2=${width - RIGHT} y1=${y(tick)} y2=${y(tick)} />
-            <text x=${LEFT - 8} y=${y(tick) + 4} text-anchor="end">${format(tick)}</text>
+            <text x=${LEFT - 8} y=${y(tick) + 4} text-anchor="end">${(format === ms ? shortMs : format)(tick)}</text>
           </g>`,
         )}
         ${timesBetween(begin, end, (width - LEFT - RIGHT) / X_SPACE).filter((tick) => x(tick) < width - X_SPACE / 2.6).map(
@@ -134,10 +147,10 @@ export function Chart({ title, note, times, series, marks = [], height = 190, fo
           ({ label, values, color, dash, width = 1.75 }) => html`<path key=${label} class="chart-line" d=${pathOf(times, values, x, y, from)}
             stroke-width=${width} stroke-dasharray=${dash?.join(" ")} style=${{ stroke: `var(--${color})` }} />`,
         )}
-        ${marks.filter(({ time }) => time >= begin && time <= end).map(
-          ({ time, label }) => html`<g key=${time} class="chart-mark">
-            <line x1=${x(time)} x2=${x(time)} y1=${TOP - 6} y2=${height - BOTTOM} />
-            <text x=${x(time) + (x(time) > width / 2 ? -4 : 4)} y=${TOP + 5} text-anchor=${x(time) > width / 2 ? "end" : "start"}>${label}</text>
+        ${placed(marks, x, width).map(
+          ({ time, label, at, left, row }) => html`<g key=${time} class="chart-mark">
+            <line x1=${at} x2=${at} y1=${TOP - 6} y2=${height - BOTTOM} />
+            <text x=${left} y=${TOP + 5 + 13 * row}>${label}</text>
           </g>`,
         )}
         ${near >= 0 &&

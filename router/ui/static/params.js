@@ -16,7 +16,7 @@ export function ParamsForm({ schemas, values, onChange, problem }) {
     const { [name]: _, ...others } = values;
     onChange(text === "" ? others : { ...others, [name]: text });
   };
-  return html`<div class="fields">
+  return html`<div class="fields fields-params">
     ${names.map((name) => {
       const schema = schemas[name];
       const text = values[name] ?? "";
