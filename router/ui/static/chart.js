@@ -22,6 +22,7 @@ function drawMarks(plot, marks) {
   ctx.save();
   ctx.font = `600 ${11 * ratio}px system-ui, sans-serif`;
   ctx.strokeStyle = ctx.fillStyle = colorOf("accent");
+  ctx.textAlign = "left";
   ctx.lineWidth = ratio;
   ctx.setLineDash([4 * ratio, 3 * ratio]);
   let end = -Infinity; // of the label before, which the next one must not cover
