@@ -16,7 +16,7 @@ from router.timeline.fleet_trace import EngineWork, TracedPut, TracedStep
 
 __all__ = ["ask_engines"]
 
-ASK_S = 5.0  # for an engine
+ASK_S = 10.0  # for an engine
 ASKED = 8  # engines at a time: their answers have megabytes
 ROUNDS = 4
 

@@ -30,18 +30,12 @@ HEADERS = [
 Seconds = Annotated[float, Query(gt=0.0, le=TIMELINE_S, allow_inf_nan=False)]
 
 
-class ChromeTraceFile(Sent):
-    """A file that the function has sent itself."""
-
-    media_type = "application/json"
-
-
 def routes(router: Router) -> APIRouter:
     """Return `/admin/trace`."""
     api = api_router("Observation")
     making = asyncio.Lock()
 
-    @api.get("/admin/trace", response_class=ChromeTraceFile, responses=errors(400, 409))
+    @api.get("/admin/trace", response_model=dict[str, Any], responses=errors(400, 409))
     async def trace(http: Http, seconds: Seconds = 60.0) -> Response:
         """The latest seconds as a time line for Perfetto or chrome://tracing.
 
@@ -58,7 +52,7 @@ def routes(router: Router) -> APIRouter:
                 await stream.write(piece)
                 await asyncio.sleep(0)  # others have their turn, however fast the client reads
             await stream.end(b"")
-        return ChromeTraceFile()
+        return Sent()
 
     return api
 
