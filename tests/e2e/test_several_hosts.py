@@ -249,11 +249,11 @@ def test_a_host_that_is_cut_off_in_the_middle_of_a_decode(
     three: Fleet, alone: Alone, strategy: str, way: str
 ):
     three.deployment.use(strategy)
-    answer = three.ask(prompt_of(f"decode{strategy}{way}", 200), 800)
+    answer = three.ask(prompt_of(f"decode{strategy}{way}", 200), 300)
     moment(lambda: len(answer.tokens) > 8 or None)
     victim = moment(lambda: next((h for h in three.hosts if h.engine.state()["running"]), None))
     getattr(victim, way)()
-    assert victim.state()["running"] and len(answer.tokens) < 800, "it has ended before the cut"
+    assert victim.state()["running"] and len(answer.tokens) < 300, "it has ended before the cut"
     survives(three, [answer], alone, victim)
 
 
@@ -263,14 +263,14 @@ def test_a_host_that_is_cut_off_while_requests_of_two_generations_run(
     three: Fleet, alone: Alone, way: str
 ):
     three.deployment.use("prefill_decode")
-    old = [three.ask(prompt_of(f"old{way}{n}", 200), 600) for n in range(3)]
+    old = [three.ask(prompt_of(f"old{way}{n}", 200), 300) for n in range(3)]
     moment(lambda: all(len(one.tokens) > 4 for one in old) or None)
     now = three.deployment.use("replicate")
-    new = [three.ask(prompt_of(f"new{way}{n}", 200), 600) for n in range(3)]
+    new = [three.ask(prompt_of(f"new{way}{n}", 200), 300) for n in range(3)]
     moment(lambda: all(len(one.tokens) > 4 for one in new) or None)
     victim = three.hosts[1]
     getattr(victim, way)()
-    assert any(len(one.tokens) < 600 for one in old), "the old ones have ended before the cut"
+    assert any(len(one.tokens) < 300 for one in old), "the old ones have ended before the cut"
     assert victim.state()["running"]
     survives(three, [*old, *new], alone, victim)
     ran = [three.deployment.receipt(one.id)["generation"] for one in [*old, *new]]
