@@ -48,6 +48,17 @@ def test_every_alert_says_what_is_wrong_and_how_bad_it_is():
 def test_promtool_accepts_the_rules_and_each_alert_fires_when_it_should(tmp_path: Path):
     assert f"{len(RULES)} rules found" in promtool("check", "rules", ALERTS)
     promtool("check", "config", PROMETHEUS / "prometheus.yml")
+    # The jobs for Kubernetes are comments there, and Debian's Prometheus discovers no pods.
+    text = (PROMETHEUS / "prometheus.yml").read_text()
+    comment = text.partition("# In Kubernetes")[2].partition(":\n#\n")[2]
+    jobs = yaml.safe_load(comment.replace("\n#", "\n").removeprefix("#"))
+    for found in (jobs, yaml.safe_load(text)["scrape_configs"]):
+        assert [one["job_name"] for one in found] == ["microserve-router", "microserve-engine"]
+    for job in jobs:
+        assert job.pop("kubernetes_sd_configs") == [{"role": "pod"}]
+    inside = tmp_path / "prometheus.yml"
+    inside.write_text(yaml.safe_dump({"scrape_configs": jobs}))
+    promtool("check", "config", inside)
     assert set(CASES) == {rule["alert"] for rule in RULES}
     cases = tmp_path / "alerts.test.yml"
     cases.write_text(yaml.safe_dump(promtool_tests(RULES, str(ALERTS))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
@@ -9,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,9 +186,11 @@ class Terminal:
 
     def __init__(self, url: str) -> None:
         self._own, theirs = pty.openpty()
+        self.modes = termios.tcgetattr(theirs)
         self.process = subprocess.Popen(
             command(url, "--interval", "0.2"), cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
             env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
         )  # fmt: skip
         os.close(theirs)
         self.said = ""
@@ -207,11 +211,16 @@ class Terminal:
         self.said = ""
         until(lambda: text in STYLES.sub("", self.read()), 60)
 
-    def end(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
-        code = self.process.wait(30)
+    def ends(self) -> int:
+        """Wait for its end; the terminal must be as it was."""
+        until(lambda: self.read() and self.process.poll() is not None, 30)
         self.read()
-        return code
+        assert termios.tcgetattr(self._own) == self.modes
+        return self.process.returncode
+
+    def ctrl_c(self) -> int:
+        os.write(self._own, b"\x03")
+        return self.ends()
 
     def close(self) -> None:
         self.process.kill()
@@ -234,7 +243,7 @@ def test_a_router_that_goes_away_and_comes_back_and_ctrl_c(engines: list[str]):
         assert terminal.process.poll() is None
         router = RouterProcess(engines, "data_parallel", "--port", port)
         terminal.shows("strategy  data_parallel")
-        assert terminal.end(signal.SIGINT) == 0
+        assert terminal.ctrl_c() == 0
         # The other screen and the hidden cursor are gone, and nothing was printed after them.
         assert terminal.said.rstrip().endswith("\x1b[?25h") or terminal.said.endswith("\x1b[?1049l")
         assert terminal.said.rfind("\x1b[?1049l") > terminal.said.rfind("\x1b[?1049h")
@@ -250,7 +259,8 @@ def test_sigterm_leaves_the_terminal_clean():
     terminal = Terminal("http://127.0.0.1:1")
     try:
         terminal.shows("no answer: ")
-        assert terminal.end(signal.SIGTERM) == 128 + signal.SIGTERM
+        terminal.process.terminate()
+        assert terminal.ends() == 128 + signal.SIGTERM
         assert "\x1b[?1049l" in terminal.said and "\x1b[?25h" in terminal.said
         assert "Traceback" not in terminal.said
     finally:
