@@ -163,11 +163,17 @@ def test_any_worker_tells_of_the_requests_of_all(router: RouterProcess):
         assert ids <= {one["id"] for one in listed}
         ages = [one["created"] for one in listed]
         assert ages == sorted(ages, reverse=True)
+
+    def seen() -> bool:
+        for each in clients.values():
+            ask(each)
         with http.stream("GET", "/admin/live") as reply:
             line = next(line for line in reply.iter_lines() if line.startswith("data: "))
         told = json.loads(line.removeprefix("data: "))
         assert told["workers"] == 2
-        assert sum(one["requests"] for one in told["latency"]) >= 2
+        return sum(one["requests"] for one in told["latency"]) >= 2
+
+    until(seen)
 
 
 def test_workers_end_with_their_parent(engine: str):
