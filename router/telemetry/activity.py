@@ -1,6 +1,6 @@
 """What a router does now and did lately: running requests, latencies, KV that moved, slow requests.
 
-All of it is bounded, and entering a request costs under a microsecond, so it is kept always.
+All of it is bounded, and entering a request costs a few microseconds, so it is kept always.
 """
 
 from __future__ import annotations

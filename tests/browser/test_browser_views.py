@@ -192,5 +192,6 @@ def test_a_wait_for_room_is_told_in_words(pages: Any):
         page.locator(".story-queue", has_text=said).first.wait_for()
         assert page.locator(".lane-name").all_inner_texts()[0] in ("router", engine)
         page.locator(".bar-queue").first.wait_for()
+        page.close()  # it would note that its router is gone
     finally:
         fleet.close()

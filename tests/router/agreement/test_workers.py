@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -151,6 +152,28 @@ def test_a_worker_that_is_killed_is_replaced_and_streams_of_the_other_live_on(
         assert ask(http).status_code == 200
     # What the dead worker had counted is still counted.
     until(lambda: total(replaced[survivor]) == counted + 3)
+
+
+def test_any_worker_tells_of_the_requests_of_all(router: RouterProcess):
+    clients = connections(router)
+    ids = {ask(http).headers["x-request-id"] for http in clients.values()}
+    assert len(ids) == 2
+    for http in clients.values():
+        listed = http.get("/admin/requests?state=ended").json()["requests"]
+        assert ids <= {one["id"] for one in listed}
+        ages = [one["created"] for one in listed]
+        assert ages == sorted(ages, reverse=True)
+
+    def seen() -> bool:
+        for each in clients.values():
+            ask(each)
+        with http.stream("GET", "/admin/live") as reply:
+            line = next(line for line in reply.iter_lines() if line.startswith("data: "))
+        told = json.loads(line.removeprefix("data: "))
+        assert told["workers"] == 2
+        return sum(one["requests"] for one in told["latency"]) >= 2
+
+    until(seen)
 
 
 def test_workers_end_with_their_parent(engine: str):

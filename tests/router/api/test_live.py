@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from engine.protocol import NoCapacity
-from router.api import live
+from router.api.live import LiveFeed, Part, feed
 from router.telemetry import Slo
 
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "EVERY_S", 0.05)
+    monkeypatch.setattr(feed, "EVERY_S", 0.05)
 
 
 @asynccontextmanager
@@ -147,14 +147,14 @@ async def test_snapshots_are_made_only_for_listeners_and_shared_by_them(
     route, fake, monkeypatch: pytest.MonkeyPatch
 ):
     made = 0
-    real = live.part_of
+    real = feed.part_of
 
-    def counted(router: Any) -> live.Part:
+    def counted(router: Any) -> Part:
         nonlocal made
         made += 1
         return real(router)
 
-    monkeypatch.setattr(live, "part_of", counted)
+    monkeypatch.setattr(feed, "part_of", counted)
     async with route(fake("a")) as r:
         await asyncio.sleep(0.2)
         assert made == 0
@@ -184,7 +184,7 @@ async def first(count: int, told: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 async def test_listeners_are_bounded_and_end_with_the_router(route, fake, monkeypatch):
-    monkeypatch.setattr(live, "MOST_LISTENERS", 2)
+    monkeypatch.setattr(feed, "MOST_LISTENERS", 2)
     async with route(fake("a")) as r:
         async with snapshots(r) as one, snapshots(r) as two:
             async with r.http.get(r.server.url + "/admin/live") as response:
@@ -200,6 +200,6 @@ async def test_listeners_are_bounded_and_end_with_the_router(route, fake, monkey
 async def test_a_listener_of_snapshots_that_does_not_read_is_cut_off(route, fake):
     async with route(fake("a")) as r:
         cut = asyncio.Event()
-        feed = live.LiveFeed(r.server.router)
-        with feed.listening(Slo(), cut.set):
+        snapshots_of = LiveFeed(r.server.router)
+        with snapshots_of.listening(Slo(), cut.set):
             await asyncio.wait_for(cut.wait(), 10)

@@ -5,6 +5,7 @@ import { useWidth } from "../parts.js";
 
 const FADE = 4; // snapshots until an arc without new puts is gone
 const NODE = { width: 158, height: 52, gap: 18 };
+const ROOMY = 480; // px of width, below which arcs have no labels
 const LABELS = 10; // arcs that have one: those that move most
 const COLUMNS = ["prefill", "any", "decode"];
 
@@ -102,7 +103,7 @@ export function Flows({ now, ring }) {
   const said = flows.filter((flow) => flow.calls).map((flow) => `${flow.from} to ${flow.to} ${bytes(flow.bytes)}`);
   return html`<div ref=${ref} class="flows">
     ${width > 0 && html`<svg width=${width} height=${height} role="img" aria-label=${`KV between engines: ${said.join(", ") || "none moves now"}`}>
-      ${flows.map((flow, rank) => html`<${Arc} key=${flow.key} labelled=${rank < LABELS} flow=${flow} from=${byId.get(flow.from)} to=${byId.get(flow.to)} width=${nodeWidth} />`)}
+      ${flows.map((flow, rank) => html`<${Arc} key=${flow.key} labelled=${rank < LABELS && width >= ROOMY} flow=${flow} from=${byId.get(flow.from)} to=${byId.get(flow.to)} width=${nodeWidth} />`)}
       ${nodes.map((node) => html`<${Node} key=${node.one.url} node=${node} width=${nodeWidth} />`)}
     </svg>`}
   </div>`;
