@@ -45,8 +45,9 @@ class Streams:
     def run(self) -> None:
         while not self.over.is_set():
             try:
-                number = self.ended
-                self.fleet.ask([1 + number % 900] * (20 + number % 60), 12)
+                number = self.ended  # of different lengths, or steps do not tell their cost
+                length = 20 + 53 * (number % 13)
+                self.fleet.ask([1 + (number * 131 + 7 * i) % 480 for i in range(length)], 12)
                 self.ended += 1
             except (AssertionError, httpx.HTTPError) as error:
                 self.failed.append(repr(error))
@@ -99,9 +100,11 @@ def test_from_an_edit_to_a_rollback_while_streams_run(pages: Any, fleet: Browser
         editor.fill(editor.input_value().replace("Weight = 0.5", "Weight = 0.25"))
         passed(page)
         page.get_by_label("load_weight").fill("2")
-        until(lambda: sum(one.ended for one in streams) >= 30)
+        until(lambda: sum(one.ended for one in streams) >= 60, timeout=120)
         press(page, "Simulate")
-        page.get_by_role("columnheader", name="Active: data_parallel").wait_for(timeout=PATIENT_MS)
+        page.locator(".simulated, .notice.tone-bad").wait_for(timeout=PATIENT_MS)
+        assert page.locator(".notice.tone-bad").all_inner_texts() == []
+        assert page.get_by_role("columnheader", name="Active: data_parallel").count() == 1
         assert page.get_by_role("rowheader", name="TTFT, p99").count() == 1
         assert "my_cache_aware" not in names(fleet)  # it was simulated without being loaded
 
