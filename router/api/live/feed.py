@@ -63,6 +63,7 @@ class LiveFeed:
         before: Part | None = None
         at = loop.time()
         while True:
+            began = loop.time()
             try:
                 parts = [part_of(self._router), *await self._others()]
                 now, elapsed = summed(parts), max(loop.time() - at, LEAST_S)
@@ -71,7 +72,7 @@ class LiveFeed:
                 before = now
             except Exception:  # the next snapshot may be well
                 log.exception("a snapshot failed")
-            await asyncio.sleep(max(LEAST_S, at + EVERY_S - loop.time()))
+            await asyncio.sleep(max(LEAST_S, began + EVERY_S - loop.time()))
 
     async def _others(self) -> list[Part]:
         if (peers := self._router.peers) is None:
