@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +17,7 @@ import httpx
 from engine_process import EngineProcess
 from forked import ForkedProcess, run_microserve
 
-__all__ = ["BrowserFleet", "until"]
+__all__ = ["BrowserFleet", "behind_prefix", "until"]
 
 T = TypeVar("T")
 FAST = ("--step-ms", "2", "--prefill-tokens-per-ms", "50")
@@ -98,3 +102,47 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+class _Prefixed(BaseHTTPRequestHandler):
+    """Passes requests below `prefix` on to `port`, without it, and replies as they come."""
+
+    prefix = ""
+    port = 0
+
+    def do_GET(self) -> None:
+        if not self.path.startswith(f"{self.prefix}/"):
+            self.send_error(404)
+            return
+        upstream = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {name: value for name, value in self.headers.items() if name != "Connection"}
+        upstream.request("GET", self.path.removeprefix(self.prefix), headers=headers)
+        reply = upstream.getresponse()
+        self.send_response(reply.status)
+        for name, value in reply.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "date"):
+                self.send_header(name, value)
+        self.end_headers()  # HTTP/1.0: the body ends with the connection
+        with suppress(OSError, HTTPException):
+            while data := reply.read1():
+                self.wfile.write(data)
+                self.wfile.flush()
+        upstream.close()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def behind_prefix(fleet: BrowserFleet, prefix: str) -> Iterator[str]:
+    """The URL of a proxy that serves the router's root below `prefix`."""
+    handler = type("Prefixed", (_Prefixed,), {"prefix": prefix, "port": fleet.port})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
+        proxy.block_on_close = False  # streams end when their pages are closed
+        serving = threading.Thread(target=proxy.serve_forever)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{proxy.server_port}{prefix}/"
+        finally:
+            proxy.shutdown()
+            serving.join()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from browser_fleet import BrowserFleet, until
+from browser_fleet import BrowserFleet, behind_prefix, until
 
 KEY = "the admin key of this test"
 VIEWS = ("fleet", "requests", "latency", "strategies", "playground")
@@ -109,6 +109,18 @@ def test_a_restart_of_the_router_is_survived(pages: Any, fleet: BrowserFleet):
             page.locator(".stat", has_text="Tokens").locator(".stat-value").inner_text() != "0 /s"
         )
     )
+
+
+def test_the_page_works_below_a_path_of_a_proxy(pages: Any, fleet: BrowserFleet):
+    with behind_prefix(fleet, "/some/where") as url:
+        pages.expected = lambda problem: "401" in problem or bool(LOST.search(problem))
+        page = pages.open(url)
+        give_key(page)
+        page.get_by_text("Live", exact=True).wait_for()
+        page.goto(f"{url}#/requests")
+        page.get_by_role("region", name="Requests").wait_for()
+        assert all(called.startswith(url) for called in pages.urls)
+        page.close()
 
 
 def test_two_tabs_show_the_same(pages: Any, fleet: BrowserFleet):

@@ -45,8 +45,9 @@ class Streams:
     def run(self) -> None:
         while not self.over.is_set():
             try:
-                number = self.ended
-                self.fleet.ask([1 + number % 900] * (20 + number % 60), 12)
+                number = self.ended  # of different lengths, or steps do not tell their cost
+                length = 20 + 53 * (number % 13)
+                self.fleet.ask([1 + (number * 131 + 7 * i) % 480 for i in range(length)], 12)
                 self.ended += 1
             except (AssertionError, httpx.HTTPError) as error:
                 self.failed.append(repr(error))
@@ -99,9 +100,13 @@ def test_from_an_edit_to_a_rollback_while_streams_run(pages: Any, fleet: Browser
         editor.fill(editor.input_value().replace("Weight = 0.5", "Weight = 0.25"))
         passed(page)
         page.get_by_label("load_weight").fill("2")
-        until(lambda: sum(one.ended for one in streams) >= 30)
+        until(lambda: sum(one.ended for one in streams) >= 60, timeout=120)
         press(page, "Simulate")
-        page.get_by_role("columnheader", name="Active: data_parallel").wait_for(timeout=PATIENT_MS)
+        title = page.get_by_role("heading", name="Simulate on recorded traffic")
+        card = page.locator("section.card", has=title)
+        card.locator(".simulated, .notice").first.wait_for(timeout=PATIENT_MS)
+        assert card.get_by_role("alert").all_inner_texts() == []
+        assert page.get_by_role("columnheader", name="Active: data_parallel").count() == 1
         assert page.get_by_role("rowheader", name="TTFT, p99").count() == 1
         assert "my_cache_aware" not in names(fleet)  # it was simulated without being loaded
 
@@ -187,7 +192,7 @@ def test_the_line_of_a_syntax_error_is_marked(pages: Any, fleet: BrowserFleet):
     assert marked.inner_text().lstrip().startswith("yield chunk chunk")
     assert page.locator(".number-marked").inner_text() == str(line)
     assert "chunk" in page.locator(".fault").first.inner_text()
-    page.get_by_role("alert").get_by_text("Syntax error.").wait_for()
+    page.locator("#check-result").get_by_text("Syntax error.").wait_for()
     page.get_by_role("button", name=f"Line {line}, column").wait_for()
     editor.press("End")
     editor.press_sequentially("#")
@@ -246,7 +251,7 @@ def test_hostile_names_sources_and_params_are_text(pages: Any, fleet: BrowserFle
     page.get_by_label("choice").select_option(label=HOSTILE)
     press(page, "Check")
     page.get_by_text("It breaks a rule in the dry run.").wait_for(timeout=PATIENT_MS)
-    assert HOSTILE in page.get_by_role("alert").inner_text()
+    assert HOSTILE in page.locator("#check-result").inner_text()
     page.evaluate("name => { location.hash = `#/strategies/${encodeURIComponent(name)}` }", HOSTILE)
     page.get_by_text(f"There is no strategy “{HOSTILE}”.").wait_for()
     assert page.locator("img[src=x], main script").count() == 0

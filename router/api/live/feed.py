@@ -23,6 +23,7 @@ __all__ = ["LiveFeed"]
 log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
+LEAST_S = 0.001  # between two snapshots
 MOST_LISTENERS = 64
 MOST_UNREAD = 8  # snapshots; then a listener is cut off
 
@@ -62,15 +63,16 @@ class LiveFeed:
         before: Part | None = None
         at = loop.time()
         while True:
-            parts = [part_of(self._router), *await self._others()]
-            now, elapsed = summed(parts), max(loop.time() - at, 1e-3)
-            at = loop.time()
+            began = loop.time()
             try:
+                parts = [part_of(self._router), *await self._others()]
+                now, elapsed = summed(parts), max(loop.time() - at, LEAST_S)
+                at = loop.time()
                 self._publish(now, before, elapsed, len(parts))
+                before = now
             except Exception:  # the next snapshot may be well
                 log.exception("a snapshot failed")
-            before = now
-            await asyncio.sleep(max(0.0, at + EVERY_S - loop.time()))
+            await asyncio.sleep(max(LEAST_S, began + EVERY_S - loop.time()))
 
     async def _others(self) -> list[Part]:
         if (peers := self._router.peers) is None:
