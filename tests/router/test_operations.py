@@ -13,7 +13,7 @@ import pytest
 from waiting import until
 
 from engine.protocol import NoCapacity
-from router import cli
+from router.cli.serve import router
 from router.telemetry.logs import JsonFormatter, TextFormatter
 
 pytestmark = pytest.mark.slow  # all of them: each waits a little
@@ -79,7 +79,7 @@ async def test_a_request_timeout_that_is_no_duration_is_refused(route, fake):
 
 def test_durations_may_have_a_unit():
     for flag in ("--request-timeout", "--request-timeout-s"):
-        with cli.router.make_context("router", [flag, "5"]) as context:
+        with router.make_context("router", [flag, "5"]) as context:
             assert context.params["request_timeout_s"] == 5.0
 
 

@@ -353,4 +353,5 @@ def test_noise_of_every_kind(lending: Callable[..., LendingEngine]):
                 raw.socket.shutdown(socket.SHUT_WR)
                 read_until_closed(raw.socket)
             decode()
+        del raw  # with the mapping of its buffers
         until(lambda: resources() == before)

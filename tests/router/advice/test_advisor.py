@@ -152,6 +152,16 @@ async def test_a_bad_strategy_is_a_line_of_its_own(route, fake, monkeypatch):
         assert {one["name"] for one in advice["ranking"][-len(BAD) :]} == set(BAD)
 
 
+def titles(advice: dict[str, Any]) -> list[str]:
+    """Return the titles of all rows, and of those that did the same as another one."""
+    ranking = advice["ranking"]
+    return sorted(
+        title
+        for one in ranking
+        for title in (one["title"], *(other["title"] for other in one["alike"]))
+    )
+
+
 async def test_a_loaded_strategy_is_compared_from_its_source(route, fake):
     async with route(fake("a", total_pages=512), fake("b", total_pages=512)) as r:
         record(r)
@@ -167,30 +177,37 @@ async def test_a_loaded_strategy_is_compared_from_its_source(route, fake):
         assert not advice["ranking"][0]["failed"]  # the active version runs, not the loaded one
         wanted = {**ASK, "candidates": [{"name": "mine"}], "keep_roles": True}
         _, advice = await r.post("/admin/advise", wanted)
-        assert [one["title"] for one in advice["ranking"]] == ["mine", "mine [loaded later]"]
+        assert titles(advice) == ["mine", "mine [loaded later]"]
 
 
 async def test_a_source_is_compared_without_being_loaded(route, fake):
-    source = mine(*GENERATE, name="cache_aware")["source"]  # the name of an installed one
-    asked = {**ASK, "candidates": [{"name": "cache_aware", "source": source}], "keep_roles": True}
+    source = mine(*GENERATE, "return")["source"]
+    wanted = [
+        {"name": "mine", "source": source},
+        {"name": "mine", "source": source, "params": {"x": 1}},
+        {"name": "broken", "source": MINE.format(name="broken", body="    1/0")},
+        {"name": "cache_aware", "source": mine(*GENERATE, name="cache_aware")["source"]},
+    ]
     async with route(fake("a", total_pages=512), allow_upload=True) as r:
         record(r)
-        r.use(r.server.router.catalog["cache_aware"])
-        broken = {"name": "broken", "source": MINE.format(name="broken", body="    1/0")}
-        wrong = {"name": "cache_aware", "source": source, "params": {"x": 1}}
-        asked["candidates"] += [broken, wrong]
+        await upload(r, *GENERATE)
+        r.use(r.server.router.catalog["mine"])
+        asked = {**ASK, "candidates": wanted, "keep_roles": True}
         status, advice = await r.post("/admin/advise", asked)
         assert status == 200, advice
-        known = r.server.router.catalog.describe()
-        assert {one["installed"] for one in known} == {True}
-    ranking = {one["title"]: one for one in advice["ranking"]}
-    found = ranking["cache_aware"]
-    assert found["current"]
-    (own,) = found["alike"]
-    assert own["title"] == "cache_aware [given source]"
-    assert own["source_sha256"] == sha256(source.encode()).hexdigest() != found["source_sha256"]
-    assert "no parameter 'x'" in ranking["cache_aware:x=1 [given source]"]["failed"]
-    assert "ZeroDivisionError" in ranking["broken"]["failed"]
+        loaded = [one["name"] for one in r.server.router.catalog.describe() if not one["installed"]]
+        assert loaded == ["mine"]
+    told = [one for row in advice["ranking"] for one in (row, *row["alike"])]
+    ranking = {one["title"]: one for one in told}
+    given, digest = ranking["mine [given source]"], sha256(source.encode()).hexdigest()
+    assert given["source_sha256"] == digest != ranking["mine"]["source_sha256"]
+    assert not given.get("failed")
+    for name, failure in (
+        ("mine:x=1 [given source]", "no parameter 'x'"),
+        ("broken", "ZeroDivisionError"),
+        ("cache_aware", "the name of an installed strategy"),
+    ):
+        assert failure in ranking[name]["failed"]
 
 
 async def test_a_source_is_compared_only_where_sources_may_be_loaded(route, fake):

@@ -46,10 +46,10 @@ def test_only_what_is_asked_for_is_tried():
 @pytest.mark.parametrize(
     ("asked", "error"),
     [
-        ([("nobody", {})], NotFound),
-        ([("balanced", {"ratio": 7})], BadRequest),
-        ([("balanced", {"size": 1})], BadRequest),
-        ([("balanced", {"ratio": n / 100}) for n in range(40)], BadRequest),
+        ([Asked("nobody", {})], NotFound),
+        ([Asked("balanced", {"ratio": 7})], BadRequest),
+        ([Asked("balanced", {"size": 1})], BadRequest),
+        ([Asked("balanced", {"ratio": n / 100}) for n in range(40)], BadRequest),
     ],
 )
 def test_what_cannot_be_tried_is_refused(asked, error):

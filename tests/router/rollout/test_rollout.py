@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import stat
+import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -157,7 +158,9 @@ def test_a_revision_counts_its_violations_and_tells_of_each():
     second.add_violation("raised", "third")
     assert told == [(2, "raised", "first"), (2, "blocked", "second"), (2, "raised", "third")]
     revisions.enter()
-    assert second.describe() == {
+    told_of = second.describe()
+    assert 0 <= time.time() - told_of.pop("since") < 60
+    assert told_of == {
         "generation": 2, "name": "mine", "params": {}, "source_sha256": mine.source_sha256,
         "in_flight": 1, "offences": {"raised": 2, "blocked": 1},
     }  # fmt: skip
@@ -345,7 +348,7 @@ def test_a_swap_is_noted_and_published(rollout: Rollout, told: list[Any]):
     assert last_entry(rollout) == {"who": "ann", "what": "activate", **account}
     state = {"in_flight": 0, "offences": {}}
     swap = {"who": "ann", "what": "activate", "why": "", **account, **state}
-    assert told == [("swap", swap)]
+    assert told == [("swap", {**swap, "since": revision.describe()["since"]})]
     assert rollout.rollback("bob", "too slow").number == 3
     assert last_entry(rollout)["why"] == "too slow"
     kind, fields = told[-1]
