@@ -185,7 +185,7 @@ async def test_a_source_is_compared_without_being_loaded(route, fake):
     wanted = [
         {"name": "mine", "source": source},
         {"name": "mine", "source": source, "params": {"x": 1}},
-        {"name": "broken", "source": MINE.format(name="broken", body="    1/0")},
+        {"name": "broken", "source": MINE.format(name="broken", body="    1 / 0\n    yield")},
         {"name": "cache_aware", "source": mine(*GENERATE, name="cache_aware")["source"]},
     ]
     async with route(fake("a", total_pages=512), allow_upload=True) as r:

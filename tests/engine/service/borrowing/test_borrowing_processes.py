@@ -137,10 +137,12 @@ def test_blocks_come_are_renewed_and_go_back(creditors, debtors):
     assert debtor.remote.connected() == ["a"]
     time.sleep(2.5 * LEASE_S)  # longer than loans live without renewals
     assert lent(creditor) == 3 * BLOCK and not debtor.lost
+    began = time.monotonic()
     for block in blocks:
         debtor.borrowing.give_back(block)
     again = debtor.blocks(2)
-    assert {block.loan for block in again} <= {block.loan for block in blocks}  # kept for a moment
+    if time.monotonic() - began < 0.2:  # loans without use are kept for 0.3 s
+        assert {block.loan for block in again} <= {block.loan for block in blocks}
     for block in again:
         debtor.borrowing.give_back(block)
         debtor.borrowing.give_back(block)  # the second time changes nothing
