@@ -94,7 +94,7 @@ def test_an_answer_is_stopped_and_asked_again(pages: Any, fleet: BrowserFleet):
     assert stopped["status"] == "cancelled"
     page.get_by_label("Max tokens").fill("5")
     page.get_by_role("button", name="Ask again").click()
-    page.get_by_text("5 tokens in").wait_for()
+    page.locator(".turn-assistant").get_by_text("5 tokens in").wait_for()
     assert page.locator(".turn").count() == 2
     assert receipt_of(page, fleet)["id"] != stopped["id"]
 
@@ -119,7 +119,7 @@ def test_sampling_goes_with_the_request_and_wrong_values_are_marked(
     page.get_by_label("Seed").fill("7")
     page.get_by_label("Stop", exact=True).fill("one\ntwo")
     page.get_by_role("button", name="Ask again").click()
-    page.get_by_text("4 tokens in").wait_for()
+    page.locator(".turn-assistant").get_by_text("4 tokens in").wait_for()
     assert [one["role"] for one in sent[-1]["messages"]] == ["system", "user"]
     assert sent[-1] | {"messages": [], "model": ""} == {
         "messages": [], "model": "", "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "seed": 7,
@@ -138,5 +138,5 @@ def test_a_key_is_changed_in_the_settings(pages: Any, fleet: BrowserFleet):
     page.get_by_text("The router refused this key.").wait_for()
     page.get_by_label("Key", exact=True).fill(KEY)
     page.get_by_role("button", name="Continue").click()
-    page.get_by_text("3 tokens in").wait_for()
+    page.locator(".turn-assistant").get_by_text("3 tokens in").wait_for()
     assert not [url for url in pages.urls if "key" in url]

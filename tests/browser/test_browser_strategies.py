@@ -55,7 +55,7 @@ class Streams:
 
 
 @contextmanager
-def streaming(fleet: BrowserFleet, many: int = 2) -> Iterator[list[Streams]]:
+def streaming(fleet: BrowserFleet, many: int = 6) -> Iterator[list[Streams]]:
     streams = [Streams(fleet) for _ in range(many)]
     threads = [threading.Thread(target=one.run) for one in streams]
     for thread in threads:
@@ -258,6 +258,7 @@ def test_hostile_names_sources_and_params_are_text(pages: Any, fleet: BrowserFle
 
 
 def test_parameters_are_a_form_from_their_schemas(pages: Any, fleet: BrowserFleet):
+    pages.expected = lambda problem: "400 (Bad Request)" in problem
     page = opened(pages, fleet, "/balanced")
     ratio = page.get_by_label("ratio", exact=True)
     ratio.fill("nonsense")
