@@ -133,6 +133,10 @@ class Host:
         """Return the engine's state, asked from this host: also while it is cut off."""
         return within(self.name, self.engine.state)
 
+    def received_bytes(self) -> int:
+        """Return how much the network has brought to this host."""
+        return int(Path(f"/sys/class/net/{self._port}/statistics/tx_bytes").read_text())
+
     @property
     def engine(self) -> Engine:
         """The engine's calls."""

@@ -178,6 +178,7 @@ def test_a_fault_between_hosts_fails_and_changes_nothing(
 
 LONG = 3000  # tokens of a prompt whose KV takes seconds at `SLOW`
 SLOW = "4mbit"
+MUCH = 500_000  # bytes: more than a prompt and all calls, a seventh of that KV
 WAYS = ["cut_off", "lose_sent"]  # in both directions, in one
 
 
@@ -218,22 +219,26 @@ def test_a_host_that_is_cut_off_in_the_middle_of_a_put(
     for host in three.hosts:
         host.squeeze(SLOW)
 
+    before = {host.name: host.received_bytes() for host in three.hosts}
+
     def putting() -> dict[str, Host] | None:
-        states = [(host, host.engine.state()) for host in three.hosts]
-        receivers = [host for host, state in states if landed(state)]
+        states = [(host, host.state()) for host in three.hosts]
+        receivers = [host for host, state in states if unfinished(state)]
         senders = [host for host, state in states if state["puts_in_flight"]]
         if not receivers or not senders:
             return None
+        if receivers[0].received_bytes() - before[receivers[0].name] < MUCH:
+            return None
         return {"receiver": receivers[0], "sender": senders[0]}
 
-    def landed(state: dict[str, Any]) -> list[int]:
-        return [one["landed"] for one in state["leases"] if 0 < one["landed"] < one["end"]]
+    def unfinished(state: dict[str, Any]) -> bool:
+        return any(one["landed"] < one["end"] for one in state["leases"])
 
     answer = three.ask(prompt_of(f"put{end}{way}", LONG), 12)
     ends = moment(putting)
     victim = ends[end]
     getattr(victim, way)()
-    assert landed(ends["receiver"].state()), "the put has ended before the cut"
+    assert unfinished(ends["receiver"].state()), "the put has ended before the cut"
     for host in three.hosts:
         if host is not victim:
             host.heal()
