@@ -152,6 +152,19 @@ def load(client: httpx.Client, file: Path, watch: bool) -> None:
 
 @strategy.command()
 @click.pass_obj
+def promote(client: httpx.Client) -> None:
+    """Make the canary active now, before there is a verdict about it."""
+    canary = call_admin(client, "GET", "/admin/strategies")["canary"]
+    if canary is None:
+        raise click.ClickException(
+            "there is no canary; `microserve strategy use NAME --canary PERCENT` starts one"
+        )
+    wanted = {"generation": canary["generation"]}
+    click.echo(_generation(call_admin(client, "POST", "/admin/promote", wanted)))
+
+
+@strategy.command()
+@click.pass_obj
 def rollback(client: httpx.Client) -> None:
     """Go back to the previous strategy.
 

@@ -84,6 +84,12 @@ def test_the_commands(router, tmp_path):
     assert code == 1 and "`microserve strategy load FILE` adds one" in said
     assert strategy("rollback")[1] == f"generation {generation + 1}: mine share=0.25\n"
     assert "data_parallel" in strategy("rollback")[1]
+    code, said = strategy("promote")
+    assert (code, said.startswith("Error: there is no canary; ")) == (1, True)
+    began = int(strategy("use", "mine", "--canary", "10")[1].split()[1].rstrip(":"))
+    assert strategy("promote") == (0, f"generation {began}: mine share=0.5\n")
+    assert router.strategies()["active"]["generation"] == began
+    assert router.strategies()["canary"] is None
     file.write_text(SOURCE.replace("yield chunk", "yield chunk.text"))
     code, said = strategy("load", str(file))
     assert (code, "yielded no chunk but 'w" in said) == (1, True)
