@@ -13,6 +13,8 @@ stopped while others are measured. A ratio is the median of the repeats' own rat
 - `ttft_half_remote_vs_local`: the same of the time to first token.
 - `lender_tpot`: time per output token of four streams of the creditor's own while the debtor
   decodes after such a prompt, over that while it does not (the aim is 1.2).
+- `neighbour_tpot`: the same ratio while an engine that borrows nothing decodes after such a prompt
+  on the other core: what two cores that share a memory cost without any lending.
 - `vs_host_tier`, `vs_disk_tier`, `vs_recompute`: several requests of 2000 tokens at once whose
   contexts do not fit the pool together. Tokens per second with borrowing, over those of an engine
   that moves preempted requests to host memory, to disk, or computes them again.
@@ -219,25 +221,36 @@ def price(fleet: Engines, repeats: int) -> dict[str, Any]:
 
 def creditor(fleet: Engines, repeats: int) -> dict[str, Any]:
     """Measure what the creditor's own streams notice."""
-    ratios, alone_ms = [], []
+    lending, neighbour, alone_ms = [], [], []
     for _ in range(repeats):
         with fleet.only():
-            alone, beside = asyncio.run(_beside(fleet))
-        ratios.append(beside / alone)
-        alone_ms.append(alone * 1e3)
-        _note("creditor", tpot_ms=(alone * 1e3, beside * 1e3))
-    found = {"lender_tpot": spread(ratios), "lender_alone_ms": spread(alone_ms)}
+            alone, beside = asyncio.run(_beside(fleet, fleet.debtor))
+        with fleet.only(fleet.whole):
+            before, beside_whole = asyncio.run(_beside(fleet, fleet.whole))
+        lending.append(beside / alone)
+        neighbour.append(beside_whole / before)
+        alone_ms.extend([alone * 1e3, before * 1e3])
+        _note("creditor", tpot_ms=(alone * 1e3, beside * 1e3),
+              neighbour_ms=(before * 1e3, beside_whole * 1e3))  # fmt: skip
+    found = {
+        "lender_tpot": spread(lending),
+        "neighbour_tpot": spread(neighbour),
+        "lender_over_neighbour": spread(
+            [a / b for a, b in zip(lending, neighbour, strict=True)]
+        ),
+        "lender_alone_ms": spread(alone_ms),
+    }  # fmt: skip
     table("the creditor's own streams", ["", "median", "min", "max"],
-          [["lender_tpot", *(f"{found['lender_tpot'][key]:.2f}"
-                             for key in ("median", "min", "max"))]])  # fmt: skip
+          [[name, *(f"{found[name][key]:.2f}" for key in ("median", "min", "max"))]
+           for name in ("lender_tpot", "neighbour_tpot")])  # fmt: skip
     return found
 
 
-async def _beside(fleet: Engines) -> tuple[float, float]:
-    """Return the time per token of the creditor's streams alone, and beside a debtor's decode."""
+async def _beside(fleet: Engines, other: Running) -> tuple[float, float]:
+    """Return the time per token of the creditor's streams alone, and beside another's decode."""
     prompts = [tokens(BESIDE_PROMPT) for _ in range(BESIDE)]
     alone = await generate(fleet.creditor, prompts, NEW)
-    client = HttpClient(fleet.debtor.url)
+    client = HttpClient(other.url)
     decoding = asyncio.Event()
     body = {
         "request_id": unused_id(), "prompt": tokens(LONG), "max_tokens": 1500, "temperature": 0,
@@ -254,7 +267,7 @@ async def _beside(fleet: Engines) -> tuple[float, float]:
         await asyncio.wait({first, stream}, return_when=asyncio.FIRST_COMPLETED)
         beside = await generate(fleet.creditor, prompts, NEW)
         if stream.done():
-            raise SystemExit("the debtor's stream ended before it was measured")
+            raise SystemExit("the other engine's stream ended before it was measured")
     finally:
         stream.cancel()
         await asyncio.wait({stream})
