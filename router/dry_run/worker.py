@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,8 @@ def try_out(job: dict[str, Any]) -> dict[str, Any]:
 
 def _described(strategy: Strategy) -> dict[str, Any]:
     """Return its name, help and parameters; no parameters if they take too much space."""
-    params: dict[str, Any] = {}
-    with suppress(TypeError):  # half of a surrogate pair, for example
-        schemas = orjson.dumps(strategy.describe()["params"])  # with `null` for infinite numbers
-        if len(schemas) <= SCHEMA_BYTES:
-            params = orjson.loads(schemas)
+    schemas = orjson.dumps(strategy.describe()["params"])  # with `null` for infinite numbers
+    params = orjson.loads(schemas) if len(schemas) <= SCHEMA_BYTES else {}
     return {"name": strategy.name, "doc": strategy.doc[:DOC_CHARACTERS], "params": params}
 
 

@@ -35,7 +35,8 @@ class Strategy:
         if not inspect.isasyncgenfunction(function):
             raise TypeError(f"{name}: a strategy is an async function that yields")
         self.name = name
-        self.doc = inspect.getdoc(function) or ""
+        # Half of a surrogate pair can be in a literal, but in no JSON.
+        self.doc = (inspect.getdoc(function) or "").encode("utf-8", "replace").decode()
         self.function: Function = function
         self.source = _source(function.__module__)
         self.source_sha256 = _digest(self.source)

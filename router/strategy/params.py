@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import orjson
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
@@ -31,7 +32,7 @@ class Params:
         name = getattr(function, "__name__", repr(function))
         self._types: dict[str, TypeAdapter[Any]] = {}
         self._defaults: dict[str, Any] = {}
-        self._described: dict[str, dict[str, Any]] | None = None
+        self._described: dict[str, dict[str, Any]] = {}
         hints = typing.get_type_hints(function, include_extras=True)
         positional = 0
         for parameter in inspect.signature(function).parameters.values():
@@ -51,12 +52,19 @@ class Params:
     def _add(self, function: str, name: str, hint: Any, default: Any) -> None:
         try:
             kind: TypeAdapter[Any] = TypeAdapter(hint)
-            kind.json_schema()
+            schema = kind.json_schema()
+            schema.pop("title", None)
             self._types[name] = kind
             self._defaults[name] = self._read(name, default)
+            shown = kind.dump_python(self._defaults[name], mode="json")
+            self._described[name] = {**schema, "default": shown}
+            orjson.dumps(self._described[name])
         except (PydanticUserError, PydanticSerializationError) as wrong:
             message = str(wrong).partition("\n")[0]
             raise TypeError(f"{function}: the param {name}: {message}") from None
+        # Half of a surrogate pair, or an integer of more than 64 bits.
+        except orjson.JSONEncodeError as wrong:
+            raise TypeError(f"{function}: the param {name}: {wrong}") from None
         except ValidationError as wrong:
             raise TypeError(f"{function}: the default of {name}: {_says(wrong, kind)}") from None
 
@@ -71,7 +79,8 @@ class Params:
                 )
             try:
                 checked[name] = self._read(name, value)
-            except ValueError as wrong:  # also of values that are nested too deeply
+            # Also values that are nested too deeply, and integers of more than 64 bits.
+            except (ValueError, orjson.JSONEncodeError) as wrong:
                 kind = self._types[name]
                 says = _says(wrong, kind) if isinstance(wrong, ValidationError) else str(wrong)
                 raise BadRequest(
@@ -84,18 +93,13 @@ class Params:
 
         It has `type`, `default`, bounds (`minimum`, `enum`, …) and help (`description`).
         """
-        if self._described is None:  # takes a millisecond, and the list of strategies is polled
-            described = {}
-            for name, kind in self._types.items():
-                schema = kind.json_schema()
-                schema.pop("title", None)
-                default = kind.dump_python(self._defaults[name], mode="json")
-                described[name] = {**schema, "default": default}
-            self._described = described
         return self._described
 
     def _read(self, name: str, value: Any) -> Any:
-        return self._types[name].validate_json(to_json(value), strict=True)
+        kind = self._types[name]
+        read = kind.validate_json(to_json(value), strict=True)
+        orjson.dumps(kind.dump_python(read, mode="json"))  # so that the admin API can show it
+        return read
 
 
 def _says(invalid: ValidationError, kind: TypeAdapter[Any]) -> str:

@@ -9,6 +9,7 @@ from annotated_types import Ge
 from pydantic import Field
 
 from engine.protocol import BadRequest
+from router.api.rest import reply
 from router.base.request import Chunk
 from router.strategy.definition import strategy
 
@@ -56,6 +57,7 @@ def test_defaults_and_values():
         ("on", 1, "boolean"),
         ("other", 1, "there are: ratio, mode, count, names, zone, on"),
         ("ratio", object(), "serialize"),
+        ("count", 2**64, "64-bit"),
     ],
 )
 def test_wrong_values_are_named(name, value, says):
@@ -74,3 +76,28 @@ def test_parameters_are_described_as_json_schema():
     assert described["params"]["mode"]["enum"] == ["near", "far"]
     assert described["params"]["names"]["default"] == ["a"]
     assert len(described["source_sha256"]) == 64
+
+
+def test_what_is_described_can_be_sent():
+    """Half of a surrogate pair can be in a literal of Python, but in no JSON."""
+
+    @strategy
+    async def half(request, cluster, *, ratio: float = 0.5):
+        "Half \ud800 of it."
+        yield Chunk()
+
+    assert reply(half.describe()).status_code == 200
+    assert half.doc == "Half ? of it."
+
+    async def help_(request, cluster, *, ratio: Annotated[int, Field(description="\ud800")] = 1):
+        yield Chunk()
+
+    async def schema(request, cluster, *, ratio: Annotated[int, Field(le=2**64)] = 1):
+        yield Chunk()
+
+    async def default(request, cluster, *, ratio: int = 2**64):
+        yield Chunk()
+
+    for function in (help_, schema, default):
+        with pytest.raises(TypeError, match=f"{function.__name__}: the .* ratio: "):
+            strategy(function)
