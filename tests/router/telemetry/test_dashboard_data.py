@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -96,6 +97,21 @@ def provoke(fleet: Fleet) -> None:
     until(lambda: "strategy_offences_total{" in http.get("/metrics").text)
 
 
+def kill_at_work(fleet: Fleet) -> None:
+    """Kill the prefill engine while it has requests: those are retried."""
+    engine = fleet.engines["prefill"]
+    engine.signal(signal.SIGSTOP)  # what it is sent from now on waits for it
+
+    def at_work() -> bool:
+        text = fleet.router.http.get("/metrics").text
+        load = re.search(r'^microserve_router_engine_load{engine="prefill"} (\S+)', text, re.M)
+        return load is not None and float(load[1]) > 0
+
+    until(at_work)
+    engine.kill()
+    until(lambda: "retries_total{" in fleet.router.http.get("/metrics").text)
+
+
 def queries(later: bool) -> dict[tuple[str, str], str]:
     """Return the queries of the panels, by title and legend."""
     return {
@@ -138,7 +154,7 @@ def test_no_panel_is_empty_and_every_alert_watches_a_metric_that_there_is(
     assert {rule["name"] for rule in rules} == {rule["alert"] for rule in RULES}
     assert all(rule["health"] == "ok" for rule in rules), rules
     until(lambda: server.query("ALERTS{alertname='MicroserveStrategyOffends'}"))
-    made.engines["prefill"].kill()
+    kill_at_work(made)
     check_filled(server, queries(later=True))
     until(lambda: server.query("ALERTS{alertname='MicroserveEngineUnreachable'}"))
     until(lambda: server.query("microserve_router_engine_up == 0"))
