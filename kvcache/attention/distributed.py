@@ -56,10 +56,10 @@ from kvcache.errors import BadRequest
 from kvcache.sequences import PageIds
 from kvcache.types import TokenPos
 
-__all__ = ["StableHeldPlan", "combine", "fold_parts"]
+__all__ = ["Piece", "StableHeldPlan", "combine", "fold_parts", "pieces_of"]
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Keys that become one part: a node that is held whole, or a run of a divided block's pages."""
 
     begin: TokenPos
@@ -94,7 +94,7 @@ class StableHeldPlan:
         decodes: dict[Node, list[tuple[int, QueryRows]]] = {}  # as one tile, as on one engine
         for span in spans:
             check_span(span, page_size)
-            pieces = _pieces(span, page_size)
+            pieces = pieces_of(span, page_size)
             self.part_ranges.append([(piece.begin, piece.end) for piece in pieces])
             for begin, end, node, table in pieces:
                 for at in range(0, span.count, QUERY_TILE):
@@ -175,7 +175,8 @@ def fold_parts(parts: Iterable[Part], neutral: PartialAttention) -> PartialAtten
     return neutral if merged is None else merged
 
 
-def _pieces(span: HeldSpan, page_size: int) -> list[_Piece]:
+def pieces_of(span: HeldSpan, page_size: int) -> list[Piece]:
+    """Return the parts of a span's held pages: nodes of the block tree, then divided blocks."""
     table = table_of(span, page_size)
     per_block = BLOCK // page_size
     # The context may be far longer than what is held of it, so only held blocks are looked at.
@@ -184,11 +185,11 @@ def _pieces(span: HeldSpan, page_size: int) -> list[_Piece]:
     sizes = np.minimum(len(table) - firsts, per_block)
     whole = (firsts[held == sizes] // per_block).tolist()
     divided = firsts[(held > 0) & (held < sizes)].tolist()
-    pieces = [_Piece(*part_of(node), node, table) for node in nodes_of(whole)]
+    pieces = [Piece(*part_of(node), node, table) for node in nodes_of(whole)]
     for first in divided:
         for begin, end in runs(table[first : first + per_block]):
             own: PageIds = np.full(len(table), ABSENT, dtype=np.int32)
             own[first + begin : first + end] = table[first + begin : first + end]
             positions = TokenPos((first + begin) * page_size), TokenPos((first + end) * page_size)
-            pieces.append(_Piece(*positions, Node(0, first // per_block), own))
+            pieces.append(Piece(*positions, Node(0, first // per_block), own))
     return pieces

@@ -12,14 +12,19 @@ be bit-stable merges in one order: see `kvcache.attention.block_tree`.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import Final, NamedTuple
 
 import torch
 
 from kvcache.errors import BadRequest
 
-__all__ = ["LOWEST", "PartialAttention", "SoftmaxSums", "merge_into"]
+__all__ = ["LOWEST", "PartialAttention", "SoftmaxSums", "merge_into", "stable_kernel"]
+
+log = logging.getLogger(__name__)
 
 LOWEST: Final = torch.finfo(torch.float32).min  # finite, so LOWEST − LOWEST is no NaN
 
@@ -32,8 +37,33 @@ class SoftmaxSums(NamedTuple):
     total: torch.Tensor  # l: [..., 1]
 
 
+@cache
+def stable_kernel() -> ModuleType | None:
+    """Return the kernel of float32 attention on CPUs, compiled; None where there is none.
+
+    A merge has the bits of the kernel's own, or of torch's operations, whoever merges.
+    """
+    try:
+        from kvcache.kernels import stable_attention
+    except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
+        log.warning("attention in float32 is slow here: %s", error)
+        return None
+    if not stable_attention.available():
+        return None
+    stable_attention.precompile()
+    return stable_attention
+
+
 def merge_into(sums: SoftmaxSums, other: SoftmaxSums) -> None:
     """Merge `other`, of the same shape, into `sums`. Overwrites `other` too."""
+    kernel = stable_kernel() if sums.values.device.type == "cpu" else None
+    if kernel is not None:
+        mine = [tensor.contiguous() for tensor in sums]
+        kernel.merge(mine, [tensor.contiguous() for tensor in other])
+        for tensor, merged in zip(sums, mine, strict=True):
+            if merged is not tensor:
+                tensor.copy_(merged)
+        return
     top = torch.maximum(sums.top, other.top)
     scale = sums.top.sub_(top).exp_()
     other_scale = other.top.sub_(top).exp_()

@@ -9,6 +9,7 @@ from typing import TypedDict
 import torch
 
 from kvcache.attention.distributed import StableHeldPlan
+from kvcache.attention.partial import stable_kernel
 from kvcache.attention.plan import HeldPlanner, Planner
 from kvcache.attention.stable import StablePlan
 from kvcache.memory import KVLayout
@@ -28,8 +29,9 @@ class _Bf16Shape(TypedDict):
 def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
     """Return the fastest planner for a pool on `device`; `group` = query heads per KV head.
 
-    In float32 this is always the bit-stable `StablePlan`. Other dtypes use FlashInfer on CUDA,
-    and `Bf16Plan` for bfloat16 on CPUs, where these are available.
+    In float32 this is always bit-stable: `CpuStablePlan` on CPUs with its kernel, `StablePlan`
+    otherwise. Other dtypes use FlashInfer on CUDA, and `Bf16Plan` for bfloat16 on CPUs, where these
+    are available.
     """
     if layout.dtype != torch.float32 and device.type == "cuda":
         try:
@@ -41,6 +43,11 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
             log.warning("attention is slow here: FlashInfer has no kernels for %s", heads)
         except (ImportError, RuntimeError) as error:  # RuntimeError: incompatible versions
             log.warning("attention is slow here: %s (pip install -e '.[cuda]' in the clone)", error)
+    if _has_stable_kernel(layout, device):
+        from kvcache.attention.stable_cpu import CpuStablePlan
+
+        heads = layout.held.heads
+        return partial(CpuStablePlan, page_size=layout.page_size, kv_heads=heads, group=group)
     if _has_bf16_kernels(layout, device):
         from kvcache.attention.cpu_bf16 import Bf16Plan, precompile
 
@@ -54,14 +61,23 @@ def held_planner_for(layout: KVLayout, group: int, device: torch.device) -> Held
     """Return the planner of partial results over held pages of a pool on `device`.
 
     `group` is the number of query heads per KV head. In bfloat16 on CPUs it uses the kernels of
-    `Bf16Plan`, where these are available; otherwise it is `StableHeldPlan`, whose parts merge in
-    float32 to the bits of `StablePlan`.
+    `Bf16Plan`, where these are available. In float32 its parts merge to the bits of the plan that
+    `planner_for` gives: `CpuStableHeldPlan` or `StableHeldPlan`.
     """
+    if _has_stable_kernel(layout, device):
+        from kvcache.attention.stable_cpu import CpuStableHeldPlan
+
+        heads = layout.held.heads
+        return partial(CpuStableHeldPlan, page_size=layout.page_size, kv_heads=heads, group=group)
     if _has_bf16_kernels(layout, device):
         from kvcache.attention.held_bf16 import Bf16HeldPlan
 
         return partial(Bf16HeldPlan, **_bf16_shape(layout, group))
     return partial(StableHeldPlan, page_size=layout.page_size, group=group, device=device)
+
+
+def _has_stable_kernel(layout: KVLayout, device: torch.device) -> bool:
+    return layout.dtype == torch.float32 and device.type == "cpu" and stable_kernel() is not None
 
 
 def _has_bf16_kernels(layout: KVLayout, device: torch.device) -> bool:

@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 # Modules whose code is compiled into the kernels of others.
 COMMON_SOURCES = [
-    Path(__file__).with_name(name) for name in ("jit.py", "gemm_tile.py", "avx512_bf16.py")
+    Path(__file__).with_name(name)
+    for name in ("jit.py", "gemm_tile.py", "avx512_bf16.py", "exact_f32.py")
 ]
 FAST_OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "cache": True}
 
@@ -86,12 +87,13 @@ class ParallelKernel:
     `function` takes the address of a block of int64: the next item, the number of items, then the
     arguments. It processes items until `next_item` returns -1. (It contains the loop, rather than
     receiving a function per item, because numba caches on disk only code that refers to globals
-    and constants.)
+    and constants.) With `exact`, sums and products are computed as they are written.
     """
 
-    def __init__(self, function: Callable[[Any], None]) -> None:
+    def __init__(self, function: Callable[[Any], None], *, exact: bool = False) -> None:
         drop_stale_cache(function.__code__.co_filename)
-        compiled: Any = numba.cfunc(types.void(types.int64), **FAST_OPTIONS)(function)
+        options = FAST_OPTIONS | ({"fastmath": False} if exact else {})
+        compiled: Any = numba.cfunc(types.void(types.int64), **options)(function)
         self._compiled = compiled
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(compiled.address)
 

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 
+from kvcache.attention import partial, select
 from kvcache.attention.select import planner_for
 from kvcache.memory.layout import KVLayout
 from kvcache.pages.page_pool import SCRATCH_PAGE
 from kvcache.sequences.step import Span
 from kvcache.types import PageId
 
-__all__ = ["World"]
+__all__ = ["BACKENDS", "World", "backend"]
 
 CPU = torch.device("cpu")
+BACKENDS = ("kernel", "torch")  # of float32 attention on CPUs
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Compute float32 attention by the kernel, or as where there is none."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "torch":
+            patch.setattr(partial, "stable_kernel", lambda: None)
+            patch.setattr(select, "stable_kernel", lambda: None)
+        yield
 
 
 @dataclass

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from attention_holders import Shape, Split, bits
-from attention_world import CPU
+from attention_world import BACKENDS, CPU, backend
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,8 +25,7 @@ from kvcache.attention import (
     held_planner_for,
 )
 from kvcache.attention.block_tree import BLOCK
-from kvcache.attention.distributed import StableHeldPlan, fold_parts
-from kvcache.attention.stable import StablePlan
+from kvcache.attention.distributed import fold_parts
 from kvcache.errors import BadRequest, KVIncomplete
 from kvcache.memory.layout import KVLayout
 from kvcache.sequences import Span
@@ -34,6 +34,12 @@ from kvcache.types import TokenPos
 TINY, SMOLLM2 = Shape(2, 2, 32), Shape(3, 3, 64)
 PAGE = 16
 PER_BLOCK = BLOCK // PAGE
+
+
+@pytest.fixture(autouse=True, params=BACKENDS, scope="module")
+def attention(request: pytest.FixtureRequest) -> Iterator[None]:
+    with backend(request.param):
+        yield
 
 
 def merged(split: Split, parts: list[Part]) -> torch.Tensor:
@@ -120,10 +126,8 @@ def test_the_bits_of_a_long_context_in_turn(holders: int, threads: int):
 def test_a_decode_is_the_last_row_of_the_prompt_wherever_its_blocks_lie():
     """A prompt is computed in one chunk on one engine, its last token again over two holders."""
     split = Split(700, 699, blocks([0, 0, 1, 1, 0, 1]), SMOLLM2)
-    plan = StablePlan(
-        [Span(0, TokenPos(0), 700, np.array(split.world.sequences[0].pages, np.int32))],
-        PAGE, SMOLLM2.group, CPU,
-    )  # fmt: skip
+    pages = np.array(split.world.sequences[0].pages, np.int32)
+    plan = split.world.planner([Span(0, TokenPos(0), 700, pages)])
     whole = plan.attend(split.world.pool, split.world.sequences[0].q)
     assert torch.equal(bits(merged(split, split.all_parts())), bits(whole[-1:]))
 
@@ -293,4 +297,4 @@ def test_queries_and_pools_that_do_not_fit_are_refused(
 
 def test_a_page_size_that_does_not_divide_the_block_is_refused():
     with pytest.raises(BadRequest, match="page size 48 does not divide 128"):
-        StableHeldPlan([held([0], [1])], page_size=48, group=1, device=CPU)
+        held_planner_for(KVLayout(1, 4, 48, 1, 16, torch.float32), 1, CPU)([held([0], [1])])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from attention_holders import bits
+from attention_world import BACKENDS, backend
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +15,12 @@ from kvcache.attention.partial import LOWEST, PartialAttention
 from kvcache.errors import BadRequest
 
 ROWS, HEADS, DIM = 5, 3, 8
+
+
+@pytest.fixture(autouse=True, params=BACKENDS, scope="module")
+def attention(request: pytest.FixtureRequest) -> Iterator[None]:
+    with backend(request.param):
+        yield
 
 
 def partial(seed: int, size: float = 1.0) -> tuple[PartialAttention, torch.Tensor, torch.Tensor]:

@@ -12,11 +12,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention_world import World
+from attention_world import BACKENDS, World, backend
 
 from kvcache.attention.block_tree import BLOCK
 from kvcache.attention.tiles import QUERY_TILE
 from kvcache.pages.page_pool import SCRATCH_PAGE
+
+
+@pytest.fixture(autouse=True, params=BACKENDS, scope="module")
+def attention(request: pytest.FixtureRequest) -> Iterator[None]:
+    with backend(request.param):
+        yield
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])

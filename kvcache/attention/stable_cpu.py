@@ -1,0 +1,96 @@
+"""Bit-stable float32 attention on a CPU, by the kernel of `kvcache.kernels.stable_attention`.
+
+It merges blocks along the tree of `kvcache.attention.block_tree`, as `StablePlan` does on other
+devices. A row's bits differ from those of `StablePlan`: every float32 pool of a host uses one of
+the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcache.attention.block_tree import BLOCK
+from kvcache.attention.distributed import pieces_of
+from kvcache.attention.held import HeldSpan, Part, Ranges, check_queries, check_span, split_parts
+from kvcache.attention.partial import PartialAttention
+from kvcache.attention.plan import row_slots
+from kvcache.kernels.stable_attention import BlockRun, StableAttention
+from kvcache.sequences import Span
+
+__all__ = ["CpuStableHeldPlan", "CpuStablePlan"]
+
+
+class CpuStablePlan:
+    """The bit-stable `Plan` on a CPU."""
+
+    def __init__(self, spans: Sequence[Span], *, page_size: int, kv_heads: int, group: int) -> None:
+        places = torch.from_numpy(row_slots(spans, page_size))
+        self._page_of, self._slot_of = places[:, 0].contiguous(), places[:, 1].contiguous()
+        work = [
+            BlockRun(each.row, each.row, each.start, each.count, each.pages, 0, _blocks(each))
+            for each in spans
+        ]
+        self._attention = StableAttention(work, kv_heads, group, page_size)
+
+    def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See `Plan.append`."""
+        rows = len(self._page_of)
+        pages[self._page_of, 0, self._slot_of] = k[:rows]
+        pages[self._page_of, 1, self._slot_of] = v[:rows]
+
+    def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """See `Plan.attend`."""
+        out = torch.empty(q.shape)
+        out[len(self._page_of) :] = 0.0
+        self._attention.attend(pages, q, out)
+        return out
+
+
+class CpuStableHeldPlan:
+    """Like `StableHeldPlan`, on a CPU; its parts merge to the bits of `CpuStablePlan`."""
+
+    def __init__(
+        self, spans: Sequence[HeldSpan], *, page_size: int, kv_heads: int, group: int
+    ) -> None:
+        """`group` is the number of query heads per KV head.
+
+        Raises `BadRequest` as `StableHeldPlan` does.
+        """
+        self._spans, self._group = list(spans), group
+        self.part_ranges: Ranges = []
+        self._rows = 0  # of the result
+        work: list[BlockRun] = []
+        for span in spans:
+            check_span(span, page_size)
+            pieces = pieces_of(span, page_size)
+            self.part_ranges.append([(piece.begin, piece.end) for piece in pieces])
+            for begin, _, node, table in pieces:
+                blind = max(begin - span.start, 0)  # rows before the part's first key
+                if blind < span.count:
+                    work.append(
+                        BlockRun(
+                            span.row + blind, self._rows + blind, span.start + blind,
+                            span.count - blind, table, node.first, min(node.end, _blocks(span)),
+                        )
+                    )  # fmt: skip
+                self._rows += span.count
+        self._attention = StableAttention(work, kv_heads, group, page_size)
+
+    def attend(self, pages: torch.Tensor, q: torch.Tensor) -> list[list[Part]]:
+        """See `HeldPlan.attend`; a part is a node of the block tree, or lies in one block."""
+        rows = self.attend_rows(pages, q)
+        return split_parts(rows, self.part_ranges, [span.count for span in self._spans])
+
+    def attend_rows(self, pages: torch.Tensor, q: torch.Tensor) -> PartialAttention:
+        """See `HeldPlan.attend_rows`."""
+        check_queries(self._spans, pages, q, self._group)
+        result = PartialAttention.neutral(self._rows, *q.shape[1:])
+        self._attention.attend_parts(pages, q, result.values, result.top, result.total)
+        return result
+
+
+def _blocks(span: Span | HeldSpan) -> int:
+    """Return how many blocks the span's last row sees."""
+    return -(-(span.start + span.count) // BLOCK)

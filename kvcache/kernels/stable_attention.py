@@ -1,0 +1,315 @@
+"""float32 attention on a CPU whose rows have the same bits however they are computed.
+
+A work item is some query rows of one sequence, one KV head and all query heads that share it, over
+a range of blocks of `KEYS` keys. Each block gives a partial result: the weighted values, the
+highest score and the sum of the weights. They are merged in pairs, as binary digits carry: so a
+range that is a node of a binary tree is merged along the tree, wherever it lies. All arithmetic is
+that of `exact_f32`: a row has the same bits in a decode as in a prompt, with any other rows, and
+on any processor that has the operations.
+
+Keys and values of a block are packed first, keys as columns. What is packed for a missing key is
+zero, and its weight is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvcache.kernels import exact_f32
+from kvcache.kernels.exact_f32 import available, exp, multiply, softmax, transpose
+from kvcache.kernels.jit import (
+    ParallelKernel,
+    f32_at,
+    f32_bits,
+    f32_from_bits,
+    i32_at,
+    i64_at,
+    inline_jit,
+    next_item,
+)
+
+__all__ = ["ABSENT", "KEYS", "BlockRun", "StableAttention", "available", "merge", "precompile"]
+
+KEYS = exact_f32.KEYS  # of a block
+QUERIES = 96  # query rows of an item, at most, but for the heads that share a KV head
+PARALLEL_KEYS = 2048  # rows times keys from which waking other threads pays
+ABSENT = -1  # in a table: this page is not in the pool
+LOWEST = np.float32(exact_f32.LOWEST)
+WIDTH, LANES = exact_f32.WIDTH, exact_f32.LANES
+
+
+class BlockRun(NamedTuple):
+    """Query rows of one sequence, and the blocks of keys `[begin, end)` that they attend to."""
+
+    row: int  # the first query row
+    place: int  # of its result; those of the others follow
+    start: int  # the position of the first row; a row sees keys up to its own position
+    count: int
+    table: npt.NDArray[np.int32]  # the page of each logical page of the sequence, or ABSENT
+    begin: int
+    end: int
+
+
+class StableAttention:
+    """The attention of some rows, planned once for all layers."""
+
+    def __init__(self, work: Sequence[BlockRun], kv_heads: int, group: int, page_size: int) -> None:
+        """`group` is the number of query heads per KV head; `page_size` divides `KEYS`.
+
+        Rows that see no key of their blocks are left out: nothing is written for them.
+        """
+        self._heads, self._group, self._page_size = kv_heads, group, page_size
+        tokens, per_block = max(QUERIES // group, 1), KEYS // page_size
+        items: list[tuple[int, ...]] = []
+        tables: list[npt.NDArray[np.int32]] = []
+        entries = cost = 0
+        for row, place, start, count, table, begin, end in work:
+            first = begin * per_block
+            some = table[first : min(end * per_block, -(-(start + count) // page_size))]
+            for at in range(0, count, tokens):
+                rows = min(tokens, count - at)
+                last = min(end, -(-(start + at + rows) // KEYS))
+                if last > begin:
+                    fields = (row + at, place + at, start + at, rows, entries, begin, last)
+                    items.append(fields)
+                    cost += rows * (last - begin) * KEYS
+            tables.append(some)
+            entries += len(some)
+        # The longest come first, so that all threads finish together.
+        items.sort(key=lambda item: -item[3] * (item[6] - item[5]))
+        self._items = np.array(items, dtype=np.int64).reshape(-1, 7)
+        self._table = np.concatenate(tables) if tables else np.empty(0, np.int32)
+        self._parallel = cost * kv_heads >= PARALLEL_KEYS
+
+    def attend(self, pages: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the attention of the rows to `out`, which is `[rows, heads, head_dim]` like `q`.
+
+        `pages` is one layer's, `[pages, 2, page_size, kv_heads, head_dim]`. All are float32.
+        """
+        self._run(pages, q, out, 0, 0)
+
+    def attend_parts(
+        self, pages: torch.Tensor, q: torch.Tensor,
+        values: torch.Tensor, top: torch.Tensor, total: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write partial results: `[places, heads, head_dim]`, and `[places, heads]` twice."""
+        self._run(pages, q, values, top.data_ptr(), total.data_ptr())
+
+    def _run(
+        self, pages: torch.Tensor, q: torch.Tensor, out: torch.Tensor, top: int, total: int
+    ) -> None:
+        dim = pages.shape[4]
+        if q.stride(2) != 1 or q.stride(1) != dim:
+            q = q.contiguous()
+        kernel = _kernel()
+        parallel = self._parallel and torch.get_num_threads() > 1
+        run = kernel.run_parallel if parallel else kernel.run_serial
+        run(
+            len(self._items) * self._heads, q.data_ptr(), q.stride(0), pages.data_ptr(),
+            pages.stride(0), pages.stride(1), self._items.ctypes.data, self._table.ctypes.data,
+            out.data_ptr(), top, total, self._heads, self._group, dim, self._page_size,
+            f32_bits(dim**-0.5),
+        )  # fmt: skip
+
+
+@inline_jit
+def _attend(item: Any, a: Any) -> None:
+    q, q_stride, pages, page_stride, half = f32_at(a[2]), a[3], a[4], a[5], a[6]
+    items, table = i64_at(a[7]), i32_at(a[8])
+    heads, group, dim, page_size = a[12], a[13], a[14], a[15]
+    scale = f32_from_bits(a[16])
+    head, of = item % heads, item // heads * 7
+    row, start, count, entry = items[of], items[of + 2], items[of + 3], items[of + 4]
+    begin, end = items[of + 5], items[of + 6]
+    rows = count * group
+    wide = (dim + WIDTH - 1) // WIDTH * WIDTH
+    result = rows * (wide + 2) * 4  # bytes of a partial result: values, tops, sums
+    levels = 2
+    while (end - begin) >> levels:
+        levels += 1
+    levels += 1
+    space = np.empty(
+        KEYS * (dim + wide) * 4 + rows * (dim + KEYS) * 4 + levels * result + 4 * wide + 64,
+        np.uint8,
+    )
+    k_at = (space.ctypes.data + 63) // 64 * 64
+    v_at = k_at + KEYS * dim * 4
+    zeros_at = v_at + KEYS * wide * 4
+    q_at = zeros_at + wide * 4
+    s_at = q_at + rows * dim * 4
+    stack_at = s_at + rows * KEYS * 4
+    keys, values, zeros, queries = f32_at(k_at), f32_at(v_at), f32_at(zeros_at), f32_at(q_at)
+    scores = f32_at(s_at)
+    for d in range(wide):
+        zeros[d] = np.float32(0.0)
+    for t in range(count):
+        for i in range(group * dim):
+            element = q[(row + t) * q_stride + head * group * dim + i]
+            queries[t * group * dim + i] = element * scale
+    where = np.empty(KEYS, np.int64)
+    present = np.empty(KEYS, np.bool_)
+    whole, tail = dim // LANES * LANES, dim // WIDTH * WIDTH
+    depth = 0  # of the stack
+    for block in range(begin, end):
+        first = block * KEYS
+        seen = min(KEYS, start + count - first)
+        gaps = False
+        for slot in range(KEYS // page_size):
+            at = slot * page_size
+            page = np.int64(-1)
+            if at < seen:
+                page = np.int64(table[entry + ((block - begin) * KEYS + at) // page_size])
+                gaps = gaps or page < 0
+            for n in range(page_size):
+                there = page >= 0 and at + n < seen
+                present[at + n] = there
+                place = pages + 4 * (page * page_stride + (n * heads + head) * dim)
+                where[at + n] = place if there else zeros_at
+        # Keys: [KEYS / WIDTH, dim, WIDTH]; values: [wide / WIDTH, KEYS, WIDTH]
+        filled = (seen + WIDTH - 1) // WIDTH * WIDTH
+        for j in range(0, filled, LANES):
+            to = k_at + (j // WIDTH * dim * WIDTH + j % WIDTH) * 4
+            for d in range(0, whole, LANES):
+                transpose(where.ctypes.data + 8 * j, 4 * d, to + 4 * WIDTH * d)
+            for n in range(LANES):
+                source = f32_at(where[j + n])
+                for d in range(whole, dim):
+                    keys[((j + n) // WIDTH * dim + d) * WIDTH + (j + n) % WIDTH] = source[d]
+        for j in range(seen):
+            source = f32_at(where[j] + 4 * half if present[j] else zeros_at)
+            for d in range(0, tail, WIDTH):
+                to = d * KEYS + j * WIDTH
+                for n in range(WIDTH):
+                    values[to + n] = source[d + n]
+            if tail < dim:
+                to = tail * KEYS + j * WIDTH
+                for n in range(WIDTH):
+                    values[to + n] = source[tail + n] if tail + n < dim else np.float32(0.0)
+        for j in range(0, filled, WIDTH):
+            multiply(q_at, dim * 4, k_at + j * dim * 4, s_at + j * 4, KEYS * 4, rows, dim)
+        o_at = stack_at + depth * result
+        top_at, total_at = o_at + rows * wide * 4, o_at + rows * (wide + 1) * 4
+        tops, totals = f32_at(top_at), f32_at(total_at)
+        for r in range(rows):
+            limit = max(min(start + r // group + 1 - first, seen), 0)
+            for j in range(limit, KEYS):
+                scores[r * KEYS + j] = LOWEST
+            if gaps:
+                for j in range(limit):
+                    if not present[j]:
+                        scores[r * KEYS + j] = LOWEST
+            softmax(s_at + r * KEYS * 4, top_at + 4 * r, total_at + 4 * r)
+            if tops[r] == LOWEST:  # no key: the weights were 1
+                totals[r] = np.float32(0.0)
+                for j in range(KEYS):
+                    scores[r * KEYS + j] = np.float32(0.0)
+        for d in range(0, wide, WIDTH):
+            multiply(s_at, KEYS * 4, v_at + d * KEYS * 4, o_at + d * 4, wide * 4, rows, seen)
+        depth += 1
+        done = block - begin
+        while done & 1:
+            done >>= 1
+            depth -= 1
+            left = stack_at + (depth - 1) * result
+            _merge(left, left + result, rows, wide)
+    while depth > 1:
+        depth -= 1
+        left = stack_at + (depth - 1) * result
+        _merge(left, left + result, rows, wide)
+    _write(stack_at, rows, wide, items[of + 1], head, a)
+    queries[0] = zeros[0]  # keeps the array alive up to here; all other accesses go by address
+    space[0] = 0
+
+
+@numba.njit(nogil=True, cache=True)
+def _write(result: Any, rows: Any, wide: Any, place: Any, head: Any, a: Any) -> None:
+    """Write the result of an item: the attention, or its values, tops and sums."""
+    out, heads, group, dim = f32_at(a[9]), a[12], a[13], a[14]
+    values, tops = f32_at(result), f32_at(result + rows * wide * 4)
+    totals = f32_at(result + rows * (wide + 1) * 4)
+    for r in range(rows):
+        to = ((place + r // group) * heads + head) * group + r % group
+        if a[10]:
+            for d in range(dim):
+                out[to * dim + d] = values[r * wide + d]
+            f32_at(a[10])[to] = tops[r]
+            f32_at(a[11])[to] = totals[r]
+        else:
+            for d in range(dim):
+                # The sum of no products may be −0; it is +0 here.
+                out[to * dim + d] = values[r * wide + d] / totals[r] + np.float32(0.0)
+
+
+@numba.njit(nogil=True, cache=True)
+def _merge_row(
+    values: Any, top: Any, total: Any, other_values: Any, other_top: Any, other_total: Any, dim: Any
+) -> None:
+    """Merge another partial result of a row into one; all arguments but `dim` are addresses.
+
+    Products and sums are apart: fused, they would not be the same in either order.
+    """
+    peak = max(f32_at(top)[0], f32_at(other_top)[0])
+    scale, other_scale = exp(f32_at(top)[0] - peak), exp(f32_at(other_top)[0] - peak)
+    mine, other = f32_at(values), f32_at(other_values)
+    for d in range(dim):
+        mine[d] = mine[d] * scale + other[d] * other_scale
+    f32_at(total)[0] = f32_at(total)[0] * scale + f32_at(other_total)[0] * other_scale
+    f32_at(top)[0] = peak
+
+
+@numba.njit(nogil=True, cache=True)
+def _merge(left: Any, right: Any, rows: Any, wide: Any) -> None:
+    """Merge two partial results of an item, at addresses, into the left one."""
+    tops, totals = rows * wide * 4, rows * (wide + 1) * 4
+    for r in range(rows):
+        at = 4 * r
+        _merge_row(
+            left + at * wide, left + tops + at, left + totals + at,
+            right + at * wide, right + tops + at, right + totals + at, wide,
+        )  # fmt: skip
+
+
+@numba.njit(nogil=True, cache=True)
+def _merge_all(
+    values: Any, top: Any, total: Any, other_values: Any, other_top: Any, other_total: Any,
+    rows: Any, dim: Any,
+) -> None:  # fmt: skip
+    for r in range(rows):
+        at = 4 * r
+        _merge_row(
+            values + at * dim, top + at, total + at,
+            other_values + at * dim, other_top + at, other_total + at, dim,
+        )  # fmt: skip
+
+
+def merge(sums: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
+    """Merge partial results into `sums`, with the bits of the kernel.
+
+    Each has values `[…, dim]`, tops and sums `[…, 1]`, float32 and contiguous.
+    """
+    values, top, _ = sums
+    _merge_all(*(tensor.data_ptr() for tensor in (*sums, *other)), top.numel(), values.shape[-1])
+
+
+def precompile() -> None:
+    """Compile the kernels before the first request; it takes seconds the first time."""
+    _kernel()
+    _merge_all(*[0] * 8)
+
+
+@cache
+def _kernel() -> ParallelKernel:
+    def attend(address: Any) -> None:
+        item = next_item(address)
+        while item >= 0:
+            _attend(item, i64_at(address))
+            item = next_item(address)
+
+    return ParallelKernel(attend, exact=True)
