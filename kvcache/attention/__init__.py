@@ -10,7 +10,6 @@ from kvcache.attention.merge_plan import MergePlan, PartRows
 from kvcache.attention.partial import PartialAttention
 from kvcache.attention.plan import HeldPlan, HeldPlanner, Plan, Planner, row_slots
 from kvcache.attention.select import held_planner_for, planner_for
-from kvcache.attention.ship_or_pull import pulled_bytes, ship_queries, shipped_bytes
 
 __all__ = [
     "BLOCK",
@@ -28,9 +27,6 @@ __all__ = [
     "held_planner_for",
     "nodes_of",
     "planner_for",
-    "pulled_bytes",
     "row_slots",
-    "ship_queries",
-    "shipped_bytes",
     "split_parts",
 ]

@@ -48,9 +48,6 @@ def stable_kernel() -> ModuleType | None:
     except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
         log.warning("attention in float32 is slow here: %s", error)
         return None
-    if not stable_attention.available():
-        return None
-    stable_attention.precompile()
     return stable_attention
 
 

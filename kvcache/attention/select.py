@@ -19,11 +19,14 @@ __all__ = ["held_planner_for", "planner_for"]
 log = logging.getLogger(__name__)
 
 
-class _Bf16Shape(TypedDict):
+class _StableShape(TypedDict):
     kv_heads: int
     group: int
-    dim: int
     page_size: int
+
+
+class _Bf16Shape(_StableShape):
+    dim: int
 
 
 def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
@@ -46,8 +49,7 @@ def planner_for(layout: KVLayout, group: int, device: torch.device) -> Planner:
     if _has_stable_kernel(layout, device):
         from kvcache.attention.stable_cpu import CpuStablePlan
 
-        heads = layout.held.heads
-        return partial(CpuStablePlan, page_size=layout.page_size, kv_heads=heads, group=group)
+        return partial(CpuStablePlan, **_stable_shape(layout, group))
     if _has_bf16_kernels(layout, device):
         from kvcache.attention.cpu_bf16 import Bf16Plan, precompile
 
@@ -67,8 +69,7 @@ def held_planner_for(layout: KVLayout, group: int, device: torch.device) -> Held
     if _has_stable_kernel(layout, device):
         from kvcache.attention.stable_cpu import CpuStableHeldPlan
 
-        heads = layout.held.heads
-        return partial(CpuStableHeldPlan, page_size=layout.page_size, kv_heads=heads, group=group)
+        return partial(CpuStableHeldPlan, **_stable_shape(layout, group))
     if _has_bf16_kernels(layout, device):
         from kvcache.attention.held_bf16 import Bf16HeldPlan
 
@@ -92,10 +93,9 @@ def _has_bf16_kernels(layout: KVLayout, device: torch.device) -> bool:
     return True
 
 
+def _stable_shape(layout: KVLayout, group: int) -> _StableShape:
+    return {"kv_heads": layout.held.heads, "group": group, "page_size": layout.page_size}
+
+
 def _bf16_shape(layout: KVLayout, group: int) -> _Bf16Shape:
-    return {
-        "kv_heads": layout.held.heads,
-        "group": group,
-        "dim": layout.head_dim,
-        "page_size": layout.page_size,
-    }
+    return {**_stable_shape(layout, group), "dim": layout.head_dim}

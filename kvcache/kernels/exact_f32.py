@@ -13,12 +13,12 @@ from __future__ import annotations
 import platform
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from kvcache.kernels.avx512_bf16 import I32, I64, has_feature, load, numba_ir, store
+from kvcache.kernels.jit import exact_jit
 
 __all__ = ["ROWS", "WIDTH", "available", "exp", "multiply", "softmax", "transpose"]
 
@@ -140,7 +140,7 @@ def _tile(rows: int) -> Any:
 _tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = (_tile(n + 1) for n in range(ROWS))
 
 
-@numba.njit(nogil=True, cache=True)
+@exact_jit
 def multiply(a: Any, a_row: Any, b: Any, c: Any, c_row: Any, rows: Any, depth: Any) -> None:
     """Compute c = a · b for `rows` rows; see `_tile`."""
     row = 0
@@ -202,7 +202,7 @@ def _softmax() -> Any:
 _softmax_of_row = _softmax()
 
 
-@numba.njit(nogil=True, cache=True)
+@exact_jit
 def softmax(at: Any, top_at: Any, total_at: Any) -> None:
     """Replace the `KEYS` scores at an address by e^(score − top); store the top and the sum."""
     _softmax_of_row(at, top_at, total_at)

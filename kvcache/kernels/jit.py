@@ -26,6 +26,7 @@ __all__ = [
     "ParallelKernel",
     "bf16_to_f32",
     "drop_stale_cache",
+    "exact_jit",
     "exp",
     "f32_at",
     "f32_bits",
@@ -70,6 +71,12 @@ def jit(function: F) -> F:
     """Compile `function`. Sums may be reordered, for vectorization; indices are not checked."""
     drop_stale_cache(function.__code__.co_filename)
     return cast(F, numba.njit(nogil=True, **FAST_OPTIONS)(function))
+
+
+def exact_jit(function: F) -> F:
+    """Compile `function`. Sums and products are computed as they are written."""
+    drop_stale_cache(function.__code__.co_filename)
+    return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
 
 
 def inline_jit(function: F) -> F:

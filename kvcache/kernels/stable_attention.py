@@ -9,15 +9,16 @@ on any processor that has the operations.
 
 Keys and values of a block are packed first, keys as columns. What is packed for a missing key is
 zero, and its weight is zero.
+
+Importing this module compiles the kernel, which takes seconds the first time. Raises `ImportError`
+where the processor does not have the operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -26,6 +27,7 @@ from kvcache.kernels import exact_f32
 from kvcache.kernels.exact_f32 import available, exp, multiply, softmax, transpose
 from kvcache.kernels.jit import (
     ParallelKernel,
+    exact_jit,
     f32_at,
     f32_bits,
     f32_from_bits,
@@ -35,7 +37,7 @@ from kvcache.kernels.jit import (
     next_item,
 )
 
-__all__ = ["ABSENT", "KEYS", "BlockRun", "StableAttention", "available", "merge", "precompile"]
+__all__ = ["ABSENT", "KEYS", "BlockRun", "StableAttention", "merge"]
 
 KEYS = exact_f32.KEYS  # of a block
 QUERIES = 96  # query rows of an item, at most, but for the heads that share a KV head
@@ -44,6 +46,9 @@ ABSENT = -1  # in a table: this page is not in the pool
 LOWEST = np.float32(exact_f32.LOWEST)
 WIDTH, LANES = exact_f32.WIDTH, exact_f32.LANES
 
+if not available():
+    raise ImportError("this processor does not multiply and add in one operation")
+
 
 class BlockRun(NamedTuple):
     """Query rows of one sequence, and the blocks of keys `[begin, end)` that they attend to."""
@@ -51,7 +56,7 @@ class BlockRun(NamedTuple):
     row: int  # the first query row
     place: int  # of its result; those of the others follow
     start: int  # the position of the first row; a row sees keys up to its own position
-    count: int
+    rows: int
     table: npt.NDArray[np.int32]  # the page of each logical page of the sequence, or ABSENT
     begin: int
     end: int
@@ -70,16 +75,16 @@ class StableAttention:
         items: list[tuple[int, ...]] = []
         tables: list[npt.NDArray[np.int32]] = []
         entries = cost = 0
-        for row, place, start, count, table, begin, end in work:
+        for row, place, start, rows, table, begin, end in work:
             first = begin * per_block
-            some = table[first : min(end * per_block, -(-(start + count) // page_size))]
-            for at in range(0, count, tokens):
-                rows = min(tokens, count - at)
-                last = min(end, -(-(start + at + rows) // KEYS))
+            some = table[first : min(end * per_block, -(-(start + rows) // page_size))]
+            for at in range(0, rows, tokens):
+                count = min(tokens, rows - at)
+                last = min(end, -(-(start + at + count) // KEYS))
                 if last > begin:
-                    fields = (row + at, place + at, start + at, rows, entries, begin, last)
+                    fields = (row + at, place + at, start + at, count, entries, begin, last)
                     items.append(fields)
-                    cost += rows * (last - begin) * KEYS
+                    cost += count * (last - begin) * KEYS
             tables.append(some)
             entries += len(some)
         # The longest come first, so that all threads finish together.
@@ -108,9 +113,8 @@ class StableAttention:
         dim = pages.shape[4]
         if q.stride(2) != 1 or q.stride(1) != dim:
             q = q.contiguous()
-        kernel = _kernel()
         parallel = self._parallel and torch.get_num_threads() > 1
-        run = kernel.run_parallel if parallel else kernel.run_serial
+        run = _ATTEND.run_parallel if parallel else _ATTEND.run_serial
         run(
             len(self._items) * self._heads, q.data_ptr(), q.stride(0), pages.data_ptr(),
             pages.stride(0), pages.stride(1), self._items.ctypes.data, self._table.ctypes.data,
@@ -160,13 +164,13 @@ def _attend(item: Any, a: Any) -> None:
     for block in range(begin, end):
         first = block * KEYS
         seen = min(KEYS, start + count - first)
-        gaps = False
+        missing = 0
         for slot in range(KEYS // page_size):
             at = slot * page_size
             page = np.int64(-1)
             if at < seen:
                 page = np.int64(table[entry + ((block - begin) * KEYS + at) // page_size])
-                gaps = gaps or page < 0
+                missing += int(page < 0)
             for n in range(page_size):
                 there = page >= 0 and at + n < seen
                 present[at + n] = there
@@ -201,7 +205,7 @@ def _attend(item: Any, a: Any) -> None:
             limit = max(min(start + r // group + 1 - first, seen), 0)
             for j in range(limit, KEYS):
                 scores[r * KEYS + j] = LOWEST
-            if gaps:
+            if missing:
                 for j in range(limit):
                     if not present[j]:
                         scores[r * KEYS + j] = LOWEST
@@ -228,7 +232,7 @@ def _attend(item: Any, a: Any) -> None:
     space[0] = 0
 
 
-@numba.njit(nogil=True, cache=True)
+@exact_jit
 def _write(result: Any, rows: Any, wide: Any, place: Any, head: Any, a: Any) -> None:
     """Write the result of an item: the attention, or its values, tops and sums."""
     out, heads, group, dim = f32_at(a[9]), a[12], a[13], a[14]
@@ -247,7 +251,7 @@ def _write(result: Any, rows: Any, wide: Any, place: Any, head: Any, a: Any) -> 
                 out[to * dim + d] = values[r * wide + d] / totals[r] + np.float32(0.0)
 
 
-@numba.njit(nogil=True, cache=True)
+@exact_jit
 def _merge_row(
     values: Any, top: Any, total: Any, other_values: Any, other_top: Any, other_total: Any, dim: Any
 ) -> None:
@@ -264,7 +268,7 @@ def _merge_row(
     f32_at(top)[0] = peak
 
 
-@numba.njit(nogil=True, cache=True)
+@exact_jit
 def _merge(left: Any, right: Any, rows: Any, wide: Any) -> None:
     """Merge two partial results of an item, at addresses, into the left one."""
     tops, totals = rows * wide * 4, rows * (wide + 1) * 4
@@ -276,7 +280,7 @@ def _merge(left: Any, right: Any, rows: Any, wide: Any) -> None:
         )  # fmt: skip
 
 
-@numba.njit(nogil=True, cache=True)
+@exact_jit
 def _merge_all(
     values: Any, top: Any, total: Any, other_values: Any, other_top: Any, other_total: Any,
     rows: Any, dim: Any,
@@ -294,17 +298,15 @@ def merge(sums: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
 
     Each has values `[…, dim]`, tops and sums `[…, 1]`, float32 and contiguous.
     """
-    values, top, _ = sums
-    _merge_all(*(tensor.data_ptr() for tensor in (*sums, *other)), top.numel(), values.shape[-1])
+    values, top, total = sums
+    other_values, other_top, other_total = other
+    _merge_all(
+        values.data_ptr(), top.data_ptr(), total.data_ptr(),
+        other_values.data_ptr(), other_top.data_ptr(), other_total.data_ptr(),
+        top.numel(), values.shape[-1],
+    )  # fmt: skip
 
 
-def precompile() -> None:
-    """Compile the kernels before the first request; it takes seconds the first time."""
-    _kernel()
-    _merge_all(*[0] * 8)
-
-
-@cache
 def _kernel() -> ParallelKernel:
     def attend(address: Any) -> None:
         item = next_item(address)
@@ -313,3 +315,7 @@ def _kernel() -> ParallelKernel:
             item = next_item(address)
 
     return ParallelKernel(attend, exact=True)
+
+
+_ATTEND = _kernel()
+_merge_all(0, 0, 0, 0, 0, 0, 0, 0)  # compiles it

@@ -29,6 +29,7 @@ __all__ = ["ForkedProcess", "Program", "run_engine", "run_microserve"]
 
 PRELOAD = [
     "engine.main", "engine.build", "engine.api.app", "kvcache.cache", "router.cli", "xgrammar",
+    "kvcache.kernels.stable_attention",  # compiled
     # What these import when they start to serve: most of the processor time of a start.
     "anyio._backends._asyncio", "httpcore", "pydantic.v1", "uvicorn.lifespan.on", "uvloop",
 ]  # fmt: skip

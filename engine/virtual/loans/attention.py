@@ -150,8 +150,8 @@ def _attention_s(latency: StepLatency, work: StepWork) -> float:
 def row_bytes(profile: Profile) -> float:
     """Return the bytes of one row in one layer: a query, and its result with two float32 a head.
 
-    As of `kvcache.attention.shipped_bytes`. Of a model whose shape is not known, queries count as
-    wide as keys.
+    As of `shipped_bytes` (`kvcache/remote_attention/debtor/ship_or_pull.py`). Of a model whose
+    shape is not known, queries count as wide as keys.
     """
     shape = MODELS.get(profile.model)
     if shape is None:

@@ -23,7 +23,7 @@ class Estimate:
     def answer_s(self, travelling: int, row_keys: int) -> float:
         """Return the expected time from a query to its answer, in one layer.
 
-        `travelling` counts the bytes of queries and parts (`kvcache.attention.shipped_bytes`),
+        `travelling` counts the bytes of queries and parts (`ship_or_pull.shipped_bytes`),
         `row_keys` the rows times the keys that the creditor holds of them.
         """
         transfer = self.latency_s + travelling * self.s_per_byte

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvcache.attention import pulled_bytes, ship_queries, shipped_bytes
 from kvcache.errors import PeerUnreachable
 from kvcache.remote_attention.debtor.estimates import Estimate
 from kvcache.remote_attention.debtor.remote_attention import RemoteAttention
+from kvcache.remote_attention.debtor.ship_or_pull import (
+    pulled_bytes,
+    ship_queries,
+    shipped_bytes,
+)
 from kvcache.remote_attention.exchange import AttentionShape
 from kvcache.types import EngineId
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcache.attention.ship_or_pull import pulled_bytes, ship_queries, shipped_bytes
 from kvcache.errors import BadRequest
 from kvcache.memory.layout import KVLayout
+from kvcache.remote_attention.debtor.ship_or_pull import pulled_bytes, ship_queries, shipped_bytes
 
 SMOLLM2 = {"heads": 9, "kv_heads": 3, "head_dim": 64, "element_bytes": 4}
 LLAMA2_13B = {"heads": 40, "kv_heads": 40, "head_dim": 128, "element_bytes": 2}
