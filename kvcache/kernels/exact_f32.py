@@ -18,9 +18,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from kvcache.kernels.avx512_bf16 import I32, I64, has_feature, load, numba_ir, store
+from kvcache.kernels.avx512_bf16 import prefetch as prefetch_line
 from kvcache.kernels.jit import exact_jit
 
-__all__ = ["ROWS", "WIDTH", "available", "exp", "multiply", "softmax", "transpose"]
+__all__ = ["ROWS", "WIDTH", "available", "exp", "multiply", "prefetch", "softmax", "transpose"]
 
 LANES = 8
 WIDTH = 16  # columns of a tile
@@ -245,6 +246,22 @@ def _transpose() -> Any:
 # Store `LANES` numbers of each of `LANES` rows as columns, `WIDTH` numbers apart. `rows_at` is the
 # address of the rows' addresses, and `first` the offset of the first number, in bytes.
 transpose = _transpose()
+
+
+def _prefetch() -> Any:
+    @intrinsic
+    def fetch(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            prefetch_line(builder, arguments[0])
+            return context.get_dummy_value()
+
+        return types.void(types.int64), generate
+
+    return fetch
+
+
+# Load the cache line of an address, which may be invalid, before it is needed.
+prefetch = _prefetch()
 
 
 def _scalar_exp() -> Any:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache.kernels import exact_f32
-from kvcache.kernels.exact_f32 import available, exp, multiply, softmax, transpose
+from kvcache.kernels.exact_f32 import available, exp, multiply, prefetch, softmax, transpose
 from kvcache.kernels.jit import (
     ParallelKernel,
     exact_jit,
@@ -44,6 +44,7 @@ QUERIES = 96  # query rows of an item, at most, but for the heads that share a K
 PARALLEL_KEYS = 2048  # rows times keys from which waking other threads pays
 ABSENT = -1  # in a table: this page is not in the pool
 LOWEST = np.float32(exact_f32.LOWEST)
+LINE = 16  # numbers of a cache line
 WIDTH, LANES = exact_f32.WIDTH, exact_f32.LANES
 
 if not available():
@@ -125,8 +126,7 @@ class StableAttention:
 
 @inline_jit
 def _attend(item: Any, a: Any) -> None:
-    q, q_stride, pages, page_stride, half = f32_at(a[2]), a[3], a[4], a[5], a[6]
-    items, table = i64_at(a[7]), i32_at(a[8])
+    q, q_stride, half, items = f32_at(a[2]), a[3], a[6], i64_at(a[7])
     heads, group, dim, page_size = a[12], a[13], a[14], a[15]
     scale = f32_from_bits(a[16])
     head, of = item % heads, item // heads * 7
@@ -157,29 +157,23 @@ def _attend(item: Any, a: Any) -> None:
         for i in range(group * dim):
             element = q[(row + t) * q_stride + head * group * dim + i]
             queries[t * group * dim + i] = element * scale
-    where = np.empty(KEYS, np.int64)
-    present = np.empty(KEYS, np.bool_)
+    both = np.empty(2 * KEYS, np.int64)  # addresses of the keys of a block, and of the next one
+    _find(both, 0, zeros_at, begin, begin, end, head, entry, start + count, a)
     whole, tail = dim // LANES * LANES, dim // WIDTH * WIDTH
     depth = 0  # of the stack
     for block in range(begin, end):
         first = block * KEYS
         seen = min(KEYS, start + count - first)
-        missing = 0
-        for slot in range(KEYS // page_size):
-            at = slot * page_size
-            page = np.int64(-1)
-            if at < seen:
-                page = np.int64(table[entry + ((block - begin) * KEYS + at) // page_size])
-                missing += int(page < 0)
-            for n in range(page_size):
-                there = page >= 0 and at + n < seen
-                present[at + n] = there
-                place = pages + 4 * (page * page_stride + (n * heads + head) * dim)
-                where[at + n] = place if there else zeros_at
+        odd = (block - begin) % 2 * KEYS
+        where, ahead = both[odd : odd + KEYS], both[KEYS - odd : 2 * KEYS - odd]
+        _find(both, KEYS - odd, zeros_at, block + 1, begin, end, head, entry, start + count, a)
         # Keys: [KEYS / WIDTH, dim, WIDTH]; values: [wide / WIDTH, KEYS, WIDTH]
         filled = (seen + WIDTH - 1) // WIDTH * WIDTH
         for j in range(0, filled, LANES):
             to = k_at + (j // WIDTH * dim * WIDTH + j % WIDTH) * 4
+            for n in range(LANES):
+                for d in range(0, dim, LINE):
+                    prefetch(ahead[j + n] + 4 * d)
             for d in range(0, whole, LANES):
                 transpose(where.ctypes.data + 8 * j, 4 * d, to + 4 * WIDTH * d)
             for n in range(LANES):
@@ -187,7 +181,9 @@ def _attend(item: Any, a: Any) -> None:
                 for d in range(whole, dim):
                     keys[((j + n) // WIDTH * dim + d) * WIDTH + (j + n) % WIDTH] = source[d]
         for j in range(seen):
-            source = f32_at(where[j] + 4 * half if present[j] else zeros_at)
+            source = f32_at(where[j] + 4 * half if where[j] != zeros_at else zeros_at)
+            for d in range(0, dim, LINE):
+                prefetch(ahead[j] + 4 * (half + d))
             for d in range(0, tail, WIDTH):
                 to = d * KEYS + j * WIDTH
                 for n in range(WIDTH):
@@ -205,10 +201,10 @@ def _attend(item: Any, a: Any) -> None:
             limit = max(min(start + r // group + 1 - first, seen), 0)
             for j in range(limit, KEYS):
                 scores[r * KEYS + j] = LOWEST
-            if missing:
-                for j in range(limit):
-                    if not present[j]:
-                        scores[r * KEYS + j] = LOWEST
+            for j in range(0, limit, page_size):
+                if where[j] == zeros_at:
+                    for n in range(j, min(j + page_size, limit)):
+                        scores[r * KEYS + n] = LOWEST
             softmax(s_at + r * KEYS * 4, top_at + 4 * r, total_at + 4 * r)
             if tops[r] == LOWEST:  # no key: the weights were 1
                 totals[r] = np.float32(0.0)
@@ -230,6 +226,25 @@ def _attend(item: Any, a: Any) -> None:
     _write(stack_at, rows, wide, items[of + 1], head, a)
     queries[0] = zeros[0]  # keeps the array alive up to here; all other accesses go by address
     space[0] = 0
+
+
+@exact_jit
+def _find(
+    where: Any, at: Any, zeros: Any, block: Any, begin: Any, end: Any, head: Any, entry: Any,
+    length: Any, a: Any,
+) -> None:  # fmt: skip
+    """Write the addresses of a block's keys for a head to `where`; `zeros` for those not there."""
+    heads, dim, page_size = a[12], a[14], a[15]
+    table = i32_at(a[8])
+    for slot in range(KEYS // page_size):
+        first = slot * page_size
+        page = np.int64(-1)
+        if block < end and block * KEYS + first < length:
+            page = np.int64(table[entry + ((block - begin) * KEYS + first) // page_size])
+        for n in range(page_size):
+            there = page >= 0 and block * KEYS + first + n < length
+            place = a[4] + 4 * (page * a[5] + (n * heads + head) * dim)
+            where[at + first + n] = place if there else zeros
 
 
 @exact_jit
