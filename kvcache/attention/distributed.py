@@ -5,8 +5,9 @@ results of given queries over them (`StableHeldPlan`). The owner of the sequence
 all holders (`combine`), and divides (`PartialAttention.output`).
 
 In float32 the output has the same bits as the attention of one engine that holds all pages, in any
-placement in which no absolute block of `BLOCK` keys is divided between holders. Both run the code
-of `kvcache.attention.tiles`, and merge blocks along the tree of `kvcache.attention.block_tree`. A
+placement in which no absolute block of `BLOCK` keys is divided between holders. Both run the same
+code, that of `kvcache.attention.tiles` or the kernel of `kvcache.kernels.stable_attention`, and
+merge blocks along the tree of `kvcache.attention.block_tree`. A
 block that is divided makes parts that are no nodes of the tree; the output is then equal up to
 rounding. So lend KV in whole blocks: an rBlock is `BLOCK` tokens, aligned.
 

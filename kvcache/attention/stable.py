@@ -4,6 +4,7 @@ The result of a query row must depend neither on the rest of the batch nor on th
 prompt. Otherwise the same request would yield different tokens under another strategy. Tiles of
 query rows over absolute blocks of keys make it so: see `kvcache.attention.tiles`. It is also the
 same to the bit where other engines hold some of the blocks: see `kvcache.attention.distributed`.
+On CPUs a kernel does the same faster: see `kvcache.attention.stable_cpu`.
 """
 
 from __future__ import annotations
