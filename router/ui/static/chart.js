@@ -101,7 +101,7 @@ export function Chart({ title, note, times, series, marks = [], height = 190, fo
   const begin = end - span;
   const from = Math.max(0, times.findIndex((one) => one >= begin));
   const highest = series.reduce((high, { values }) => values.reduce((high, value, at) => (at >= from && value > high ? value : high), high), 0);
-  const top = most ?? Math.max(1.1 * highest, 1e-6);
+  const top = most ?? (highest > 0 ? 1.1 * highest : 1);
   const x = (at) => LEFT + ((width - LEFT - RIGHT) * (at - begin)) / span;
   const y = (value) => TOP + (height - TOP - BOTTOM) * (1 - value / top);
 

@@ -28,7 +28,8 @@ COLUMNS = {
     "wait": ">wait", "puts": ">puts", "load": ">load", "breaker": "breaker",
     "tokens/s": ">tokens/s", "pages": f"{'pages':<{BAR}}",
 }  # fmt: skip
-LEFT_OUT = ("breaker", "epoch", "puts", "load", "role")  # first, where there is little room
+# Where there is little room, in this order. The name and the status of an engine stay.
+LEFT_OUT = ("breaker", "epoch", "puts", "load", "role", "pages", "wait", "run", "tokens/s")
 STATUS = {"up": "green", "down": "bold red"}
 DASH = "–"
 SHOWN_DIGITS = 6  # of an epoch
@@ -63,7 +64,8 @@ def show(
     lines += [Text(), table]
     if left_out:
         lines.append(Text(f"and {left_out} more engines", "dim"))
-    lines.append(_legend())
+    if any(str(column.header).startswith("pages") for column in table.columns):
+        lines.append(_legend())
     return Group(*lines, Text(), *last)
 
 

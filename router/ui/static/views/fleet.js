@@ -4,11 +4,12 @@ import { bytes, count, ms } from "../format.js";
 import { html, useState } from "../lib.js";
 import { useLive } from "../live.js";
 import {
-  Badge, Button, Card, Dialog, Empty, Field, Meter, Notice, Select, Sparkline, Stat, toast, useAction,
+  Badge, Button, Card, Dialog, Empty, Field, Meter, Notice, Select, Sparkline, Stat, Table, classes, toast, useAction,
 } from "../parts.js";
 import { Flows } from "./flows.js";
 
 const SHOWN = 120; // snapshots in a sparkline
+const CARDS = 20; // engines that have cards; more are rows of a table
 const ROLES = ["any", "prefill", "decode"];
 const OWNERS = [
   ["active", "decode"],
@@ -49,13 +50,18 @@ function Totals({ now, ring }) {
   </div>`;
 }
 
+const pagesOf = ({ pages }) => OWNERS.map(([label, tone]) => ({ label, tone, value: pages[label] }));
+
+const used = ({ total, free }) => `${Math.round((100 * (total - free)) / Math.max(total, 1))} %`;
+
+const Epoch = ({ of: { epoch } }) => html`<span class="note num" title=${`epoch ${epoch}: changes when its process is another one`}>epoch …${(epoch ?? "–").slice(-6)}</span>`;
+
 function Pool({ pages, pageSize }) {
-  const segments = OWNERS.map(([label, tone]) => ({ label, tone, value: pages[label] }));
-  const used = pages.total - pages.free;
+  const segments = pagesOf({ pages });
   return html`<div class="pool">
     <div class="row row-between">
       <span class="note">KV pool, ${count(pages.total)} pages of ${pageSize} tokens</span>
-      <b class="num">${Math.round((100 * used) / Math.max(pages.total, 1))} %</b>
+      <b class="num">${used(pages)}</b>
     </div>
     <${Meter} label="Pages by owner" segments=${segments} total=${pages.total} format=${count} />
     <ul class="legend">
@@ -68,11 +74,30 @@ function Pool({ pages, pageSize }) {
   </div>`;
 }
 
-function EngineCard({ one, ring, onMove }) {
+// What changes an engine. `lead` is at the left of it; `compact`: in one line.
+function Controls({ one, onMove, lead, compact }) {
   const change = useAction(async (changes, said) => {
     const { moved } = await send("PATCH", engine(one.id), changes);
     toast(moved ? `${said}; ${moved} running requests move away` : said);
   });
+  return html`<div class=${classes("row", compact ? "nowrap" : "row-between")}>
+      ${lead}
+      <div class=${classes("row", compact && "nowrap")}>
+        <label class="inline">${!compact && "Role"}
+          <${Select} class="input input-small" aria-label=${`Role of ${one.id}`} value=${one.role} options=${ROLES} disabled=${change.busy}
+            onChange=${(event) => change.run({ role: event.target.value }, `${one.id} is for ${event.target.value}`)} />
+        </label>
+        <${Button} small onClick=${() => onMove(one.id)} disabled=${one.status !== "up"} aria-label=${`Move a prefix from ${one.id}`}>${compact ? "Move…" : "Move a prefix"}</${Button}>
+        <${Button} small busy=${change.busy} tone=${one.draining ? "plain" : "danger"} aria-label=${one.draining ? `Use ${one.id} again` : `Drain ${one.id}`}
+          onClick=${() => change.run({ draining: !one.draining }, one.draining ? `${one.id} takes work again` : `${one.id} drains`)}>
+          ${one.draining ? "Use again" : "Drain"}
+        </${Button}>
+      </div>
+    </div>
+    ${change.error && html`<${Notice} tone="bad">${change.error.message}</${Notice}>`}`;
+}
+
+function EngineCard({ one, ring, onMove }) {
   const past = ring.slice(-SHOWN).map((snapshot) => {
     const then = snapshot.engines.find(({ url }) => url === one.url);
     return then ? then.requests : null;
@@ -94,23 +119,29 @@ function EngineCard({ one, ring, onMove }) {
     </dl>
     <${Sparkline} values=${past} tone=${one.role === "any" ? "accent" : one.role} label=${`Requests with calls to ${one.id}, the last two minutes`} />
     ${one.tiers.map((tier) => html`<p class="note" key=${tier.name}>${tier.name}: ${count(tier.total - tier.free)} of ${count(tier.total)} pages</p>`)}
-    <div class="row row-between">
-      <span class="note" title=${`epoch ${one.epoch}: changes when its process is another one`}>epoch …${(one.epoch ?? "–").slice(-6)}</span>
-      <div class="row">
-        <label class="inline">Role
-          <${Select} class="input input-small" aria-label=${`Role of ${one.id}`} value=${one.role} options=${ROLES} disabled=${change.busy}
-            onChange=${(event) => change.run({ role: event.target.value }, `${one.id} is for ${event.target.value}`)} />
-        </label>
-        <${Button} small onClick=${() => onMove(one.id)} disabled=${one.status !== "up"} aria-label=${`Move a prefix from ${one.id}`}>Move a prefix</${Button}>
-        <${Button} small busy=${change.busy} tone=${one.draining ? "plain" : "danger"} aria-label=${one.draining ? `Use ${one.id} again` : `Drain ${one.id}`}
-          onClick=${() => change.run({ draining: !one.draining }, one.draining ? `${one.id} takes work again` : `${one.id} drains`)}>
-          ${one.draining ? "Use again" : "Drain"}
-        </${Button}>
-      </div>
-    </div>
-    ${change.error && html`<${Notice} tone="bad">${change.error.message}</${Notice}>`}
+    <${Controls} one=${one} onMove=${onMove} lead=${html`<${Epoch} of=${one} />`} />
   </${Card}>`;
 }
+
+const number = (key, title, pick) => ({ key, title, align: "right", render: (one) => count(pick(one)) });
+
+const columns = (onMove) => [
+  {
+    key: "engine", title: "Engine",
+    render: (one) => html`<b class="num" title=${`${one.url}, epoch ${one.epoch}`}>${one.id}</b>${one.problem && html`<div class=${one.status === "up" ? "text-warn" : "text-bad"}>${one.problem}</div>`}`,
+  },
+  { key: "role", title: "Role", render: ({ role }) => html`<${RoleBadge} role=${role} />` },
+  { key: "health", title: "Health", render: (one) => html`<${Health} of=${one} />` },
+  {
+    key: "pool", title: "KV pool", class: "wide-cell",
+    render: (one) => one.pages && html`<span class="took"><b class="num">${used(one.pages)}</b><${Meter} label="Pages by owner" segments=${pagesOf(one)} total=${one.pages.total} format=${count} /></span>`,
+  },
+  number("running", "Running", (one) => one.running),
+  number("waiting", "Waiting", (one) => one.waiting),
+  number("requests", "Requests", (one) => one.requests),
+  number("load", "Load", (one) => one.load.tokens),
+  { key: "change", title: "Change", render: (one) => html`<${Controls} one=${one} onMove=${onMove} compact />` },
+];
 
 function Move({ from, engines, onClose }) {
   const others = engines.filter(({ id, usable }) => usable && id !== from).map(({ id }) => id);
@@ -146,15 +177,19 @@ function View() {
   const [moving, move] = useState(null);
   if (!now) return html`<${Empty} title="Waiting for the router" />`;
   const { engines } = now;
+  const many = engines.length > CARDS;
+  const flows = engines.length > 1 && html`<${Card} title="KV between engines" note="puts of the last second; replicas dashed">
+    <${Flows} now=${now} ring=${ring} />
+  </${Card}>`;
   return html`
     <${Totals} now=${now} ring=${ring} />
-    ${engines.length > 1 && html`<${Card} title="KV between engines" note="puts of the last second; replicas dashed">
-      <${Flows} now=${now} ring=${ring} />
-    </${Card}>`}
+    ${many ? html`<${Card} title="Engines">
+      <${Table} label="Engines" columns=${columns(move)} rows=${engines} rowKey=${({ url }) => url} />
+    </${Card}>` : flows}
     ${engines.length === 0 && html`<${Empty} title="No engines">Start one with <code>microserve engine --router</code>.</${Empty}>`}
-    <div class="grid grid-engines">
+    ${many ? flows : html`<div class="grid grid-engines">
       ${engines.map((one) => html`<${EngineCard} key=${one.url} one=${one} ring=${ring} onMove=${move} />`)}
-    </div>
+    </div>`}
     ${moving && html`<${Move} from=${moving} engines=${engines} onClose=${() => move(null)} />`}
   `;
 }

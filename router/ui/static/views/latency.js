@@ -60,7 +60,7 @@ const COLUMNS = [
   { key: "requests", title: "Requests", align: "right", render: ({ requests }) => count(requests) },
   { key: "failed", title: "Failed", align: "right", render: ({ failed }) => (failed ? html`<b class="text-bad">${failed}</b>` : "0") },
   ...METRICS.flatMap(([key, , note]) => ["p50", "p99"].map((which) => ({
-    key: `${key} ${which}`, title: `${note.slice(0, 4)} ${which}`, align: "right", render: (row) => ms(row[key]?.[which]),
+    key: `${key} ${which}`, title: `${note.split(",")[0]} ${which}`, align: "right", render: (row) => ms(row[key]?.[which]),
   }))),
   { key: "goodput", title: "Within SLO", align: "right", render: ({ goodput }) => percent(goodput) },
 ];

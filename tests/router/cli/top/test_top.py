@@ -111,6 +111,17 @@ def test_what_does_not_fit_is_left_out_and_counted():
     assert len(narrow.splitlines()) <= 30
 
 
+def test_engines_have_names_in_narrow_terminals():
+    history = History()
+    history.add(frame(0.0, [engine(f"engine-{n}") for n in range(3)]))
+    for width in (24, 40, 50, 60, 72):
+        narrow = shown(history, width=width)
+        assert all(len(line.rstrip()) <= width for line in narrow.splitlines())
+        assert all(f"engine-{n} " in narrow for n in range(3)), narrow
+        assert "status" in narrow and " up " in narrow
+        assert ("active" in narrow) == ("pages" in narrow)
+
+
 def test_names_cannot_speak_to_the_terminal():
     evil = "\x1b[2J\x1b]0;own\x07[red]name[/red]\n"
     history, events = History(), Events()

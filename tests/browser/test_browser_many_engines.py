@@ -1,0 +1,56 @@
+"""The page in front of more engines than have cards, none of which has had a request yet."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browser_fleet import BrowserFleet, until
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[BrowserFleet]:
+    fleet = BrowserFleet(roles=("any",))
+    yield fleet
+    fleet.close()
+
+
+def test_many_engines_are_rows_of_a_table(pages: Any, fleet: BrowserFleet):
+    """One engine is told 21 times: so many processes would take long to start."""
+    context = pages.context()
+    first = fleet.get("/admin/engines")["engines"][0]["id"]
+
+    def more(route: Any) -> None:
+        with fleet.http.stream("GET", "/admin/live") as reply:
+            lines = reply.iter_lines()
+            data = next(line for line in lines if line.startswith("data: "))
+        told = json.loads(data.removeprefix("data: "))
+        one = told["engines"][0]
+        copies = [{**one, "id": f"copy-{n}", "url": f"http://copy:{n}"} for n in range(20)]
+        told["engines"] = [one, *copies]
+        body = f"event: live\ndata: {json.dumps(told)}\n\n"
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    context.route("**/admin/live*", more)
+    page = pages.open(fleet.url, context)
+    table = page.get_by_role("region", name="Engines")
+    table.wait_for()
+    assert table.locator("tbody tr").count() == 21
+    assert page.locator(".engine").count() == 0
+    heights = [row.bounding_box()["height"] for row in table.locator("tbody tr").all()]
+    assert max(heights) < 50  # all in one line
+    table.get_by_role("button", name=f"Drain {first}", exact=True).click()
+    until(lambda: fleet.get("/admin/engines")["engines"][0]["draining"])
+
+
+def test_axes_of_charts_without_traffic_have_numbers_that_fit(pages: Any, fleet: BrowserFleet):
+    page = pages.open(f"{fleet.url}/#/latency")
+    chart = page.locator(".chart", has=page.get_by_role("heading", name="Requests", exact=True))
+    chart.wait_for()
+    ticks = chart.locator("svg g text").all_text_contents()
+    assert ticks and all(re.fullmatch(r"[01](\.\d)?", tick) for tick in ticks), ticks
+    heads = page.get_by_role("region", name="Generations").locator("th").all_inner_texts()
+    assert "JCT p50" in heads
