@@ -61,7 +61,8 @@ class MicroserveError(Exception):
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
+        # Half of a surrogate pair can be in the text of a strategy's error, but in no JSON.
+        self.message = str(message).encode("utf-8", "backslashreplace").decode()
         self.param = param
         self.code = code
 

@@ -25,6 +25,8 @@ from router.telemetry import CANCELLED
 
 __all__ = ["StrategyRun"]
 
+MOST_TEXT = 2000  # characters of an error of user code: receipts and listeners keep it
+
 
 class StrategyRun:
     """Runs the strategy of `revision` once, supervised, in a task of its own.
@@ -205,9 +207,19 @@ class StrategyRun:
 
     def _violation(self, kind: ViolationKind, what: str, line: str = "") -> StrategyError:
         """Count a violation; return the error that reports it."""
-        message = f"{what} ({line})" if line else what
+        message = f"{_bounded(what)} ({line})" if line else _bounded(what)
         self._revision.add_violation(kind, message)
         return StrategyError(f"{self._revision.label}: {message}")
+
+
+def _bounded(what: str) -> str:
+    """Return what a strategy's error says, as receipts, events and logs can keep it.
+
+    Half of a surrogate pair, which no JSON can have, is written as its escape.
+    """
+    if len(what) > MOST_TEXT:
+        what = f"{what[:MOST_TEXT]}…"
+    return what.encode("utf-8", "backslashreplace").decode()
 
 
 def _wake(waiter: asyncio.Future[None], _: asyncio.Task[None]) -> None:

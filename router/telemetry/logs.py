@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +19,8 @@ __all__ = ["LogFormat", "serves", "set_up_logging"]
 
 LogFormat = Literal["text", "json"]
 OURS = ("router", "engine")
+# What a terminal obeys, apart from tabs and ends of lines; C1 codes, too.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _receipt: ContextVar[Receipt | None] = ContextVar("receipt", default=None)
 
 
@@ -47,7 +51,11 @@ def set_up_logging(
 
 
 class TextFormatter(logging.Formatter):
-    """`TIME LEVEL LOGGER [REQUEST STRATEGY/GENERATION]: MESSAGE NAME=VALUE…`"""
+    """`TIME LEVEL LOGGER [REQUEST STRATEGY/GENERATION]: MESSAGE NAME=VALUE…`
+
+    Messages quote clients, engines and strategies. So control codes are written as escapes, and
+    further lines of a message are indented: none of them looks like a record.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s%(fields)s")
@@ -59,7 +67,10 @@ class TextFormatter(logging.Formatter):
         )
         fields = getattr(record, "receipt", {})
         record.fields = "".join(f" {name}={value}" for name, value in fields.items())
-        return super().format(record)
+        return _CONTROL.sub(_escape, super().format(record))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).replace("\n", "\n    ")
 
 
 class JsonFormatter(logging.Formatter):
@@ -80,4 +91,11 @@ class JsonFormatter(logging.Formatter):
         fields.update(getattr(record, "receipt", {}))
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(fields, default=str).decode()
+        try:
+            return orjson.dumps(fields, default=str).decode()
+        except TypeError:  # half of a surrogate pair, or an integer of more than 64 bits
+            return json.dumps(fields, default=str)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()

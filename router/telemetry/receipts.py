@@ -18,6 +18,7 @@ __all__ = ["CANCELLED", "Leg", "Receipt", "Receipts"]
 CANCELLED = "cancelled"  # type of a leg's error
 MOST_ENGINES = 16  # that an outline names
 MOST_WAITS = 64  # of a request that are told one by one
+MOST_MESSAGE = 2000  # characters of an error: a strategy may raise one of any length
 
 Phase = Literal["prefill", "migration", "decode"]
 Call = Literal["prep_recv", "remote_send", "start_generate", "commit", "pin", "unpin"]
@@ -60,7 +61,7 @@ class Leg:
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, MicroserveError):
-            self.error = {"type": error.type, "message": error.message}
+            self.error = _error(error)
         else:  # cancelled by the client, another choice's failure or the request's deadline
             self.error = {"type": CANCELLED, "message": type(error).__name__}
 
@@ -239,7 +240,7 @@ class Receipt:
     def fail(self, error: MicroserveError) -> None:
         """Note that the request failed with `error`."""
         self.status = "failed"
-        self.error = {"type": error.type, "message": error.message}
+        self.error = _error(error)
 
     def summary(self) -> dict[str, Any]:
         """Return the fields of a log line."""
@@ -298,6 +299,10 @@ class Receipts:
             return self._receipts[request_id]
         except KeyError:
             raise NotFound(f"no receipt of request {request_id!r}", param="id") from None
+
+
+def _error(error: MicroserveError) -> dict[str, Any]:
+    return {"type": error.type, "message": error.message[:MOST_MESSAGE]}
 
 
 def _first_token(leg: Leg) -> float:

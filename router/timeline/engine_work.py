@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from engine.protocol import EngineTimeline, MicroserveError, Unsupported
+from engine.protocol import TIMELINE_S, EngineTimeline, MicroserveError, Unsupported
 from router.engines import Backend, guard
 from router.timeline.fleet_trace import EngineWork, TracedPut, TracedStep
 
@@ -19,6 +19,7 @@ __all__ = ["ask_engines"]
 ASK_S = 10.0  # for an engine
 ASKED = 8  # engines at a time: their answers have megabytes
 ROUNDS = 4
+SLACK_S = 1.0  # by which steps may seem to end after the reply that tells of them
 
 
 async def ask_engines(
@@ -58,7 +59,10 @@ async def _ask(
     except TimeoutError:
         work.problem = f"it did not tell its steps within {ASK_S:g} s"
     else:
-        _take(work, told, offset_s, most)
+        if _credible(told):
+            _take(work, told, offset_s, most)
+        else:  # one such step would make all others too small to be seen
+            work.problem = "it tells of steps or puts at times that cannot be"
     return work
 
 
@@ -72,6 +76,14 @@ async def _offset(backend: Backend, clock: Callable[[], float]) -> tuple[float, 
         if (error := (answered - asked) / 2) < best[1]:
             best = ((asked + answered) / 2 - told.now, error)
     return best
+
+
+def _credible(told: EngineTimeline) -> bool:
+    """Return whether all lies between the oldest that an engine keeps and now."""
+    first, last = told.now - 2 * TIMELINE_S, told.now + SLACK_S
+    return all(
+        first <= began and began + took <= last for began, took, *_ in (*told.steps, *told.puts)
+    )
 
 
 def _take(work: EngineWork, told: EngineTimeline, offset_s: float, most: int) -> None:

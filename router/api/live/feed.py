@@ -13,7 +13,7 @@ import orjson
 
 from engine.protocol import Overloaded
 from router.api.live.part import Part, part_of, summed
-from router.api.live.snapshot import latencies, snapshot
+from router.api.live.snapshot import Latencies, snapshot
 from router.api.parts import Router
 from router.base import StoreUnavailable
 from router.telemetry import Listener, Slo
@@ -68,7 +68,7 @@ class LiveFeed:
                 parts = [part_of(self._router), *await self._others()]
                 now, elapsed = summed(parts), max(loop.time() - at, LEAST_S)
                 at = loop.time()
-                self._publish(now, before, elapsed, len(parts))
+                await self._publish(now, before, elapsed, len(parts))
                 before = now
             except Exception:  # the next snapshot may be well
                 log.exception("a snapshot failed")
@@ -82,11 +82,16 @@ class LiveFeed:
             return msgspec.convert([one for one in told if one is not None], list[Part])
         return []
 
-    def _publish(self, now: Part, before: Part | None, elapsed: float, workers: int) -> None:
-        shared = snapshot(self._router, now, before, elapsed, workers)
-        for slo, listeners in self._listeners.items():
-            latency = latencies(self._router, now.samples, slo)
-            told = {**shared, "slo": slo, "latency": latency}
-            data = orjson.dumps(told, option=orjson.OPT_NON_STR_KEYS)
-            for listener in list(listeners):
-                listener.put(b"event: live\ndata: %b\n\n" % data)
+    async def _publish(self, now: Part, before: Part | None, elapsed: float, workers: int) -> None:
+        shared = _json(snapshot(self._router, now, before, elapsed, workers))
+        latencies = Latencies(self._router, now.samples)
+        for slo in list(self._listeners):
+            told = _json({"slo": slo, "latency": latencies.by(slo)})
+            frame = b"event: live\ndata: %b,%b\n\n" % (shared[:-1], told[1:])
+            for listener in list(self._listeners.get(slo, ())):
+                listener.put(frame)
+            await asyncio.sleep(0)  # requests have their turn, however many objectives there are
+
+
+def _json(value: object) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)

@@ -14,7 +14,7 @@ from router.engines import Backend
 from router.rollout import Revision
 from router.telemetry import WINDOW_S, Sample, Slo, percentile
 
-__all__ = ["latencies", "snapshot"]
+__all__ = ["Latencies", "snapshot"]
 
 PERCENTS = (50, 90, 99)
 
@@ -134,38 +134,46 @@ def _canary(router: Router) -> dict[str, Any] | None:
     return {**_revision(revisions.candidate), **revisions.canary.describe()}
 
 
-def latencies(router: Router, samples: Sequence[Sample], slo: Slo) -> list[dict[str, Any]]:
-    """Return percentiles and goodput by generation, of the requests that ended in the window."""
-    since = {revision.number: revision.since for revision in router.revisions.live()}
-    by_generation: defaultdict[tuple[int, str], list[Sample]] = defaultdict(list)
-    for sample in samples:
-        by_generation[sample.generation, sample.strategy].append(sample)
-    told = []
-    for (generation, strategy), ended in sorted(by_generation.items()):
-        good = sum(_meets(sample, slo) for sample in ended)
-        told.append(
-            {
+class Latencies:
+    """Percentiles by generation, of the requests that ended in the window.
+
+    They are the same for all listeners, whose objectives decide about goodput only.
+    """
+
+    def __init__(self, router: Router, samples: Sequence[Sample]) -> None:
+        since = {revision.number: revision.since for revision in router.revisions.live()}
+        by_generation: defaultdict[tuple[int, str], list[Sample]] = defaultdict(list)
+        for sample in samples:
+            by_generation[sample.generation, sample.strategy].append(sample)
+        self._told: list[tuple[dict[str, Any], list[Sample]]] = []
+        for (generation, strategy), ended in sorted(by_generation.items()):
+            done = [sample for sample in ended if sample.done]
+            told = {
                 "generation": generation,
                 "strategy": strategy,
                 "since": since.get(RevisionNumber(generation)),
                 "requests": len(ended),
-                "failed": sum(not sample.done for sample in ended),
+                "failed": len(ended) - len(done),
                 "ttft_ms": _percentiles([sample.ttft_ms for sample in ended]),
                 "tpot_ms": _percentiles([sample.tpot_ms for sample in ended]),
                 "jct_ms": _percentiles([sample.jct_ms for sample in ended]),
-                "goodput": good / len(ended),
-                "goodput_per_s": good / WINDOW_S,
             }
-        )
-    return told
+            self._told.append((told, done))
+
+    def by(self, slo: Slo) -> list[dict[str, Any]]:
+        """Return them with the goodput by `slo`."""
+        latencies = []
+        for told, done in self._told:
+            good = sum(_meets(sample, slo) for sample in done)
+            goodput = {"goodput": good / told["requests"], "goodput_per_s": good / WINDOW_S}
+            latencies.append({**told, **goodput})
+        return latencies
 
 
 def _meets(sample: Sample, slo: Slo) -> bool:
     ttft, tpot = sample.ttft_ms, sample.tpot_ms
-    return (
-        sample.done
-        and (slo.ttft_ms is None or ttft is None or ttft <= slo.ttft_ms)
-        and (slo.tpot_ms is None or tpot is None or tpot <= slo.tpot_ms)
+    return (slo.ttft_ms is None or ttft is None or ttft <= slo.ttft_ms) and (
+        slo.tpot_ms is None or tpot is None or tpot <= slo.tpot_ms
     )
 
 

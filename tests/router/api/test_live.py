@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 
 from engine.protocol import NoCapacity
-from router.api.live import LiveFeed, Part, feed
+from router.api.live import LiveFeed, Part, feed, snapshot
 from router.telemetry import Slo
 
 
@@ -165,7 +165,7 @@ async def test_snapshots_are_made_only_for_listeners_and_shared_by_them(
         ):
             seen: list[dict[float, Any]] = []
             for told in (one, two, three):
-                seen.append({snapshot["time"]: snapshot async for snapshot in first(4, told)})
+                seen.append({each["time"]: each async for each in first(4, told)})
             # The third one has listened for as long as the first one, and reads later.
             assert len(set(seen[0]) & set(seen[1])) >= 1
         unmade = 0
@@ -176,6 +176,38 @@ async def test_snapshots_are_made_only_for_listeners_and_shared_by_them(
             if unmade == 3:
                 break
         assert unmade == 3
+
+
+async def test_listeners_with_other_objectives_share_the_percentiles(
+    route, fake, monkeypatch: pytest.MonkeyPatch
+):
+    """Else 64 listeners would keep the router's event loop from its requests for most of a second,
+    every second."""
+    computed = 0
+    real = snapshot.percentile
+
+    def counted(*args: Any) -> float | None:
+        nonlocal computed
+        computed += 1
+        return real(*args)
+
+    monkeypatch.setattr(snapshot, "percentile", counted)
+    async with route(fake("a")) as r, AsyncExitStack() as listening:
+        await ask(r, "x")
+        queries = [f"?slo_ttft_ms={ms}" for ms in (1e-6, 10, 1e6, 1e7)]
+        told = [await listening.enter_async_context(snapshots(r, query)) for query in queries]
+        for one in told:  # all listen now
+            await anext(one)
+        seen: list[dict[float, Any]] = []
+        began = computed
+        for one in told:
+            seen.append({each["time"]: each["latency"] async for each in first(6, one)})
+        (time, *_) = set.intersection(*map(set, seen))
+        shown = [latencies[time][0] for latencies in seen]
+    assert [one.pop("goodput") for one in (shown[0], shown[-1])] == [0.0, 1.0]
+    assert shown[0]["ttft_ms"] == shown[-1]["ttft_ms"] and shown[0]["requests"] == 1
+    times = {time for latencies in seen for time in latencies}
+    assert computed - began <= 9 * (len(times) + 8)  # three of three, for each snapshot
 
 
 async def first(count: int, told: AsyncIterator[Any]) -> AsyncIterator[Any]:

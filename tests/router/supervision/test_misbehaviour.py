@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.protocol import NoCapacity
 from router import Chunk, strategy
+from router.base import StrategyError
 
 PROMPT = list(range(1, 41))
 ASK = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "return_token_ids": True}
@@ -186,6 +187,29 @@ async def test_an_error_names_strategy_generation_and_line(route, fake, caplog):
         if sample.name.endswith("strategy_offences_total")
     ]
     assert violation == ({"strategy": "careless", "generation": "2", "kind": "raised"}, 1.0)
+
+
+@pytest.mark.parametrize("kind", [ValueError, StrategyError])
+@pytest.mark.parametrize("text", ["half a pair: \ud800", "long" * 100_000])
+async def test_an_error_with_any_text_is_told_everywhere(route, fake, kind, text):
+    """Receipts, time lines and events have it, as JSON: it fails no call but its own."""
+
+    async def careless(request, cluster):
+        raise kind(text)
+        yield
+
+    async with route(fake("a")) as r, r.http.get(r.server.url + "/admin/events") as events:
+        await events.content.readline()  # the listener is ready
+        r.use(strategy(careless))
+        status, body = await r.post("/v1/completions", ASK, headers={"X-Request-Id": "it"})
+        assert (status, body["error"]["type"]) == (500, "strategy_error")
+        assert text[:12] in body["error"]["message"]
+        receipt = await r.get("/admin/requests/it")
+        assert receipt["status"] == "failed" and len(receipt["error"]["message"]) < 2200
+        assert (await r.get("/admin/trace"))["otherData"]["requests"] == 1
+        async with asyncio.timeout(10):
+            while b"event: request_ended" not in await events.content.readline():
+                pass
 
 
 async def test_a_strategy_without_progress_ends_and_says_where_it_waits(route, fake):

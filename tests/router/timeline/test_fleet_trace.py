@@ -134,7 +134,7 @@ def backend(client: Client, **fields):
 async def test_clocks_are_aligned_within_the_error_that_is_told():
     clock = asyncio.get_running_loop().time
     told = EngineTimeline(
-        now=0.0, steps=[(9000.0, 0.5, 7, 0, ["x"])], puts=[(9001.0, 0.25, 0.1, 64, "x")]
+        now=9002.0, steps=[(9000.0, 0.5, 7, 0, ["x"])], puts=[(9001.0, 0.25, 0.1, 64, "x")]
     )
     # Half of the round trip bounds the error however unequal there and back are.
     delays = [(0.05, 0.0), (0.0, 0.03), (0.004, 0.001), (0.02, 0.02)]
@@ -162,8 +162,22 @@ async def test_an_engine_that_tells_nothing_has_a_problem_and_a_track_without_st
 async def test_of_many_steps_the_latest_are_kept():
     clock = asyncio.get_running_loop().time
     steps = [(float(n), 0.5, 0, 1, []) for n in range(100)]
-    told = EngineTimeline(now=0.0, steps=steps, puts=[])
+    told = EngineTimeline(now=100.0, steps=steps, puts=[])
     clients = [Client(0.0, [(0.0, 0.0)], clock, told) for _ in range(4)]
     found = await ask_engines([*map(backend, clients)], 60.0, most=40, clock=clock)
     assert [len(one.steps) for one in found] == [10, 10, 10, 10]
     assert found[0].steps[-1].begin_s == pytest.approx(99.0, abs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("began", "took"), [(0.0, 0.5), (1e12, 0.5), (1e6, 1e9), (1e6 - 3600.0, 3500.0)]
+)
+@pytest.mark.parametrize("kind", ["steps", "puts"])
+async def test_an_engine_that_lies_about_times_does_not_hide_the_others(began, took, kind):
+    """The file begins with its first slice: one of long ago would leave the rest no width."""
+    clock = asyncio.get_running_loop().time
+    lies = {"steps": [(began, took, 1, 0, [])], "puts": [(began, took, 0.0, 1, "x")]}
+    told = EngineTimeline(**{"now": 1e6, "steps": [], "puts": [], kind: lies[kind]})
+    client = Client(1e6 - clock(), [(0.0, 0.0)], clock, told)
+    (work,) = await ask_engines([backend(client)], 60.0, most=10, clock=clock)
+    assert "times" in work.problem and not work.steps and not work.puts

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import math
 import os
 import pty
 import re
@@ -22,6 +24,7 @@ from engine_process import EngineProcess
 from router_process import RouterProcess, until
 
 from router.base import table_console
+from router.cli.on_router.top.command import _ask
 from router.cli.on_router.top.router_state import Away, Events, Frame, History, ask
 from router.cli.on_router.top.samples import quantile, read_metrics
 from router.cli.on_router.top.view import show
@@ -141,6 +144,36 @@ def test_nonsense_of_a_router_is_no_answer(answer: bytes):
     transport = httpx.MockTransport(lambda request: httpx.Response(200, content=answer))
     with httpx.Client(base_url="http://x", transport=transport) as client, pytest.raises(Away):
         ask(client)
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        [1],
+        [{"id": "a"}],
+        [engine() | {"load": None}],
+        [engine() | {"state": {"pages": {"total": math.nan, "free": 1}}}],
+    ],
+)
+def test_what_cannot_be_shown_is_no_answer(engines: list[Any]):
+    """One answer of another version's router must not end a `top` that watches."""
+    told = {
+        "engines": engines,
+        "entries": [],
+        "active": {"name": "n", "params": {}, "generation": 1, "in_flight": 0},
+        "canary": None,
+    }
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        text = "" if request.url.path == "/metrics" else json.dumps(told)
+        return httpx.Response(200, text=text)
+
+    transport = httpx.MockTransport(answer)
+    with httpx.Client(base_url="http://x", transport=transport) as client:
+        with pytest.raises(Away, match="not an answer of a router"):
+            _ask(client, "http://x")
+        told["engines"] = [engine()]
+        assert _ask(client, "http://x").engines[0]["id"] == "a"
 
 
 # A real deployment
