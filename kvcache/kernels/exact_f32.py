@@ -21,7 +21,17 @@ from kvcache.kernels.avx512_bf16 import I32, I64, has_feature, load, numba_ir, s
 from kvcache.kernels.avx512_bf16 import prefetch as prefetch_line
 from kvcache.kernels.jit import exact_jit
 
-__all__ = ["ROWS", "WIDTH", "available", "exp", "multiply", "prefetch", "softmax", "transpose"]
+__all__ = [
+    "ROWS",
+    "WIDTH",
+    "available",
+    "copy",
+    "exp",
+    "multiply",
+    "prefetch",
+    "softmax",
+    "transpose",
+]
 
 LANES = 8
 WIDTH = 16  # columns of a tile
@@ -262,6 +272,24 @@ def _prefetch() -> Any:
 
 # Load the cache line of an address, which may be invalid, before it is needed.
 prefetch = _prefetch()
+
+
+def _copy() -> Any:
+    @intrinsic
+    def copied(context: Any, source: Any, to: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            for n in range(WIDTH // LANES):
+                source, to = (builder.add(each, I64(4 * LANES * n)) for each in arguments)
+                store(builder, load(builder, source, FLOATS), to, 4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), generate
+
+    return copied
+
+
+# Copy `WIDTH` numbers from one address to another.
+copy = _copy()
 
 
 def _scalar_exp() -> Any:

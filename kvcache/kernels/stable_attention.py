@@ -1,7 +1,7 @@
 """float32 attention on a CPU whose rows have the same bits however they are computed.
 
-A work item is some query rows of one sequence, one KV head and all query heads that share it, over
-a range of blocks of `KEYS` keys. Each block gives a partial result: the weighted values, the
+A work item is some query rows of one sequence, KV heads and all query heads that share them, over a
+range of blocks of `KEYS` keys. Each block gives a partial result: the weighted values, the
 highest score and the sum of the weights. They are merged in pairs, as binary digits carry: so a
 range that is a node of a binary tree is merged along the tree, wherever it lies. All arithmetic is
 that of `exact_f32`: a row has the same bits in a decode as in a prompt, with any other rows, and
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache.kernels import exact_f32
-from kvcache.kernels.exact_f32 import available, exp, multiply, prefetch, softmax, transpose
+from kvcache.kernels.exact_f32 import available, copy, exp, multiply, prefetch, softmax, transpose
 from kvcache.kernels.jit import (
     ParallelKernel,
     exact_jit,
@@ -44,6 +44,7 @@ QUERIES = 96  # query rows of an item, at most, but for the heads that share a K
 PARALLEL_KEYS = 2048  # rows times keys from which waking other threads pays
 ABSENT = -1  # in a table: this page is not in the pool
 LOWEST = np.float32(exact_f32.LOWEST)
+FIELDS = 9  # of an item
 LINE = 16  # numbers of a cache line
 WIDTH, LANES = exact_f32.WIDTH, exact_f32.LANES
 
@@ -76,6 +77,9 @@ class StableAttention:
         items: list[tuple[int, ...]] = []
         tables: list[npt.NDArray[np.int32]] = []
         entries = cost = 0
+        threads = torch.get_num_threads()
+        # With fewer items, some threads would have none.
+        heads = kv_heads if threads == 1 or len(work) >= 2 * threads else 1
         for row, place, start, rows, table, begin, end in work:
             first = begin * per_block
             some = table[first : min(end * per_block, -(-(start + rows) // page_size))]
@@ -84,13 +88,13 @@ class StableAttention:
                 last = min(end, -(-(start + at + count) // KEYS))
                 if last > begin:
                     fields = (row + at, place + at, start + at, count, entries, begin, last)
-                    items.append(fields)
+                    items += [(*fields, head, heads) for head in range(0, kv_heads, heads)]
                     cost += count * (last - begin) * KEYS
             tables.append(some)
             entries += len(some)
         # The longest come first, so that all threads finish together.
         items.sort(key=lambda item: -item[3] * (item[6] - item[5]))
-        self._items = np.array(items, dtype=np.int64).reshape(-1, 7)
+        self._items = np.array(items, dtype=np.int64).reshape(-1, FIELDS)
         self._table = np.concatenate(tables) if tables else np.empty(0, np.int32)
         self._parallel = cost * kv_heads >= PARALLEL_KEYS
 
@@ -114,10 +118,10 @@ class StableAttention:
         dim = pages.shape[4]
         if q.stride(2) != 1 or q.stride(1) != dim:
             q = q.contiguous()
-        parallel = self._parallel and torch.get_num_threads() > 1
+        parallel = self._parallel and len(self._items) > 1 and torch.get_num_threads() > 1
         run = _ATTEND.run_parallel if parallel else _ATTEND.run_serial
         run(
-            len(self._items) * self._heads, q.data_ptr(), q.stride(0), pages.data_ptr(),
+            len(self._items), q.data_ptr(), q.stride(0), pages.data_ptr(),
             pages.stride(0), pages.stride(1), self._items.ctypes.data, self._table.ctypes.data,
             out.data_ptr(), top, total, self._heads, self._group, dim, self._page_size,
             f32_bits(dim**-0.5),
@@ -126,116 +130,164 @@ class StableAttention:
 
 @inline_jit
 def _attend(item: Any, a: Any) -> None:
-    q, q_stride, half, items = f32_at(a[2]), a[3], a[6], i64_at(a[7])
-    heads, group, dim, page_size = a[12], a[13], a[14], a[15]
-    scale = f32_from_bits(a[16])
-    head, of = item % heads, item // heads * 7
-    row, start, count, entry = items[of], items[of + 2], items[of + 3], items[of + 4]
-    begin, end = items[of + 5], items[of + 6]
+    """Attend with some rows of one sequence and neighbouring KV heads: each block by all of them.
+
+    A row of the pool has the heads side by side: one after the other they would wait for memory.
+    """
+    q, q_stride, items = f32_at(a[2]), a[3], i64_at(a[7])
+    group, dim, scale = a[13], a[14], f32_from_bits(a[16])
+    of = item * FIELDS
+    row, place, start, count = items[of], items[of + 1], items[of + 2], items[of + 3]
+    entry, begin, end, head, heads = (
+        items[of + 4], items[of + 5], items[of + 6], items[of + 7], items[of + 8]
+    )  # fmt: skip
     rows = count * group
     wide = (dim + WIDTH - 1) // WIDTH * WIDTH
     result = rows * (wide + 2) * 4  # bytes of a partial result: values, tops, sums
     levels = 2
     while (end - begin) >> levels:
         levels += 1
-    levels += 1
+    stack = (levels + 1) * result  # of a head
     space = np.empty(
-        KEYS * (dim + wide) * 4 + rows * (dim + KEYS) * 4 + levels * result + 4 * wide + 64,
+        KEYS * (dim + wide) * 4
+        + wide * 4
+        + rows * KEYS * 4
+        + heads * (rows * dim * 4 + stack)
+        + 3 * KEYS * 8
+        + 64,
         np.uint8,
     )
     k_at = (space.ctypes.data + 63) // 64 * 64
     v_at = k_at + KEYS * dim * 4
     zeros_at = v_at + KEYS * wide * 4
-    q_at = zeros_at + wide * 4
-    s_at = q_at + rows * dim * 4
-    stack_at = s_at + rows * KEYS * 4
-    keys, values, zeros, queries = f32_at(k_at), f32_at(v_at), f32_at(zeros_at), f32_at(q_at)
-    scores = f32_at(s_at)
+    s_at = zeros_at + wide * 4
+    where_at = s_at + rows * KEYS * 4  # addresses of the keys of a block, of the next one, …
+    mine_at = where_at + 2 * KEYS * 8  # … and of a head's
+    q_at = mine_at + KEYS * 8
+    stack_at = q_at + heads * rows * dim * 4
+    zeros = f32_at(zeros_at)
     for d in range(wide):
         zeros[d] = np.float32(0.0)
-    for t in range(count):
-        for i in range(group * dim):
-            element = q[(row + t) * q_stride + head * group * dim + i]
-            queries[t * group * dim + i] = element * scale
-    both = np.empty(2 * KEYS, np.int64)  # addresses of the keys of a block, and of the next one
-    _find(both, 0, zeros_at, begin, begin, end, head, entry, start + count, a)
-    whole, tail = dim // LANES * LANES, dim // WIDTH * WIDTH
-    depth = 0  # of the stack
+    for h in range(heads):
+        queries = f32_at(q_at + h * rows * dim * 4)
+        for t in range(count):
+            for i in range(group * dim):
+                element = q[(row + t) * q_stride + (head + h) * group * dim + i]
+                queries[t * group * dim + i] = element * scale
+    _find(where_at, zeros_at, begin, begin, end, head, entry, start + count, a)
+    depth = 0  # of the stacks
     for block in range(begin, end):
+        odd = (block - begin) % 2 * KEYS * 8
+        here, ahead = where_at + odd, where_at + KEYS * 8 - odd
+        _find(ahead, zeros_at, block + 1, begin, end, head, entry, start + count, a)
         first = block * KEYS
         seen = min(KEYS, start + count - first)
-        odd = (block - begin) % 2 * KEYS
-        where, ahead = both[odd : odd + KEYS], both[KEYS - odd : 2 * KEYS - odd]
-        _find(both, KEYS - odd, zeros_at, block + 1, begin, end, head, entry, start + count, a)
-        # Keys: [KEYS / WIDTH, dim, WIDTH]; values: [wide / WIDTH, KEYS, WIDTH]
-        filled = (seen + WIDTH - 1) // WIDTH * WIDTH
-        for j in range(0, filled, LANES):
-            to = k_at + (j // WIDTH * dim * WIDTH + j % WIDTH) * 4
-            for n in range(LANES):
-                for d in range(0, dim, LINE):
-                    prefetch(ahead[j + n] + 4 * d)
-            for d in range(0, whole, LANES):
-                transpose(where.ctypes.data + 8 * j, 4 * d, to + 4 * WIDTH * d)
-            for n in range(LANES):
-                source = f32_at(where[j + n])
-                for d in range(whole, dim):
-                    keys[((j + n) // WIDTH * dim + d) * WIDTH + (j + n) % WIDTH] = source[d]
-        for j in range(seen):
-            source = f32_at(where[j] + 4 * half if where[j] != zeros_at else zeros_at)
-            for d in range(0, dim, LINE):
-                prefetch(ahead[j] + 4 * (half + d))
-            for d in range(0, tail, WIDTH):
-                to = d * KEYS + j * WIDTH
-                for n in range(WIDTH):
-                    values[to + n] = source[d + n]
-            if tail < dim:
-                to = tail * KEYS + j * WIDTH
-                for n in range(WIDTH):
-                    values[to + n] = source[tail + n] if tail + n < dim else np.float32(0.0)
-        for j in range(0, filled, WIDTH):
-            multiply(q_at, dim * 4, k_at + j * dim * 4, s_at + j * 4, KEYS * 4, rows, dim)
-        o_at = stack_at + depth * result
-        top_at, total_at = o_at + rows * wide * 4, o_at + rows * (wide + 1) * 4
-        tops, totals = f32_at(top_at), f32_at(total_at)
-        for r in range(rows):
-            limit = max(min(start + r // group + 1 - first, seen), 0)
-            for j in range(limit, KEYS):
-                scores[r * KEYS + j] = LOWEST
-            for j in range(0, limit, page_size):
-                if where[j] == zeros_at:
-                    for n in range(j, min(j + page_size, limit)):
-                        scores[r * KEYS + n] = LOWEST
-            softmax(s_at + r * KEYS * 4, top_at + 4 * r, total_at + 4 * r)
-            if tops[r] == LOWEST:  # no key: the weights were 1
-                totals[r] = np.float32(0.0)
-                for j in range(KEYS):
-                    scores[r * KEYS + j] = np.float32(0.0)
-        for d in range(0, wide, WIDTH):
-            multiply(s_at, KEYS * 4, v_at + d * KEYS * 4, o_at + d * 4, wide * 4, rows, seen)
+        for h in range(heads):
+            _pack(here, ahead, mine_at, zeros_at, h, heads, k_at, v_at, seen, wide, a)
+            _attend_block(
+                q_at + h * rows * dim * 4, k_at, v_at, s_at, mine_at, zeros_at,
+                stack_at + h * stack + depth * result, rows, start - first, seen, wide, a,
+            )  # fmt: skip
         depth += 1
         done = block - begin
         while done & 1:
             done >>= 1
             depth -= 1
-            left = stack_at + (depth - 1) * result
-            _merge(left, left + result, rows, wide)
+            for h in range(heads):
+                left = stack_at + h * stack + (depth - 1) * result
+                _merge(left, left + result, rows, wide)
     while depth > 1:
         depth -= 1
-        left = stack_at + (depth - 1) * result
-        _merge(left, left + result, rows, wide)
-    _write(stack_at, rows, wide, items[of + 1], head, a)
-    queries[0] = zeros[0]  # keeps the array alive up to here; all other accesses go by address
-    space[0] = 0
+        for h in range(heads):
+            left = stack_at + h * stack + (depth - 1) * result
+            _merge(left, left + result, rows, wide)
+    for h in range(heads):
+        _write(stack_at + h * stack, rows, wide, place, head + h, a)
+    space[0] = 0  # keeps the array alive up to here; all other accesses go by address
+
+
+@exact_jit
+def _pack(
+    here: Any, ahead: Any, mine: Any, zeros: Any, h: Any, heads: Any, k_at: Any, v_at: Any, seen: Any,
+    wide: Any, a: Any,
+) -> None:  # fmt: skip
+    """Pack keys and values of a block for head `h` of `heads`; prefetch a share of the next block.
+
+    Keys become `[KEYS / WIDTH, dim, WIDTH]`, values `[wide / WIDTH, KEYS, WIDTH]`. `mine` receives
+    the addresses of the head's keys; those of `here` are the first head's.
+    """
+    half, dim = a[6], a[14]
+    offset = 4 * h * dim
+    keys, values = f32_at(k_at), f32_at(v_at)
+    first, following, own = i64_at(here), i64_at(ahead), i64_at(mine)
+    whole, tail = dim // LANES * LANES, dim // WIDTH * WIDTH
+    for j in range(KEYS):
+        own[j] = first[j] + offset if first[j] != zeros else zeros
+    for j in range(0, (seen + WIDTH - 1) // WIDTH * WIDTH, LANES):
+        to = k_at + (j // WIDTH * dim * WIDTH + j % WIDTH) * 4
+        if j // LANES % heads == h:
+            for n in range(LANES):
+                for d in range(0, heads * dim, LINE):
+                    prefetch(following[j + n] + 4 * d)
+        for d in range(0, whole, LANES):
+            transpose(mine + 8 * j, 4 * d, to + 4 * WIDTH * d)
+        for n in range(LANES):
+            source = f32_at(own[j + n])
+            for d in range(whole, dim):
+                keys[((j + n) // WIDTH * dim + d) * WIDTH + (j + n) % WIDTH] = source[d]
+    for j in range(seen):
+        source_at = own[j] + 4 * half if own[j] != zeros else zeros
+        if j % heads == h:
+            for d in range(0, heads * dim, LINE):
+                prefetch(following[j] + 4 * (half + d))
+        for d in range(0, tail, WIDTH):
+            copy(source_at + 4 * d, v_at + 4 * (d * KEYS + j * WIDTH))
+        if tail < dim:
+            source, to = f32_at(source_at), tail * KEYS + j * WIDTH
+            for n in range(WIDTH):
+                values[to + n] = source[tail + n] if tail + n < dim else np.float32(0.0)
+
+
+@exact_jit
+def _attend_block(
+    q_at: Any, k_at: Any, v_at: Any, s_at: Any, mine: Any, zeros: Any, o_at: Any, rows: Any,
+    start: Any, seen: Any, wide: Any, a: Any,
+) -> None:  # fmt: skip
+    """Write the partial result of some rows over a packed block to `o_at`.
+
+    `start` is the position of the first row from the block's first key on.
+    """
+    group, dim, page_size = a[13], a[14], a[15]
+    scores, where = f32_at(s_at), i64_at(mine)
+    for j in range(0, seen, WIDTH):
+        multiply(q_at, dim * 4, k_at + j * dim * 4, s_at + j * 4, KEYS * 4, rows, dim)
+    top_at, total_at = o_at + rows * wide * 4, o_at + rows * (wide + 1) * 4
+    tops, totals = f32_at(top_at), f32_at(total_at)
+    for r in range(rows):
+        limit = max(min(start + r // group + 1, seen), 0)
+        for j in range(limit, KEYS):
+            scores[r * KEYS + j] = LOWEST
+        for j in range(0, limit, page_size):
+            if where[j] == zeros:
+                for n in range(j, min(j + page_size, limit)):
+                    scores[r * KEYS + n] = LOWEST
+        softmax(s_at + r * KEYS * 4, top_at + 4 * r, total_at + 4 * r)
+        if tops[r] == LOWEST:  # no key: the weights were 1
+            totals[r] = np.float32(0.0)
+            for j in range(KEYS):
+                scores[r * KEYS + j] = np.float32(0.0)
+    for d in range(0, wide, WIDTH):
+        multiply(s_at, KEYS * 4, v_at + d * KEYS * 4, o_at + d * 4, wide * 4, rows, seen)
 
 
 @exact_jit
 def _find(
-    where: Any, at: Any, zeros: Any, block: Any, begin: Any, end: Any, head: Any, entry: Any,
-    length: Any, a: Any,
+    to: Any, zeros: Any, block: Any, begin: Any, end: Any, head: Any, entry: Any, length: Any,
+    a: Any,
 ) -> None:  # fmt: skip
-    """Write the addresses of a block's keys for a head to `where`; `zeros` for those not there."""
+    """Write the addresses of a block's keys for a head; `zeros` for those that are not there."""
     heads, dim, page_size = a[12], a[14], a[15]
-    table = i32_at(a[8])
+    table, where = i32_at(a[8]), i64_at(to)
     for slot in range(KEYS // page_size):
         first = slot * page_size
         page = np.int64(-1)
@@ -244,7 +296,7 @@ def _find(
         for n in range(page_size):
             there = page >= 0 and block * KEYS + first + n < length
             place = a[4] + 4 * (page * a[5] + (n * heads + head) * dim)
-            where[at + first + n] = place if there else zeros
+            where[first + n] = place if there else zeros
 
 
 @exact_jit
