@@ -208,8 +208,8 @@ def _attend(item: Any, a: Any) -> None:
 
 @exact_jit
 def _pack(
-    here: Any, ahead: Any, mine: Any, zeros: Any, h: Any, heads: Any, k_at: Any, v_at: Any, seen: Any,
-    wide: Any, a: Any,
+    here: Any, ahead: Any, mine: Any, zeros: Any, h: Any, heads: Any, k_at: Any, v_at: Any,
+    seen: Any, wide: Any, a: Any,
 ) -> None:  # fmt: skip
     """Pack keys and values of a block for head `h` of `heads`; prefetch a share of the next block.
 
