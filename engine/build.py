@@ -135,10 +135,16 @@ def build_engine(config: EngineConfig, secret: bytes, epoch: int) -> MicroserveE
             lend_pages=int(config.lend_share * (layout.pages - 1) + 1e-6),
             loan_s=config.lease_ms / 1000,
         )
+        scheduler: Scheduler | None = None  # until debtors can know of this engine
         creditor = borrowing = None
         if isinstance(store, TorchPageStore):
             creditor = computing.submit(
-                _creditor, store, cache, model.config.num_heads, config
+                _creditor,
+                store,
+                cache,
+                model.config.num_heads,
+                config,
+                lambda: scheduler is not None and bool(scheduler.running or scheduler.sends),
             ).result()
             borrowing = _borrowing(cache, model.config.num_heads, config)
         runner: Runner[torch.Tensor] | None = None
@@ -197,7 +203,11 @@ def _network(config: EngineConfig) -> Network:
 
 
 def _creditor(
-    store: TorchPageStore, cache: KVCache, query_heads: int, config: EngineConfig
+    store: TorchPageStore,
+    cache: KVCache,
+    query_heads: int,
+    config: EngineConfig,
+    busy: Callable[[], bool],
 ) -> Creditor | None:
     """Return what answers queries over lent pages; None if this engine lends none.
 
@@ -213,6 +223,7 @@ def _creditor(
         identity=cache.identity,
         allowed=PagesOfLoans(cache.bookkeeping.lender, cache.lock),
         share=config.lend_compute,
+        busy=busy,
         network=_network(config) if not isinstance(cache.transport, ShmTransport) else None,
     )
 

@@ -154,9 +154,10 @@ class EngineConfig:
         most=1,
     )
     lend_compute: float = flag(
-        0.5,
+        0.15,
         POOL,
-        "largest share of one core's time that goes into attention over lent pages, for debtors",
+        "largest share of one core's time that goes into attention over lent pages, for debtors, "
+        "while this engine has requests of its own",
         least=0.01,
         most=1,
         rare=True,

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 CONNECTIONS: Final = 64  # of debtors
 MESSAGE_S: Final = 10.0  # within which a message has to arrive, or a reply be read, to its end
 IDLE_S: Final = 30.0  # after which the connection of a debtor is given to another one, if need be
+LOOK_S: Final = 0.02  # between looks whether requests still have to wait for their turn
 ACCEPT_RETRY_S: Final = 0.1  # after a failed accept, as when file descriptors have run out
 
 
@@ -74,7 +75,8 @@ class Creditor:
         allowed: Allowed,
         share: float,
         burst_s: float = 0.05,
-        wait_s: float = 1.0,
+        wait_s: float = 3.0,
+        busy: Callable[[], bool] = lambda: True,
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
         network: Network | None = None,
         limits: Limits | None = None,
@@ -85,9 +87,10 @@ class Creditor:
         `pool` is `[layers, pages, 2, page_size, kv_heads, head_dim]`, of `layout`. It must outlive
         the creditor. `allowed` says which pages belong to which loans. It is asked before each
         computation and after it, and `guard` is held from the one to the other: so an answer is
-        over pages that were lent all the while. At most `share` of the time goes into computations,
-        but for `burst_s` seconds (see `ComputeBudget`); a request that this makes wait longer than
-        `wait_s` is refused with `NoCapacity`. Debtors on other hosts reach it by `network`; None:
+        over pages that were lent all the while. While `busy` says that the process has
+        requests of its own, at most `share` of the time goes into computations, but for `burst_s`
+        seconds (see `ComputeBudget`); a request that this makes wait longer than `wait_s` is
+        refused with `NoCapacity`. Debtors on other hosts reach it by `network`; None:
         there are none. The thread computes with `threads` threads.
 
         Raises `OSError` if it cannot listen, `Unsupported` for a pool that holds a part of the
@@ -98,7 +101,7 @@ class Creditor:
         )
         self._wait_s, self._threads = wait_s, threads
         self._on_device = pool.device.type != "cpu"
-        self._budget = ComputeBudget(share, burst_s, time.monotonic)
+        self._budget = ComputeBudget(share, burst_s, time.monotonic, busy)
         self._closed = threading.Event()
         self._reception = Reception(
             identity, self._answering.shape, self._answering.limits, self._on_admitted
@@ -159,7 +162,8 @@ class Creditor:
             first = min((since for since in began if since is not None), default=None)
             return None if first is None else max(0.0, first + MESSAGE_S - time.monotonic())
         expires = self._ready[0].since + self._wait_s - time.monotonic()
-        return max(0.0, min(self._budget.wait_s(), expires))
+        # It may cease to be busy meanwhile.
+        return max(0.0, min(self._budget.wait_s(), expires, LOOK_S))
 
     def _serve(self) -> None:
         """Serve the request that has waited longest, if the budget allows."""

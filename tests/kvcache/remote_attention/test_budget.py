@@ -25,6 +25,21 @@ def test_what_exceeds_the_burst_is_waited_for():
     assert budget.wait_s() == 0
 
 
+def test_nothing_is_bounded_while_the_creditor_has_no_requests_of_its_own():
+    clock, own = Clock(), [1]
+    budget = ComputeBudget(0.1, 0.05, clock, lambda: bool(own))
+    budget.spend(1.0)
+    assert budget.wait_s() == pytest.approx(9.5)
+    own.clear()
+    assert budget.wait_s() == 0
+    budget.spend(1.0)
+    assert budget.wait_s() == 0
+    own.append(1)  # what it computed before does not count
+    assert budget.wait_s() == 0
+    budget.spend(0.15)
+    assert budget.wait_s() == pytest.approx(1.0)
+
+
 @given(
     st.floats(0.01, 1),
     st.lists(st.tuples(st.floats(0, 0.5), st.floats(0, 0.2)), min_size=1, max_size=50),

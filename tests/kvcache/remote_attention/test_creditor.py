@@ -463,6 +463,20 @@ def test_a_request_waits_for_its_turn(lending: Callable[..., LendingEngine]):
         assert engine.creditor.statistics().waited_s >= 0.15
 
 
+def test_a_request_does_not_wait_for_a_creditor_without_requests_of_its_own(
+    lending: Callable[..., LendingEngine],
+):
+    own = [1]
+    engine = lending(share=0.01, burst_s=0.01, wait_s=60.0, busy=lambda: bool(own))
+    span = good_span(engine)
+    with connected(engine) as debtor:
+        engine.creditor._budget.spend(0.1)
+        threading.Timer(0.3, own.clear).start()
+        began = time.monotonic()
+        ask(debtor, [span])  # alone, 9 s
+        assert 0.2 <= time.monotonic() - began < 5
+
+
 # Connections
 
 
