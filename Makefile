@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	bench-balance bench-engine bench-quantization bench-interference \
 	bench-prefix bench-disconnect bench-aiperf bench-simulated-vllm \
 	bench-changing-traffic bench-simulated-engines bench-simulation bench-layers \
-	bench-receiving bench-long bench-long-simulated bench-remote-attention bench-vllm-fleet bench-vllm-disagg bench-workers figures peers clean
+	bench-receiving bench-long bench-long-simulated bench-float32-attention bench-remote-attention bench-vllm-fleet bench-vllm-disagg bench-workers figures peers clean
 
 ##@ Try it
 
@@ -152,6 +152,9 @@ figures: $(VENV)/test.stamp  ## the papers' figures and tables again, with verdi
 
 bench-long: $(VENV)/demo.stamp  ## contexts beyond one pool, on borrowed pages, against tiers and recomputation (LONG_FLAGS="--only price")
 	@$(RUN) -m bench.long $(LONG_FLAGS)
+
+bench-float32-attention: $(VENV)/demo.stamp  ## the kernel of float32 attention against torch's operations and memory
+	@$(RUN) -m bench.float32_attention
 
 bench-long-simulated: $(VENV)/test.stamp  ## Infinite-LLM's mixed short and long requests, in virtual time
 	@$(RUN) -m bench.figures infinite-llm
