@@ -13,7 +13,7 @@ from kvcache.attention.held import HeldSpan, Part, Ranges
 from kvcache.attention.partial import PartialAttention
 from kvcache.sequences import Span
 
-__all__ = ["HeldPlan", "HeldPlanner", "Plan", "Planner", "row_slots"]
+__all__ = ["AppendedRows", "HeldPlan", "HeldPlanner", "Plan", "Planner", "row_slots"]
 
 
 class Plan(Protocol):
@@ -60,6 +60,23 @@ class HeldPlan(Protocol):
 
 Planner = Callable[[Sequence[Span]], Plan]  # rows of the spans are in order and start at 0
 HeldPlanner = Callable[[Sequence[HeldSpan]], HeldPlan]
+
+
+class AppendedRows:
+    """Where the rows of a step go, and `Plan.append` by torch's operations."""
+
+    def __init__(self, spans: Sequence[Span], page_size: int, device: torch.device) -> None:
+        places = torch.from_numpy(row_slots(spans, page_size)).to(device)
+        self._page_of, self._slot_of = places[:, 0].contiguous(), places[:, 1].contiguous()
+
+    def __len__(self) -> int:
+        return len(self._page_of)
+
+    def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See `Plan.append`."""
+        rows = len(self)
+        pages[self._page_of, 0, self._slot_of] = k[:rows]
+        pages[self._page_of, 1, self._slot_of] = v[:rows]
 
 
 def row_slots(spans: Sequence[Span], page_size: int) -> npt.NDArray[np.int64]:

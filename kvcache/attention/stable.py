@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from kvcache.attention.block_tree import BLOCK, root
-from kvcache.attention.plan import row_slots
+from kvcache.attention.plan import AppendedRows
 from kvcache.attention.tiles import QUERY_TILE, QueryRows, Tile, attend_tile, by_rows, tile_queries
 from kvcache.sequences import Span
 
@@ -27,15 +27,12 @@ class StablePlan:
     def __init__(
         self, spans: Sequence[Span], page_size: int, group: int, device: torch.device
     ) -> None:
-        places = torch.from_numpy(row_slots(spans, page_size)).to(device)
-        self._page_of, self._slot_of = places[:, 0].contiguous(), places[:, 1].contiguous()
+        self._rows = AppendedRows(spans, page_size, device)
         self._tiles = _plan_tiles(spans, page_size, group, device)
 
     def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """See `Plan.append`."""
-        rows = len(self._page_of)
-        pages[self._page_of, 0, self._slot_of] = k[:rows]
-        pages[self._page_of, 1, self._slot_of] = v[:rows]
+        self._rows.append(pages, k, v)
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """See `Plan.attend`."""

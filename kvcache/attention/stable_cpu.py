@@ -15,19 +15,20 @@ from kvcache.attention.block_tree import BLOCK
 from kvcache.attention.distributed import pieces_of
 from kvcache.attention.held import HeldSpan, Part, Ranges, check_queries, check_span, split_parts
 from kvcache.attention.partial import PartialAttention
-from kvcache.attention.plan import row_slots
+from kvcache.attention.plan import AppendedRows
 from kvcache.kernels.stable_attention import BlockRun, StableAttention
 from kvcache.sequences import Span
 
 __all__ = ["CpuStableHeldPlan", "CpuStablePlan"]
+
+CPU = torch.device("cpu")
 
 
 class CpuStablePlan:
     """The bit-stable `Plan` on a CPU."""
 
     def __init__(self, spans: Sequence[Span], *, page_size: int, kv_heads: int, group: int) -> None:
-        places = torch.from_numpy(row_slots(spans, page_size))
-        self._page_of, self._slot_of = places[:, 0].contiguous(), places[:, 1].contiguous()
+        self._rows = AppendedRows(spans, page_size, CPU)
         work = [
             BlockRun(each.row, each.row, each.start, each.count, each.pages, 0, _blocks(each))
             for each in spans
@@ -36,14 +37,12 @@ class CpuStablePlan:
 
     def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """See `Plan.append`."""
-        rows = len(self._page_of)
-        pages[self._page_of, 0, self._slot_of] = k[:rows]
-        pages[self._page_of, 1, self._slot_of] = v[:rows]
+        self._rows.append(pages, k, v)
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """See `Plan.attend`."""
         out = torch.empty(q.shape)
-        out[len(self._page_of) :] = 0.0
+        out[len(self._rows) :] = 0.0
         self._attention.attend(pages, q, out)
         return out
 

@@ -11,6 +11,7 @@ compiled without it (`ParallelKernel` with `exact`).
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -172,124 +173,107 @@ def multiply(a: Any, a_row: Any, b: Any, c: Any, c_row: Any, rows: Any, depth: A
         _tile_5(a, a_row, b, c, c_row, depth)
 
 
-def _softmax() -> Any:
-    def halves(builder: Any, value: Any, merge: Any) -> Any:
-        """Merge all lanes of a vector, halves first."""
-        lanes = LANES
-        while lanes > 1:
-            lanes //= 2
-            order = [*range(lanes, 2 * lanes), *[0] * (LANES - lanes)]
-            value = merge(value, _shuffled(builder, value, value, order))
-        return builder.extract_element(value, I32(0))
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        at, top_at, total_at = arguments
-        places = [builder.add(at, I64(4 * LANES * n)) for n in range(KEYS // LANES)]
-
-        def larger(a: Any, b: Any) -> Any:
-            return _call(builder, "maxnum", a, b)
-
-        top = load(builder, places[0], FLOATS)
-        for place in places[1:]:
-            top = larger(top, load(builder, place, FLOATS))
-        highest = halves(builder, top, larger)
-        peak = _splat(builder, highest)
-        total = ir.Constant(FLOATS, None)
-        for place in places:
-            weight = _exp(builder, builder.fsub(load(builder, place, FLOATS), peak))
-            store(builder, weight, place, 4)
-            total = builder.fadd(total, weight)
-        store(builder, highest, top_at, 4)
-        store(builder, halves(builder, total, builder.fadd), total_at, 4)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def softmax(context: Any, at: Any, top_at: Any, total_at: Any) -> Any:
-        return types.void(types.int64, types.int64, types.int64), generate
-
-    return softmax
+def _halves(builder: Any, value: Any, merge: Callable[[Any, Any], Any]) -> Any:
+    """Merge all lanes of a vector, halves first."""
+    lanes = LANES
+    while lanes > 1:
+        lanes //= 2
+        order = [*range(lanes, 2 * lanes), *[0] * (LANES - lanes)]
+        value = merge(value, _shuffled(builder, value, value, order))
+    return builder.extract_element(value, I32(0))
 
 
-_softmax_of_row = _softmax()
+def _emit_softmax(builder: Any, at: Any, top_at: Any, total_at: Any) -> None:
+    places = [builder.add(at, I64(4 * LANES * n)) for n in range(KEYS // LANES)]
+
+    def larger(a: Any, b: Any) -> Any:
+        return _call(builder, "maxnum", a, b)
+
+    top = load(builder, places[0], FLOATS)
+    for place in places[1:]:
+        top = larger(top, load(builder, place, FLOATS))
+    highest = _halves(builder, top, larger)
+    peak = _splat(builder, highest)
+    total = ir.Constant(FLOATS, None)
+    for place in places:
+        weight = _exp(builder, builder.fsub(load(builder, place, FLOATS), peak))
+        store(builder, weight, place, 4)
+        total = builder.fadd(total, weight)
+    store(builder, highest, top_at, 4)
+    store(builder, _halves(builder, total, builder.fadd), total_at, 4)
 
 
-@exact_jit
-def softmax(at: Any, top_at: Any, total_at: Any) -> None:
-    """Replace the `KEYS` scores at an address by e^(score − top); store the top and the sum."""
-    _softmax_of_row(at, top_at, total_at)
-
-
-def _transpose() -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows_at, first, to = arguments
-        rows = []
+def _emit_transpose(builder: Any, rows_at: Any, first: Any, to: Any) -> None:
+    rows = []
+    for n in range(LANES):
+        address = load(builder, builder.add(rows_at, I64(8 * n)), I64)
+        rows.append(load(builder, builder.add(address, first), FLOATS))
+    # Three rounds, of neighbours at a distance of 1, 2 and 4, each exchange one bit of the
+    # number of the row with the same bit of the number of the column.
+    distance = 1
+    while distance < LANES:
+        low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+        high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
         for n in range(LANES):
-            address = load(builder, builder.add(rows_at, I64(8 * n)), I64)
-            rows.append(load(builder, builder.add(address, first), FLOATS))
-        # Three rounds, of neighbours at a distance of 1, 2 and 4, each exchange one bit of the
-        # number of the row with the same bit of the number of the column.
-        distance = 1
-        while distance < LANES:
-            low = [
-                lane if not lane & distance else LANES + lane - distance for lane in range(LANES)
-            ]
-            high = [
-                lane + distance if not lane & distance else LANES + lane for lane in range(LANES)
-            ]
-            for n in range(LANES):
-                if not n & distance:
-                    a, b = rows[n], rows[n + distance]
-                    rows[n] = _shuffled(builder, a, b, low)
-                    rows[n + distance] = _shuffled(builder, a, b, high)
-            distance *= 2
-        for n, row in enumerate(rows):
-            store(builder, row, builder.add(to, I64(4 * WIDTH * n)), 4)
+            if not n & distance:
+                a, b = rows[n], rows[n + distance]
+                rows[n] = _shuffled(builder, a, b, low)
+                rows[n + distance] = _shuffled(builder, a, b, high)
+        distance *= 2
+    for n, row in enumerate(rows):
+        store(builder, row, builder.add(to, I64(4 * WIDTH * n)), 4)
+
+
+def _emit_copy(builder: Any, source: Any, to: Any) -> None:
+    for n in range(WIDTH // LANES):
+        at = I64(4 * LANES * n)
+        store(builder, load(builder, builder.add(source, at), FLOATS), builder.add(to, at), 4)
+
+
+def _on_one_address(emit: Callable[..., None]) -> Any:
+    """Return a numba function of an address, whose code `emit` writes."""
+
+    @intrinsic
+    def operation(context: Any, a: Any) -> Any:
+        return types.void(types.int64), _code(emit)
+
+    return operation
+
+
+def _on_two_addresses(emit: Callable[..., None]) -> Any:
+    @intrinsic
+    def operation(context: Any, a: Any, b: Any) -> Any:
+        return types.void(types.int64, types.int64), _code(emit)
+
+    return operation
+
+
+def _on_three_addresses(emit: Callable[..., None]) -> Any:
+    @intrinsic
+    def operation(context: Any, a: Any, b: Any, c: Any) -> Any:
+        return types.void(types.int64, types.int64, types.int64), _code(emit)
+
+    return operation
+
+
+def _code(emit: Callable[..., None]) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit(builder, *arguments)
         return context.get_dummy_value()
 
-    @intrinsic
-    def transpose(context: Any, rows_at: Any, first: Any, to: Any) -> Any:
-        return types.void(types.int64, types.int64, types.int64), generate
-
-    return transpose
+    return generate
 
 
-# Store `LANES` numbers of each of `LANES` rows as columns, `WIDTH` numbers apart. `rows_at` is the
-# address of the rows' addresses, and `first` the offset of the first number, in bytes.
-transpose = _transpose()
-
-
-def _prefetch() -> Any:
-    @intrinsic
-    def fetch(context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            prefetch_line(builder, arguments[0])
-            return context.get_dummy_value()
-
-        return types.void(types.int64), generate
-
-    return fetch
-
-
-# Load the cache line of an address, which may be invalid, before it is needed.
-prefetch = _prefetch()
-
-
-def _copy() -> Any:
-    @intrinsic
-    def copied(context: Any, source: Any, to: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            for n in range(WIDTH // LANES):
-                source, to = (builder.add(each, I64(4 * LANES * n)) for each in arguments)
-                store(builder, load(builder, source, FLOATS), to, 4)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64), generate
-
-    return copied
-
-
+# Replace the `KEYS` scores at an address by e^(score − top); store the top and the sum at the
+# other two.
+softmax = _on_three_addresses(_emit_softmax)
+# Store `LANES` numbers of each of `LANES` rows as columns, `WIDTH` numbers apart. The first address
+# is that of the rows' addresses, the second the offset of the first number in bytes.
+transpose = _on_three_addresses(_emit_transpose)
 # Copy `WIDTH` numbers from one address to another.
-copy = _copy()
+copy = _on_two_addresses(_emit_copy)
+# Load the cache line of an address, which may be invalid, before it is needed.
+prefetch = _on_one_address(prefetch_line)
 
 
 def _scalar_exp() -> Any:

@@ -48,7 +48,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Modules whose code is compiled into the kernels of others.
 COMMON_SOURCES = [
     Path(__file__).with_name(name)
-    for name in ("jit.py", "gemm_tile.py", "avx512_bf16.py", "exact_f32.py")
+    for name in ("jit.py", "gemm_tile.py", "avx512_bf16.py", "exact_f32.py", "merge_results.py")
 ]
 FAST_OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "cache": True}
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from kvcache.kernels import exact_f32
-from kvcache.kernels.exact_f32 import available, copy, exp, multiply, prefetch, softmax, transpose
+from kvcache.kernels.exact_f32 import available, copy, multiply, prefetch, softmax, transpose
 from kvcache.kernels.jit import (
     ParallelKernel,
     exact_jit,
@@ -36,13 +36,13 @@ from kvcache.kernels.jit import (
     inline_jit,
     next_item,
 )
+from kvcache.kernels.merge_results import merge, merge_rows
 
-__all__ = ["ABSENT", "KEYS", "BlockRun", "StableAttention", "merge"]
+__all__ = ["KEYS", "BlockRun", "StableAttention", "merge"]
 
 KEYS = exact_f32.KEYS  # of a block
 QUERIES = 96  # query rows of an item, at most, but for the heads that share a KV head
 PARALLEL_KEYS = 2048  # rows times keys from which waking other threads pays
-ABSENT = -1  # in a table: this page is not in the pool
 LOWEST = np.float32(exact_f32.LOWEST)
 FIELDS = 9  # of an item
 LINE = 16  # numbers of a cache line
@@ -59,7 +59,9 @@ class BlockRun(NamedTuple):
     place: int  # of its result; those of the others follow
     start: int  # the position of the first row; a row sees keys up to its own position
     rows: int
-    table: npt.NDArray[np.int32]  # the page of each logical page of the sequence, or ABSENT
+    table: npt.NDArray[
+        np.int32
+    ]  # the page of each logical page; below 0 where it is not in the pool
     begin: int
     end: int
 
@@ -300,6 +302,13 @@ def _find(
 
 
 @exact_jit
+def _merge(left: Any, right: Any, rows: Any, wide: Any) -> None:
+    """Merge two partial results of an item, at addresses, into the left one."""
+    tops, totals = rows * wide * 4, rows * (wide + 1) * 4
+    merge_rows(left, left + tops, left + totals, right, right + tops, right + totals, rows, wide)
+
+
+@exact_jit
 def _write(result: Any, rows: Any, wide: Any, place: Any, head: Any, a: Any) -> None:
     """Write the result of an item: the attention, or its values, tops and sums."""
     out, heads, group, dim = f32_at(a[9]), a[12], a[13], a[14]
@@ -318,62 +327,6 @@ def _write(result: Any, rows: Any, wide: Any, place: Any, head: Any, a: Any) -> 
                 out[to * dim + d] = values[r * wide + d] / totals[r] + np.float32(0.0)
 
 
-@exact_jit
-def _merge_row(
-    values: Any, top: Any, total: Any, other_values: Any, other_top: Any, other_total: Any, dim: Any
-) -> None:
-    """Merge another partial result of a row into one; all arguments but `dim` are addresses.
-
-    Products and sums are apart: fused, they would not be the same in either order.
-    """
-    peak = max(f32_at(top)[0], f32_at(other_top)[0])
-    scale, other_scale = exp(f32_at(top)[0] - peak), exp(f32_at(other_top)[0] - peak)
-    mine, other = f32_at(values), f32_at(other_values)
-    for d in range(dim):
-        mine[d] = mine[d] * scale + other[d] * other_scale
-    f32_at(total)[0] = f32_at(total)[0] * scale + f32_at(other_total)[0] * other_scale
-    f32_at(top)[0] = peak
-
-
-@exact_jit
-def _merge(left: Any, right: Any, rows: Any, wide: Any) -> None:
-    """Merge two partial results of an item, at addresses, into the left one."""
-    tops, totals = rows * wide * 4, rows * (wide + 1) * 4
-    for r in range(rows):
-        at = 4 * r
-        _merge_row(
-            left + at * wide, left + tops + at, left + totals + at,
-            right + at * wide, right + tops + at, right + totals + at, wide,
-        )  # fmt: skip
-
-
-@exact_jit
-def _merge_all(
-    values: Any, top: Any, total: Any, other_values: Any, other_top: Any, other_total: Any,
-    rows: Any, dim: Any,
-) -> None:  # fmt: skip
-    for r in range(rows):
-        at = 4 * r
-        _merge_row(
-            values + at * dim, top + at, total + at,
-            other_values + at * dim, other_top + at, other_total + at, dim,
-        )  # fmt: skip
-
-
-def merge(sums: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
-    """Merge partial results into `sums`, with the bits of the kernel.
-
-    Each has values `[…, dim]`, tops and sums `[…, 1]`, float32 and contiguous.
-    """
-    values, top, total = sums
-    other_values, other_top, other_total = other
-    _merge_all(
-        values.data_ptr(), top.data_ptr(), total.data_ptr(),
-        other_values.data_ptr(), other_top.data_ptr(), other_total.data_ptr(),
-        top.numel(), values.shape[-1],
-    )  # fmt: skip
-
-
 def _kernel() -> ParallelKernel:
     def attend(address: Any) -> None:
         item = next_item(address)
@@ -385,4 +338,3 @@ def _kernel() -> ParallelKernel:
 
 
 _ATTEND = _kernel()
-_merge_all(0, 0, 0, 0, 0, 0, 0, 0)  # compiles it

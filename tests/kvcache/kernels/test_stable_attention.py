@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvcache.attention.block_tree import BLOCK
+from kvcache.attention.tiles import ABSENT
 from kvcache.kernels.exact_f32 import exp
 from kvcache.kernels.jit import exact_jit
 from kvcache.kernels.stable_attention import (
-    ABSENT,
     KEYS,
     LOWEST,
     BlockRun,
@@ -61,6 +62,10 @@ class Context:
         scores = torch.einsum("qhd,khd->hqk", self.q.double(), keys) / math.sqrt(self.q.shape[2])
         scores = scores.masked_fill(torch.ones(self.length, self.length).triu(1).bool(), -torch.inf)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).float()
+
+
+def test_its_blocks_are_those_of_the_tree():
+    assert KEYS == BLOCK
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
