@@ -31,8 +31,8 @@ import torch
 from bench.report import only_save, publish, spread, table
 from kvcache.attention import (
     HeldSpan,
+    MergedSpan,
     MergePlan,
-    PartialAttention,
     PartRows,
     Ranges,
     held_planner_for,
@@ -86,7 +86,7 @@ def serve(pipe: Connection, dtype: torch.dtype) -> None:
         layout,
         query_heads=HEADS,
         identity=identity(CREDITOR),
-        allowed=lambda debtor, loan, pages: True,
+        bad_loans=lambda debtor, pages_of: (),
         share=1.0,
         network=Network("127.0.0.1"),
     )
@@ -147,14 +147,7 @@ def measure(
         times.append(time.perf_counter())
         mine = held.attend_rows(pool[layer], q)
         times.append(time.perf_counter())
-        every = [mine, answer.rows]
-        plan_of_merge.merge(
-            PartialAttention(
-                torch.cat([each.values for each in every]),
-                torch.cat([each.top for each in every]),
-                torch.cat([each.total for each in every]),
-            )
-        ).output(q.dtype)
+        plan_of_merge.write([mine, answer.rows], torch.empty_like(q))
         times.append(time.perf_counter())
         if repeat >= 0:
             for name, at in (("exchange", 1), ("local", 2), ("merge", 4)):
@@ -171,7 +164,9 @@ def merge_plan(mine: Ranges, theirs: Ranges, spans: list[Span]) -> MergePlan:
             for begin, end in ranges:
                 own.append(PartRows(begin, end, at))
                 at += 1
-    return MergePlan([(span.start, 1, own) for span, own in zip(spans, parts, strict=True)])
+    return MergePlan(
+        [MergedSpan(span.row, span.start, 1, own) for span, own in zip(spans, parts, strict=True)]
+    )
 
 
 def main() -> None:

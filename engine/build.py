@@ -221,7 +221,7 @@ def _creditor(
         store.layout,
         query_heads=query_heads,
         identity=cache.identity,
-        allowed=PagesOfLoans(cache.bookkeeping.lender, cache.lock),
+        bad_loans=PagesOfLoans(cache.bookkeeping.lender, cache.lock),
         share=config.lend_compute,
         busy=busy,
         network=_network(config) if not isinstance(cache.transport, ShmTransport) else None,

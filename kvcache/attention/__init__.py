@@ -6,7 +6,7 @@ May import `memory` and the rooms below it.
 from kvcache.attention.block_tree import BLOCK, nodes_of
 from kvcache.attention.distributed import combine
 from kvcache.attention.held import HeldSpan, Part, Ranges, split_parts
-from kvcache.attention.merge_plan import MergePlan, PartRows
+from kvcache.attention.merge_plan import MergedSpan, MergePlan, PartRows
 from kvcache.attention.partial import PartialAttention
 from kvcache.attention.plan import HeldPlan, HeldPlanner, Plan, Planner, row_slots
 from kvcache.attention.select import held_planner_for, planner_for
@@ -17,6 +17,7 @@ __all__ = [
     "HeldPlanner",
     "HeldSpan",
     "MergePlan",
+    "MergedSpan",
     "Part",
     "PartRows",
     "PartialAttention",

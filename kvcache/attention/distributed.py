@@ -90,7 +90,7 @@ class StableHeldPlan:
         """
         self._spans, self._group = list(spans), group
         self.part_ranges: Ranges = []
-        self._rows = 0  # of the result
+        self.rows = 0  # of the result
         jobs: list[tuple[Node, list[tuple[int, QueryRows]]]] = []
         decodes: dict[Node, list[tuple[int, QueryRows]]] = {}  # as one tile, as on one engine
         for span in spans:
@@ -100,12 +100,12 @@ class StableHeldPlan:
             for begin, end, node, table in pieces:
                 for at in range(0, span.count, QUERY_TILE):
                     count, start = min(QUERY_TILE, span.count - at), span.start + at
-                    job = self._rows + at, QueryRows(span.row + at, start, count, table)
+                    job = self.rows + at, QueryRows(span.row + at, start, count, table)
                     if span.count == 1 and part_of(node) == (begin, end):
                         decodes.setdefault(node, []).append(job)
                     elif begin < start + count:
                         jobs.append((node, [job]))
-                self._rows += span.count
+                self.rows += span.count
         for node, some in decodes.items():
             jobs.append((node, sorted(some, key=lambda each: -each[1].start)))
         self._jobs: list[_Job] = []
@@ -123,11 +123,14 @@ class StableHeldPlan:
         rows = self.attend_rows(pages, q)
         return split_parts(rows, self.part_ranges, [span.count for span in self._spans])
 
-    def attend_rows(self, pages: torch.Tensor, q: torch.Tensor) -> PartialAttention:
+    def attend_rows(
+        self, pages: torch.Tensor, q: torch.Tensor, into: PartialAttention | None = None
+    ) -> PartialAttention:
         """See `HeldPlan.attend_rows`."""
         check_queries(self._spans, pages, q, self._group)
         heads, dim, kv_heads = q.shape[1], q.shape[2], pages.shape[3]
-        result = PartialAttention.neutral(self._rows, heads, dim, pages.device)
+        result = into or PartialAttention.empty(self.rows, heads, dim, pages.device)
+        result.fill_neutral()
         queries = {key: tile_queries(tile, q, kv_heads) for key, tile in self._queries.items()}
         for key, tile, places in self._jobs:
             sums = attend_tile(tile, queries[key], pages)

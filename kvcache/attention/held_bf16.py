@@ -63,7 +63,7 @@ class Bf16HeldPlan:
         """
         self._spans, self._group = list(spans), group
         self.part_ranges: Ranges = []
-        self._rows = 0  # of the result
+        self.rows = 0  # of the result
         segments: list[tuple[HeldSpan, _Run, Segment]] = []
         tiled = prefill_attention.supports(group, dim)
         for span in spans:
@@ -72,8 +72,8 @@ class Bf16HeldPlan:
             found = []
             for first, last in runs(table):
                 positions = TokenPos(first * page_size), TokenPos(last * page_size)
-                found.append(_Run(*positions, self._rows))
-                self._rows += span.count
+                found.append(_Run(*positions, self.rows))
+                self.rows += span.count
             self.part_ranges.append([(run.begin, run.end) for run in found])
             rows = [Row(span.row + at, table, span.start + at + 1) for at in range(span.count)]
             for run in found:
@@ -107,7 +107,7 @@ class Bf16HeldPlan:
         self._decode = DecodeAttention(single_row, *shape) if single_row else None
         self._prefill = PrefillAttention(multi_row, *shape) if multi_row else None
 
-        self._in_place = places == list(range(self._rows))  # nothing is split, no row is blind
+        self._in_place = places == list(range(self.rows))  # nothing is split, no row is blind
         self._turns = _turns(places)
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> list[list[Part]]:
@@ -115,7 +115,9 @@ class Bf16HeldPlan:
         rows = self.attend_rows(pages, q)
         return split_parts(rows, self.part_ranges, [span.count for span in self._spans])
 
-    def attend_rows(self, pages: torch.Tensor, q: torch.Tensor) -> PartialAttention:
+    def attend_rows(
+        self, pages: torch.Tensor, q: torch.Tensor, into: PartialAttention | None = None
+    ) -> PartialAttention:
         """See `HeldPlan.attend_rows`."""
         check_queries(self._spans, pages, q, self._group)
         heads, dim = q.shape[1:]
@@ -125,8 +127,15 @@ class Bf16HeldPlan:
             if kernels is not None:  # every result is partial: nothing is written to `out`
                 kernels.attend(pages, q, q, partials, parallel=self._parallel)
         if self._in_place:
-            return PartialAttention(partials[..., :dim], partials[..., dim + 1], partials[..., dim])
-        result = PartialAttention.neutral(self._rows, heads, dim)
+            found = PartialAttention(
+                partials[..., :dim], partials[..., dim + 1], partials[..., dim]
+            )
+            if into is None:
+                return found
+            into.copy_(found)
+            return into
+        result = into or PartialAttention.empty(self.rows, heads, dim)
+        result.fill_neutral()
         for turn, (places, numbers) in enumerate(self._turns):
             some = partials[numbers]
             if turn > 0:

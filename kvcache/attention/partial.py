@@ -98,11 +98,45 @@ class PartialAttention:
         cls, rows: int, heads: int, head_dim: int, device: torch.device | None = None
     ) -> PartialAttention:
         """Return the result over no keys; merging it changes nothing."""
+        result = cls.empty(rows, heads, head_dim, device)
+        result.fill_neutral()
+        return result
+
+    @classmethod
+    def empty(
+        cls, rows: int, heads: int, head_dim: int, device: torch.device | None = None
+    ) -> PartialAttention:
+        """Return memory for a result."""
         return cls(
-            torch.zeros(rows, heads, head_dim, device=device),
-            torch.full((rows, heads), LOWEST, device=device),
-            torch.zeros(rows, heads, device=device),
+            torch.empty(rows, heads, head_dim, device=device),
+            torch.empty(rows, heads, device=device),
+            torch.empty(rows, heads, device=device),
         )
+
+    def fill_neutral(self) -> None:
+        """Make this the result over no keys."""
+        self.values.zero_()
+        self.top.fill_(LOWEST)
+        self.total.zero_()
+
+    def copy_(self, other: PartialAttention) -> None:
+        """Take the numbers of a result of the same shape, on any device."""
+        self.values.copy_(other.values)
+        self.top.copy_(other.top)
+        self.total.copy_(other.total)
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether this can be what the softmax of some keys comes to, for each of its rows.
+
+        That is without NaN and infinity, and no row is without keys.
+        """
+        every = (self.values, self.top, self.total)
+        kernel = stable_kernel() if self.values.device.type == "cpu" else None
+        if kernel is not None:
+            return bool(kernel.is_attention(*(tensor.contiguous() for tensor in every)))
+        finite = all(tensor.isfinite().all() for tensor in every)
+        return bool(finite and (self.total > 0).all())
 
     @property
     def nbytes(self) -> int:

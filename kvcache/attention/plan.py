@@ -41,10 +41,18 @@ class HeldPlan(Protocol):
         """The keys of the parts of each span, as `attend` returns them."""
         ...
 
-    def attend_rows(self, pages: torch.Tensor, q: torch.Tensor) -> PartialAttention:
+    @property
+    def rows(self) -> int:
+        """How many rows `attend_rows` returns."""
+        ...
+
+    def attend_rows(
+        self, pages: torch.Tensor, q: torch.Tensor, into: PartialAttention | None = None
+    ) -> PartialAttention:
         """Return the rows of all parts: for each span and each of its parts, the span's rows.
 
-        Takes what `attend` takes, and raises what it raises.
+        They are written to `into` if that is given, which is contiguous. Takes what `attend` takes,
+        and raises what it raises.
         """
         ...
 

@@ -59,7 +59,8 @@ class CpuStableHeldPlan:
         """
         self._spans, self._group = list(spans), group
         self.part_ranges: Ranges = []
-        self._rows = 0  # of the result
+        self.rows = 0  # of the result
+        self._blind = False  # whether some rows see no key of a part
         work: list[BlockRun] = []
         for span in spans:
             check_span(span, page_size)
@@ -67,25 +68,34 @@ class CpuStableHeldPlan:
             self.part_ranges.append([(piece.begin, piece.end) for piece in pieces])
             for begin, _, node, table in pieces:
                 blind = max(begin - span.start, 0)  # rows before the part's first key
+                self._blind |= blind > 0
                 if blind < span.count:
                     work.append(
                         BlockRun(
-                            span.row + blind, self._rows + blind, span.start + blind,
+                            span.row + blind, self.rows + blind, span.start + blind,
                             span.count - blind, table, node.first, min(node.end, _blocks(span)),
                         )
                     )  # fmt: skip
-                self._rows += span.count
+                self.rows += span.count
         self._attention = StableAttention(work, kv_heads, group, page_size)
+        self._checked: object = None  # shapes and dtypes that fit the spans
 
     def attend(self, pages: torch.Tensor, q: torch.Tensor) -> list[list[Part]]:
         """See `HeldPlan.attend`; a part is a node of the block tree, or lies in one block."""
         rows = self.attend_rows(pages, q)
         return split_parts(rows, self.part_ranges, [span.count for span in self._spans])
 
-    def attend_rows(self, pages: torch.Tensor, q: torch.Tensor) -> PartialAttention:
+    def attend_rows(
+        self, pages: torch.Tensor, q: torch.Tensor, into: PartialAttention | None = None
+    ) -> PartialAttention:
         """See `HeldPlan.attend_rows`."""
-        check_queries(self._spans, pages, q, self._group)
-        result = PartialAttention.neutral(self._rows, *q.shape[1:])
+        shapes = pages.shape, q.shape, pages.dtype, q.dtype
+        if shapes != self._checked:
+            check_queries(self._spans, pages, q, self._group)
+            self._checked = shapes
+        result = into or PartialAttention.empty(self.rows, *q.shape[1:])
+        if self._blind:
+            result.fill_neutral()
         self._attention.attend_parts(pages, q, result.values, result.top, result.total)
         return result
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvcache.kernels.exact_f32 import exp
-from kvcache.kernels.jit import exact_jit, f32_at
+from kvcache.kernels.jit import exact_jit, f32_at, i64_at
 
-__all__ = ["merge", "merge_rows"]
+__all__ = ["is_attention", "merge", "merge_all", "merge_rows"]
 
 
 @exact_jit
@@ -53,4 +55,78 @@ def merge(sums: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
     )  # fmt: skip
 
 
-merge_rows(0, 0, 0, 0, 0, 0, 0, 0)  # compiles it
+@exact_jit
+def _merge_all(
+    rows_at: Any, pairs_at: Any, pairs: Any, results_at: Any, results: Any, out: Any, heads: Any,
+    dim: Any,
+) -> None:  # fmt: skip
+    rows, merged, found = i64_at(rows_at), i64_at(pairs_at), i64_at(results_at)
+    for n in range(pairs):
+        left, right = 3 * merged[2 * n], 3 * merged[2 * n + 1]
+        merge_rows(
+            rows[left], rows[left + 1], rows[left + 2],
+            rows[right], rows[right + 1], rows[right + 2], heads, dim,
+        )  # fmt: skip
+    for n in range(results):
+        row = 3 * found[2 * n]
+        values, total = f32_at(rows[row]), f32_at(rows[row + 2])
+        to = f32_at(out + 4 * found[2 * n + 1] * heads * dim)
+        for h in range(heads):
+            for d in range(h * dim, (h + 1) * dim):
+                # The sum of no products may be −0; it is +0 here.
+                to[d] = values[d] / total[h] + np.float32(0.0)
+
+
+def merge_all(
+    rows: npt.NDArray[np.int64],
+    pairs: npt.NDArray[np.int64],
+    results: npt.NDArray[np.int64],
+    out: torch.Tensor,
+) -> None:
+    """Merge partial results where they lie, and write attention to `out`.
+
+    `rows` is `[rows, 3]`: the addresses of each row's values `[heads, dim]`, tops and sums
+    `[heads]`. The second row of each of `pairs` is merged into the first, in their order. Then the
+    first row of each of `results`, divided by its sums, becomes the row of `out` that is its
+    second number. `out` is `[rows, heads, dim]`. All are float32 and contiguous.
+    """
+    _, heads, dim = out.shape
+    _merge_all(
+        rows.ctypes.data, pairs.ctypes.data, len(pairs), results.ctypes.data, len(results),
+        out.data_ptr(), heads, dim,
+    )  # fmt: skip
+
+
+@exact_jit
+def _are_finite(at: Any, count: Any) -> Any:
+    numbers = f32_at(at)
+    rest = np.float32(0.0)  # NaN as soon as one is added that is infinite or NaN
+    for n in range(count):
+        rest += numbers[n] - numbers[n]
+    return rest == np.float32(0.0)
+
+
+@exact_jit
+def _are_positive(at: Any, count: Any) -> Any:
+    numbers = f32_at(at)
+    least = np.float32(np.inf)
+    for n in range(count):
+        least = min(least, numbers[n])
+    return least > np.float32(0.0)
+
+
+def is_attention(values: torch.Tensor, top: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether all numbers are finite, and all sums positive. They are float32 and contiguous."""
+    return bool(
+        _are_finite(values.data_ptr(), values.numel())
+        and _are_finite(top.data_ptr(), top.numel())
+        and _are_finite(total.data_ptr(), total.numel())
+        and _are_positive(total.data_ptr(), total.numel())
+    )
+
+
+# Compile them.
+merge_rows(0, 0, 0, 0, 0, 0, 0, 0)
+_merge_all(0, 0, 0, 0, 0, 0, 0, 0)
+_are_finite(0, 0)
+_are_positive(0, 0)

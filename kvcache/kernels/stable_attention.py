@@ -36,9 +36,9 @@ from kvcache.kernels.jit import (
     inline_jit,
     next_item,
 )
-from kvcache.kernels.merge_results import merge, merge_rows
+from kvcache.kernels.merge_results import is_attention, merge, merge_all, merge_rows
 
-__all__ = ["KEYS", "BlockRun", "StableAttention", "merge"]
+__all__ = ["KEYS", "BlockRun", "StableAttention", "is_attention", "merge", "merge_all"]
 
 KEYS = exact_f32.KEYS  # of a block
 QUERIES = 96  # query rows of an item, at most, but for the heads that share a KV head

@@ -5,7 +5,7 @@
 """
 
 from kvcache.remote_attention.creditor import (
-    Allowed,
+    BadLoans,
     Creditor,
     CreditorStatistics,
     Debtor,
@@ -23,9 +23,9 @@ from kvcache.remote_attention.debtor import (
 from kvcache.remote_attention.exchange import AttentionShape, BorrowedPages, Limits, RemoteSpan
 
 __all__ = [
-    "Allowed",
     "Answer",
     "AttentionShape",
+    "BadLoans",
     "BorrowedPages",
     "Creditor",
     "CreditorFailed",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.attention import partial, select
+from kvcache.attention import merge_plan, partial, select
 from kvcache.attention.select import planner_for
 from kvcache.memory.layout import KVLayout
 from kvcache.pages.page_pool import SCRATCH_PAGE
@@ -31,6 +31,7 @@ def backend(name: str) -> Iterator[None]:
         if name == "torch":
             patch.setattr(partial, "stable_kernel", lambda: None)
             patch.setattr(select, "stable_kernel", lambda: None)
+            patch.setattr(merge_plan, "stable_kernel", lambda: None)
         yield
 
 

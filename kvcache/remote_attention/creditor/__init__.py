@@ -4,6 +4,6 @@ May import the exchange, and the rooms below `remote_attention`.
 """
 
 from kvcache.remote_attention.creditor.creditor import Creditor, CreditorStatistics
-from kvcache.remote_attention.creditor.loans import Allowed, Debtor, PagesOfLoans
+from kvcache.remote_attention.creditor.loans import BadLoans, Debtor, PagesOfLoans
 
-__all__ = ["Allowed", "Creditor", "CreditorStatistics", "Debtor", "PagesOfLoans"]
+__all__ = ["BadLoans", "Creditor", "CreditorStatistics", "Debtor", "PagesOfLoans"]

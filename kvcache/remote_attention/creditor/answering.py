@@ -17,7 +17,7 @@ from kvcache.remote_attention.creditor.debtor_connection import (
     PlannedStep,
     Request,
 )
-from kvcache.remote_attention.creditor.loans import Allowed, Debtor
+from kvcache.remote_attention.creditor.loans import BadLoans, Debtor
 from kvcache.remote_attention.exchange import (
     AttentionShape,
     Head,
@@ -50,7 +50,7 @@ class Answering:
         query_heads: int,
         *,
         limits: Limits,
-        allowed: Allowed,
+        bad_loans: BadLoans,
         guard: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """Raises `Unsupported` for a pool that holds a part of the model."""
@@ -59,7 +59,7 @@ class Answering:
         self.answers = 0
         self.computed_s = 0.0
         self._pool, self._layout = pool, layout
-        self._allowed, self._guard = allowed, guard
+        self._bad_loans, self._guard = bad_loans, guard
         self._planner = held_planner_for(layout, query_heads // layout.kv_heads, pool.device)
         self._planner([])  # compiles the kernels of this shape
 
@@ -113,10 +113,10 @@ class Answering:
         with self._guard():
             self._check_loans(connection.debtor, planned.pages_of, LeaseExpired)
             began = time.monotonic()
-            found = planned.plan.attend_rows(self._pool[head.layer], queries)
-            planned.place.values.copy_(found.values)
-            planned.place.top.copy_(found.top)
-            planned.place.total.copy_(found.total)
+            if self._pool.device.type == "cpu":
+                planned.plan.attend_rows(self._pool[head.layer], queries, planned.place)
+            else:
+                planned.place.copy_(planned.plan.attend_rows(self._pool[head.layer], queries))
             computed_s = time.monotonic() - began
             self._check_loans(connection.debtor, planned.pages_of, LeaseExpired)
         self.answers += 1
@@ -135,9 +135,7 @@ class Answering:
         error: type[MicroserveError],
     ) -> None:
         """Refuse the loans that are none, or that do not have these pages."""
-        bad = tuple(
-            loan for loan, pages in pages_of.items() if not self._allowed(debtor, loan, pages)
-        )
+        bad = self._bad_loans(debtor, pages_of)
         if bad:
             shown = ", ".join(bad[:3])
             message = f"pages of no live loan of {debtor.engine_id}: loan {shown}"

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
@@ -25,7 +25,7 @@ from kvcache.memory import KVLayout
 from kvcache.remote_attention.creditor.answering import Answering, RefusedError
 from kvcache.remote_attention.creditor.budget import ComputeBudget
 from kvcache.remote_attention.creditor.debtor_connection import DebtorConnection, Request
-from kvcache.remote_attention.creditor.loans import Allowed
+from kvcache.remote_attention.creditor.loans import BadLoans
 from kvcache.remote_attention.creditor.reception import Reception
 from kvcache.remote_attention.exchange import Head, Limits, Refusal, listen_tcp, listen_unix
 from kvcache.transport import Network
@@ -72,7 +72,7 @@ class Creditor:
         *,
         query_heads: int,
         identity: Identity,
-        allowed: Allowed,
+        bad_loans: BadLoans,
         share: float,
         burst_s: float = 0.05,
         wait_s: float = 3.0,
@@ -85,7 +85,7 @@ class Creditor:
         """Listen, and start the thread.
 
         `pool` is `[layers, pages, 2, page_size, kv_heads, head_dim]`, of `layout`. It must outlive
-        the creditor. `allowed` says which pages belong to which loans. It is asked before each
+        the creditor. `bad_loans` says which loans have ended. It is asked before each
         computation and after it, and `guard` is held from the one to the other: so an answer is
         over pages that were lent all the while. While `busy` says that the process has
         requests of its own, at most `share` of the time goes into computations, but for `burst_s`
@@ -97,7 +97,7 @@ class Creditor:
         model, and `BadRequest` as `ComputeBudget` does.
         """
         self._answering = Answering(
-            pool, layout, query_heads, limits=limits or Limits(), allowed=allowed, guard=guard
+            pool, layout, query_heads, limits=limits or Limits(), bad_loans=bad_loans, guard=guard
         )
         self._wait_s, self._threads = wait_s, threads
         self._on_device = pool.device.type != "cpu"
@@ -151,6 +151,8 @@ class Creditor:
 
     def _act(self) -> None:
         """Wait for what arrives, and act on it; no name is left of a debtor that has gone."""
+        for waiting in self._ready:  # one request of each at a time
+            self._unwatch(waiting.connection)
         for key, _ in self._selector.select(self._timeout_s()):
             act: Callable[[], None] = key.data
             act()
@@ -211,7 +213,6 @@ class Creditor:
             self._drop(connection)
         else:
             if request is not None:
-                self._selector.unregister(connection.socket)  # one request of each at a time
                 self._ready.append(_Waiting(connection, request, time.monotonic()))
 
     def _refuse(self, connection: DebtorConnection, head: Head, refusal: Refusal) -> None:
@@ -238,13 +239,19 @@ class Creditor:
         event: int,
         call: Callable[[DebtorConnection], None],
     ) -> None:
-        watched = connection.socket.fileno() in self._selector.get_map()
-        change = self._selector.modify if watched else self._selector.register
+        if connection.watched == event:
+            return
+        change = self._selector.modify if connection.watched else self._selector.register
         change(connection.socket, event, partial(call, connection))
+        connection.watched = event
+
+    def _unwatch(self, connection: DebtorConnection) -> None:
+        if connection.watched:
+            self._selector.unregister(connection.socket)
+            connection.watched = 0
 
     def _drop(self, connection: DebtorConnection) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(connection.socket)
+        self._unwatch(connection)
         if self._connections.get(connection.debtor.engine_id) is connection:
             del self._connections[connection.debtor.engine_id]
         connection.close()

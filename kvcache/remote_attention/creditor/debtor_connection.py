@@ -54,6 +54,7 @@ class DebtorConnection:
         self.socket = connection
         self.debtor = debtor
         self.buffers = buffers
+        self.watched = 0  # the event that a selector waits for; 0: it does not know the socket
         self.planned: PlannedStep | None = None
         # Why the plan of a step was refused: the queries that follow it are refused for the same.
         self.refused: tuple[int, Refusal] = (-1, Refusal(BadRequest("no step was planned")))

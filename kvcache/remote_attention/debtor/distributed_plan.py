@@ -10,6 +10,7 @@ import torch
 from kvcache.attention import (
     HeldPlanner,
     HeldSpan,
+    MergedSpan,
     MergePlan,
     PartialAttention,
     PartRows,
@@ -78,14 +79,13 @@ class DistributedPlan:
             held.append(HeldSpan(span.row, span.start, span.count, span.pages[numbers], numbers))
         if asked:
             remote.begin_step(asked)  # they plan while this engine does
-        of_split = [np.arange(span.row, span.row + span.count) for span, _ in self._split]
-        self._split_rows = torch.from_numpy(np.concatenate([*of_split, np.empty(0, np.int64)]))
         self._merge: MergePlan | None = None  # made when the creditors have told their parts
         self._slots = torch.from_numpy(row_slots(spans, page_size))
         self._remote = remote
         self._plain = planner(plain) if plain else None
         self._plain_rows = torch.from_numpy(np.concatenate(rows)) if rows else None
         self._held = held_planner(held) if held else None
+        self._local: PartialAttention | None = None  # what `_held` computes in a layer
 
     def append(self, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """See `kvcache.attention.Plan.append`."""
@@ -102,7 +102,9 @@ class DistributedPlan:
         if self._held is None:
             return self._plain.attend(pages, q) if self._plain else torch.zeros_like(q)
         self._remote.send(layer, q)
-        local = self._held.attend_rows(pages, q)
+        if self._local is None:
+            self._local = PartialAttention.empty(self._held.rows, *q.shape[1:], q.device)
+        self._held.attend_rows(pages, q, self._local)
         out = torch.zeros_like(q)
         if self._plain is not None and self._plain_rows is not None:
             some = self._plain_rows.to(q.device)
@@ -110,15 +112,7 @@ class DistributedPlan:
         answers = self._remote.receive(layer)
         if self._merge is None:
             self._merge = self._plan_merge(self._held.part_ranges, answers)
-        every = [local, *(answer.rows for answer in answers.values())]
-        merged = self._merge.merge(
-            PartialAttention(
-                torch.cat([each.values.to(q.device) for each in every]),
-                torch.cat([each.top.to(q.device) for each in every]),
-                torch.cat([each.total.to(q.device) for each in every]),
-            )
-        )
-        out[self._split_rows.to(q.device)] = merged.output(q.dtype)
+        self._merge.write([self._local, *(answer.rows for answer in answers.values())], out)
         return out
 
     def _plan_merge(self, local: Ranges, answers: Mapping[EngineId, Answer]) -> MergePlan:
@@ -140,7 +134,7 @@ class DistributedPlan:
                     at += count
         return MergePlan(
             [
-                (span.start, span.count, own)
+                MergedSpan(span.row, span.start, span.count, own)
                 for (span, _), own in zip(self._split, parts, strict=True)
             ]
         )

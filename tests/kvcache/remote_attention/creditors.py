@@ -56,13 +56,13 @@ class LendingEngine:
             growth=lambda: 0,
             clock=time.monotonic,
         )
-        allowed = options.pop("allowed", None) or PagesOfLoans(self.lender, self.lock)
+        bad_loans = options.pop("bad_loans", None) or PagesOfLoans(self.lender, self.lock)
         self.creditor = Creditor(
             self.pool,
             layout,
             query_heads=query_heads,
             identity=identity(name),
-            allowed=allowed,
+            bad_loans=bad_loans,
             share=share,
             network=Network("127.0.0.1"),
             **options,

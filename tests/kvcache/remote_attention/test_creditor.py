@@ -382,17 +382,18 @@ def test_pages_of_loans_are_those_of_the_debtors_process(
 ):
     engine = lending()
     pages = engine.lend("a", 3)
-    allowed = PagesOfLoans(engine.lender, engine.lock)
+    bad_loans = PagesOfLoans(engine.lender, engine.lock)
     me = Debtor(DEBTOR.engine_id, DEBTOR.epoch)
+    a, b = LeaseId("a"), LeaseId("b")
     some = frozenset(pages[:2])
-    assert allowed(me, LeaseId("a"), some)
-    assert allowed(me, LeaseId("a"), frozenset())
-    assert not allowed(me, LeaseId("a"), some | {PageId(30)})
-    assert not allowed(me, LeaseId("b"), some)
-    assert not allowed(me._replace(epoch=me.epoch - 1), LeaseId("a"), some)
-    assert not allowed(me._replace(engine_id=EngineId("b")), LeaseId("a"), some)
+    assert bad_loans(me, {a: some}) == ()
+    assert bad_loans(me, {a: frozenset()}) == ()
+    assert bad_loans(me, {a: some | {PageId(30)}}) == (a,)
+    assert bad_loans(me, {a: some, b: some}) == (b,)
+    assert bad_loans(me._replace(epoch=me.epoch - 1), {a: some}) == (a,)
+    assert bad_loans(me._replace(engine_id=EngineId("b")), {a: some}) == (a,)
     engine.free("a")
-    assert not allowed(me, LeaseId("a"), frozenset())
+    assert bad_loans(me, {a: frozenset()}) == (a,)
 
 
 def test_a_loan_that_ends_during_a_computation_is_refused(
@@ -410,16 +411,16 @@ def test_a_loan_that_ends_during_a_computation_is_refused(
 
     engine = lending(guard=guard)
     span = good_span(engine)
-    usual = engine.creditor._answering._allowed
+    usual = engine.creditor._answering._bad_loans
 
-    def allowed(*what: Any) -> bool:
+    def bad_loans(*what: Any) -> tuple[LeaseId, ...]:
         events.append("look")
         found = usual(*what)
         if ends.is_set() and events[-2:] == ["begin", "look"]:
             engine.free("good")  # while it computes
         return found
 
-    engine.creditor._answering._allowed = allowed
+    engine.creditor._answering._bad_loans = bad_loans
     with connected(engine) as debtor:
         debtor.begin_step({NAME: [span]})
         debtor.send(0, queries(1))
