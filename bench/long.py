@@ -52,7 +52,8 @@ from router.engines.http_client import HttpClient
 PAGE = 16  # tokens
 LONG, NEW = 6000, 48  # tokens of the prompt and of the output
 WHOLE = 560  # pages: all contexts of the bench
-HALF = (LONG + NEW) // 2 // PAGE
+HALF = (LONG + NEW) // 2 // PAGE  # pages
+POOL = HALF * 8 // 7 + 1  # of a debtor: alone, a long context keeps seven eighths of it
 BESIDE, BESIDE_PROMPT = 4, 200  # streams of the creditor, and tokens of their prompts
 REQUESTS, EACH, EACH_NEW = 6, 2000, 96
 CONTEXTS = (1000, 2000, 4000, 7000)
@@ -127,8 +128,7 @@ def engines(dtype: str) -> Iterator[Engines]:
     """Start all engines and the router."""
     whole = ("--dtype", dtype, *LENGTH, "--pool-pages", str(WHOLE))
     lends = ("--dtype", dtype, *LENGTH, "--pool-pages", str(2 * WHOLE), "--lend-share", "0.7")
-    # Half, a page to grow into, and a block that is on its way.
-    small = ("--dtype", dtype, "--cpus", "0", "--pool-pages", str(HALF + 8))
+    small = ("--dtype", dtype, "--cpus", "0", "--pool-pages", str(POOL))
     with ExitStack() as stack:
         start = stack.enter_context
         folder = start(tempfile.TemporaryDirectory())
@@ -320,7 +320,7 @@ def contexts(fleet: Engines, _repeats: int) -> dict[str, Any]:
     table("tokens per second, by the length of the prompt", ["", "whole", "borrow"],
           [[length, f"{rates['whole']:.0f}", f"{rates['borrow']:.0f}"]
            for length, rates in found.items()])  # fmt: skip
-    return {"over_context": found, "pool_tokens": (HALF + 8) * PAGE}
+    return {"over_context": found, "pool_tokens": POOL * PAGE}
 
 
 def _tpot(streams: Sequence[Times]) -> float:

@@ -29,6 +29,7 @@ __all__ = ["LongGenerations", "ShipLimits"]
 
 IMPATIENT: Final = 20  # sweeps without progress, after which those behind are preempted
 QUIET: Final = 20  # sweeps in which no block has left, before any is fetched because it is cheaper
+FREE_SHARE: Final = 8  # a long generation that is alone leaves one such part of the pool free
 LIKELY: Final = 32  # further tokens of a generation, at least: as many as so far, unless limited
 
 
@@ -279,10 +280,17 @@ class LongGenerations:
         return max(final - self._cache.planned_length(job.seq_id), 0)
 
     def _share(self, elsewhere: BlocksElsewhere) -> int:
-        """Return how many pages a long generation keeps, if blocks can be had."""
-        half = elsewhere.total_pages // 2
-        per_block = elsewhere.block_tokens // self._cache.page_size
-        return max((half - self._pressed) // max(len(self._waited), 1), per_block)
+        """Return how many pages a long generation keeps, if blocks can be had.
+
+        With others it leaves them half of the pool. Alone it leaves an eighth, in which its next
+        chunk is computed while blocks leave: keys in the own pool are attended to beside those that
+        are elsewhere, and cost no exchange.
+        """
+        total, per_block = elsewhere.total_pages, elsewhere.block_tokens // self._cache.page_size
+        kept = total // 2
+        if not self._others:
+            kept = max(kept, total - max(total // FREE_SHARE, 2 * per_block))
+        return max((kept - self._pressed) // max(len(self._waited), 1), per_block)
 
     def _keeps(self, elsewhere: BlocksElsewhere, job: Generation) -> int:
         """Return how many pages a long generation keeps: its share, and what came to stay."""

@@ -74,7 +74,7 @@ class Lending:
             self.cache.layout,
             query_heads=tiny().config.num_heads,
             identity=self.cache.identity,
-            allowed=PagesOfLoans(self.cache.bookkeeping.lender, self.cache.lock),
+            bad_loans=PagesOfLoans(self.cache.bookkeeping.lender, self.cache.lock),
             share=1.0,
             limits=limits,
         )
