@@ -119,7 +119,7 @@ def stable_row_multiple(model: nn.Module) -> int:
     largest candidate if no candidate is stable.
     """
     layers = {
-        layer.weight.shape: layer
+        layer.shape: layer
         for layer in model.modules()
         if isinstance(layer, Linear) and layer.weight.dtype == torch.float32
     }
@@ -129,7 +129,7 @@ def stable_row_multiple(model: nn.Module) -> int:
         if not multiple:
             log.warning(
                 "float32 products with a weight %s are not bit-stable on this CPU: near ties may "
-                "give other tokens", tuple(shape),
+                "give other tokens", shape,
             )  # fmt: skip
             return CANDIDATES[-1]
     return multiple
@@ -138,7 +138,7 @@ def stable_row_multiple(model: nn.Module) -> int:
 @torch.inference_mode()
 def _stable_multiple(layer: Linear, least: int) -> int:
     """Return the smallest candidate from `least` on that is stable for a layer; 0: none."""
-    outputs, inputs = layer.weight.shape
+    outputs, inputs = layer.shape
     count = FEW_ROWS if outputs * inputs > LARGE else ROWS
     rows = torch.randn((count, inputs), generator=torch.Generator().manual_seed(0))
     whole = layer(rows)

@@ -130,7 +130,7 @@ class Transformer(nn.Module):
         return logits.float()
 
     def pack(self) -> None:
-        """Pack all weights for the fastest matrix products. Only in bfloat16 on CPUs."""
+        """Pack all weights for the fastest matrix products. Only on CPUs."""
         self._replace_linears(pack)
 
     def quantize(self) -> None:

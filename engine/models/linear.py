@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -34,11 +35,13 @@ class Linear(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    shape: tuple[int, int]  # outputs and inputs
     # Whether a kernel is kept for each number of rows that was multiplied: oneDNN does that.
     keeps_kernels = True
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
+        self.shape = outputs, inputs
         self.weight = empty_weight(outputs, inputs, dtype=dtype)
         self.bias = empty_weight(outputs, dtype=dtype) if bias else None
 
@@ -52,27 +55,32 @@ class Linear(nn.Module):
 
 
 class PackedLinear(Linear):
-    """A bfloat16 `Linear` on a CPU whose weight is packed for `engine.kernels.linear_bf16`."""
+    """A `Linear` on a CPU whose weight is packed for a kernel of its dtype.
+
+    Those are `engine.kernels.linear_bf16` and `engine.kernels.linear_f32`.
+    """
 
     keeps_kernels = False
 
     def __init__(self, plain: Linear) -> None:
-        """Pack `plain`. Only where `linear_bf16.supports` its weight."""
-        from engine.kernels import linear_bf16
-
-        linear_bf16.kernel()
+        """Pack `plain`. Only where the kernel supports its weight."""
+        kernels = _kernels(plain.weight.dtype)
+        kernels.kernel()
         nn.Module.__init__(self)
-        self.weight = _constant(linear_bf16.pack(plain.weight))
+        self.shape = plain.shape
+        self.weight = _constant(kernels.pack(plain.weight))
         self.bias = plain.bias
         zeros = plain.weight.new_zeros(len(plain.weight))
         self._bias_or_zeros: Tensor = zeros if plain.bias is None else plain.bias
-        self._product, self._rows = linear_bf16.product, linear_bf16.packed_rows
+        self._product, self._rows = kernels.product, kernels.packed_rows
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._product(x, self.weight, self._bias_or_zeros)
+        out: Tensor = self._product(x, self.weight, self._bias_or_zeros)
+        return out
 
     def rows(self, indices: Tensor) -> Tensor:
-        return self._rows(self.weight, indices)
+        found: Tensor = self._rows(self.weight, indices)
+        return found
 
 
 class OneDnnLinear(Linear):
@@ -83,6 +91,7 @@ class OneDnnLinear(Linear):
 
     def __init__(self, plain: Linear) -> None:
         nn.Module.__init__(self)
+        self.shape = plain.shape
         self.weight = _constant(torch.ops.mkldnn._reorder_linear_weight(plain.weight, None))
         self.bias = plain.bias
 
@@ -105,6 +114,7 @@ class WidenedLinear(Linear):
 
     def __init__(self, plain: Linear) -> None:
         nn.Module.__init__(self)
+        self.shape = plain.shape
         self.weight = plain.weight
         self.bias = plain.bias
 
@@ -116,20 +126,34 @@ class WidenedLinear(Linear):
 
 
 def pack(plain: Linear) -> Linear:
-    """Return `plain`, a bfloat16 layer, in the form whose products are fastest on this CPU."""
-    try:
-        from engine.kernels.linear_bf16 import supports
+    """Return `plain`, a float32 or bfloat16 layer, in the form that is fastest on this CPU.
 
-        if supports(*plain.weight.shape):
+    In float32 that is one whose rows have the same bits however many there are, if there is one.
+    """
+    try:
+        if _kernels(plain.weight.dtype).supports(*plain.shape):
             return PackedLinear(plain)
     except (ImportError, RuntimeError) as error:  # RuntimeError: numba's cache is not writable
         _warn_once(f"matrix products with few rows are slow here: {error}")
+    if plain.weight.dtype == torch.float32:
+        return plain
     if onednn_multiplies_bf16():
         return OneDnnLinear(plain)
     _warn_once(
         "this processor does not multiply bfloat16: float32 is faster, and takes more memory"
     )
     return WidenedLinear(plain)
+
+
+def _kernels(dtype: torch.dtype) -> ModuleType:
+    """Return the kernel of products of a dtype. Raises `ImportError` or `RuntimeError`."""
+    if dtype == torch.float32:
+        from engine.kernels import linear_f32
+
+        return linear_f32
+    from engine.kernels import linear_bf16
+
+    return linear_bf16
 
 
 def onednn_multiplies_bf16() -> bool:
@@ -149,6 +173,7 @@ class Int8Linear(Linear):
 
     def __init__(self, plain: Linear) -> None:
         nn.Module.__init__(self)
+        self.shape = plain.shape
         weight = plain.weight.float()
         scale = (weight.abs().amax(1) / 127).bfloat16()
         scale.clamp_(min=torch.finfo(scale.dtype).tiny)  # for rows of zeros

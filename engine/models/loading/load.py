@@ -126,7 +126,7 @@ def _build(
     sum_: Sum | None,
 ) -> Transformer:
     transformer = assemble(checkpoint, dtype, device, part, sum_)
-    if dtype == torch.bfloat16 and device.type == "cpu":
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
         with torch.inference_mode():
             if quantization == "int8":
                 transformer.quantize()
