@@ -35,7 +35,7 @@ class MergedSpan(NamedTuple):
 
     row: int
     start: TokenPos
-    count: int
+    rows: int
     parts: Sequence[PartRows]
 
 
@@ -125,7 +125,8 @@ class MergePlan:
 
 def _pairs(left: int, right: int, count: int) -> npt.NDArray[np.int64]:
     """Return `[count, 2]`: the rows of both sides."""
-    return np.arange(count)[:, None] + np.array([left, right])
+    pairs: npt.NDArray[np.int64] = np.arange(count)[:, None] + np.array([left, right])
+    return pairs
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:

@@ -97,6 +97,12 @@ class Borrowing:
         source.on_lost = partial(self._note, self._over)
         source.on_called_back = partial(self._note, self._called_back)
 
+    @property
+    def available_pages(self) -> int:
+        """See `BlocksElsewhere`."""
+        with self._lock:
+            return self._manager.available
+
     # Moving
 
     def settle(self) -> int:

@@ -55,6 +55,11 @@ class BlocksElsewhere(Protocol):
         """All pages of the pool, but the scratch page."""
         ...
 
+    @property
+    def available_pages(self) -> int:
+        """Pages that are free, or would be if what is only cached left."""
+        ...
+
     def settle(self) -> int:
         """Let go of the local pages of blocks that have arrived, and take in those come home.
 

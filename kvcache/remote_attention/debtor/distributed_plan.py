@@ -103,7 +103,7 @@ class DistributedPlan:
             return self._plain.attend(pages, q) if self._plain else torch.zeros_like(q)
         self._remote.send(layer, q)
         if self._local is None:
-            self._local = PartialAttention.empty(self._held.rows, *q.shape[1:], q.device)
+            self._local = PartialAttention.empty(self._held.rows, q.shape[1], q.shape[2], q.device)
         self._held.attend_rows(pages, q, self._local)
         out = torch.zeros_like(q)
         if self._plain is not None and self._plain_rows is not None:
