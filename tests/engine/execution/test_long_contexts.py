@@ -210,6 +210,33 @@ def test_blocks_come_home_when_the_pool_has_room(
     check_as_one_engine(made.engine, [long])
 
 
+def test_a_long_context_leaves_an_eighth_of_the_pool_alone_and_half_of_it_to_others(
+    world: Callable[..., World],
+):
+    made = world(1, pages=128)
+    long = generation(1, prompt(2600), max_tokens=40)
+    short = generation(2, prompt(700, 2), max_tokens=4)
+    elsewhere = made.engine.cache.elsewhere
+    assert elsewhere is not None
+    local: list[int] = []
+
+    def between(_step: int) -> None:
+        time.sleep(0.005)  # blocks leave meanwhile
+        produced = len(made.engine.tokens(long))
+        if produced == 20 and not made.engine.tokens(short):
+            local.append(elsewhere.local_pages(long.seq_id))
+            made.engine.stepper.submit(short)
+        if len(made.engine.tokens(short)) == 3:
+            local.append(elsewhere.local_pages(long.seq_id))
+
+    made.engine.between = between
+    made.engine.stepper.submit(long)
+    made.engine.finish([long, short])
+    assert 128 - 16 - 8 <= local[0] <= 128 - 16
+    assert local[1] <= 128 // 2
+    check_as_one_engine(made.engine, [long, short])
+
+
 @pytest.mark.parametrize("tokens", [-4, 6])
 def test_a_creditor_that_is_lost(world: Callable[..., World], tokens: int):
     """In mid-prefill and in mid-decode: the step is computed again, nothing is emitted twice."""
