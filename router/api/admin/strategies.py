@@ -106,7 +106,7 @@ def routes(router: Router) -> APIRouter:
         """Who has changed what, when."""
         return reply({"entries": await router.changes.entries()})
 
-    @api.get("/admin/events", response_class=EventStream)
+    @api.get("/admin/events", response_class=EventStream, responses=errors(503))
     async def events(http: Http) -> Response:
         """Everything that happens, as it happens, as server-sent events."""
         stream = http.stream(EVENT_HEADERS)
