@@ -67,6 +67,7 @@ def routes(router: Router) -> APIRouter:
                 "generations": live,
                 "canary": canary,
                 "last_canary": rollout.last_canary,
+                "can_roll_back": router.changes.can_roll_back,
                 "strategies": router.catalog.describe(),
                 "uploads": router.config.allow_upload,
             }
