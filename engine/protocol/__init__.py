@@ -64,7 +64,14 @@ from engine.protocol.timeline import (
     TIMELINE_STEPS,
     EngineTimeline,
 )
-from engine.protocol.wire import bad_request, error_body, error_from_body, parse
+from engine.protocol.wire import (
+    MOST_MESSAGE,
+    MOST_NAME,
+    bad_request,
+    error_body,
+    error_from_body,
+    parse,
+)
 from kvcache.errors import (
     BadAddress,
     BadRange,
@@ -93,6 +100,8 @@ __all__ = [
     "ALL_CAPABILITIES",
     "BLOCK_TOKENS",
     "LONGEST_S",
+    "MOST_MESSAGE",
+    "MOST_NAME",
     "TIMELINE_PUTS",
     "TIMELINE_S",
     "TIMELINE_STEPS",

@@ -12,7 +12,9 @@ from pydantic import BaseModel, ValidationError
 from kvcache import errors
 from kvcache.errors import BadRequest, Internal, MicroserveError, NoCapacity
 
-__all__ = ["bad_request", "error_body", "error_from_body", "parse"]
+__all__ = [
+    "MOST_MESSAGE", "MOST_NAME", "bad_request", "error_body", "error_from_body", "parse",
+]  # fmt: skip
 
 _BY_TYPE: dict[str, type[MicroserveError]] = {
     error.type: error
@@ -22,9 +24,9 @@ _BY_TYPE: dict[str, type[MicroserveError]] = {
 M = TypeVar("M", bound=BaseModel)
 
 MOST_RETRY_AFTER_S = 600.0
-# Longest message, and longest param or code, of an error that another process sends (characters).
-# Errors are kept in receipts and logs.
-MESSAGE, NAME = 2000, 256
+# Longest message, and longest param or code, of an error that another process sends or the code of
+# a user raises (characters). Errors are kept in receipts and logs, and told to clients.
+MOST_MESSAGE, MOST_NAME = 2000, 256
 
 
 def error_body(error: MicroserveError) -> dict[str, Any]:
@@ -47,11 +49,11 @@ def error_from_body(body: object, *, retry_after: str | None = None) -> Microser
     detail = body.get("error") if isinstance(body, dict) else None
     if not isinstance(detail, dict):
         return Internal(f"not an error body: {_text(body, 200) or type(body).__name__}")
-    kind = _BY_TYPE.get(_text(detail.get("type"), NAME) or "", Internal)
+    kind = _BY_TYPE.get(_text(detail.get("type"), MOST_NAME) or "", Internal)
     error = kind(
-        _text(detail.get("message"), MESSAGE) or f"an error without a message ({kind.type})",
-        param=_text(detail.get("param"), NAME),
-        code=_text(detail.get("code"), NAME),
+        _text(detail.get("message"), MOST_MESSAGE) or f"an error without a message ({kind.type})",
+        param=_text(detail.get("param"), MOST_NAME),
+        code=_text(detail.get("code"), MOST_NAME),
     )
     if isinstance(error, NoCapacity) and retry_after is not None:
         seconds = _retry_after_s(retry_after)

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from engine.protocol import MicroserveError
+from engine.protocol import MOST_MESSAGE, MicroserveError
 from router.advice.fleet import fit_fleet, virtual_fleet
 from router.base import import_from
 from router.rollout import Catalog
@@ -25,7 +25,7 @@ from router.workload import WorkloadConfig
 __all__ = ["fit", "run", "shaken"]
 
 NEIGHBOURS = 16  # on each side of an arrival, from which its distance to the one before is drawn
-MESSAGE_CHARACTERS, ERROR_CHARACTERS = 2000, 500
+ERROR_CHARACTERS = 500
 
 
 def fit(job: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def fit(job: dict[str, Any]) -> dict[str, Any]:
     try:
         return fit_fleet(job["engines"], job["profile"])
     except MicroserveError as error:
-        return {"error": error.message[:MESSAGE_CHARACTERS]}
+        return {"error": error.message[:MOST_MESSAGE]}
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 runs.append(_figures(summarize(run_experiment(experiment), slo)))
         return {"runs": runs}
     except MicroserveError as error:
-        return {"error": error.message[:MESSAGE_CHARACTERS]}
+        return {"error": error.message[:MOST_MESSAGE]}
 
 
 def shaken(arrivals: Sequence[float], seed: int) -> list[float]:

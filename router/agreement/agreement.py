@@ -148,6 +148,11 @@ class Agreement:
         active = truth.active
         return await self._changed(active.number, await self._sources.bind(active))
 
+    @property
+    def can_roll_back(self) -> bool:
+        truth = self._following.truth
+        return truth.trial is not None or bool(truth.before)
+
     async def loaded(self, who: str, strategy: Strategy) -> None:
         activation, sources = self._sources.describe(strategy.bind({}))
         source, names = activation.source, self._catalog.names_with(strategy)

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from engine.protocol import BadRequest, MicroserveError
-from router.cli.options import CA_HELP, GroupedCommand, Number, option, read_ca
+from router.cli.options import CA_HELP, GroupedCommand, Number, ServerUrl, option, read_ca
 from router.cli.workload_options import POSITIVE, workload_of, workload_options
 from router.engines import HttpClient
 from router.load import Outcome, Target, closed_loop, open_loop, show, summarize
@@ -27,8 +27,8 @@ OF_FILES = ("jsonl", "mooncake")  # kinds that `--workload` takes together with 
 
 
 @click.command(cls=GroupedCommand)
-@option("--url", default="http://127.0.0.1:8000", show_default=True, group="Server",
-        help="URL of the server under load")  # fmt: skip
+@option("--url", type=ServerUrl(), default="http://127.0.0.1:8000", show_default=True,
+        group="Server", help="URL of the server under load")  # fmt: skip
 @option("--model", default="", group="Server", help="model name  [default: the first one listed]")
 @option("--api-key", default="", group="Server", help="key that the server asks for")
 @option("--ca", default="", metavar="FILE", group="Server", help=CA_HELP)

@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import Any
 
-from engine.protocol import DuplicateRequest, MicroserveError
+from engine.protocol import MOST_MESSAGE, MOST_NAME, DuplicateRequest, MicroserveError
 from router.base import (
     Chunk,
     Request,
@@ -24,8 +24,6 @@ from router.supervision import ChildTasks, Interrupted, Supervised, ViolationKin
 from router.telemetry import CANCELLED
 
 __all__ = ["StrategyRun"]
-
-MOST_TEXT = 2000  # characters of an error of user code: receipts and listeners keep it
 
 
 class StrategyRun:
@@ -142,6 +140,8 @@ class StrategyRun:
             raise self._violation("overlap", what, line_in(error.__traceback__)) from error
         closed = isinstance(cause, GeneratorExit) and not self._supervised.running
         if isinstance(cause, MicroserveError) or closed:
+            if isinstance(cause, MicroserveError):
+                _bound(cause)
             if cause is not error:
                 raise cause from error
             return
@@ -207,19 +207,29 @@ class StrategyRun:
 
     def _violation(self, kind: ViolationKind, what: str, line: str = "") -> StrategyError:
         """Count a violation; return the error that reports it."""
-        message = f"{_bounded(what)} ({line})" if line else _bounded(what)
+        label, where = self._revision.label, f" ({line})" if line else ""
+        most = MOST_MESSAGE - len(f"{label}: {where}")
+        message = f"{_bounded(what, most)}{where}"
         self._revision.add_violation(kind, message)
-        return StrategyError(f"{self._revision.label}: {message}")
+        return StrategyError(f"{label}: {message}")
 
 
-def _bounded(what: str) -> str:
-    """Return what a strategy's error says, as receipts, events and logs can keep it.
+def _bound(error: MicroserveError) -> None:
+    """Shorten what an error says: the strategy may have raised it."""
+    error.message = _bounded(error.message, MOST_MESSAGE)
+    if error.param is not None:
+        error.param = _bounded(error.param, MOST_NAME)
+    if error.code is not None:
+        error.code = _bounded(error.code, MOST_NAME)
+
+
+def _bounded(what: object, most: int) -> str:
+    """Return at most `most` characters, as receipts, events, logs and answers can have them.
 
     Half of a surrogate pair, which no JSON can have, is written as its escape.
     """
-    if len(what) > MOST_TEXT:
-        what = f"{what[:MOST_TEXT]}…"
-    return what.encode("utf-8", "backslashreplace").decode()
+    text = str(what).encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= most else f"{text[: max(most - 1, 0)]}…"
 
 
 def _wake(waiter: asyncio.Future[None], _: asyncio.Task[None]) -> None:

@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from engine.protocol import BadRequest, MicroserveError, Timeout
+from engine.protocol import MOST_MESSAGE, BadRequest, MicroserveError, Timeout
 from router.base import Conflict, NotFound, import_from, root_cause
 from router.rollout.source_error import SourceError, place_of
 from router.strategy import Strategy
@@ -24,7 +24,6 @@ __all__ = ["Catalog", "read_source"]
 
 log = logging.getLogger(__name__)
 _modules = itertools.count()
-MESSAGE_CHARACTERS = 2000  # of an exception that a module raises
 
 
 class Catalog:
@@ -178,7 +177,7 @@ def _refused(where: str, source: str, error: BaseException) -> SourceError:
     """Return the error that says `FILE:LINE: ERROR`, in one line."""
     place = place_of(error, source, where)
     said = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    message = f"{where}:{place.line or 1}: {type(error).__name__}: {said[:MESSAGE_CHARACTERS]}"
+    message = f"{where}:{place.line or 1}: {type(error).__name__}: {said[:MOST_MESSAGE]}"
     syntax = isinstance(error, SyntaxError) and error.filename in (where, None)
     return SourceError(message, kind="syntax" if syntax else "load", place=place)
 

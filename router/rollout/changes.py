@@ -45,6 +45,10 @@ class Changes(Protocol):
     async def rollback(self, who: str) -> Changed:
         """End the canary if there is one, else go back. Raises `Conflict`."""
 
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether there is a canary to end, or a generation to go back to."""
+
     async def loaded(self, who: str, strategy: Strategy) -> None:
         """Note that a strategy was loaded and is listed, and list it elsewhere."""
 
@@ -82,6 +86,11 @@ class LocalChanges:
 
     async def rollback(self, who: str) -> Changed:
         return Changed(self._rollout.rollback(who))
+
+    @property
+    def can_roll_back(self) -> bool:
+        revisions = self._rollout.revisions
+        return revisions.candidate is not None or revisions.active.before is not None
 
     async def loaded(self, who: str, strategy: Strategy) -> None:
         self._rollout.loaded(who, strategy)

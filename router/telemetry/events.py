@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import orjson
 
+from engine.protocol import Overloaded
+
 __all__ = ["EventKind", "Events", "Listener"]
 
 EventKind = Literal[
@@ -29,6 +31,7 @@ EventKind = Literal[
     "request_ended",
 ]
 QUEUE = 1024
+MOST_LISTENERS = 64  # to everything: each may have a full queue, and takes a connection
 
 
 class Listener:
@@ -95,8 +98,11 @@ class Events:
     def listening(self, cut_off: Callable[[], object]) -> Iterator[Listener]:
         """A listener to all events published while the body runs.
 
-        `cut_off` is called if the listener does not keep up.
+        `cut_off` is called if the listener does not keep up. Raises `Overloaded` for too many
+        listeners.
         """
+        if len(self._listeners) >= MOST_LISTENERS:
+            raise Overloaded(f"{MOST_LISTENERS} listeners are connected; more are not served")
         listener = Listener(self._limit, cut_off)
         self._listeners.add(listener)
         try:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from engine.protocol import MicroserveError, NoCapacity
+from engine.protocol import MOST_MESSAGE, MicroserveError, NoCapacity
 from router.base import EngineId, EngineRequestId, NotFound, RevisionNumber
 from router.telemetry.timings import Timings
 
@@ -18,7 +18,6 @@ __all__ = ["CANCELLED", "Leg", "Receipt", "Receipts"]
 CANCELLED = "cancelled"  # type of a leg's error
 MOST_ENGINES = 16  # that an outline names
 MOST_WAITS = 64  # of a request that are told one by one
-MOST_MESSAGE = 2000  # characters of an error: a strategy may raise one of any length
 
 Phase = Literal["prefill", "migration", "decode"]
 Call = Literal["prep_recv", "remote_send", "start_generate", "commit", "pin", "unpin"]

@@ -277,6 +277,19 @@ def test_parameters_are_a_form_from_their_schemas(pages: Any, fleet: BrowserFlee
     assert fleet.get("/admin/strategies")["active"]["params"]["ratio"] == 0.25
 
 
+def test_what_cannot_be_rolled_back_has_no_button_to_press(pages: Any, fleet: BrowserFleet):
+    while fleet.get("/admin/strategies")["can_roll_back"]:
+        fleet.send("POST", "/admin/rollback")
+    page = opened(pages, fleet)
+    button = page.get_by_role("button", name="Roll back", exact=True)
+    button.wait_for()
+    assert button.is_disabled()
+    assert button.get_attribute("title") == "There is no earlier generation to go back to"
+    fleet.send("PUT", "/admin/strategy", name="balanced")
+    until(button.is_enabled)
+    assert button.get_attribute("title") == "Activate what was active before"
+
+
 COLORED = """source => import(`${location.origin}/ui/python.js`).then(
     ({highlighted}) => highlighted(source))"""
 

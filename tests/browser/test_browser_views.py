@@ -169,6 +169,25 @@ def test_a_swap_is_a_generation_of_its_own_and_goodput_follows_the_objectives(
     fleet.send("PUT", "/admin/strategy", name="prefill_decode")
 
 
+KEYS = """chart => [...chart.querySelectorAll(".legend .key path")].map(path => {
+    const {stroke, strokeDasharray} = getComputedStyle(path);
+    return [stroke, strokeDasharray];
+})"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_percentiles_have_colors_and_dashes_of_their_own(
+    pages: Any, fleet: BrowserFleet, theme: str
+):
+    page = pages.open(f"{fleet.url}/#/latency", color_scheme=theme)
+    page.get_by_role("button", name="p90").click()
+    name = "Time to first token"
+    chart = page.locator(".chart", has=page.get_by_role("heading", name=name, exact=True))
+    chart.locator(".key").nth(2).wait_for()
+    keys = chart.evaluate(KEYS)[:3]
+    assert len({color for color, _ in keys}) == len({dash for _, dash in keys}) == 3, keys
+
+
 def test_a_wait_for_room_is_told_in_words(pages: Any):
     flags = ("--max-waiting", "1", "--max-batch", "1", "--step-ms", "4")
     fleet = BrowserFleet(roles=("any",), engine_flags=flags)

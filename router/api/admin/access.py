@@ -42,7 +42,10 @@ def check_admin(router: Router, http: HttpRequest, given: str | None, hosts: All
     """
     if key := router.config.admin_key:
         if not same_key(given, key):
-            raise Unauthorized("the admin API needs its key", code="invalid_api_key")
+            wrong = "this is not the key of the admin API"
+            raise Unauthorized(
+                wrong if given else "the admin API needs its key", code="invalid_api_key"
+            )
         if hosts.enforced:
             hosts.check(http.headers.get("host"))
         http.who = "admin_key"

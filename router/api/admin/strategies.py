@@ -67,6 +67,7 @@ def routes(router: Router) -> APIRouter:
                 "generations": live,
                 "canary": canary,
                 "last_canary": rollout.last_canary,
+                "can_roll_back": router.changes.can_roll_back,
                 "strategies": router.catalog.describe(),
                 "uploads": router.config.allow_upload,
             }
@@ -106,7 +107,7 @@ def routes(router: Router) -> APIRouter:
         """Who has changed what, when."""
         return reply({"entries": await router.changes.entries()})
 
-    @api.get("/admin/events", response_class=EventStream)
+    @api.get("/admin/events", response_class=EventStream, responses=errors(503))
     async def events(http: Http) -> Response:
         """Everything that happens, as it happens, as server-sent events."""
         stream = http.stream(EVENT_HEADERS)

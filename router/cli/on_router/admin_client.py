@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 import httpx
 
-from router.cli.options import CA_HELP, option, read_ca
+from router.cli.options import CA_HELP, ServerUrl, option, read_ca
 
 __all__ = ["NoAnswer", "admin_client", "admin_options", "call_admin", "problem_of", "unreachable"]
 
@@ -21,8 +21,8 @@ def admin_options(command: F) -> F:
     for add in (
         option("--ca", default="", metavar="FILE", group="Router", help=CA_HELP),
         option("--admin-key", default="", group="Router", help="key of the router's admin API"),
-        option("--url", default="http://127.0.0.1:8000", show_default=True, group="Router",
-               help="the router's URL"),
+        option("--url", type=ServerUrl(), default="http://127.0.0.1:8000", show_default=True,
+               group="Router", help="the router's URL"),
     ):  # fmt: skip
         command = add(command)
     return command

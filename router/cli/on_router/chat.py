@@ -11,7 +11,7 @@ import httpx
 
 from router.base import DONE, EventSplitter
 from router.cli.on_router.admin_client import unreachable
-from router.cli.options import CA_HELP, GroupedCommand, Number, option, read_ca
+from router.cli.options import CA_HELP, GroupedCommand, Number, ServerUrl, option, read_ca
 
 __all__ = ["chat"]
 
@@ -20,8 +20,8 @@ Messages = list[dict[str, str]]
 
 @click.command(cls=GroupedCommand)
 @click.argument("prompt", required=False)
-@option("--url", default="http://127.0.0.1:8000", show_default=True, group="Server",
-        help="the router's URL")  # fmt: skip
+@option("--url", type=ServerUrl(), default="http://127.0.0.1:8000", show_default=True,
+        group="Server", help="the router's URL")  # fmt: skip
 @option("--api-key", default="", group="Server", help="key that the router asks for")
 @option("--ca", default="", metavar="FILE", group="Server", help=CA_HELP)
 @option("--system", default="", group="Generation", help="system message")

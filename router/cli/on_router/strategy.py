@@ -20,6 +20,7 @@ from router.cli.options import (
     CONTEXT,
     GroupedCommand,
     Number,
+    ServerUrl,
     StrategyName,
     option,
     read_params,
@@ -45,7 +46,8 @@ params_option = option(
 
 
 @click.group(context_settings=CONTEXT)
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="the router's URL")
+@click.option("--url", type=ServerUrl(), default="http://127.0.0.1:8000", show_default=True,
+              help="the router's URL")  # fmt: skip
 @click.option("--admin-key", default="", help="key of the router's admin API")
 @click.option("--ca", default="", metavar="FILE", help=CA_HELP)
 @click.pass_context

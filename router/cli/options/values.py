@@ -9,6 +9,7 @@ import ssl
 from collections.abc import Collection
 from importlib.metadata import entry_points
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 from click.shell_completion import CompletionItem
@@ -20,6 +21,7 @@ __all__ = [
     "CA_HELP",
     "ModelName",
     "Number",
+    "ServerUrl",
     "StrategyName",
     "read_ca",
     "read_params",
@@ -59,6 +61,22 @@ class Number(click.ParamType):  # type: ignore[type-arg]  # generic only in newe
         if not self.least <= number <= self.most:
             self.fail(f"{value} is not {self.bounds}.", param, ctx)
         return number
+
+
+class ServerUrl(click.ParamType):  # type: ignore[type-arg]  # as above
+    """The address of an HTTP server."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            parts = urlsplit(str(value))
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            good = False
+        if not good:
+            self.fail(f"{value!r} is not of the form http://HOST:PORT or https://HOST.", param, ctx)
+        return str(value)
 
 
 class ModelName(click.ParamType):  # type: ignore[type-arg]  # as above

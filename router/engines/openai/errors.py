@@ -18,6 +18,8 @@ from typing import Any
 import orjson
 
 from engine.protocol import (
+    MOST_MESSAGE,
+    MOST_NAME,
     BadRequest,
     Internal,
     MicroserveError,
@@ -33,7 +35,6 @@ from router.base import EngineUnreachable
 __all__ = ["REFUSED", "error_in_stream", "error_of"]
 
 REFUSED = frozenset({400, 405, 409, 415, 422})
-MESSAGE, NAME = 2000, 256  # characters
 _KINDS: dict[int, type[MicroserveError]] = {
     **dict.fromkeys(REFUSED, BadRequest),
     **dict.fromkeys((401, 403), Unauthorized),
@@ -60,7 +61,7 @@ def error_in_stream(event: Any) -> MicroserveError:
     status = int(code) if isinstance(code, int) or (isinstance(code, str) and _digits(code)) else 0
     if not status and isinstance(detail, dict):
         status = {"invalid_request_error": 400, "rate_limit_error": 429}.get(
-            str(detail.get("type"))[:NAME], 0
+            str(detail.get("type"))[:MOST_NAME], 0
         )
     return _error(status or 500, event, None)
 
@@ -88,13 +89,13 @@ def _said(fields: Any) -> tuple[str, str | None, str | None]:
     if isinstance(fields, dict):
         detail = next((fields[name] for name in ("error", "detail") if fields.get(name)), fields)
     if not isinstance(detail, dict):
-        return _text(detail, MESSAGE) or "", None, None
-    message = _text(detail.get("message"), MESSAGE) or _text(detail, MESSAGE) or ""
+        return _text(detail, MOST_MESSAGE) or "", None, None
+    message = _text(detail.get("message"), MOST_MESSAGE) or _text(detail, MOST_MESSAGE) or ""
     param, code = detail.get("param"), detail.get("code")
     return (
         message,
-        _text(param, NAME) if isinstance(param, str) else None,
-        _text(code, NAME) if isinstance(code, str) else None,
+        _text(param, MOST_NAME) if isinstance(param, str) else None,
+        _text(code, MOST_NAME) if isinstance(code, str) else None,
     )
 
 

@@ -89,8 +89,10 @@ function placed(marks, x, width) {
   });
 }
 
-// `times`: seconds since the epoch. `series`: {label, color (a CSS variable's name), values, dash,
-// width, fill, group, which}; values may be null. Lines of one `group` share an entry of the legend,
+const paint = ({ color, strength = 100 }) => `color-mix(in srgb, var(--${color}) ${strength}%, var(--panel))`;
+
+// `times`: seconds since the epoch. `series`: {label, color (a CSS variable's name), strength (of it,
+// %), values, dash, width, fill, group, which}; values may be null. Lines of one `group` share an entry of the legend,
 // which tells them apart by `which`. `marks`: {time, label} of vertical lines. `span`: seconds that
 // the axis shows. `most`: the upper end of the other one.
 export function Chart({ title, note, times, series, marks = [], height = 190, format = String, span = 600, most }) {
@@ -125,8 +127,11 @@ export function Chart({ title, note, times, series, marks = [], height = 190, fo
         ${[...groups].map(
           ([name, lines]) =>
             html`<li key=${name}>
-              <i class="swatch" style=${{ background: `var(--${lines[0].color})` }}></i>${name}
-              ${lines.map(({ label, which, values }) => html`<span key=${label}>${which} <b class="num">${shown(values)}</b></span>`)}
+              ${lines[0].which && name}
+              ${lines.map((line) => html`<span key=${line.label}>
+                <svg class="key" aria-hidden="true" width="27" height="8"><path class="chart-line" d="M2,4H22" stroke-width="2" stroke-dasharray=${line.dash?.join(" ")} style=${{ stroke: paint(line) }} /></svg>
+                ${line.which ?? name} <b class="num">${shown(line.values)}</b>
+              </span>`)}
             </li>`,
         )}
       </ul>
@@ -144,8 +149,8 @@ export function Chart({ title, note, times, series, marks = [], height = 190, fo
         )}
         ${series.map(({ label, values, fill }) => fill && html`<path key=${`${label} area`} d=${areaOf(times, values, x, y, from)} style=${{ fill: `var(--${fill})` }} />`)}
         ${series.map(
-          ({ label, values, color, dash, width = 1.75 }) => html`<path key=${label} class="chart-line" d=${pathOf(times, values, x, y, from)}
-            stroke-width=${width} stroke-dasharray=${dash?.join(" ")} style=${{ stroke: `var(--${color})` }} />`,
+          (line) => html`<path key=${line.label} class="chart-line" d=${pathOf(times, line.values, x, y, from)}
+            stroke-width=${line.width ?? 1.75} stroke-dasharray=${line.dash?.join(" ")} style=${{ stroke: paint(line) }} />`,
         )}
         ${placed(marks, x, width).map(
           ({ time, label, at, left, row }) => html`<g key=${time} class="chart-mark">
@@ -157,7 +162,7 @@ export function Chart({ title, note, times, series, marks = [], height = 190, fo
         html`<g>
           <line class="chart-pointer" x1=${x(times[near])} x2=${x(times[near])} y1=${TOP} y2=${height - BOTTOM} />
           <text class="chart-when" x=${Math.min(x(times[near]), width - 30)} y=${height - 5} text-anchor="middle">${clock(times[near])}</text>
-          ${series.map(({ label, values, color }) => values[near] != null && html`<circle key=${label} r="3" cx=${x(times[near])} cy=${y(values[near])} style=${{ fill: `var(--${color})` }} />`)}
+          ${series.map((line) => line.values[near] != null && html`<circle key=${line.label} r="3" cx=${x(times[near])} cy=${y(line.values[near])} style=${{ fill: paint(line) }} />`)}
         </g>`}
       </svg>
     </div>

@@ -100,23 +100,32 @@ export function Empty({ title, children }) {
   return html`<div class="empty"><strong>${title}</strong>${children && html`<p>${children}</p>`}</div>`;
 }
 
-// `columns`: {key, title, align, render(row), class}. A row that `href(row)` leads on is a link by
+const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+
+// `columns`: {key, title, align, render(row), class, by(row)}. The head of one with `by` is a button
+// that sorts by this text or number, and the other way round if it is pressed again. A row that `href(row)` leads on is a link by
 // its first cell, and takes clicks everywhere.
 export function Table({ columns, rows, rowKey, href, empty = "Nothing here.", label, class: extra }) {
+  const [{ key: first, turn }, sort] = useState({}); // turn: 1, or -1 from the greatest to the least
+  const by = columns.find(({ key }) => key === first)?.by;
+  const sorted = by ? [...rows].sort((a, b) => turn * compare(by(a), by(b))) : rows;
   return html`<div class="table-scroll" tabindex="0" role="region" aria-label=${label}>
     <table class=${classes("table", extra)}>
       <thead>
         <tr>
           ${columns.map(
-            ({ key, title, align, class: extra }) =>
-              html`<th key=${key} scope="col" class=${classes(align && `align-${align}`, extra)}>${title}</th>`,
+            ({ key, title, align, class: extra, by }) =>
+              html`<th key=${key} scope="col" class=${classes(align && `align-${align}`, extra)}
+                aria-sort=${by && (key !== first ? "none" : turn > 0 ? "ascending" : "descending")}>
+                ${by ? html`<button type="button" class="sort" onClick=${() => sort({ key, turn: key === first ? -turn : 1 })}>${title}</button>` : title}
+              </th>`,
           )}
         </tr>
       </thead>
       <tbody>
         ${rows.length === 0 &&
         html`<tr><td class="table-empty" colspan=${columns.length}>${empty}</td></tr>`}
-        ${rows.map((row) => {
+        ${sorted.map((row) => {
           const link = href?.(row);
           return html`<tr
             key=${rowKey(row)}

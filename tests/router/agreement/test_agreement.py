@@ -180,6 +180,15 @@ async def test_a_swap_is_seen_by_all_when_it_returns():
             assert [peer.number for peer in made] == [number] * 3
 
 
+async def test_all_routers_know_whether_there_is_something_to_roll_back():
+    async with peers(MemoryStore(asyncio.get_running_loop().time), 2) as made:
+        assert [peer.agreement.can_roll_back for peer in made] == [False, False]
+        await made[0].agreement.activate("me", Wanted(made[0].catalog["balanced"].bind({})))
+        await until(lambda: all(peer.agreement.can_roll_back for peer in made))
+        await made[1].agreement.rollback("me")
+        await until(lambda: not any(peer.agreement.can_roll_back for peer in made))
+
+
 async def test_one_router_is_the_first_and_another_one_when_it_has_left():
     async with peers(MemoryStore(asyncio.get_running_loop().time), 3) as made:
         firsts = lambda: [peer.agreement.first for peer in made]  # noqa: E731

@@ -45,6 +45,14 @@ def test_a_key_is_needed_where_one_is_configured(given: str | None):
     assert called(key="k", given=given, remote="10.1.2.3") is Unauthorized
 
 
+def test_a_wrong_key_is_told_from_none():
+    for given, said in (("", "needs its key"), (None, "needs its key"), ("K", "is not the key")):
+        router: Any = SimpleNamespace(config=SimpleNamespace(admin_key="k"))
+        http: Any = SimpleNamespace(headers={"host": "localhost"}, remote="127.0.0.1", who="")
+        with pytest.raises(Unauthorized, match=said):
+            check_admin(router, http, given, LOCAL)
+
+
 def test_with_the_key_an_admin_calls_from_anywhere():
     foreign = {"host": "evil.example", "origin": "http://evil.example"}
     assert called(foreign, key="k", given="k", remote="10.1.2.3") == "admin_key"

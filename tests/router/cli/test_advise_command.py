@@ -179,7 +179,7 @@ async def test_apply_beside_a_canary_is_refused_before_anything_runs(
         (("--profile", "/no/such.json"), 2, "No such file"),
         (("--minutes", "0"), 2, "0 is not from"),
         (("--candidate", "balanced:ratio"), 2, "not of the form K=V"),
-        (("--admin-key", "wrong"), 1, "the admin API needs its key"),
+        (("--admin-key", "wrong"), 1, "this is not the key of the admin API"),
     ],
 )
 async def test_mistakes_are_one_sentence(route, fake, flags, code, said):

@@ -126,6 +126,16 @@ def test_a_number_just_beyond_its_range_is_refused(flag, value):
     assert done.exit_code == 2 and f"{value} is not from" in done.output, done.output
 
 
+@pytest.mark.parametrize("url", ["foo", "127.0.0.1:8000", "ftp://x", "http://", "http://x:y"])
+@pytest.mark.parametrize(
+    "command", ["top --url {}", "chat hello --url {}", "bench --url {}", "strategy --url {} list"]
+)
+def test_what_is_no_url_is_refused(command, url):
+    refused = CliRunner().invoke(cli, command.format(url).split())
+    said = f"'{url}' is not of the form http://HOST:PORT or https://HOST."
+    assert refused.exit_code == 2 and refused.output.rstrip().endswith(said), refused.output
+
+
 def test_a_range_includes_its_ends():
     number = Number(int, 1, 5)
     assert [number.convert(text, None, None) for text in ("1", "5")] == [1, 5]

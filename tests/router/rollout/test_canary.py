@@ -182,6 +182,22 @@ async def test_a_good_canary_is_promoted_under_its_own_number(route, fake):
         ]  # fmt: skip
 
 
+async def test_it_is_told_whether_there_is_something_to_roll_back(route, fake):
+    async with route(fake("a")) as r:
+        known(r, good)
+
+        async def told() -> bool:
+            return (await r.get("/admin/strategies"))["can_roll_back"]
+
+        assert not await told()
+        for changes in ({"canary": {"percent": 50}}, {}):
+            await put(r, "good", **changes)
+            assert await told()
+            assert (await r.post("/admin/rollback", {}))[0] == 200
+            assert not await told()
+        assert (await r.post("/admin/rollback", {}))[0] == 409
+
+
 async def test_a_canary_is_promoted_by_hand(route, fake):
     async with route(fake("a")) as r:
         known(r, good)

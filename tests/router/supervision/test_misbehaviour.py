@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections import Counter
 from contextlib import suppress
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.protocol import NoCapacity
+from engine.protocol import NoCapacity, PeerUnreachable
 from router import Chunk, strategy
 from router.base import StrategyError
 
@@ -203,13 +204,28 @@ async def test_an_error_with_any_text_is_told_everywhere(route, fake, kind, text
         r.use(strategy(careless))
         status, body = await r.post("/v1/completions", ASK, headers={"X-Request-Id": "it"})
         assert (status, body["error"]["type"]) == (500, "strategy_error")
-        assert text[:12] in body["error"]["message"]
+        assert text[:12] in body["error"]["message"] and len(body["error"]["message"]) <= 2000
         receipt = await r.get("/admin/requests/it")
         assert receipt["status"] == "failed" and len(receipt["error"]["message"]) < 2200
         assert (await r.get("/admin/trace"))["otherData"]["requests"] == 1
         async with asyncio.timeout(10):
             while b"event: request_ended" not in await events.content.readline():
                 pass
+
+
+async def test_an_error_that_the_router_may_retry_is_as_short(route, fake):
+    """Also in the list of retries, and in its other fields."""
+
+    async def careless(request, cluster):
+        raise PeerUnreachable("long" * 100_000, param="p" * 1000, code="c" * 1000)
+        yield
+
+    async with route(fake("a")) as r:
+        r.use(strategy(careless))
+        _, body = await r.post("/v1/completions", ASK, headers={"X-Request-Id": "it"})
+        assert len(json.dumps(body)) < 2800 and body["error"]["message"].startswith("longlong")
+        receipt = await r.get("/admin/requests/it")
+        assert receipt["retries"] and len(json.dumps(receipt["retries"][0])) < 2800
 
 
 async def test_a_strategy_without_progress_ends_and_says_where_it_waits(route, fake):

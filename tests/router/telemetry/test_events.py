@@ -8,6 +8,7 @@ import stat
 
 import aiohttp
 import pytest
+from waiting import until
 
 from router.rollout.audit_log import AuditLog
 from router.telemetry.events import Events
@@ -67,6 +68,21 @@ async def test_a_slow_listener_is_cut_off():
             assert cut == [True]
         events.publish("swap", number=9)
         assert [frame async for frame in slow.frames(10)] == []
+
+
+async def test_there_are_only_so_many_listeners(route, fake, monkeypatch):
+    monkeypatch.setattr("router.telemetry.events.MOST_LISTENERS", 2)
+    async with route(fake("a")) as r, r.http.get(r.server.url + "/admin/events") as first:
+        await first.content.readline()
+        async with r.http.get(r.server.url + "/admin/events") as second:
+            await second.content.readline()
+            async with r.http.get(r.server.url + "/admin/events") as third:
+                assert third.status == 503 and third.headers["Retry-After"] == "1"
+                assert (await third.json())["error"]["type"] == "overloaded"
+            second.close()
+        await until(lambda: len(r.server.router.events._listeners) == 1)
+        async with r.http.get(r.server.url + "/admin/events") as another:
+            assert another.status == 200
 
 
 async def test_shutdown_ends_the_listeners(route, fake):

@@ -13,7 +13,7 @@ from rich.live import Live
 
 from router.base import table_console
 from router.cli.on_router.admin_client import admin_client, admin_options, unreachable
-from router.cli.on_router.top.router_state import Away, Events, Frame, History, ask
+from router.cli.on_router.top.router_state import Away, Events, History, ask
 from router.cli.on_router.top.view import show
 from router.cli.options import GroupedCommand, Number, option
 from router.cli.progress import on_signal
@@ -41,27 +41,15 @@ def top(url: str, admin_key: str, ca: str, interval: float, once: bool) -> None:
         if once or not sys.stdout.isatty():
             history = History(whole=True)
             try:
-                history.add(_ask(client, url))
+                history.add(ask(client))
                 time.sleep(min(interval, BETWEEN_S))
-                history.add(_ask(client, url))
+                history.add(ask(client))
             except Away as away:
                 raise unreachable(url, httpx.ConnectError(str(away))) from None
             console = table_console()
             console.print(show(console, url, history, Events()), crop=False)
             return
         _watch(client, url, interval)
-
-
-def _ask(client: httpx.Client, url: str) -> Frame:
-    """Ask for everything, and try whether it can be shown. Raises `Away` likewise."""
-    frame, alone = ask(client), History()
-    alone.add(frame)
-    try:
-        show(table_console(), url, alone, Events())
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        # Of a router of another version, or of none.
-        raise Away(f"not an answer of a router: {type(error).__name__}: {error}") from None
-    return frame
 
 
 def _watch(client: httpx.Client, url: str, interval: float) -> None:
@@ -81,7 +69,7 @@ def _watch(client: httpx.Client, url: str, interval: float) -> None:
             while True:
                 began, away = time.monotonic(), ""
                 try:
-                    history.add(_ask(client, url))
+                    history.add(ask(client))
                 except Away as error:
                     away = str(error)
                 frame = show(console, url, history, events, away, height=console.height)

@@ -8,12 +8,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import httpx
+from pydantic import BaseModel
 
+from engine.protocol import BadRequest, parse
 from router.cli.on_router.admin_client import problem_of
+from router.cli.on_router.top.answers import Audit, Engine, Engines, Strategies
 from router.cli.on_router.top.samples import Metrics, quantile, read_metrics
 
 __all__ = ["SHOWN_EVENTS", "Away", "Events", "Frame", "History", "ask"]
@@ -24,6 +27,7 @@ SHOWN_EVENTS = 8
 SILENT = frozenset({"request_begun", "request_ended"})  # one of each for every request
 MOST_LINE = 1 << 20  # characters
 PAUSE_S = 1.0
+M = TypeVar("M", bound=BaseModel)
 
 
 class Away(Exception):
@@ -35,8 +39,8 @@ class Frame:
     """The answers of one moment."""
 
     at: float  # time.monotonic()
-    engines: list[dict[str, Any]]
-    strategies: dict[str, Any]
+    engines: list[Engine]
+    strategies: Strategies
     audit: list[dict[str, Any]]
     metrics: Metrics
 
@@ -44,12 +48,10 @@ class Frame:
 def ask(client: httpx.Client, clock: Callable[[], float] = time.monotonic) -> Frame:
     """Ask a router for everything. Raises `Away`, and `ClickException` if it refuses."""
     try:
-        engines = _json(client, "/admin/engines")["engines"]
-        strategies = _json(client, "/admin/strategies")
-        audit = _json(client, "/admin/audit")["entries"]
-        metrics = read_metrics(_text(client, "/metrics"))
-        if not isinstance(engines, list) or not isinstance(audit, list):
-            raise ValueError("these are no lists")
+        engines = _told(client, Engines, "/admin/engines").engines
+        strategies = _told(client, Strategies, "/admin/strategies")
+        audit = _told(client, Audit, "/admin/audit").entries
+        metrics = read_metrics(_body(client, "/metrics").decode())
         return Frame(clock(), engines, strategies, audit[-SHOWN_EVENTS:], metrics)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Away(str(error) or type(error).__name__) from None
@@ -57,14 +59,15 @@ def ask(client: httpx.Client, clock: Callable[[], float] = time.monotonic) -> Fr
         raise Away(f"not an answer of a router: {type(error).__name__}: {error}") from None
 
 
-def _json(client: httpx.Client, path: str) -> dict[str, Any]:
-    told = json.loads(_text(client, path))
-    if not isinstance(told, dict):
-        raise ValueError(f"{path} is no object")
-    return told
+def _told(client: httpx.Client, kind: type[M], path: str) -> M:
+    """Return an answer as a record. Raises `ValueError` if it is none of this kind."""
+    try:
+        return parse(kind, _body(client, path))
+    except BadRequest as error:
+        raise ValueError(f"{path}: {error.message}") from None
 
 
-def _text(client: httpx.Client, path: str) -> str:
+def _body(client: httpx.Client, path: str) -> bytes:
     with client.stream("GET", path) as reply:
         body = bytearray()
         for piece in reply.iter_bytes():
@@ -75,7 +78,7 @@ def _text(client: httpx.Client, path: str) -> str:
         raise click.ClickException(problem_of(json.loads(body)))
     if reply.is_error:
         raise ValueError(f"{path}: status {reply.status_code}")
-    return body.decode()
+    return bytes(body)
 
 
 class History:
@@ -117,17 +120,17 @@ class History:
         before = {} if whole else self._frames[0].metrics.buckets(name)
         return quantile(share, now, before)
 
-    def tokens_per_s(self, engine: dict[str, Any]) -> float | None:
+    def tokens_per_s(self, engine: Engine) -> float | None:
         """Return how many tokens an engine sampled per second, since the frame before."""
         if len(self._frames) < 2:
             return None
         before, now = self._frames[-2], self._frames[-1]
-        state = engine.get("state") or {}
-        old = next((one for one in before.engines if one["id"] == engine["id"]), {})
-        earlier = old.get("state") or {}
-        had, has = earlier.get("generation_tokens"), state.get("generation_tokens")
-        restarted = earlier.get("epoch") != state.get("epoch")
-        if restarted or not isinstance(had, int) or not isinstance(has, int):
+        state = engine.state
+        earlier = next((one.state for one in before.engines if one.id == engine.id), None)
+        if state is None or earlier is None or earlier.epoch != state.epoch:  # restarted
+            return None
+        had, has = earlier.generation_tokens, state.generation_tokens
+        if had is None or has is None:
             return None
         return max(has - had, 0) / max(now.at - before.at, 1e-6)
 

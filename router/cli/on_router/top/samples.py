@@ -35,11 +35,13 @@ class Metrics:
 
 
 def read_metrics(text: str) -> Metrics:
-    """Read the Prometheus text of a router. Raises `ValueError`."""
+    """Read the Prometheus text of a router. Raises `ValueError` or `KeyError`."""
     metrics = Metrics()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith(PREFIX):
+                if sample.name.endswith("_bucket"):
+                    float(sample.labels["le"])  # `Metrics.buckets` depends on it
                 labels = tuple(sorted(sample.labels.items()))
                 metrics.values[sample.name.removeprefix(PREFIX)][labels] = sample.value
     return metrics

@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from router.base import fits, table_of
+from router.cli.on_router.top.answers import Engine, Revision, State
 from router.cli.on_router.top.router_state import SHOWN_EVENTS, Events, Frame, History
 
 __all__ = ["show"]
@@ -91,18 +91,18 @@ def _requests(history: History, frame: Frame) -> Iterable[Text]:
 
 def _strategy(frame: Frame) -> Iterable[Text]:
     told = frame.strategies
-    yield Text.assemble(("strategy  ", "bold"), _revision(told["active"]))
-    if (canary := told.get("canary")) is not None:
-        number = canary["generation"]
-        found = [one for one in told["generations"] if one["generation"] == number]
+    yield Text.assemble(("strategy  ", "bold"), _revision(told.active))
+    if (canary := told.canary) is not None:
+        number = canary.generation
+        found = [one for one in told.generations if one.generation == number]
         name = _revision(found[0]) if found else f"generation {number}"
         yield Text.assemble(
             ("canary    ", "bold yellow"),
-            f"{name}: {canary['percent']:g} % of the requests, {canary['ended']} of "
-            f"{canary['min_requests']} ended, {canary['failed']} failed",
+            f"{name}: {canary.percent:g} % of the requests, {canary.ended} of "
+            f"{canary.min_requests} ended, {canary.failed} failed",
         )
-    elif (last := told.get("last_canary")) is not None:
-        text = f"generation {last['generation']} was {last['decision']}: {_plain(last['why'])}"
+    elif (last := told.last_canary) is not None:
+        text = f"generation {last.generation} was {_plain(last.decision)}: {_plain(last.why)}"
         yield Text.assemble(("canary    ", "bold"), text)
 
 
@@ -126,32 +126,36 @@ def _engines(
     return table, len(frame.engines) - len(engines)
 
 
-def _row(history: History, engine: dict[str, Any]) -> dict[str, Text]:
-    state = engine.get("state") or {}
-    drains = engine["draining"] and engine["status"] == "up"
-    status = _plain("draining" if drains else engine["status"])
+def _row(history: History, engine: Engine) -> dict[str, Text]:
+    state = engine.state or State()
+    drains = engine.draining and engine.status == "up"
+    status = _plain("draining" if drains else engine.status)
     return {
-        "engine": Text(_plain(engine["id"])),
-        "role": Text(_plain(engine["role"])),
+        "engine": Text(_plain(engine.id)),
+        "role": Text(_plain(engine.role)),
         "status": Text(status, STATUS.get(status, "yellow")),
-        "epoch": Text(_epoch(state.get("epoch"))),
-        "run": Text(_plain(state.get("running", DASH))),
-        "wait": Text(_plain(state.get("waiting", DASH))),
-        "puts": Text(_plain(state.get("puts_in_flight", DASH))),
-        "load": Text(_plain(engine["load"]["tokens"] + engine["load"]["streams"])),
-        "breaker": Text(_plain(engine["breaker"])),
+        "epoch": Text(_epoch(state.epoch)),
+        "run": Text(_count(state.running)),
+        "wait": Text(_count(state.waiting)),
+        "puts": Text(_count(state.puts_in_flight)),
+        "load": Text(_count(engine.load.tokens + engine.load.streams)),
+        "breaker": Text(_plain(engine.breaker)),
         "tokens/s": Text(_number(history.tokens_per_s(engine))),
-        "pages": _bar(state.get("pages") or {}),
+        "pages": _bar(state.pages),
     }
 
 
-def _epoch(epoch: object) -> str:
+def _epoch(epoch: int | None) -> str:
     """Return the end of the number: enough to see that it has changed."""
-    if not isinstance(epoch, int):
+    if epoch is None:
         return DASH
     return (
         str(epoch) if epoch < 10**SHOWN_DIGITS else f"…{epoch % 10**SHOWN_DIGITS:0{SHOWN_DIGITS}}"
     )
+
+
+def _count(value: int | None) -> str:
+    return DASH if value is None else str(value)
 
 
 def _bar(pages: dict[str, int]) -> Text:
@@ -212,11 +216,9 @@ def _seconds(at: object) -> float:
         return 0.0
 
 
-def _revision(one: dict[str, Any]) -> str:
-    params = "".join(f" {name}={value}" for name, value in one["params"].items())
-    return _plain(
-        f"{one['name']}{params} (generation {one['generation']}, {one['in_flight']} in flight)"
-    )
+def _revision(one: Revision) -> str:
+    params = "".join(f" {name}={value}" for name, value in one.params.items())
+    return _plain(f"{one.name}{params} (generation {one.generation}, {one.in_flight} in flight)")
 
 
 def _quantiles(history: History, name: str) -> str:

@@ -52,7 +52,8 @@ function Totals({ now, ring }) {
 
 const pagesOf = ({ pages }) => OWNERS.map(([label, tone]) => ({ label, tone, value: pages[label] }));
 
-const used = ({ total, free }) => `${Math.round((100 * (total - free)) / Math.max(total, 1))} %`;
+const share = ({ total, free }) => (total - free) / Math.max(total, 1);
+const used = (pages) => `${Math.round(100 * share(pages))} %`;
 
 const Epoch = ({ of: { epoch } }) => html`<span class="note num" title=${`epoch ${epoch}: changes when its process is another one`}>epoch …${(epoch ?? "–").slice(-6)}</span>`;
 
@@ -123,17 +124,17 @@ function EngineCard({ one, ring, onMove }) {
   </${Card}>`;
 }
 
-const number = (key, title, pick) => ({ key, title, align: "right", render: (one) => count(pick(one)) });
+const number = (key, title, pick) => ({ key, title, align: "right", by: (one) => pick(one) ?? -1, render: (one) => count(pick(one)) });
 
 const columns = (onMove) => [
   {
-    key: "engine", title: "Engine",
+    key: "engine", title: "Engine", by: ({ id }) => id,
     render: (one) => html`<b class="num" title=${`${one.url}, epoch ${one.epoch}`}>${one.id}</b>${one.problem && html`<div class=${one.status === "up" ? "text-warn" : "text-bad"}>${one.problem}</div>`}`,
   },
-  { key: "role", title: "Role", render: ({ role }) => html`<${RoleBadge} role=${role} />` },
-  { key: "health", title: "Health", render: (one) => html`<${Health} of=${one} />` },
+  { key: "role", title: "Role", by: ({ role }) => role, render: ({ role }) => html`<${RoleBadge} role=${role} />` },
+  { key: "health", title: "Health", by: ({ status, draining, breaker }) => `${status} ${draining} ${breaker}`, render: (one) => html`<${Health} of=${one} />` },
   {
-    key: "pool", title: "KV pool", class: "wide-cell",
+    key: "pool", title: "KV pool", class: "wide-cell", by: ({ pages }) => (pages ? share(pages) : -1),
     render: (one) => one.pages && html`<span class="took"><b class="num">${used(one.pages)}</b><${Meter} label="Pages by owner" segments=${pagesOf(one)} total=${one.pages.total} format=${count} /></span>`,
   },
   number("running", "Running", (one) => one.running),

@@ -7,7 +7,7 @@ import { Badge, Card, Chart, Empty, Field, Table } from "../parts.js";
 const LINES = 3; // generations with lines of their own: those with the latest requests
 const COLORS = ["accent", "line-2", "line-3"];
 const SOFT = ["accent-soft", null, null];
-const PERCENTILES = { p50: [2, 4], p90: [7, 4], p99: undefined }; // their dashes
+const PERCENTILES = { p50: [70, [2, 4]], p90: [85, [7, 4]], p99: [100] }; // strength of color (%), dashes
 const LEAST_SPAN_S = 60;
 const SPAN_S = 600;
 
@@ -90,7 +90,8 @@ function View() {
     group: many ? `gen ${generation}` : "",
     which,
     color: COLORS[color],
-    dash: PERCENTILES[which],
+    strength: PERCENTILES[which][0],
+    dash: PERCENTILES[which][1],
     values: ring.map((snapshot) => of(snapshot, generation)?.[metric][which] ?? null),
   })));
   const toggle = (which) => show(Object.keys(PERCENTILES).filter((one) => (one === which) !== shown.includes(one)));

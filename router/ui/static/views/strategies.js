@@ -52,7 +52,8 @@ function Running({ state, onChange }) {
         ${params.length > 0 && html`<code class="note">${params.map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(" ")}</code>`}
         ${offences.map(([kind, number]) => html`<${Badge} key=${kind} tone="bad" title="Rules that it has broken">${kind.replaceAll("_", " ")} × ${number}</${Badge}>`)}
       </div>
-      ${!state.canary && html`<${Button} tone="danger" busy=${rollback.busy} onClick=${rollback.run} title="Activate what was active before">Roll back</${Button}>`}
+      ${!state.canary && html`<${Button} tone="danger" busy=${rollback.busy} onClick=${rollback.run} disabled=${!state.can_roll_back}
+        title=${state.can_roll_back ? "Activate what was active before" : "There is no earlier generation to go back to"}>Roll back</${Button}>`}
     </div>
     ${older.length > 0 &&
     html`<div class="row note">

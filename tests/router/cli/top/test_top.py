@@ -24,7 +24,7 @@ from engine_process import EngineProcess
 from router_process import RouterProcess, until
 
 from router.base import table_console
-from router.cli.on_router.top.command import _ask
+from router.cli.on_router.top.answers import Engines, Strategies
 from router.cli.on_router.top.router_state import Away, Events, Frame, History, ask
 from router.cli.on_router.top.samples import quantile, read_metrics
 from router.cli.on_router.top.view import show
@@ -36,8 +36,9 @@ PAGES = {"total": 100, "free": 40, "cached": 30, "active": 20, "leased": 9, "qua
 
 def frame(at: float, engines: list[dict[str, Any]], text: str = "", **told: Any) -> Frame:
     active = {"generation": 1, "name": "mine", "params": {}, "in_flight": 0}
-    strategies = {"active": active, "generations": [active], "canary": None, "last_canary": None}
-    return Frame(at, engines, {**strategies, **told}, [], read_metrics(text))
+    strategies = Strategies.model_validate({"active": active, "generations": [active], **told})
+    records = Engines.model_validate({"engines": engines}).engines
+    return Frame(at, records, strategies, [], read_metrics(text))
 
 
 def engine(id: str = "a", tokens: int = 0, **changed: Any) -> dict[str, Any]:
@@ -164,16 +165,21 @@ def test_what_cannot_be_shown_is_no_answer(engines: list[Any]):
         "canary": None,
     }
 
+    metrics = ""
+
     def answer(request: httpx.Request) -> httpx.Response:
-        text = "" if request.url.path == "/metrics" else json.dumps(told)
+        text = metrics if request.url.path == "/metrics" else json.dumps(told)
         return httpx.Response(200, text=text)
 
     transport = httpx.MockTransport(answer)
     with httpx.Client(base_url="http://x", transport=transport) as client:
-        with pytest.raises(Away, match="not an answer of a router"):
-            _ask(client, "http://x")
+        with pytest.raises(Away, match=r"not an answer of a router: .*/admin/engines: engines"):
+            ask(client)
         told["engines"] = [engine()]
-        assert _ask(client, "http://x").engines[0]["id"] == "a"
+        assert ask(client).engines[0].id == "a"
+        metrics = "microserve_router_time_to_first_token_seconds_bucket 1\n"
+        with pytest.raises(Away, match="not an answer of a router"):
+            ask(client)
 
 
 # A real deployment
