@@ -13,6 +13,8 @@ stopped while others are measured. A ratio is the median of the repeats' own rat
 - `ttft_half_remote_vs_local`: the same of the time to first token.
 - `lender_tpot`: time per output token of four streams of the creditor's own while the debtor
   decodes after such a prompt, over that while it does not (the aim is 1.2).
+- `debtor_beside_ms`: the debtor's time per output token meanwhile: `--lend-compute` bounds what the
+  creditor computes for it.
 - `neighbour_tpot`: the same ratio while an engine that borrows nothing decodes after such a prompt
   on the other core: what two cores that share a memory cost without any lending.
 - `vs_host_tier`, `vs_disk_tier`, `vs_recompute`: several requests of 2000 tokens at once whose
@@ -221,17 +223,19 @@ def price(fleet: Engines, repeats: int) -> dict[str, Any]:
 
 def creditor(fleet: Engines, repeats: int) -> dict[str, Any]:
     """Measure what the creditor's own streams notice."""
-    lending, neighbour, alone_ms = [], [], []
+    lending, neighbour, alone_ms, debtor_ms = [], [], [], []
     for _ in range(repeats):
         with fleet.only():
-            alone, beside = asyncio.run(_beside(fleet, fleet.debtor))
+            alone, beside, debtor = asyncio.run(_beside(fleet, fleet.debtor))
         with fleet.only(fleet.whole):
-            before, beside_whole = asyncio.run(_beside(fleet, fleet.whole))
+            before, beside_whole, _ = asyncio.run(_beside(fleet, fleet.whole))
         lending.append(beside / alone)
         neighbour.append(beside_whole / before)
         alone_ms.extend([alone * 1e3, before * 1e3])
+        debtor_ms.append(debtor * 1e3)
         _note("creditor", tpot_ms=(alone * 1e3, beside * 1e3),
-              neighbour_ms=(before * 1e3, beside_whole * 1e3))  # fmt: skip
+              neighbour_ms=(before * 1e3, beside_whole * 1e3),
+              debtor_ms=(debtor * 1e3,))  # fmt: skip
     found = {
         "lender_tpot": spread(lending),
         "neighbour_tpot": spread(neighbour),
@@ -239,6 +243,7 @@ def creditor(fleet: Engines, repeats: int) -> dict[str, Any]:
             [a / b for a, b in zip(lending, neighbour, strict=True)]
         ),
         "lender_alone_ms": spread(alone_ms),
+        "debtor_beside_ms": spread(debtor_ms),
     }  # fmt: skip
     table("the creditor's own streams", ["", "median", "min", "max"],
           [[name, *(f"{found[name][key]:.2f}" for key in ("median", "min", "max"))]
@@ -246,8 +251,11 @@ def creditor(fleet: Engines, repeats: int) -> dict[str, Any]:
     return found
 
 
-async def _beside(fleet: Engines, other: Running) -> tuple[float, float]:
-    """Return the time per token of the creditor's streams alone, and beside another's decode."""
+async def _beside(fleet: Engines, other: Running) -> tuple[float, float, float]:
+    """Return the time per token of the creditor's streams alone, and beside another's decode.
+
+    The third one is that of the other, meanwhile, on average.
+    """
     prompts = [tokens(BESIDE_PROMPT) for _ in range(BESIDE)]
     alone = await generate(fleet.creditor, prompts, NEW)
     client = HttpClient(other.url)
@@ -257,22 +265,28 @@ async def _beside(fleet: Engines, other: Running) -> tuple[float, float]:
         "ignore_eos": True,
     }  # fmt: skip
 
+    produced = 0
+
     def note(event: dict[str, Any], _now: float) -> None:
-        if event.get("token_ids"):
+        nonlocal produced
+        produced += len(event.get("token_ids", ()))
+        if produced:
             decoding.set()
 
     stream = asyncio.create_task(post_stream(client, "/microserving/start_generate", body, note))
     try:
         first = asyncio.create_task(decoding.wait())
         await asyncio.wait({first, stream}, return_when=asyncio.FIRST_COMPLETED)
+        before, began = produced, time.perf_counter()
         beside = await generate(fleet.creditor, prompts, NEW)
+        others = (time.perf_counter() - began) / max(produced - before, 1)
         if stream.done():
             raise SystemExit("the other engine's stream ended before it was measured")
     finally:
         stream.cancel()
         await asyncio.wait({stream})
         client.close()
-    return _tpot(alone), _tpot(beside)
+    return _tpot(alone), _tpot(beside), others
 
 
 def tiers(fleet: Engines, repeats: int) -> dict[str, Any]:
@@ -327,8 +341,10 @@ def _tpot(streams: Sequence[Times]) -> float:
     return statistics.mean(each.tpot for each in streams)
 
 
-def _note(part: str, **values: tuple[float, float]) -> None:
-    shown = ", ".join(f"{name} {a:.1f} {b:.1f}" for name, (a, b) in values.items())
+def _note(part: str, **values: tuple[float, ...]) -> None:
+    shown = ", ".join(
+        f"{name} {' '.join(f'{value:.1f}' for value in some)}" for name, some in values.items()
+    )
     print(f"{part}: {shown}", file=sys.stderr, flush=True)
 
 

@@ -154,7 +154,7 @@ class EngineConfig:
         most=1,
     )
     lend_compute: float = flag(
-        0.15,
+        0.1,
         POOL,
         "largest share of one core's time that goes into attention over lent pages, for debtors, "
         "while this engine has requests of its own",
