@@ -123,8 +123,8 @@ class CreditorChannel:
         queries = self._buffers.queries(len(self._rows))
         if q.dtype != queries.dtype:
             raise BadRequest(f"queries in {q.dtype}, not {queries.dtype}")
-        if self._all_rows and len(q) == len(queries):
-            queries.copy_(q)
+        if self._all_rows and len(q) >= len(queries):
+            queries.copy_(q[: len(queries)])
         elif q.device.type == "cpu":
             torch.index_select(q, 0, self._rows, out=queries)
         else:
