@@ -106,6 +106,7 @@ class KVCache(PagedCache):
             mover,
             self._sequences,
             self.bookkeeping.pages,
+            self.bookkeeping.lender,
             self.lock,
             self.bookkeeping.landings,
             MeasuredFetchCost(remote, BLOCK),

@@ -282,15 +282,16 @@ class LongGenerations:
     def _share(self, elsewhere: BlocksElsewhere) -> int:
         """Return how many pages a long generation keeps, if blocks can be had.
 
-        Beside others that is half of the pool. Alone it keeps what others do not hold, but for an
-        eighth, in which its next chunk is computed while blocks leave: keys in the own pool are
-        attended to beside those that are elsewhere, and cost no exchange.
+        Beside others that is half of the pool, and several share it. Alone, one keeps what nobody
+        else holds or may borrow, but for an eighth of the pool, in which its next chunk is computed
+        while blocks leave: keys in the own pool are attended to beside those that are elsewhere,
+        and cost no exchange.
         """
         total, per_block = elsewhere.total_pages, elsewhere.block_tokens // self._cache.page_size
         kept = total // 2
-        if not self._others:
+        if not self._others and len(self._waited) < 2:
             room = sum(elsewhere.local_pages(job.seq_id) for job in self._waited)
-            room += elsewhere.available_pages
+            room += elsewhere.spare_pages
             kept = max(kept, room - max(total // FREE_SHARE, 2 * per_block))
         return max((kept - self._pressed) // max(len(self._waited), 1), per_block)
 

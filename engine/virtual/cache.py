@@ -114,8 +114,8 @@ class VirtualCache:
             lambda address: sender.claim(address)[0], len(self._layers), self.page_size, AtOnce()
         )
         self.elsewhere = Borrowing(
-            source, mover, self.sequences, self.bookkeeping.pages, self.lock,
-            self.bookkeeping.landings, cost, self._clock, block_tokens=BLOCK_TOKENS,
+            source, mover, self.sequences, self.bookkeeping.pages, self.bookkeeping.lender,
+            self.lock, self.bookkeeping.landings, cost, self._clock, block_tokens=BLOCK_TOKENS,
         )  # fmt: skip
         self.bookkeeping.spare = BLOCK_TOKENS // self.page_size
 

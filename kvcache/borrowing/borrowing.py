@@ -23,7 +23,7 @@ from kvcache.borrowing.mover import BlockMover
 from kvcache.borrowing.moves import Moves
 from kvcache.errors import BadRequest, NoCapacity
 from kvcache.lease import Landings
-from kvcache.lending import BlockSource, BorrowedBlock, CreditorFailed
+from kvcache.lending import BlockSource, BorrowedBlock, CreditorFailed, Lender
 from kvcache.pages import PageManager
 from kvcache.sequences import HOLE, AwayBlock, Loss, SequenceTable
 from kvcache.types import EngineId, LeaseId, PageId, SeqId
@@ -49,6 +49,7 @@ class Borrowing:
         mover: BlockMover,
         sequences: SequenceTable,
         manager: PageManager,
+        lender: Lender,
         lock: AbstractContextManager[Any],
         landings: Landings,
         cost: FetchCost,
@@ -78,6 +79,7 @@ class Borrowing:
         self._limits = limits
         self._sequences = sequences
         self._manager = manager
+        self._lender = lender
         self._lock = lock
         self._page_size = sequences.page_size
         self._moves = Moves(
@@ -98,10 +100,10 @@ class Borrowing:
         source.on_called_back = partial(self._note, self._called_back)
 
     @property
-    def available_pages(self) -> int:
+    def spare_pages(self) -> int:
         """See `BlocksElsewhere`."""
         with self._lock:
-            return self._manager.available
+            return self._manager.available - (self._lender.most - self._lender.lent)
 
     # Moving
 

@@ -56,8 +56,8 @@ class BlocksElsewhere(Protocol):
         ...
 
     @property
-    def available_pages(self) -> int:
-        """Pages that are free, or would be if what is only cached left."""
+    def spare_pages(self) -> int:
+        """How many more pages are available than may still be lent to others; below 0 if fewer."""
         ...
 
     def settle(self) -> int:
