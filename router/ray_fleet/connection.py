@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 from router.ray_fleet.plan import Impossible
 
 __all__ = ["NAMESPACE", "connect"]
 
 NAMESPACE = "microserve"  # Ray's namespace of all fleets
+CONNECT_S: Final = 10.0
 MISSING = "Ray is not installed; `pip install 'microserve[ray]'` installs it"
 
 
@@ -29,6 +32,7 @@ def connect(address: str, *, logs: bool = False) -> Any:
     import ray
 
     try:
+        _reach(address)
         ray.init(
             address=address,
             namespace=NAMESPACE,
@@ -42,3 +46,12 @@ def connect(address: str, *, logs: bool = False) -> Any:
             "`ray start --head` starts one, `--on ray://HOST:10001` names one elsewhere"
         ) from None
     return ray
+
+
+def _reach(address: str) -> None:
+    """Raise `OSError` if nothing listens at `[ray://]HOST:PORT`: Ray itself tries for minutes."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()

@@ -269,7 +269,7 @@ def test_a_node_that_is_lost_under_load_fails_nothing_and_its_engine_comes_back(
             time.sleep(0.1)
     assert load.failures == []
     assert back["node"] != lost["node"]
-    assert back["restarts"] > lost["restarts"]
+    assert back["restarts"] >= 1  # the count begins anew if its actor was on that node
     assert lost["pid"] not in processes("engine")
     assert len(processes("engine")) == 2
 
@@ -324,7 +324,7 @@ def test_no_cluster_is_one_line(tmp_path: Path):
     ended = subprocess.run(
         [*module_command("router", "status", "--on", "127.0.0.1:1")],
         env={**child_environment(), "HOME": str(tmp_path), "RAY_TMPDIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert ended.returncode == 1
     assert "no Ray cluster at 127.0.0.1:1" in ended.stderr
