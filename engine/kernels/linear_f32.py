@@ -1,8 +1,8 @@
 """float32 products with packed weights, whose rows have the same bits however many there are.
 
 Each output is one chain of fused multiplications and additions over the inputs in order
-(`kvcache.kernels.exact_f32`). MKL, of which the strict mode has to be asked for that, takes up to
-twice as long with few rows, and about as long with many (`bench/LOG.md`). The packed weight is
+(`kvcache.kernels.exact_f32`). MKL, of which the strict mode has to be asked for that, takes about
+twice as long with a few rows, and somewhat longer with many (`bench/LOG.md`). The packed weight is
 `[out / 16, in, 16]`.
 """
 
