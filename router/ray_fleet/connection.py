@@ -49,9 +49,9 @@ def connect(address: str, *, logs: bool = False) -> Any:
 
 
 def _reach(address: str) -> None:
-    """Raise `OSError` if nothing listens at `[ray://]HOST:PORT`: Ray itself tries for minutes."""
+    """Raise `OSError` if nothing listens at `HOST:PORT`, where Ray itself tries for minutes."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "")
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and not address.startswith("ray://"):
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
