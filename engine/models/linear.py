@@ -45,6 +45,11 @@ class Linear(nn.Module):
         self.weight = empty_weight(outputs, inputs, dtype=dtype)
         self.bias = empty_weight(outputs, dtype=dtype) if bias else None
 
+    def _replace(self, plain: Linear) -> None:
+        """Initialize this in place of `plain`; its weight is still to be set."""
+        nn.Module.__init__(self)
+        self.shape, self.bias = plain.shape, plain.bias
+
     def forward(self, x: Tensor) -> Tensor:
         """Return `[rows, out]`; `x` is `[rows, in]`."""
         return F.linear(x, self.weight, self.bias)
@@ -66,10 +71,8 @@ class PackedLinear(Linear):
         """Pack `plain`. Only where the kernel supports its weight."""
         kernels = _kernels(plain.weight.dtype)
         kernels.kernel()
-        nn.Module.__init__(self)
-        self.shape = plain.shape
+        self._replace(plain)
         self.weight = _constant(kernels.pack(plain.weight))
-        self.bias = plain.bias
         zeros = plain.weight.new_zeros(len(plain.weight))
         self._bias_or_zeros: Tensor = zeros if plain.bias is None else plain.bias
         self._product, self._rows = kernels.product, kernels.packed_rows
@@ -90,10 +93,8 @@ class OneDnnLinear(Linear):
     """
 
     def __init__(self, plain: Linear) -> None:
-        nn.Module.__init__(self)
-        self.shape = plain.shape
+        self._replace(plain)
         self.weight = _constant(torch.ops.mkldnn._reorder_linear_weight(plain.weight, None))
-        self.bias = plain.bias
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -113,10 +114,8 @@ class WidenedLinear(Linear):
     keeps_kernels = False
 
     def __init__(self, plain: Linear) -> None:
-        nn.Module.__init__(self)
-        self.shape = plain.shape
+        self._replace(plain)
         self.weight = plain.weight
-        self.bias = plain.bias
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == 1:  # torch's own product reads the weight once
@@ -172,14 +171,12 @@ class Int8Linear(Linear):
     scale: Tensor
 
     def __init__(self, plain: Linear) -> None:
-        nn.Module.__init__(self)
-        self.shape = plain.shape
+        self._replace(plain)
         weight = plain.weight.float()
         scale = (weight.abs().amax(1) / 127).bfloat16()
         scale.clamp_(min=torch.finfo(scale.dtype).tiny)  # for rows of zeros
         self.weight = _constant((weight / scale.float()[:, None]).round_().to(torch.int8))
         self.scale = _constant(scale)
-        self.bias = plain.bias
         self._few_rows = few_rows_kernel(*plain.weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:

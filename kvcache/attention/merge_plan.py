@@ -88,13 +88,11 @@ class MergePlan:
 
         `sources` have the rows of all parts, one after the other, and are overwritten.
         """
-        tensors = [each for some in sources for each in (some.values, some.top, some.total)]
-        kernel = (
-            stable_kernel() if {each.device.type for each in [out, *tensors]} == {"cpu"} else None
-        )
+        kernel = stable_kernel() if out.device.type == "cpu" else None
         if kernel is None:
             self._write_in_turns(sources, out)
             return
+        tensors = [each for some in sources for each in (some.values, some.top, some.total)]
         contiguous = [each.contiguous() for each in tensors]
         addresses = tuple(each.data_ptr() for each in contiguous)
         if addresses != self._sources:

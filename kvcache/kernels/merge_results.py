@@ -107,26 +107,28 @@ def _are_finite(at: Any, count: Any) -> Any:
 
 
 @exact_jit
-def _are_positive(at: Any, count: Any) -> Any:
-    numbers = f32_at(at)
-    least = np.float32(np.inf)
-    for n in range(count):
-        least = min(least, numbers[n])
-    return least > np.float32(0.0)
+def _is_attention(values: Any, tops: Any, totals: Any, rows: Any, dim: Any) -> Any:
+    if not (_are_finite(values, rows * dim) and _are_finite(tops, rows)):
+        return False
+    sums, least = f32_at(totals), np.float32(np.inf)
+    for n in range(rows):
+        least = min(least, sums[n])
+    return _are_finite(totals, rows) and least > np.float32(0.0)
 
 
 def is_attention(values: torch.Tensor, top: torch.Tensor, total: torch.Tensor) -> bool:
-    """Whether all numbers are finite, and all sums positive. They are float32 and contiguous."""
+    """Whether all numbers are finite, and all sums positive.
+
+    Shapes are `[…, dim]` and twice `[…]`, float32 and contiguous.
+    """
     return bool(
-        _are_finite(values.data_ptr(), values.numel())
-        and _are_finite(top.data_ptr(), top.numel())
-        and _are_finite(total.data_ptr(), total.numel())
-        and _are_positive(total.data_ptr(), total.numel())
+        _is_attention(
+            values.data_ptr(), top.data_ptr(), total.data_ptr(), top.numel(), values.shape[-1]
+        )
     )
 
 
 # Compile them.
 merge_rows(0, 0, 0, 0, 0, 0, 0, 0)
 _merge_all(0, 0, 0, 0, 0, 0, 0, 0)
-_are_finite(0, 0)
-_are_positive(0, 0)
+_is_attention(0, 0, 0, 0, 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import plain_linears
 import pytest
 import torch
-from torch import Tensor
 
 from engine.kernels import linear_bf16
 from engine.models import load_model
@@ -28,16 +30,8 @@ needs_onednn = pytest.mark.skipif(
 )
 
 
-def linear(outputs: int, inputs: int, *, bias: bool = False) -> Linear:
-    plain = Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
-    plain.weight = torch.nn.Parameter(random(outputs, inputs), requires_grad=False)
-    if bias:
-        plain.bias = torch.nn.Parameter(random(outputs, seed=1), requires_grad=False)
-    return plain
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+linear = partial(plain_linears.linear, dtype=torch.bfloat16)
+random = partial(plain_linears.random, dtype=torch.bfloat16)
 
 
 def check_products(ours: Linear, plain: Linear, rows: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import plain_linears
 import pytest
 import torch
-from torch import Tensor
 
 from engine.kernels import linear_f32
 from engine.models import load_model
@@ -17,16 +19,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def linear(outputs: int, inputs: int, *, bias: bool = False) -> Linear:
-    plain = Linear(inputs, outputs, bias=bias, dtype=torch.float32)
-    plain.weight = torch.nn.Parameter(random(outputs, inputs), requires_grad=False)
-    if bias:
-        plain.bias = torch.nn.Parameter(random(outputs, seed=1), requires_grad=False)
-    return plain
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+linear = partial(plain_linears.linear, dtype=torch.float32)
+random = partial(plain_linears.random, dtype=torch.float32)
 
 
 @pytest.fixture(params=[1, 2])
