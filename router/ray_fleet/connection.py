@@ -40,9 +40,11 @@ def connect(address: str, *, logs: bool = False) -> Any:
             log_to_driver=logs,
         )
     except (ConnectionError, TimeoutError, OSError, RuntimeError, ValueError) as error:
-        said = str(error).strip().splitlines()
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        if said[0].endswith(":"):  # a traceback of the server follows
+            said[0] += f" {said[-1]}"
         raise Impossible(
-            f"no Ray cluster at {address}: {said[0] if said else type(error).__name__}; "
+            f"no Ray cluster at {address}: {said[0]}; "
             "`ray start --head` starts one, `--on ray://HOST:10001` names one elsewhere"
         ) from None
     return ray
