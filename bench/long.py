@@ -17,12 +17,17 @@ stopped while others are measured. A ratio is the median of the repeats' own rat
   creditor computes for it.
 - `neighbour_tpot`: the same ratio while an engine that borrows nothing decodes after such a prompt
   on the other core: what two cores that share a memory cost without any lending.
-- `vs_host_tier`, `vs_disk_tier`, `vs_recompute`: several requests of 2000 tokens at once whose
-  contexts do not fit the pool together. Tokens per second with borrowing, over those of an engine
-  that moves preempted requests to host memory, to disk, or computes them again.
+- `vs_host_tier`, `vs_disk_tier`, `vs_recompute`: several requests at once that fit the pool when
+  they start, and outgrow it together as they decode. Output tokens per second with borrowing, over
+  those of an engine that moves preempted requests to host memory, to disk, or computes them again.
+  The creditor has no requests of its own. `moved_blocks` and `preemptions` show what each side did;
+  a side that had to do nothing ends the bench.
 - `over_context`: tokens per second of a request, prompt and output, by the length of its prompt,
   with borrowing and on an engine with everything. Without borrowing, lengths beyond the pool are
-  refused. (The paper's figures 8 and 9 show such curves for GPUs.)
+  refused. (The paper's figure 7 shows such curves for GPUs.)
+
+Time per output token is the mean between a request's first and last token; `gap_p99` is that of
+single gaps, which shows stalls.
 
 Run: `make bench-long`, or `python -m bench.long [--save] [--repeats 3] [--dtype float32]
 [--only price]`.
@@ -51,13 +56,13 @@ from bench.streams import post_stream
 from bench.worker_engines import Running, running
 from router.engines.http_client import HttpClient
 
-PAGE = 16  # tokens
+PAGE, BLOCK = 16, 128  # tokens of a page, and of a block that is moved
 LONG, NEW = 6000, 48  # tokens of the prompt and of the output
 WHOLE = 560  # pages: all contexts of the bench
 HALF = (LONG + NEW) // 2 // PAGE  # pages
 POOL = HALF * 8 // 7 + 1  # of a debtor: alone, a long context keeps seven eighths of it
 BESIDE, BESIDE_PROMPT = 4, 200  # streams of the creditor, and tokens of their prompts
-REQUESTS, EACH, EACH_NEW = 6, 2000, 96
+REQUESTS, EACH, EACH_NEW = 6, 400, 320  # 25 pages each at first, 45 in the end
 CONTEXTS = (1000, 2000, 4000, 7000)
 PARTS = ("price", "creditor", "tiers", "contexts")
 LENGTH = ("--max-model-len", "8192")
@@ -98,8 +103,13 @@ class Times:
 
     @property
     def tpot(self) -> float:
-        """Median seconds between two tokens."""
-        return statistics.median(b - a for a, b in zip(self.came, self.came[1:], strict=False))
+        """Mean seconds between two tokens."""
+        return (self.came[-1] - self.came[0]) / (len(self.came) - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between each two tokens."""
+        return [b - a for a, b in zip(self.came, self.came[1:], strict=False)]
 
 
 def main() -> None:
@@ -119,6 +129,7 @@ def main() -> None:
             if given.only in (None, name):
                 figures |= part(all_engines, given.repeats)
     figures["repeats"] = given.repeats
+    figures["pool_tokens"] = POOL * PAGE
     figures["dtype"] = given.dtype
     figures["minutes"] = round((time.monotonic() - began) / 60, 1)
     figures["load_average"] = os.getloadavg()
@@ -198,18 +209,28 @@ async def _one(client: HttpClient, prompt: list[int], count: int) -> Times:
 
 def price(fleet: Engines, repeats: int) -> dict[str, Any]:
     """Measure one long context, half of it borrowed, against an engine that holds all of it."""
-    samples = []
+    samples, away = [], []
     for _ in range(repeats):
         prompt = tokens(LONG)
         with fleet.only(fleet.whole):
             (whole,) = asyncio.run(generate(fleet.whole, [prompt], NEW))
         with fleet.only():
+            before = _blocks_away(fleet.debtor)
             (half,) = asyncio.run(generate(fleet.debtor, [prompt], NEW))
+            away.append((_blocks_away(fleet.debtor) - before) * BLOCK / (LONG + NEW))
         samples.append((whole, half))
-        _note("price", tpot_ms=(whole.tpot * 1e3, half.tpot * 1e3), ttft_s=(whole.ttft, half.ttft))
-    found = {
+        _note("price", tpot_ms=(whole.tpot * 1e3, half.tpot * 1e3),
+              ttft_s=(whole.ttft, half.ttft), away=(away[-1],))  # fmt: skip
+    if min(away) < 0.45:
+        raise SystemExit(f"only {min(away):.2f} of the context was borrowed: this is to be half")
+    found: dict[str, Any] = {
         "tpot_half_remote_vs_local": spread([half.tpot / whole.tpot for whole, half in samples]),
         "ttft_half_remote_vs_local": spread([half.ttft / whole.ttft for whole, half in samples]),
+        "borrowed_share": spread(away),
+        "gap_p99_ms": {
+            "whole": spread([_p99(whole.gaps) * 1e3 for whole, _ in samples]),
+            "half": spread([_p99(half.gaps) * 1e3 for _, half in samples]),
+        },
         "tpot_ms": {
             "whole": spread([whole.tpot * 1e3 for whole, _ in samples]),
             "half": spread([half.tpot * 1e3 for _, half in samples]),
@@ -290,19 +311,30 @@ async def _beside(fleet: Engines, other: Running) -> tuple[float, float, float]:
 
 
 def tiers(fleet: Engines, repeats: int) -> dict[str, Any]:
-    """Measure requests that do not fit the pool together."""
+    """Measure requests that outgrow the pool together."""
     rates: dict[str, list[float]] = {name: [] for name in ("borrow", *fleet.tiers)}
     tpots: dict[str, list[float]] = {name: [] for name in rates}
+    gaps: dict[str, list[float]] = {name: [] for name in rates}
+    did = {name: {"moved_blocks": 0.0, "preemptions": 0.0} for name in rates}
     for _ in range(repeats):
         prompts = [tokens(EACH) for _ in range(REQUESTS)]
         for name in rates:
             engine = fleet.tiers.get(name, fleet.debtor)
             with fleet.only(engine):
+                before = _moves(engine)
                 began = time.perf_counter()
                 times = asyncio.run(generate(engine, prompts, EACH_NEW))
-                rates[name].append(REQUESTS * (EACH + EACH_NEW) / (time.perf_counter() - began))
+                rates[name].append(REQUESTS * EACH_NEW / (time.perf_counter() - began))
+                for what, count in _moves(engine).items():
+                    did[name][what] += count - before[what]
             tpots[name].append(statistics.mean(each.tpot for each in times))
-            _note("tiers", **{name: (rates[name][-1], tpots[name][-1] * 1e3)})
+            gaps[name].append(_p99([gap for each in times for gap in each.gaps]))
+            _note("tiers", **{name: (rates[name][-1], tpots[name][-1] * 1e3, gaps[name][-1] * 1e3,
+                                     *did[name].values())})  # fmt: skip
+    idle = [name for name, counts in did.items()
+            if not counts["moved_blocks" if name == "borrow" else "preemptions"]]  # fmt: skip
+    if idle:
+        raise SystemExit(f"the requests did not outgrow the pool: nothing to do for {idle}")
     found: dict[str, Any] = {
         f"vs_{name}": spread(
             [a / b for a, b in zip(rates["borrow"], rates[name], strict=True)]
@@ -313,28 +345,58 @@ def tiers(fleet: Engines, repeats: int) -> dict[str, Any]:
     found["tiers_tpot_ms"] = {
         name: spread([each * 1e3 for each in values]) for name, values in tpots.items()
     }
-    table(f"{REQUESTS} requests of {EACH} tokens", ["", "tokens/s", "TPOT (ms)"],
-          [[name, f"{found['tokens_per_s'][name]['median']:.0f}",
-            f"{found['tiers_tpot_ms'][name]['median']:.1f}"] for name in rates])  # fmt: skip
+    found["tiers_gap_p99_ms"] = {
+        name: spread([each * 1e3 for each in values]) for name, values in gaps.items()
+    }
+    found["tiers_did"] = did
+    table(f"{REQUESTS} requests of {EACH} + {EACH_NEW} tokens",
+          ["", "tokens/s", "TPOT (ms)", "p99 of a gap (ms)", "blocks moved", "preempted"],
+          [[name, f"{found['tokens_per_s'][name]['median']:.1f}",
+            f"{found['tiers_tpot_ms'][name]['median']:.0f}",
+            f"{found['tiers_gap_p99_ms'][name]['median']:.0f}",
+            *(f"{count:.0f}" for count in did[name].values())] for name in rates])  # fmt: skip
     return found
 
 
-def contexts(fleet: Engines, _repeats: int) -> dict[str, Any]:
+def contexts(fleet: Engines, repeats: int) -> dict[str, Any]:
     """Measure tokens per second over the length of the context."""
-    found: dict[str, dict[str, float]] = {}
-    for length in CONTEXTS:
-        prompt, rates = tokens(length), {}
-        for name, engine in (("whole", fleet.whole), ("borrow", fleet.debtor)):
-            with fleet.only(*([engine] if name == "whole" else [])):
-                began = time.perf_counter()
-                asyncio.run(generate(engine, [prompt], NEW))
-                rates[name] = round((length + NEW) / (time.perf_counter() - began), 1)
-        found[str(length)] = rates
-        _note("contexts", **{name: (length, rate) for name, rate in rates.items()})
+    rates: dict[int, dict[str, list[float]]] = {
+        length: {"whole": [], "borrow": []} for length in CONTEXTS
+    }
+    for _ in range(repeats):
+        for length in CONTEXTS:
+            prompt = tokens(length)
+            for name, engine in (("whole", fleet.whole), ("borrow", fleet.debtor)):
+                with fleet.only(*([engine] if name == "whole" else [])):
+                    began = time.perf_counter()
+                    asyncio.run(generate(engine, [prompt], NEW))
+                    rates[length][name].append((length + NEW) / (time.perf_counter() - began))
+                _note("contexts", **{name: (length, rates[length][name][-1])})
+    found = {
+        str(length): {name: spread(values) for name, values in sides.items()}
+        for length, sides in rates.items()
+    }
     table("tokens per second, by the length of the prompt", ["", "whole", "borrow"],
-          [[length, f"{rates['whole']:.0f}", f"{rates['borrow']:.0f}"]
-           for length, rates in found.items()])  # fmt: skip
-    return {"over_context": found, "pool_tokens": POOL * PAGE}
+          [[length, *(f"{sides[name]['median']:.0f}" for name in ("whole", "borrow"))]
+           for length, sides in found.items()])  # fmt: skip
+    return {"over_context": found}
+
+
+def _moves(engine: Running) -> dict[str, float]:
+    """Return how many blocks have left the engine, and how many requests it has preempted."""
+    return {
+        "moved_blocks": engine.counted("microserve:moved_blocks"),
+        "preemptions": engine.counted("vllm:num_preemptions"),
+    }
+
+
+def _blocks_away(engine: Running) -> float:
+    """Return how many blocks have left the engine and have not come home."""
+    return engine.counted("microserve:moved_blocks") - engine.counted("microserve:home_blocks")
+
+
+def _p99(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
 def _tpot(streams: Sequence[Times]) -> float:

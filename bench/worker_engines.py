@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.engine_calls import tokens, unused_id
 from bench.streams import post_stream
@@ -36,6 +37,13 @@ class Running:
     def state(self) -> dict:
         """Return its state."""
         return httpx.get(f"{self.url}/microserving/state", timeout=60).json()
+
+    def counted(self, name: str) -> float:
+        """Return the value of a metric, over all its labels; 0 if the engine has none."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        families = (one for one in text_string_to_metric_families(text) if one.name == name)
+        return sum(sample.value for one in families for sample in one.samples
+                   if not sample.name.endswith("_created"))  # fmt: skip
 
 
 @contextmanager
