@@ -10,7 +10,7 @@ import pytest
 from engine_helpers import generation, tiny, tiny_layout
 from long_contexts import World, check_as_one_engine, prompt
 
-from engine.scheduling import long_generations
+from engine.scheduling import Generation, long_generations
 from kvcache.errors import NoCapacity
 from kvcache.remote_attention import AttentionShape, Limits
 
@@ -59,6 +59,49 @@ def test_a_decode_that_outgrows_the_pool(world: Callable[..., World]):
     made.engine.run([long])
     check_as_one_engine(made.engine, [long])
     assert made.engine.scheduler.preemptions == 0
+
+
+def growing() -> list[Generation]:
+    """Four generations: each fits the pool, their prompts fit it together, their outputs do not."""
+    return [generation(n, prompt(40 + 9 * n, n), max_tokens=300) for n in (1, 2, 3, 4)]
+
+
+def test_generations_that_outgrow_the_pool_together_are_not_preempted(world: Callable[..., World]):
+    """Their oldest blocks leave before a page is lacking, while creditors have room."""
+    made = world(2)
+    jobs = growing()
+    made.engine.run(jobs)
+    assert made.engine.scheduler.preemptions == 0
+    stats = made.engine.stepper.stats
+    assert stats.moved_blocks >= (sum(job.target for job in jobs) - 16 * POOL) // 128
+    assert stats.lost_blocks == stats.recomputed_tokens == 0
+    check_as_one_engine(made.engine, jobs)
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_with_too_little_room_elsewhere_the_youngest_is_preempted_at_once(
+    world: Callable[..., World], most: int
+):
+    """Nobody lends, or less than is needed: no decode waits for a block that nobody has lent."""
+    made = world(2)
+    made.source.most = most
+    made.engine.stepper.sweep_s = 1e9  # patience does not end
+    jobs, stalls, wanted = growing(), list[int](), set[int]()
+    elsewhere = made.engine.cache.elsewhere
+    assert elsewhere is not None
+
+    def idle() -> None:
+        if not any(elsewhere.moving(job.seq_id) for job in jobs):
+            stalls.append(made.engine.stepper.stats.steps)
+
+    made.engine.idle = idle
+    made.engine.between = lambda _step: wanted.add(made.source.wanted)
+    made.engine.run(jobs)
+    assert made.engine.scheduler.preemptions > 0
+    assert max(wanted) > 0
+    assert (made.engine.stepper.stats.moved_blocks > 0) == (most > 0)
+    assert not stalls
+    check_as_one_engine(made.engine, jobs)
 
 
 def test_loans_of_several_blocks_and_several_long_contexts(world: Callable[..., World]):
