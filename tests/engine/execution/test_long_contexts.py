@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 from engine_helpers import generation, tiny, tiny_layout
-from long_contexts import World, check_as_one_engine, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from long_contexts import (
+    Outcome,
+    World,
+    check_as_one_engine,
+    check_outcomes,
+    of_one_engine,
+    prompt,
+)
 
 from engine.scheduling import Generation, long_generations
 from kvcache.errors import NoCapacity
@@ -17,6 +27,7 @@ from kvcache.remote_attention import AttentionShape, Limits
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 POOL = 32  # pages: 512 tokens, 4 blocks
+QUICK = 8  # placements
 
 
 @pytest.fixture
@@ -38,7 +49,7 @@ def world() -> Iterator[Callable[..., World]]:
 
 
 @pytest.mark.parametrize(
-    ("creditors", "length"), [(1, 768), (3, 1536), (6, 3001), (1, 500), (3, 513)]
+    ("creditors", "length"), [(1, 768), (3, 1536), (6, 3048), (1, 500), (3, 513)]
 )
 def test_a_context_longer_than_the_pool(world: Callable[..., World], creditors: int, length: int):
     """IL12: 1.5, 3 and 6 times the pool, over 2, 4 and 7 engines; and prompts that just fit it."""
@@ -50,6 +61,57 @@ def test_a_context_longer_than_the_pool(world: Callable[..., World], creditors: 
     check_as_one_engine(made.engine, [long, *short])
     assert made.engine.stepper.stats.moved_blocks >= (length + 24 - 16 * POOL) // 128
     assert made.engine.stepper.stats.failed_steps == 0
+
+
+@cache
+def outcome(times: float) -> Outcome:
+    """What a context of so many times the pool gets on one large engine."""
+    (found,) = of_one_engine([context(times)])
+    return found
+
+
+def context(times: float) -> Generation:
+    return generation(1, prompt(int(times * 16 * POOL) - 24), max_tokens=24)
+
+
+def check_placement(times: float, engines: int, choices: list[int], loan_blocks: int) -> None:
+    made = World(POOL, engines - 1, 400, loan_blocks=loan_blocks, choices=choices)
+    try:
+        long = context(times)
+        made.engine.run([long])
+        assert long.target == times * 16 * POOL
+        check_outcomes(made.engine, [long], [outcome(times)])
+        stats = made.engine.stepper.stats
+        assert stats.moved_blocks >= (times - 1) * 16 * POOL // 128
+        assert stats.recovered_steps == stats.failed_steps == 0
+        named = {number % (engines - 1) for number in choices}
+        assert made.source.lenders <= {made.lending[number].name for number in named}
+        made.check()
+    finally:
+        made.close()
+
+
+# Times the pool, engines, the creditors in the order in which they are asked, blocks of a loan.
+PLACEMENTS = (
+    st.sampled_from([1.5, 3.0, 6.0]),
+    st.sampled_from([2, 4, 7]),
+    st.lists(st.integers(0, 5), min_size=1, max_size=24),
+    st.integers(1, 4),
+)
+
+
+@settings(max_examples=QUICK, deadline=None)
+@given(*PLACEMENTS)
+def test_any_placement(times: float, engines: int, choices: list[int], loan_blocks: int):
+    """IL12: contexts of 1.5, 3 and 6 times the pool, wherever their blocks lie."""
+    check_placement(times, engines, choices, loan_blocks)
+
+
+@pytest.mark.thorough
+@settings(max_examples=60, deadline=None)
+@given(*PLACEMENTS)
+def test_further_placements(times: float, engines: int, choices: list[int], loan_blocks: int):
+    check_placement(times, engines, choices, loan_blocks)
 
 
 def test_a_decode_that_outgrows_the_pool(world: Callable[..., World]):
