@@ -48,6 +48,7 @@ class Fleet:
         **config: Any,
     ) -> None:
         self.published: list[dict[str, Any]] = []
+        self.swaps: list[dict[str, Any]] = []  # events
         by_url: dict[str, Any] = {engine.url: engine for engine in engines}
         events: Any = self
         self.registry = Registry(
@@ -60,6 +61,8 @@ class Fleet:
     def publish(self, event: str, /, **fields: Any) -> None:
         if event == "ledger":
             self.published.append(fields)
+        elif event == "debt_swap":
+            self.swaps.append(fields)
 
     def available(self, name: str) -> int:
         return self.ledger.available(EngineId(name))
